@@ -1,4 +1,4 @@
-"""Progress of a build: a line for each finished stage on stderr, and a live line where stderr is a terminal."""
+"""Shows the progress of a build: a line on stderr for each finished stage, and a live line if stderr is a terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mod_export.rows.report import Stage
 
 
 class Progress:
-    """Observer of a build. `verbosity` -1 prints nothing, 0 stages, 1 every step as well. The end of its `with` block
-    takes the live line away, after an error too.
+    """Observer of a build. `verbosity` -1 prints nothing, 0 prints stages, 1 also prints every step. The end of its
+    `with` block removes the live line, even after an error.
     """
 
     def __init__(self, console: Console, verbosity: int) -> None:

@@ -1,4 +1,4 @@
-"""The machine and what is installed on it: versions, processor, GPU, and the memory that may still be used.
+"""Describes the machine and its installed packages: versions, processor, GPU, and memory that may still be used.
 
 Nothing here loads a vendor's library.
 """
@@ -41,7 +41,7 @@ PACKAGES = {
     "polygraphy": ("polygraphy",),
 }
 EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
-"""What an exported graph depends on beside the model."""
+"""Packages that an exported graph depends on, beside the model."""
 EXTRAS = {
     "build": ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"),
     "ort": ("onnxruntime",),
@@ -57,16 +57,16 @@ EXTRAS = {
 """Extra of this package -> the modules that come with it."""
 COMPILED = re.compile("s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|v?aes|sha|gfni|v?pclmul|asimd|sve|bf16|i8mm")
 MADV_PAGEOUT = 21
-"""linux/mman.h, since Linux 5.4: takes pages back now. Unlike MADV_DONTNEED it loses nothing that is in memory only."""
+"""linux/mman.h, since Linux 5.4: takes pages back now. Unlike MADV_DONTNEED it keeps data that is only in memory."""
 
 _budget: ContextVar[int] = ContextVar("budget", default=0)
 
-# What is installed.
+# Installed packages.
 
 
 @cache
 def package_version(name: str) -> str | None:
-    """Installed version of one of PACKAGES, None when it is absent."""
+    """Returns the installed version of one of PACKAGES, or None if it is not installed."""
     for distribution in PACKAGES[name]:
         try:
             return version(distribution)
@@ -76,19 +76,19 @@ def package_version(name: str) -> str | None:
 
 
 def extra_of_import(error: ImportError) -> str | None:
-    """The extra that brings the module whose import failed; None where no extra does."""
+    """Returns the extra that installs the module whose import failed; None if no extra does."""
     module = (error.name or "").partition(".")[0]
     return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
 
 
 def missing_modules(extra: str) -> list[str]:
-    """Modules of an extra that are not installed."""
+    """Returns the modules of an extra that are not installed."""
     return [module for module in EXTRAS[extra] if find_spec(module) is None]
 
 
 @cache
 def source_digest(package: str) -> str:
-    """SHA-256 over the Python files of an installed package, which stands for its version.
+    """Returns the SHA-256 of the Python files of an installed package, which serves as its version.
 
     With the version number alone, an edited or half-upgraded installation would reuse the results of other code.
     """
@@ -102,7 +102,7 @@ def source_digest(package: str) -> str:
 
 
 def versions(*names: str) -> dict[str, str | None]:
-    """Installed versions of PACKAGES; of this package the digest of its source."""
+    """Returns the installed versions of PACKAGES; for this package, the digest of its source."""
     return {name: source_digest(name) if name == "mod_export" else package_version(name) for name in names}
 
 
@@ -110,14 +110,14 @@ def versions(*names: str) -> dict[str, str | None]:
 
 
 def cache_folder() -> Path:
-    """For measurements of this machine: $XDG_CACHE_HOME/mod-export, by default in ~/.cache."""
+    """Returns the folder for measurements of this machine: $XDG_CACHE_HOME/mod-export, by default in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = Path(base) if Path(base).is_absolute() else Path(os.path.expanduser("~/.cache"))  # noqa: PTH111
     return folder / "mod-export"
 
 
 def describe_machine() -> dict[str, Any]:
-    """The report's `environment`: versions, processor, cores, memory, GPU, and how busy the machine is."""
+    """Returns the report's `environment`: versions, processor, cores, memory, GPU, and how busy the machine is."""
     return {
         "python": platform.python_version(),
         **{name: package_version(name) for name in PACKAGES},
@@ -132,12 +132,12 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_features() -> frozenset[str]:
-    """Instruction sets of this CPU that compilers generate code for; empty where the kernel does not list them."""
+    """Returns the instruction sets of this CPU that compilers generate code for; empty if the kernel lists none."""
     return frozenset(filter(COMPILED.match, (_cpu_line("flags") or _cpu_line("Features")).split()))
 
 
 def _cpu_line(key: str) -> str:
-    """The value of a key of the first CPU in Linux's /proc/cpuinfo; empty elsewhere."""
+    """Returns the value of a key of the first CPU in Linux's /proc/cpuinfo; empty on other systems."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(key):
@@ -151,14 +151,14 @@ def _gpu_name() -> str | None:
         return None
     query = [tool, "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)  # noqa: S603
+        result = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip().splitlines()[0] if found.returncode == 0 and found.stdout.strip() else None
+    return result.stdout.strip().splitlines()[0] if result.returncode == 0 and result.stdout.strip() else None
 
 
 def usable_cores() -> int:
-    """Physical cores that this process may use, at least 1: those of its CPU affinity, and no more than its quota.
+    """Returns how many physical cores this process may use, at least 1: those of its CPU affinity, up to its quota.
 
     Hyperthreads of one core share its arithmetic units, so more threads than cores make matrix products slower.
     """
@@ -169,7 +169,7 @@ def usable_cores() -> int:
 
 
 def _core_of(cpu: int) -> str:
-    """A name of a CPU's core: the list of its hyperthreads, or the CPU itself where Linux does not list them."""
+    """Returns a name for the core of a CPU: the list of its hyperthreads, or the CPU itself if Linux lists none."""
     try:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         return siblings.read_text(encoding="ascii").strip()
@@ -178,7 +178,7 @@ def _core_of(cpu: int) -> str:
 
 
 def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
-    """CPUs' worth of time that control groups (version 2) grant this process: its own group and those above it.
+    """Returns the limits, in CPUs, that control groups (version 2) set for this process: its own and all groups above.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max.
     """
@@ -187,22 +187,22 @@ def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
     except OSError:
         return []
     group = next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), "")
-    found = []
+    quotas = []
     for folder in (root / group, *(root / group).parents):
         with contextlib.suppress(OSError, ValueError):
             limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-            found.append(float(limit) / float(period))  # "max" is no number, and no limit.
+            quotas.append(float(limit) / float(period))  # "max" means no limit; its ValueError is suppressed.
         if folder == root:
             break
-    return found
+    return quotas
 
 
-# Its memory.
+# Memory.
 
 
 @contextlib.contextmanager
 def limited(budget: int) -> Iterator[None]:
-    """Inside, `free_bytes` counts from `budget` bytes for this process; 0 is no limit."""
+    """Within this context, `free_bytes` assumes a limit of `budget` bytes for this process; 0 is no limit."""
     token = _budget.set(budget)
     try:
         yield
@@ -211,22 +211,22 @@ def limited(budget: int) -> Iterator[None]:
 
 
 def free_bytes() -> int:
-    """Bytes that may still be allocated."""
+    """Returns the number of bytes that may still be allocated."""
     free = psutil.virtual_memory().available
     budget = _budget.get()
     if not budget:
         return free
-    own = psutil.Process().memory_info()
-    # The system can take pages of mapped files back at any time; where it does not count them apart, all count as used.
-    used = own.rss - getattr(own, "shared", 0)
+    memory = psutil.Process().memory_info()
+    # The system can take pages of mapped files back at any time. If it does not count them apart, all count as used.
+    used = memory.rss - getattr(memory, "shared", 0)
     return max(0, min(free, budget - used))
 
 
 def let_go(tensors: Iterable[torch.Tensor]) -> None:
-    """Asks the system to take back the whole pages of these tensors; they are read again when they are next used.
+    """Asks the system to take back the whole pages of these tensors. They are read again at their next use.
 
     Weights that are mapped from a file count as this process's memory once they were touched, although the system can
-    read them again at any time. This is a request, not a promise: other systems than Linux are not asked.
+    read them again at any time. This is a request without a guarantee, and only Linux is asked.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -239,13 +239,13 @@ def let_go(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def reset_peak_rss() -> None:
-    """Starts a new peak, where the kernel offers that (Linux: 5 in /proc/self/clear_refs)."""
+    """Starts a new peak of resident memory, if the kernel can do that (Linux: 5 in /proc/self/clear_refs)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_rss_bytes() -> int:
-    """Largest resident set since `reset_peak_rss`, from VmHWM; 0 where the kernel does not say."""
+    """Returns the largest resident set since `reset_peak_rss`, from VmHWM; 0 if the kernel does not report it."""
     with contextlib.suppress(OSError, StopIteration):
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024

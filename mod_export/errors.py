@@ -1,21 +1,21 @@
-"""Every error mod-export raises on purpose, and the exit code the command line gives it.
+"""Every error that mod-export raises on purpose, with the exit code of the command line.
 
     ModExportError
     |-- UsageError              2   the request cannot be met as it stands
     |   |-- ConfigError             configuration: every problem at once
     |   |-- CheckpointError         the model file
     |   |-- BuildFolderError        the output folder: foreign, unwritable, locked, damaged
-    |   |-- TooLongError            a text that is longer than the window of the model that would write it
+    |   |-- TooLongError            a text is longer than the window of the model that would write it
     |   `-- TargetError             unknown target, or one that cannot work on this machine
-    `-- BuildError              3   something cannot be built; the message names what was whole before it
+    `-- BuildError              3   something cannot be built; the message names what was complete before it
         |-- CaptureError            torch.compile or torch.export refused the model
-        |-- GraphError              an ONNX graph is not what it must be
+        |-- GraphError              an ONNX graph is not as required
         |-- LimitError              a target cannot take this graph, and no rewrite helps
         `-- EngineError             a vendor's builder or runtime failed
 
-A gate that fails (parity, speed-up) is a result, not an error: exit code 4 comes from the verdict. So is a BuildError
-of one target, dtype or bucket where others were built; it ends a build only where nothing is left. Exit code 1 is left
-to bugs. Messages say what, where, got and expected, and the next step.
+A gate that fails (parity, speed-up) is a result, not an error: exit code 4 comes from the verdict. A BuildError of one
+target, dtype or bucket is a result as well if others were built; it ends a build only if nothing is left. Exit code 1
+is left to bugs. Messages say what is wrong and where, what was found and expected, and what to do next.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ConfigError(UsageError):
         super().__init__("\n".join(self.problems))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
-        """Between processes as well, where an error is made again of its text."""
+        """Pickles the list of problems, because pickle would otherwise recreate the error from its text."""
         return type(self), (self.problems,)
 
 
@@ -76,7 +76,7 @@ class TooLongError(UsageError):
 
 
 class TargetError(UsageError):
-    """The target is unknown, or cannot do on this machine what was asked of it."""
+    """The target is unknown, or cannot do what was asked on this machine."""
 
 
 class BuildError(ModExportError):
@@ -90,11 +90,11 @@ class CaptureError(BuildError):
 
 
 class GraphError(BuildError):
-    """An ONNX graph is not what it must be."""
+    """An ONNX graph is not as required."""
 
 
 class LimitError(BuildError):
-    """A target cannot take this graph and no rewrite helps; the message names layer, limit and way out."""
+    """A target cannot take this graph and no rewrite helps; the message names the layer, the limit and a way out."""
 
 
 class EngineError(BuildError):

@@ -1,6 +1,6 @@
-"""Mixture-of-Depths transformers in plain PyTorch, imported as `mod_models`. Knows nothing of export.
+"""Mixture-of-Depths transformers in plain PyTorch (`mod_models`). They use only `mod_export.marker` of the exporter.
 
-For blocks of other models: `tokens_of`, `select_tokens`, `select_chosen`, `forced_scores`, `gather_tokens` and
+Blocks of other models can use `tokens_of`, `select_tokens`, `select_chosen`, `forced_scores`, `gather_tokens` and
 `scatter_tokens` (docs/porting.md).
 """
 
@@ -17,7 +17,7 @@ __all__ = ["forced_scores", "gather_tokens", "scatter_tokens", "select_chosen", 
 
 
 def __getattr__(name: str) -> Any:
-    # Late: whoever reads a spec must not wait for torch.
+    # Imported on first use, so that code that only reads a spec does not load torch.
     if name not in __all__:
         raise AttributeError(f"module 'mod_models' has no attribute {name!r}")
     return getattr(import_module(f"mod_models.{'declarations' if name == 'tokens_of' else 'fixed_capacity'}"), name)

@@ -1,6 +1,6 @@
-"""The entry point `mod_export.architectures: mod_transformer`: what an exporter asks of this package.
+"""The entry point `mod_export.architectures: mod_transformer`, through which the exporter uses this package.
 
-The exporter finds this object by its name in the entry-point group; neither package imports the other.
+The exporter finds this object by its name in the entry-point group and never imports this package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mod_models.transformer import Transformer
 
 BYTE_VOCABULARY = 256
 DECIDES = re.compile(r"layers\.(\d+)\.(experts\.)?(mlp_)?(router|predictor)\.")
-"""Weights that scores are computed with: layer, whether of experts, whether of the second router of a layer, kind."""
+"""Names of the weights that compute scores. Groups: layer, `experts.`, `mlp_` (second router of the layer), kind."""
 TIMED_SPEC = ModelSpec(
     vocab_size=8192,
     d_model=512,
@@ -67,20 +67,20 @@ class LoadedTransformer:
         spec = self.checkpoint.spec
         sites = spec.k_by_layer(spec.max_positions)
         selection = "topk" if spec.routing is None else spec.routing.selection
-        # Noise has no weights, so a random selection has none either; its router makes gates alone.
+        # A random selection is decided by noise, which has no weights. Its router only makes the gates.
         deciding = {"predictor": "predictor", "random": None}.get(selection, "router")
-        found: dict[str, tuple[Site, ...]] = {}
+        sites_of: dict[str, tuple[Site, ...]] = {}
         for name in self.checkpoint.weights:
             match = DECIDES.match(name)
             if match is None:
                 continue
             layer, experts, second, kind = int(match[1]), match[2], match[3], match[4]
             if experts:
-                found[name] = tuple(site for site in sites if is_expert(site) and layer_of(site) == layer)
+                sites_of[name] = tuple(site for site in sites if is_expert(site) and layer_of(site) == layer)
             elif kind == deciding:
                 part = f"{layer}.mlp" if second else f"{layer}.attention"
-                found[name] = (part if spec.routing is not None and spec.routing.parts == "separate" else layer,)
-        return found
+                sites_of[name] = (part if spec.routing is not None and spec.routing.parts == "separate" else layer,)
+        return sites_of
 
     def module(self, outputs: str = "logits") -> Transformer:
         return self.checkpoint.module(outputs)
@@ -103,18 +103,18 @@ class LoadedTransformer:
         return GeneratingTransformer(self.checkpoint, window, slack)
 
     def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
-        """Held-out bytes of the training corpus; None for a vocabulary that is not bytes."""
+        """Returns held-out bytes of the training corpus; None if the vocabulary is not bytes."""
         if self.vocab_size != BYTE_VOCABULARY:
             return None
         text_N = read_split("held_out")
         return None if len(text_N) <= seq else batch_at(text_N, batch, seq, seed).numpy()
 
     def token_texts(self, ids_S: np.ndarray) -> Sequence[str] | None:
-        """Bytes as the characters of ISO 8859-1; None for a vocabulary that is not bytes."""
+        """Returns each byte as its ISO 8859-1 character; None if the vocabulary is not bytes."""
         return [chr(token) for token in ids_S] if self.vocab_size == BYTE_VOCABULARY else None
 
     def ids_of_text(self, text: str) -> np.ndarray | None:
-        """The bytes of its UTF-8 form; None for a vocabulary that is not bytes."""
+        """Returns the UTF-8 bytes of the text; None if the vocabulary is not bytes."""
         if self.vocab_size != BYTE_VOCABULARY:
             return None
         return np.frombuffer(text.encode(errors="surrogateescape"), dtype=np.uint8).astype(np.int64)
@@ -144,9 +144,7 @@ class ModTransformer:
     name = ARCHITECTURE
 
     def read(self, path: Path) -> LoadedTransformer:
-        """Reads model.pt, a folder, or a model in another format that `convert` knows; see `checkpoint.load_checkpoint`
-        for what it raises.
-        """
+        """Reads model.pt, a folder, or another format that `convert` knows; raises as `checkpoint.load_checkpoint`."""
         if not is_foreign(path):
             return LoadedTransformer(load_checkpoint(path))
         foreign = read_foreign(path)
@@ -173,16 +171,16 @@ class ModTransformer:
         return foreign
 
     def restore(self, spec: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LoadedTransformer:
-        """The inverse of `LoadedTransformer.spec` and `.weights`."""
+        """Rebuilds a model from its `LoadedTransformer.spec` and `.weights`."""
         return LoadedTransformer(Checkpoint(spec=ModelSpec.from_dict(spec), weights=weights))
 
     def demo_checkpoint(self) -> Path | None:
-        """The trained checkpoint that ships with this package."""
+        """Path of the trained checkpoint that ships with this package; None if the file is missing."""
         path = Path(str(files("mod_models").joinpath("checkpoints", "stdlib-3m.pt")))
         return path if path.exists() else None
 
     def timed_spec(self) -> Mapping[str, Any]:
-        """40 M parameters: width 512, 12 layers, every other one routed at 12.5 %."""
+        """Spec of 40 M parameters: width 512, 12 layers, every other layer routed at 12.5 %."""
         return TIMED_SPEC.to_dict()
 
     def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Predictors that say what their routers say: the router's score over the threshold that as many tokens pass as top-k
-takes, measured on text.
+"""Sets each predictor to its router's score minus a threshold. On text, as many tokens exceed it as top-k selects.
 
 A predictor learns from top-k's choices by gradient (Raposo et al., arXiv 2404.02258, section 3.5), which takes some
-thousands of steps. A short run, such as a retrofit, ends before that. But top-k of a row takes almost the tokens whose
-score is above one number for all rows, and a predictor can compute that score exactly: silu(a) - silu(-a) = a.
+thousands of steps. A short run, such as a retrofit, ends before that. But top-k selects almost the same tokens as one
+threshold for all rows, and a predictor can compute the router's score exactly: silu(a) - silu(-a) = a.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ from mod_models.spec import Site, layer_of
 from mod_models.transformer import RoutedBlock, Transformer
 
 SPREAD = 4.0
-"""Standard deviation of a predictor's logits afterwards: mostly sure, and not so sure that its loss has no slope."""
+"""Standard deviation of a calibrated predictor's logits. Larger logits would leave the predictor loss no gradient."""
 LEAST_HIDDEN = 2
-"""Units of a predictor that it takes, one for each sign."""
+"""Hidden units that calibration uses, one for each sign."""
 
 
 @torch.no_grad()
 def calibrate(model: Transformer, rows: Iterable[Tensor]) -> None:
-    """Sets every predictor from its router, whose scores stay what they are, and from text.
+    """Sets the weights of every predictor from its router and from text. Routers do not change.
 
     Args:
-        model: with linear routers and predictors of at least two hidden units; left in the mode that it is in.
-        rows: int64 (B, S) token ids, none of them padding.
+        model: has linear routers, and predictors of at least two hidden units; its training mode is restored.
+        rows: int64 (B, S) token ids, without padding.
     """
     training = model.training
-    # Top-k selects, so that the scores are those of the streams that the routers were trained on.
+    # In training mode top-k selects. Routers then score the same residual streams as during training.
     model.train()
     score_by_site: dict[Site, list[Tensor]] = {}
-    passed: dict[Site, float] = {}
+    selected_share: dict[Site, float] = {}
     for ids_BS in rows:
         decisions = Decisions()
         model.hidden(ids_BS, torch.full((len(ids_BS),), ids_BS.shape[1], device=ids_BS.device), decisions)
         for site, seen in decisions.seen.items():
             score_by_site.setdefault(site, []).append(seen.l_BT.float().flatten())
-            passed[site] = seen.k / seen.l_BT.shape[1]
+            selected_share[site] = seen.k / seen.l_BT.shape[1]
     model.train(training)
     for site, scores in score_by_site.items():
         score_N = torch.cat(scores)
@@ -51,11 +50,11 @@ def calibrate(model: Transformer, rows: Iterable[Tensor]) -> None:
         router, predictor = (block.mlp_router, block.mlp_predictor) if second else (block.router, block.predictor)
         assert isinstance(router, LinearRouter)
         assert isinstance(predictor, MlpRouter)
-        _set(predictor, router, score_N, passed[site])
+        _set(predictor, router, score_N, selected_share[site])
 
 
 def _set(predictor: MlpRouter, router: LinearRouter, score_N: Tensor, passed: float) -> None:
-    """The first two hidden units give steepness * (score - threshold); the others add nothing until they learn."""
+    """Makes the first two hidden units compute steepness * (score - threshold); the output ignores the others."""
     if passed == 1:
         nn.init.zeros_(predictor.projection.weight)
         nn.init.ones_(predictor.projection.bias)

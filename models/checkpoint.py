@@ -30,7 +30,7 @@ from mod_models.transformer import Transformer
 
 ARCHITECTURE = "mod_transformer"
 ROUTES = re.compile(r"layers\.\d+\.(mlp_)?(router|predictor)\.")
-"""Weights that decide which tokens skip a block. The router of experts is part of the dense baseline as well."""
+"""Names of the weights that decide which tokens skip a block. The dense baseline keeps the routers of experts."""
 FORMAT_VERSION = 1
 DECLARE = (
     "Save it with mod_models.checkpoint.save_checkpoint(path, Checkpoint(spec=ModelSpec(...), weights=state_dict)), "
@@ -40,40 +40,40 @@ MOST_PROBLEMS = 8  # in one message about weights that do not fit
 
 
 class CheckpointError(ValueError):
-    """A file that is not a usable checkpoint; the message says what is wrong with it and what to do."""
+    """The file is not a usable checkpoint; the message says what is wrong and what to do."""
 
 
 class ForeignArchitectureError(LookupError):
-    """A sound checkpoint of an architecture that is not this package's; the message is that architecture's name."""
+    """The checkpoint is intact but has another architecture; the message is the name of that architecture."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A spec and its weights, state_dict name -> tensor; 16-bit weights are stored as such and computed in float32."""
+    """A spec and its weights, state_dict name -> tensor. 16-bit weights stay 16-bit here; the model is float32."""
 
     spec: ModelSpec
     weights: Mapping[str, Tensor]
 
     def module(self, outputs: str = "logits") -> Transformer:
-        """The eager float32 model in eval mode. Float32 weights are shared with this checkpoint, not copied."""
+        """Builds the eager float32 model in eval mode. It shares float32 weights with this checkpoint."""
         model = self.skeleton(outputs)
         model.load_state_dict({name: tensor.float() for name, tensor in self.weights.items()}, assign=True)
         return model.requires_grad_(False)
 
     def skeleton(self, outputs: str = "logits") -> Transformer:
-        """The same model with parameters that have shapes and no values; what no checkpoint holds (RoPE) is real."""
+        """Builds the model in eval mode, parameters on the meta device; buffers that are not saved (RoPE) are real."""
         with torch.device("meta"):
             model = Transformer(self.spec, outputs)
         return model.eval().requires_grad_(False)
 
     def dense(self) -> Checkpoint:
-        """The dense baseline: the same weights without routers and predictors, every token through every block."""
+        """Returns the dense baseline: the same weights without routers and predictors; every token runs every block."""
         weights = {name: tensor for name, tensor in self.weights.items() if not ROUTES.match(name)}
         return Checkpoint(spec=self.spec.dense(), weights=weights)
 
 
 def random_checkpoint(spec: ModelSpec, seed: int) -> Checkpoint:
-    """Initial weights, for measuring models that are not trained yet. Same spec and seed, same weights."""
+    """Draws initial weights, to measure models before training. The spec and the seed determine the weights."""
     with torch.device("meta"):
         model = Transformer(spec)
     empty = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.state_dict().items()}
@@ -85,11 +85,11 @@ def random_checkpoint(spec: ModelSpec, seed: int) -> Checkpoint:
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
     """Writes `model.pt` (a path ending in .pt) or a folder of config.json and model.safetensors.
 
-    Every file is written to a temporary file beside it and renamed. So a write that fails leaves the old checkpoint as
-    it was, and a killed one leaves the old checkpoint or none, never weights of one and the spec of another.
+    Every file is written to a temporary file beside it and then renamed. If a write fails, the old checkpoint is
+    unchanged. If the process is killed, the old checkpoint or none is left, but never a spec with other weights.
 
     Raises:
-        OSError: the disk cannot be written to, or is full.
+        OSError: the disk is full or not writable.
     """
     weights = _separate(checkpoint.weights)
     if path.suffix == ".pt":
@@ -103,12 +103,12 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
                 save_file(weights, tensors)
             except SafetensorError as error:
                 raise OSError(f"{path / 'model.safetensors'}: could not be written ({error})") from error
-            # Without its config a folder is no checkpoint: a run killed between the two renames leaves none.
+            # Without config.json a folder is no checkpoint, so a run killed between the two renames leaves none.
             (path / "config.json").unlink(missing_ok=True)
 
 
 def config_text(spec: ModelSpec) -> str:
-    """The config.json of a checkpoint folder."""
+    """Content of the config.json of a checkpoint folder."""
     return json.dumps(_header(spec), indent=2) + "\n"
 
 
@@ -118,40 +118,40 @@ def _header(spec: ModelSpec) -> dict[str, object]:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Gives a temporary path beside `path`, and renames what was written there once the block has succeeded."""
+    """Yields a temporary path beside `path`, and renames that file to `path` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         temporary = Path(folder) / path.name
         temporary.touch()
         mode = temporary.stat().st_mode
         yield temporary
-        temporary.chmod(mode)  # what the user's umask gives; safetensors makes its files private
+        temporary.chmod(mode)  # the mode that the user's umask gives; safetensors makes its files private
         temporary.replace(path)
 
 
 def write_plain(path: Path, data: Mapping[str, object]) -> None:
-    """Writes what `read_plain` reads, to a temporary file that is then renamed.
+    """Writes a table that `read_plain` can read, through a temporary file that is then renamed.
 
     Raises:
-        OSError: the disk cannot be written to, or is full.
+        OSError: the disk is full or not writable.
     """
     with written_beside(path) as temporary:
         try:
             with temporary.open("wb") as file:
                 torch.save(data, file)
         except (OSError, RuntimeError) as error:
-            # torch reports how its writer was confused by what the file system had said.
+            # torch raises a RuntimeError from its own writer; the error of the file system is its context.
             reason = error if isinstance(error, OSError) else error.__context__ or error
             raise OSError(f"{path}: could not be written ({first_line(reason)})") from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Reads either form.
+    """Reads a `model.pt` or a checkpoint folder.
 
     Raises:
-        CheckpointError: not a checkpoint, damaged, wants to run code, no spec, weights that do not fit the spec, or
-            weights that are not finite.
-        ForeignArchitectureError: a checkpoint that names another architecture.
+        CheckpointError: the path is not a checkpoint, is damaged, would run code, has no spec, or has weights that do
+            not fit the spec or are not finite.
+        ForeignArchitectureError: the checkpoint names another architecture.
     """
     try:
         header, weights = _read_folder(path) if path.is_dir() else _read_file(path)
@@ -176,12 +176,12 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_plain(path: Path, what: str = "model.pt", way_out: str = DECLARE) -> Mapping[Any, Any]:
-    """Reads a table of plain data and tensors that `torch.save` wrote. Runs no code of it.
+    """Reads a table of plain data and tensors that `torch.save` wrote, without running code from the file.
 
-    `what` the file is expected to be, and the `way_out` if it is not, are for messages.
+    Error messages name `what` the file should be and end with the advice `way_out`.
 
     Raises:
-        CheckpointError: anything else.
+        CheckpointError: the file is anything else.
         OSError: the file cannot be opened.
     """
     if not path.is_file():
@@ -190,11 +190,11 @@ def read_plain(path: Path, what: str = "model.pt", way_out: str = DECLARE) -> Ma
     try:
         problem = _archive_problem(path)
         with warnings.catch_warnings():
-            # torch warns about odd pickles before it refuses them; the refusal is what the user needs to read.
+            # torch warns about unusual pickles before it refuses them; the user only needs the refusal.
             warnings.simplefilter("ignore")
             data = None if problem else torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except zipfile.BadZipFile as error:
-        # Before torch 1.6 a bare pickle was enough. It is refused unread: none of those can hold a spec.
+        # Before version 1.6 torch wrote bare pickles. None of them can hold a spec, so they are refused unread.
         raise CheckpointError(f"{not_one}, or a bare pickle, which could run code. {way_out}") from error
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL (\S+)", str(error))
@@ -215,7 +215,7 @@ def read_plain(path: Path, what: str = "model.pt", way_out: str = DECLARE) -> Ma
 
 
 def _archive_problem(path: Path) -> str | None:
-    """Why a zip archive is none that torch.save wrote, known from its table of contents."""
+    """Returns why torch.save did not write this zip archive, judged by its table of contents; None if it may have."""
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
     names = {entry.filename.rpartition("/")[2] for entry in entries}
@@ -225,7 +225,7 @@ def _archive_problem(path: Path) -> str | None:
         return "a TorchScript archive, which is code and no checkpoint"
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED:
-            # Weights are mapped, not read: torch would take the compressed bytes for the numbers themselves.
+            # Weights are memory-mapped, so torch would take the compressed bytes for numbers.
             return f"{entry.filename} in it is compressed, and torch.save compresses nothing"
     return None
 
@@ -258,7 +258,7 @@ def _read_folder(path: Path) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
 
 
 def _check_weights(path: Path, spec: ModelSpec, weights: Mapping[Any, Any]) -> None:
-    # One position: shapes do not depend on their number, and the RoPE tables are real even on the meta device.
+    # One position is enough: no weight depends on max_positions, and RoPE tables take memory even on the meta device.
     with torch.device("meta"):
         expected = Transformer(replace(spec, max_positions=1)).state_dict()
     problems = [f"missing {name} {list(t.shape)}" for name, t in expected.items() if name not in weights]
@@ -280,32 +280,32 @@ def _check_weights(path: Path, spec: ModelSpec, weights: Mapping[Any, Any]) -> N
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether this is a dense tensor of 16, 32 or 64-bit floating-point numbers with all its numbers in memory."""
+    """Whether this is a dense CPU tensor of 16, 32 or 64-bit floating-point numbers, all of them in its storage."""
     return (
         isinstance(tensor, Tensor)
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.device.type == "cpu"
         and tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-        # An expanded view: a few stored numbers that claim any size.
+        # This excludes expanded views, which store few numbers and can claim any size.
         and tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
     )
 
 
 def _separate(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each tensor alone in its storage: views are stored whole by one format and refused by the other."""
-    seen: set[int] = set()
-    separate = {}
+    """Gives each tensor its own storage. For a view, torch.save writes the whole storage and safetensors refuses it."""
+    storages: set[int] = set()
+    copies = {}
     for name, tensor in weights.items():
-        plain = tensor.detach().cpu().contiguous()
-        storage = plain.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != plain.numel() * plain.element_size():
-            plain = plain.clone()
-        seen.add(storage.data_ptr())
-        separate[name] = plain
-    return separate
+        copy = tensor.detach().cpu().contiguous()
+        storage = copy.untyped_storage()
+        if storage.data_ptr() in storages or storage.nbytes() != copy.numel() * copy.element_size():
+            copy = copy.clone()
+        storages.add(storage.data_ptr())
+        copies[name] = copy
+    return copies
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an error says."""
+    """First line of the text of an error; the name of its type if the text is empty."""
     return (str(error).splitlines() or [type(error).__name__])[0]

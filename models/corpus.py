@@ -1,15 +1,15 @@
-"""The text that a run learns from, as tokens: the running Python's standard library, or any folder or file of text.
+"""Training text as tokens: the standard library of the running Python, or any folder or file of text.
 
-Nothing is downloaded. Documents are assigned to the held-out split by a hash of their name, the path of the file and
-its line in a file of many, so a document is on the same side on every machine, whatever other documents there are.
+Nothing is downloaded. A hash of the document's name (the path of the file, and a number in a file of many documents)
+decides its split, train or held-out. So the split is the same on every machine and does not depend on other documents.
 
-Documents are packed: one stream of tokens with an end-of-text token between two, cut into rows anywhere. A row can hold
-the end of one document and the beginning of the next, and attention sees across, as it does in the pre-training of
-most models; what tells the model is the token between them.
+Documents are packed into one stream of tokens with an end-of-text token between them, and rows are cut anywhere. A row
+can hold parts of two documents. Attention sees across the boundary, as in the pre-training of most models; only the
+end-of-text token marks the boundary.
 
-Tokens are bytes, which need nothing, or come from the vocabulary of a `tokenizers` file. Models with different
-vocabularies are compared in bits per byte, so every token carries how many bytes of the text it stands for. Their sum
-is the length of the text, whatever the tokenizer joins, splits or drops.
+Tokens are bytes, which need no other file, or come from the vocabulary of a `tokenizers` file. Models with different
+vocabularies are compared in bits per byte, so the number of text bytes is stored for every token. The sum of these
+numbers is the length of the text, even if the tokenizer joins, splits or drops characters.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ COMPANIONS = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "generation_config.json",
     "chat_template.jinja",
 )  # fmt: skip
-"""Files beside a tokenizer.json that say how it is used."""
+"""Files beside a tokenizer.json that configure its use."""
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Names of the token that ends a document, of which the first that a vocabulary has separates documents."""
+"""Names of the token that ends a document. The first one in the vocabulary separates documents."""
 PIECE = 2**20
-"""Bytes given to the tokenizer at once. What it returns takes some hundred times the memory of the ids in it."""
+"""Approximate bytes for one call of the tokenizer, whose result takes about 100 times the memory of its ids."""
 
 
 class TokenizedText(NamedTuple):
@@ -51,7 +51,7 @@ class TokenizedText(NamedTuple):
 
     Attributes:
         id_N: uint8 (bytes) or int32 (N,), token ids.
-        size_N: int32 (N,), bytes of the text that each token stands for; None where every token is one byte.
+        size_N: int32 (N,), the number of text bytes that each token stands for; None if every token is one byte.
     """
 
     id_N: Tensor
@@ -59,7 +59,7 @@ class TokenizedText(NamedTuple):
 
 
 def as_bytes(documents: Sequence[bytes]) -> TokenizedText:
-    """The documents with a zero byte between two, each byte a token."""
+    """Joins the documents with a zero byte between them, and makes each byte a token."""
     text = bytearray(b"\0".join(documents))
     return TokenizedText(torch.frombuffer(text, dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8), None)
 
@@ -68,7 +68,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Reads a tokenizer.json of the package `tokenizers`.
 
     Raises:
-        TrainError: the package is missing, or this is no such file.
+        TrainError: the package is missing, or the file is missing or is not a tokenizer.json.
     """
     try:
         from tokenizers import Tokenizer
@@ -83,12 +83,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """The smallest vocabulary of a model that can read every id. Ids may have gaps, so this is no count."""
+    """The smallest vocabulary size of a model that can read every id: the largest id + 1, since ids may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def keep_tokenizer(path: Path, folder: Path) -> None:
-    """Copies a tokenizer, and the files that say how it is used, beside a model, where a build finds them."""
+    """Copies a tokenizer and the files that configure it into the folder of a model, where a build finds them."""
     for source in (path, *(path.parent / name for name in COMPANIONS)):
         target = folder / (TOKENIZER if source == path else source.name)
         if source.is_file() and source.resolve() != target.resolve():
@@ -96,18 +96,18 @@ def keep_tokenizer(path: Path, folder: Path) -> None:
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:
-    """The id of the token between two documents; None for a vocabulary without any, which gets a zero byte."""
-    found = (tokenizer.token_to_id(name) for name in END_OF_TEXT)
-    return next((token for token in found if token is not None), None)
+    """The id of the token between two documents; None if the vocabulary has none, and a zero byte separates them."""
+    ids = (tokenizer.token_to_id(name) for name in END_OF_TEXT)
+    return next((token for token in ids if token is not None), None)
 
 
 def tokenize(documents: Sequence[bytes], tokenizer: Tokenizer) -> TokenizedText:
-    """The documents, which must be UTF-8, with `end_of_text` between two; no other special tokens are added.
+    """Tokenizes UTF-8 documents, with `end_of_text` between two; no other special tokens are added.
 
-    The separator counts as one byte, whatever it is, so that models with different vocabularies have the same text.
+    Every separator counts as one byte, so that the text has the same length for all vocabularies.
 
     Raises:
-        TrainError: the tokenizer refuses the text, as some do that have no token for the unknown.
+        TrainError: the tokenizer refuses the text, for example because it has no token for unknown characters.
     """
     separator = end_of_text(tokenizer)
     ids: list[np.ndarray] = []
@@ -128,7 +128,7 @@ def tokenize(documents: Sequence[bytes], tokenizer: Tokenizer) -> TokenizedText:
             dropped += int(end_C[-1])
             continue
         end_N = end_C[np.array(encoding.offsets, dtype=np.int64)[:, 1]]
-        # Several tokens may lie within one character, and a dropped stretch belongs to the token after it.
+        # Several tokens may share one character. Dropped text counts for the token after it.
         reached_N = np.maximum.accumulate(end_N)
         size_N = np.diff(reached_N, prepend=0)
         size_N[-1] += end_C[-1] - reached_N[-1]
@@ -138,14 +138,14 @@ def tokenize(documents: Sequence[bytes], tokenizer: Tokenizer) -> TokenizedText:
         sizes.append(size_N.astype(np.int32))
     if sizes:
         sizes[-1][-1] += dropped
-    nothing = [np.empty(0, dtype=np.int32)]
+    empty = [np.empty(0, dtype=np.int32)]
     return TokenizedText(
-        torch.from_numpy(np.concatenate(ids or nothing)), torch.from_numpy(np.concatenate(sizes or nothing))
+        torch.from_numpy(np.concatenate(ids or empty)), torch.from_numpy(np.concatenate(sizes or empty))
     )
 
 
 def _separated(documents: Sequence[bytes], *, zeros: bool) -> Iterator[bytes | None]:
-    """The documents, with a zero byte or None between two."""
+    """Yields the documents, with a zero byte (appended to the earlier one) or None between two."""
     for number, document in enumerate(documents, 1):
         last = number == len(documents)
         yield document if last or not zeros else document + b"\0"
@@ -154,7 +154,7 @@ def _separated(documents: Sequence[bytes], *, zeros: bool) -> Iterator[bytes | N
 
 
 def _pieces(documents: Iterable[bytes | None]) -> Iterator[str | None]:
-    """Each document as text, cut after the first line end past PIECE bytes; None stays None."""
+    """Yields each document as text in pieces that end at the first line end after PIECE bytes; None stays None."""
     for text in documents:
         if text is None:
             yield None
@@ -167,7 +167,7 @@ def _pieces(documents: Iterable[bytes | None]) -> Iterator[str | None]:
 
 
 def _byte_ends(text: str) -> np.ndarray:
-    """For 0 to len(text) characters, how many bytes of UTF-8 they take: int64 (len(text) + 1,)."""
+    """UTF-8 length of the first 0, 1, ..., len(text) characters: int64 (len(text) + 1,)."""
     point_C = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
     size_C = 1 + (point_C > 0x7F).astype(np.int64) + (point_C > 0x7FF) + (point_C > 0xFFFF)
     return np.concatenate(([0], np.cumsum(size_C)))
@@ -183,12 +183,12 @@ class Corpus:
     """Two splits of one text as tokens.
 
     Attributes:
-        name: what to call it in a message.
-        train: what steps see.
-        held_out: what only evaluations see.
-        vocab_size: the smallest vocabulary of a model that reads it.
-        files: how many files it was read from.
-        skipped: files that were left out, in whole or in part, because they are not UTF-8 text.
+        name: name for messages.
+        train: tokens for training steps.
+        held_out: tokens for evaluations only.
+        vocab_size: the smallest vocabulary size of a model that can read the text.
+        files: number of files that were read.
+        skipped: number of files that were left out, in whole or in part, because they are not UTF-8 text.
         tokenizer: the file of the vocabulary; None for bytes.
     """
 
@@ -202,7 +202,7 @@ class Corpus:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all ids, in hex: a run that is resumed must find the tokens that it left."""
+        """SHA-256 of all ids, in hex. A run resumes only with the same tokens."""
         digest = hashlib.sha256()
         for id_N, _ in (self.train, self.held_out):
             digest.update(f"{id_N.dtype} {len(id_N)} ".encode())
@@ -217,19 +217,19 @@ def _is_held_out(relative: str) -> bool:
 
 @cache
 def _sources() -> dict[str, Path]:
-    """The files of the standard library by path, in order. Packages of the user and tests are none of them."""
+    """The files of the standard library by relative path, sorted, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
-    return {name.as_posix(): path for name, path in found.items() if SKIPPED.isdisjoint(name.parts)}
+    files = {path.relative_to(root): path for path in sorted(root.rglob("*.py"))}
+    return {name.as_posix(): path for name, path in files.items() if SKIPPED.isdisjoint(name.parts)}
 
 
 @cache
 def read_split(split: Literal["train", "held_out"]) -> Tensor:
-    """All bytes of one split of the standard library.
+    """Reads all bytes of one split of the standard library.
 
     Returns:
-        uint8 (N,): the files with a zero byte between two. The same tensor at every call, not to be written to. Empty
-        on a Python that ships without its sources.
+        uint8 (N,): the files with a zero byte between two; empty if this Python ships without its sources. Every call
+        returns the same tensor, so callers must not write to it.
     """
     held_out = split == "held_out"
     return as_bytes([path.read_bytes() for name, path in _sources().items() if _is_held_out(name) == held_out]).id_N
@@ -239,29 +239,29 @@ def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corp
     """Reads a text into memory, as tokens.
 
     Args:
-        data: a folder, of which every file of UTF-8 text, JSON lines or Parquet is taken whose path has no part that
-            begins with a dot, or one such file (`documents.py`); None for the standard library. Where the hash puts
-            every document on one side, as it does with a single one, the last 5 % of the text are held out.
+        data: a folder of UTF-8 text, JSON lines and Parquet, or one such file (`documents.py`); None for the standard
+            library. Paths with a part that begins with a dot are ignored. If the hash puts all documents into one
+            split, as it does with a single document, the last 5 % of the text are held out.
         tokenizer: a tokenizer.json of the package `tokenizers`; None for bytes.
 
     Raises:
-        TrainError: no such folder, none of its files is text, or no such tokenizer.
-        OSError: a file that cannot be read.
+        TrainError: the folder or the tokenizer does not exist, or no file is text.
+        OSError: a file cannot be read.
     """
     if data is None and tokenizer is None:
         splits = TokenizedText(read_split("train"), None), TokenizedText(read_split("held_out"), None)
         return Corpus(SOURCES, *splits, vocab_size=BYTES, files=len(_sources()), skipped=0)
-    found = _sources() if data is None else _files(data)
+    paths = _sources() if data is None else _files(data)
     documents: dict[str, bytes] = {}
     files = skipped = 0
-    for relative, path in found.items():
+    for relative, path in paths.items():
         texts = dict(documents_of(path, relative))
         kept = {name: text for name, text in texts.items() if text and _is_text(text)}
         skipped += any(text and name not in kept for name, text in texts.items())
         files += bool(kept)
         documents |= kept
     if data is not None and not documents:
-        raise TrainError(f"{data}: holds no UTF-8 text ({len(found)} files looked at)")
+        raise TrainError(f"{data}: holds no UTF-8 text ({len(paths)} files looked at)")
     train = [text for relative, text in documents.items() if not _is_held_out(relative)]
     held_out = [text for relative, text in documents.items() if _is_held_out(relative)]
     if data is not None and not (train and held_out):
@@ -276,7 +276,7 @@ def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corp
 
 
 def _files(data: Path) -> dict[str, Path]:
-    """Path from the folder, with slashes -> file, in the order of the paths."""
+    """Path relative to the folder, with slashes -> file, sorted by path."""
     if data.is_file():
         return {data.name: data}
     if not data.is_dir():
@@ -291,12 +291,12 @@ def _is_text(text: bytes) -> bool:
         text.decode()
     except UnicodeDecodeError:
         return False
-    # UTF-8 allows zero bytes, but files that hold them are no text, and they are what separates documents here.
+    # UTF-8 allows zero bytes, but a text file has none, and here they separate documents.
     return b"\0" not in text
 
 
 def _cut(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """The text without its last 5 %, and these; between two characters."""
+    """Splits the text into the first 95 % and the last 5 %, never within a character."""
     size = sum(map(len, documents)) + len(documents) - 1
     train: list[bytes] = []
     left = size - int(size * HELD_OUT_SHARE)
@@ -312,7 +312,7 @@ def _cut(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def batch_at(text_N: Tensor, batch: int, seq: int, seed: int) -> Tensor:
-    """`batch` random windows of `seq` tokens: int64 (batch, seq). The same seed gives the same windows."""
+    """Returns `batch` random windows of `seq` tokens: int64 (batch, seq). The same seed gives the same windows."""
     generator = torch.Generator().manual_seed(seed)
     start_B = torch.randint(0, len(text_N) - seq, (batch,), generator=generator)
     return text_N[start_B[:, None] + torch.arange(seq)].long()

@@ -1,6 +1,6 @@
-"""What an exporter needs to make graphs of a model that generates: modules without values, their inputs and names.
+"""Modules, inputs and names from which an exporter makes the prefill and decode graphs of a model.
 
-Only shapes matter to a graph, so the modules live on the meta device, and nothing here costs the memory of weights.
+A graph needs only shapes, so the modules live on the meta device and need no memory for weights.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mod_models.transformer import Transformer
 
 META = torch.device("meta")
 PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|experts)\.")
-"""What a routed block consists of; its router and predictor are read in every step."""
+"""Weights of a block that a step reads only if the block runs, unlike the router and predictor."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphSource:
-    """What one graph is made of: a module in eval mode on the meta device, two sets of inputs of equal shapes, and the
-    names of inputs and outputs, in order. The graph must be the same for both sets. `conditions` says whether parts of
-    the module stand in conditions.
+    """The source of one graph: a module in eval mode on the meta device, two sets of inputs of equal shapes, and the
+    names of inputs and outputs, in order. The graph must be the same for both sets. `conditions` tells whether the
+    module has conditions on the data.
     """
 
     module: Transformer
@@ -38,13 +38,13 @@ class GraphSource:
 
 
 class DecodingGraphs:
-    """Prompts and steps of a model that writes texts of up to `window` tokens."""
+    """Sources of the prefill and step graphs of a model that writes texts of up to `window` tokens."""
 
     def __init__(self, spec: ModelSpec, window: int, slack: int = 0) -> None:
-        """See `generation_spec.for_generation` for the arguments.
+        """The arguments are those of `generation_spec.for_generation`.
 
         Raises:
-            GenerationError: the model cannot generate, or not in this window; with the way out.
+            GenerationError: the model cannot generate, or not in this window; the message gives the way out.
         """
         self.spec = for_generation(spec, window, slack)
         self.window = window
@@ -56,11 +56,11 @@ class DecodingGraphs:
 
     @property
     def capacity(self) -> dict[Site, int]:
-        """How many tokens of a text each of them takes."""
+        """Routing site -> slots for the tokens of one text."""
         return self.spec.k_by_layer(self.window)
 
     def prefill(self, rows: int, seq: int) -> GraphSource:
-        """Prompts of up to `seq` tokens, and a cache for so many; see `Prefill` for inputs and outputs."""
+        """Graph that reads prompts of up to `seq` tokens and fills a cache of that length; see `Prefill`."""
         with META:
             narrow = narrow_slots(self.spec, seq, self.window)
             module = Prefill(self.spec, seq, narrow)
@@ -71,9 +71,9 @@ class DecodingGraphs:
         return GraphSource(_on_meta(module), (full, short), ("input_ids", "lengths"), outputs, bool(narrow))
 
     def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
-        """One token of each row on a cache of texts of up to `length` tokens; see `Step` for inputs and outputs.
+        """Graph that reads one token of each row with a cache for texts of up to `length` tokens; see `Step`.
 
-        `slots` says how many rows of a step can run at each routing site: `all`, or `fair`, see `slots_of_step`.
+        `slots` is how many rows can run at each routing site in one step: `all`, or `fair` (`slots_of_step`).
         """
         in_step = slots_of_step(self.spec, rows, length) if slots == "fair" else None
         with META:
@@ -82,7 +82,7 @@ class DecodingGraphs:
                 (
                     torch.zeros(rows, dtype=torch.int64),
                     torch.full((rows,), position),
-                    *(torch.zeros(one.shape, dtype=one.dtype) for one in cache_layout(self.spec, rows, length)),
+                    *(torch.zeros(entry.shape, dtype=entry.dtype) for entry in cache_layout(self.spec, rows, length)),
                 )
                 for position in (0, -1)
             )
@@ -95,18 +95,18 @@ class DecodingGraphs:
         return {layer: slot * slots for layer, slots in slots_of_layer(self.spec, length).items()}
 
     def step_bytes(self, stored: Mapping[str, int], rows: int, length: int, executed: Mapping[Site, float]) -> int:
-        """Bytes that a step has to read: weights that it multiplies by, and the slots of the cache, in float32.
+        """Bytes that a step has to read on average: the weights that it multiplies by, and a float32 cache.
 
         Args:
             stored: name of each weight of the model -> bytes that it is stored in.
             rows: texts at once.
-            length: of the cache.
+            length: tokens that a text can have in the cache.
             executed: routing site -> share of the steps in which some row runs there.
         """
         total = 0.0
         for name, size in stored.items():
             if name == "embedding.weight" and not self.spec.tie_embeddings:
-                continue  # One row of it.
+                continue  # A step reads only one row of it for each text.
             total += size * self._share(name, rows, executed)
         for layer, size in self.kv_bytes(length).items():
             site = self._site(layer, "attention")
@@ -126,7 +126,7 @@ class DecodingGraphs:
         return share
 
     def _site(self, layer: int, part: str) -> Site | None:
-        """The routing site that decides whether a part of a layer runs; None where it always does."""
+        """The routing site that decides whether a part of a layer runs; None if the part always runs."""
         routing = self.spec.routing
         if routing is None or layer not in self.spec.routed_layers or routing.parts not in ("block", "separate", part):
             return None

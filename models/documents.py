@@ -1,4 +1,4 @@
-"""The documents in a file: a text file is one, a file of JSON lines or Parquet has many."""
+"""Documents of a file: a text file is one document, a file of JSON lines or Parquet has many."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PARQUET = {".parquet"}
 
 
 def documents_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
-    """Each document with a name: that of the file, and for one of many, the number of the document after a `#`.
+    """Yields (name, content) of each document. In a file of many, the name ends with `#` and the document's number.
 
-    A file that is neither JSON lines nor Parquet by its suffix is one document, whatever its bytes are.
+    A file whose suffix is neither of JSON lines nor of Parquet is one document, even if its bytes are not text.
 
     Raises:
-        TrainError: a line or a table without text, or a Parquet file where pyarrow is not installed.
+        TrainError: a line or a table has no text, or pyarrow is not installed and the file is Parquet.
         OSError: the file cannot be read.
     """
     if path.suffix in JSON_LINES:

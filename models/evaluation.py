@@ -1,4 +1,4 @@
-"""Held-out bits per byte: the one number that compares models whatever their vocabulary."""
+"""Held-out bits per byte, which compares models of any vocabulary."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PREDICTOR_ACCURACY = "predictor_accuracy/"
 
 
 def rows_at(text: TokenizedText, config: TrainConfig, seed: int, workers: Workers) -> tuple[Tensor, int]:
-    """This process's rows of a batch, a function of the seed, and how many bytes of text they predict.
+    """Draws this process's rows of the batch that the seed determines.
 
     Returns:
-        int64 (B, S + 1) on the process's device, and the bytes of the last S tokens of each of these rows.
+        Token ids int64 (B, S + 1) on the process's device, and the total text bytes of the last S tokens of the rows.
     """
     ids_BS1 = workers.rows(batch_at(text.id_N, config.batch, config.seq + 1, seed))
     if text.size_N is None:
@@ -34,7 +34,7 @@ def rows_at(text: TokenizedText, config: TrainConfig, seed: int, workers: Worker
 
 
 def parts(ids_BS1: Tensor, config: TrainConfig) -> tuple[Tensor, ...]:
-    """Rows in the portions of `micro_batch` that are computed at once."""
+    """Splits rows into portions of `micro_batch` rows, which are computed at once."""
     return torch.split(ids_BS1, config.micro_batch or len(ids_BS1))
 
 
@@ -42,11 +42,11 @@ def parts(ids_BS1: Tensor, config: TrainConfig) -> tuple[Tensor, ...]:
 def held_out(
     step: Callable[[Tensor], Losses], text: TokenizedText, config: TrainConfig, workers: Workers
 ) -> dict[str, float]:
-    """What the losses of `eval_batches` batches of held-out text are on average; all processes have to call it.
+    """Averages the losses over `eval_batches` batches of held-out text; all processes have to call it.
 
     Returns:
-        `bits_per_byte`, the next-token loss of all tokens over the bytes that they stand for; `next_token_loss`, the
-        same in nats a token; and every metric of `losses` by its name.
+        `bits_per_byte`, the summed next-token loss in bits over the bytes of the predicted tokens; `next_token_loss`,
+        in nats per token; and every metric of `losses` by its name.
     """
     metrics: dict[str, float] = {}
     nats = n_bytes = 0.0
@@ -54,10 +54,10 @@ def held_out(
         ids_BS1, size = rows_at(text, config, EVAL_SEED + i, workers)
         n_bytes += size
         for part_BS1 in parts(ids_BS1, config):
-            found = step(part_BS1)
-            nats += found.next_token.item() * len(part_BS1) * config.seq
+            losses_of_part = step(part_BS1)
+            nats += losses_of_part.next_token.item() * len(part_BS1) * config.seq
             share = len(part_BS1) / len(ids_BS1) / config.eval_batches
-            for name, value in found.metrics.items():
+            for name, value in losses_of_part.metrics.items():
                 metrics[name] = metrics.get(name, 0.0) + value * share
     nats, n_bytes = workers.sums([nats, n_bytes])
     means = workers.means(list(metrics.values()))
@@ -67,28 +67,28 @@ def held_out(
 
 
 def evaluate(model: Transformer, config: TrainConfig, corpus: Corpus | None = None) -> dict[str, object]:
-    """Held-out bits per byte and predictor accuracy for each routed layer, on windows that no training step saw.
+    """Measures held-out bits per byte, and predictor accuracy at each routing site, on text outside the training split.
 
     Args:
-        model: float32, on the device on which it is to be computed; left in the mode that it is in.
-        config: `batch`, `seq` and `eval_batches` say on what, `precision` how.
-        corpus: whose held-out text; None for the standard library's, as bytes.
+        model: float32, on the device that computes; its training mode is restored.
+        config: `batch`, `seq` and `eval_batches` give the amount of text; `precision` is that of the computation.
+        corpus: provides the held-out text; None for the standard library as bytes.
 
     Returns:
-        `bits_per_byte`, `perplexity` (of a token) and `predictor_accuracy` (layer as text -> share), rounded to four
+        `bits_per_byte`, `perplexity` (of a token) and `predictor_accuracy` (site as text -> share), rounded to four
         decimals.
     """
     training = model.training
     model.eval()
     workers = Workers(device=next(model.parameters()).device)
     text = (corpus or read_corpus()).held_out
-    found = held_out(LossModule(model, config), text, config, workers)
+    metrics = held_out(LossModule(model, config), text, config, workers)
     model.train(training)
-    return summary(found)
+    return summary(metrics)
 
 
 def summary(found: dict[str, float]) -> dict[str, object]:
-    """What a line of progress shows of `held_out`; see `evaluate`."""
+    """The results of `held_out` for a line of progress, in the form that `evaluate` returns."""
     accuracy = {
         name.removeprefix(PREDICTOR_ACCURACY): round(value, 4)
         for name, value in found.items()

@@ -1,11 +1,11 @@
-"""Mixture of experts instead of an MLP, static: every expert has a fixed number of slots.
+"""Mixture of experts instead of an MLP, with static shapes: every expert has a fixed number of slots.
 
-Shape legend: B batch, T tokens that the block is given, D model width, F expert width, N experts, M with no-op ones,
-C slots of an expert, J experts of a token, R = N * B * C rows of all slots.
+Shape legend: B batch, T tokens that the block is given, D model width, F expert width, N experts, M experts and no-op
+experts, C slots of an expert, J experts of a token, R = N * B * C rows of all slots.
 
-No scatter with a reduction, which TensorRT does not take: with token choice a token fetches the rows of its J experts;
-with expert choice, where a token can be chosen by any number of them, experts add to the stream one after the other,
-each to rows that differ.
+TensorRT does not take a scatter with a reduction, so there is none. With token choice, each token gathers the rows of
+its J experts. With expert choice, any number of experts can choose a token, so experts are added to the stream one
+after the other; the rows that one expert writes are all different.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mod_models.selection import FIRST_COME, RANK, Rule, Tokens, select_topk, se
 from mod_models.spec import ExpertsSpec, ModelSpec, expert_site
 
 SMALLEST = 2.0**-126
-"""The score of an expert that is chosen although another one has the same logit: it must be above 0."""
+"""Smallest score of a chosen expert. Chosen experts need a score above 0, even if another expert has the same logit."""
 
 
 class ExpertRouter(nn.Module):
-    """Logits of the experts and, after them, of the no-op experts: (B, T, D) -> float32 (B, T, M)."""
+    """Computes the logits of the experts and, after them, of the no-op experts: (B, T, D) -> float32 (B, T, M)."""
 
     def __init__(self, d_model: int, n_choices: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ExpertRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """What the experts add to each token, (B, T, D). Weights of all experts are one tensor, so they run as a batch."""
+    """Computes the delta of the experts for each token, (B, T, D), with batched products over all experts."""
 
     def __init__(self, spec: ModelSpec, layer: int, experts: ExpertsSpec) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Experts(nn.Module):
         self.experts = experts
         self.activation = ACTIVATIONS[spec.activation]
         self.router = ExpertRouter(d_model, experts.n_experts + experts.noop_experts)
-        # Stored as they are multiplied, x @ W: a batched product has no form for a transposed weight.
+        # Weights are stored for x @ W, because a batched product cannot transpose its operand.
         self.gate_proj = nn.Parameter(torch.empty(experts.n_experts, d_model, d_ff))
         self.up_proj = nn.Parameter(torch.empty(experts.n_experts, d_model, d_ff))
         self.down_proj = nn.Parameter(torch.empty(experts.n_experts, d_ff, d_model))
@@ -58,7 +58,7 @@ class Experts(nn.Module):
         return EXPERT_CHOICES[self.experts.choice](self, x_BTD, tokens, decisions)
 
     def run(self, x_BTD: Tensor, index_BNC: Tensor) -> Tensor:
-        """The gated MLP of each expert on the tokens in its slots: (N, B * C, D)."""
+        """Runs the gated MLP of each expert on the tokens in its slots: (N, B * C, D)."""
         B, T, D = x_BTD.shape
         row_R = (index_BNC + T * torch.arange(B, device=x_BTD.device)[:, None, None]).transpose(0, 1).reshape(-1)
         x_NCD = torch.index_select(x_BTD.reshape(B * T, D), 0, row_R).reshape(self.experts.n_experts, -1, D)
@@ -76,29 +76,29 @@ class Experts(nn.Module):
     def selected(
         self, tokens: Tokens, decisions: Decisions, selection: tuple[Tensor, Tensor], score_BNT: Tensor, rule: Rule
     ) -> tuple[Tensor, Tensor]:
-        """Each expert's selection (index_BNC, live_BNC) as a routing site."""
+        """Marks each expert's selection (index_BNC, live_BNC) as a routing site."""
         sites = [expert_site(self.layer, e) for e in range(self.experts.n_experts)]
         return selected_at(sites, tokens, decisions, *selection, score_BNT, rule)
 
 
 def _margins(logits_BTM: Tensor, sorted_BTM: Tensor, chosen_BTM: Tensor, top_k: int) -> Tensor:
-    """By how much each expert is above (or below, negative) the edge between a token's choices and the others."""
+    """Margins of experts: chosen logit - largest logit not chosen (> 0); other logit - smallest chosen logit (<= 0)."""
     last, next_ = sorted_BTM[..., top_k - 1 : top_k], sorted_BTM[..., top_k : top_k + 1]
     return torch.where(chosen_BTM, (logits_BTM - next_).clamp(min=SMALLEST), logits_BTM - last)
 
 
 def _token_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decisions) -> Tensor:
-    """Each token goes to its J most probable experts; slots of an expert fill in the order of the sequence.
+    """Sends each token to its J most probable experts; the slots of an expert fill in the order of the sequence.
 
-    The router's softmax is over all experts, no-ops included. For J > 1 a token's weights are divided by their sum over
-    its J choices, whether it found a slot there or not, so one token's weight does not depend on the others.
+    The router's softmax includes no-op experts. For J > 1 a token's weights are divided by their sum over its J
+    choices, even those where it found no slot, so the weights do not depend on other tokens.
     """
     N, J = self.experts.n_experts, self.experts.top_k
     B, T, D = x_BTD.shape
     C = self.slots(T)
     logits_BTM = self.router(x_BTD)
     probability_BTM = torch.softmax(logits_BTM, dim=-1)
-    # The same tie rule as everywhere: of equally probable experts the first.
+    # Ties go to the first expert, as in every selection.
     sorted_BTM, expert_BTM = torch.sort(logits_BTM, dim=-1, descending=True, stable=True)
     numbers_M = torch.arange(logits_BTM.shape[-1], device=x_BTD.device)
     chosen_BTM = (expert_BTM[..., :J, None] == numbers_M).any(-2)
@@ -109,7 +109,7 @@ def _token_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decis
 
     y_RD = self.run(x_BTD, index_BNC).reshape(-1, D)
     slot_BTN = _slots(index_BNC, live_BNC, T).transpose(1, 2)
-    # The experts that have a slot for the token come first, the most probable of them at the front.
+    # Experts that have a slot for the token come first, sorted by descending probability.
     ranked_BTN = torch.where(slot_BTN < C, logits_BTM[..., :N], float("-inf"))
     expert_BTJ = torch.sort(ranked_BTN, dim=-1, descending=True, stable=True).indices[..., :J]
     slot_BTJ = torch.gather(slot_BTN, 2, expert_BTJ)
@@ -122,16 +122,16 @@ def _token_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decis
 
 
 def _slots(index_BNC: Tensor, live_BNC: Tensor, T: int) -> Tensor:
-    """The slot of each expert that holds a token, int64 (B, N, T); C where none does."""
+    """The slot in which each expert holds each token, int64 (B, N, T); C if there is none."""
     B, N, C = index_BNC.shape
     row_R = (index_BNC + T * torch.arange(B * N, device=index_BNC.device).reshape(B, N, 1)).reshape(-1)
     slot_R = torch.where(live_BNC, torch.arange(C, device=index_BNC.device), C).reshape(-1)
-    none = torch.full((B * N * T,), C, dtype=torch.int64, device=index_BNC.device)
-    return none.index_put((row_R,), slot_R).reshape(B, N, T)
+    no_slot = torch.full((B * N * T,), C, dtype=torch.int64, device=index_BNC.device)
+    return no_slot.index_put((row_R,), slot_R).reshape(B, N, T)
 
 
 def _expert_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decisions) -> Tensor:
-    """Each expert takes the C tokens of a row with its largest probabilities: a softmax over experts, no-ops too."""
+    """Gives each expert the C tokens of a row with its largest probabilities; the softmax includes no-op experts."""
     N = self.experts.n_experts
     B, T, D = x_BTD.shape
     C = self.slots(T)
@@ -152,4 +152,4 @@ EXPERT_CHOICES: dict[str, Callable[[Experts, Tensor, Tokens, Decisions], Tensor]
     "token": _token_choice,
     "expert": _expert_choice,
 }
-"""Choice name -> (experts, their normed input x_BTD, the block's tokens, decisions) -> what they add, (B, T, D)."""
+"""Choice name -> (experts, their normed input x_BTD, the block's tokens, decisions) -> their delta (B, T, D)."""

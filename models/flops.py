@@ -1,22 +1,22 @@
-"""What a model costs by arithmetic on its spec: FLOPs, weights, keys and values, layer by layer and part by part.
+"""Costs of a model, calculated from its spec: FLOPs, weights, keys and values of each layer and each part.
 
-Counted are matrix products, two FLOPs for each multiply-add, as `torch.utils.flop_counter` counts the eager model and
-`mod_export.measure.cost` the exported graph. For a batch of B rows of S positions, in a layer whose attention sees A
-tokens of a row and whose MLP sees M (S each where nothing is routed, k in a routed part):
+Only matrix products count, two FLOPs for each multiply-add, like `torch.utils.flop_counter` on the eager model and
+`mod_export.measure.cost` on the exported graph. For a batch of B rows of S positions, in a layer whose attention sees A
+tokens of a row and whose MLP sees M (S if the part is not routed, k if it is):
 
     attention_projections  2 B A D E (2 H + 2 G)    queries and outputs of H heads, keys and values of G, E wide
     attention              4 B H E A^2              scores and their product with values, the full square
     mlp                    6 B M D F                gate, up and down
-    experts                6 B N C D F              instead of it: N experts of C slots each, empty ones included
-    routing                2 B T D                  a linear router that scores the T tokens it is given
+    experts                6 B N C D F              in place of mlp: N experts of C slots each, empty slots included
+    routing                2 B T D                  a linear router that scores T tokens
                            nothing                  noise instead of a router
-                           2 B T (D h + h)          an MLP router, or the predictor where that decides
+                           2 B T (D h + h)          an MLP router, or a predictor that decides
                            2 B M D (N + no-ops)     the router of experts
     head                   2 B S D V                outside of the layers; the logits of every token
 
-Attention counts as the full square although it is causal, because that is what both counters say; `needed_flops` leaves
-out the 2 B H E A (A - 1) that the mask hides. A router counts wherever the eager model runs it. An exported graph lacks
-it where nothing reads its score: where a predictor or noise decides and the gate is `ones`, or nothing is gated.
+Attention counts as the full square although it is causal, as in both counters. `needed_flops` leaves out the
+2 B H E A (A - 1) that the mask hides. A router counts if the eager model runs it. An exported graph lacks a router
+whose score is not used: a predictor or noise decides, and the gate is `ones` or the combine rule has no gate.
 
 Shape legend: B batch, S positions, D model width, H query heads, G key/value heads, E head width, F MLP width,
 V vocabulary, h hidden width of a router.
@@ -39,17 +39,17 @@ FLOAT32_BYTES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """One row of the table: a layer, or `embedding` or `head`, at one batch and sequence.
+    """Cost of a layer, of the embedding or of the head, at one batch size and sequence length.
 
     Attributes:
-        name: the number of the layer, `embedding`, or `head`, which the final norm belongs to.
-        routed: what is routed and by which selection, for a person to read; empty where every token runs.
-        selected: tokens of a row that each routing site of this layer selects, in the order of decision.
-        flops: by part, of all matrix products; a part that the layer does not have is absent.
-        needed_flops: all of them without the scores that the causal mask hides.
-        weight_bytes: its weights, routers and predictors included. A head that is the embedding has none of its own.
-            Tables that follow from the spec (rotary angles, noise) are no weights.
-        kv_bytes: keys and values of the tokens that its attention sees.
+        name: the number of the layer, `embedding`, or `head` (with the final norm).
+        routed: the routed parts and their selection, for people to read; empty if every token runs.
+        selected: routing site of this layer -> tokens of a row that it selects, in the order of decision.
+        flops: part -> FLOPs of its matrix products; only parts that the layer has.
+        needed_flops: the sum of `flops` without the scores that the causal mask hides.
+        weight_bytes: bytes of its weights, routers and predictors included; a tied head only has those of the norm.
+            Tables that follow from the spec (rotary angles, noise) do not count.
+        kv_bytes: bytes of the keys and values of the tokens that its attention sees.
     """
 
     name: str
@@ -62,10 +62,10 @@ class LayerCost:
 
 
 def layer_costs(spec: ModelSpec, batch: int, seq: int) -> tuple[LayerCost, ...]:
-    """The embedding, every layer in order, and the head, for `batch` rows of `seq` positions."""
+    """Costs of the embedding, of every layer in order, and of the head, for `batch` rows of `seq` positions."""
     weights = _weight_bytes(spec)
     head = 2 * batch * seq * spec.vocab_size * spec.d_model
-    layers = (_layer(spec, layer, given, batch, seq) for layer, given in enumerate(spec.tokens_of_layer(seq)))
+    layers = (_layer(spec, layer, tokens, batch, seq) for layer, tokens in enumerate(spec.tokens_of_layer(seq)))
     return (
         LayerCost(name="embedding", flops={}, needed_flops=0, weight_bytes=weights["embedding"]),
         *layers,
@@ -75,16 +75,16 @@ def layer_costs(spec: ModelSpec, batch: int, seq: int) -> tuple[LayerCost, ...]:
 
 @cache
 def _weight_bytes(spec: ModelSpec) -> Counter[str]:
-    """Float32 bytes of each row of the table, as the model has them."""
+    """Float32 bytes of the weights of each layer, of `embedding` and of `head`, from the model's state_dict."""
     with torch.device("meta"):
-        # One position: no weight depends on their number, and the RoPE tables are real even on the meta device.
+        # One position is enough: no weight depends on it, and RoPE tables take memory even on the meta device.
         state = Transformer(replace(spec, max_positions=1)).state_dict()
-    found: Counter[str] = Counter()
+    bytes_of_row: Counter[str] = Counter()
     for name, tensor in state.items():
         part, _, rest = name.partition(".")
         row = {"layers": rest.partition(".")[0], "embedding": part}.get(part, "head")
-        found[row] += tensor.numel() * FLOAT32_BYTES
-    return found
+        bytes_of_row[row] += tensor.numel() * FLOAT32_BYTES
+    return bytes_of_row
 
 
 def _layer(spec: ModelSpec, layer: int, given: LayerTokens, batch: int, seq: int) -> LayerCost:
@@ -115,7 +115,7 @@ def _layer(spec: ModelSpec, layer: int, given: LayerTokens, batch: int, seq: int
 
 
 def _scoring(d_model: int, routing: RoutingSpec) -> int:
-    """Multiply-adds for one token, of the routers of all parts and of the predictors where they decide."""
+    """Multiply-adds for one token of all routers of the layer, and of its predictors if they decide."""
     by_mlp = d_model + 1
     hidden = by_mlp * routing.router_hidden
     router = {"mlp": hidden, "norm_mlp": hidden, "noise": 0}.get(routing.router, d_model)

@@ -1,4 +1,4 @@
-"""Writing text with the eager model: the prompt at once, and then a token at a time."""
+"""Text generation with the eager model: a prefill of the whole prompt, then one token at a time."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mod_models.transformer import Transformer
 
 
 class Generated(NamedTuple):
-    """A text's continuation.
+    """The continuation of a text.
 
     Attributes:
-        ids: the new tokens; of equal logits the first.
-        logits_NV: of the text that each new token follows.
-        ran: routing site -> positions of the text that ran there, of all tokens that were read (the last one that
-            was written is not).
-        overflow: routing site -> how many tokens wanted to run there and found no slot.
+        ids: the new tokens; ties of logits go to the smaller id.
+        logits_NV: the logits that each new token was taken from.
+        ran: routing site -> positions of the tokens that ran there. The last new token is never read, so it is not
+            counted.
+        overflow: routing site -> number of tokens that wanted to run there and found no slot.
     """
 
     ids: list[int]
@@ -34,15 +34,15 @@ class Generated(NamedTuple):
 
 
 class Session:
-    """Rows of text that are being written, with their cache: a prompt each, and then a token each at a time."""
+    """Rows of text that are being written, and their cache. Each row reads a prompt and then one token at a time."""
 
     def __init__(self, model: Transformer, max_len: int, rows: int = 1) -> None:
-        """A model with the spec of `for_generation`."""
+        """The model must have a spec from `for_generation`."""
         self.spec = model.spec
-        with torch.device("meta"):  # Their weights are the model's: none have to be drawn at random first.
+        with torch.device("meta"):  # They take the model's weights, so no initial weights are drawn.
             prefill, step = Prefill(model.spec, max_len), Step(model.spec, rows, max_len)
         self.prefill, self.step = prefill.sharing(model), step.sharing(model)
-        self.cache_names = [one.name for one in cache_layout(model.spec, rows, max_len)]
+        self.cache_names = [tensor.name for tensor in cache_layout(model.spec, rows, max_len)]
         self.prefill_names, self.step_names = prefill_outputs(model.spec, max_len), step_outputs(model.spec)
         self.cache: dict[str, Tensor] = {}
         self.length_B = torch.zeros(rows, dtype=torch.int64)
@@ -50,49 +50,49 @@ class Session:
         self.overflow_BN = torch.zeros(rows, len(sites(model.spec)), dtype=torch.int64)
 
     def read(self, ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
-        """Reads the prompts, padded on the right, and returns the logits (B, V) of what follows each."""
+        """Reads the prompts, padded on the right, and returns the logits (B, V) of the next token of each row."""
         decisions = Decisions()
         with torch.no_grad():
             outputs = self.prefill.read(ids_BS, lengths_B, decisions)
-        found: dict[str, Tensor] = dict(zip(self.prefill_names, outputs, strict=True))
-        self.cache = {name: found[name].clone() for name in self.cache_names}
+        by_name: dict[str, Tensor] = dict(zip(self.prefill_names, outputs, strict=True))
+        self.cache = {name: by_name[name].clone() for name in self.cache_names}
         self.length_B = lengths_B.clone()
         self.ran = [{} for _ in lengths_B]
         for site, routing in decisions.made.items():
             for ran, position_K, live_K in zip(self.ran, routing.position_BK, routing.live_BK, strict=True):
                 ran[site] = position_K[live_K].tolist()
         if self.overflow_BN.numel():
-            self.overflow_BN = found["wanted"] - found["counts"]
-        return found["last_logits"]
+            self.overflow_BN = by_name["wanted"] - by_name["counts"]
+        return by_name["last_logits"]
 
     def write(self, ids_B: Tensor, active_B: Tensor | None = None) -> Tensor:
-        """Reads one more token of each row, those of `active_B` alone if it is given; logits (B, V)."""
+        """Reads one more token of each row, or only of rows in `active_B`, and returns the logits (B, V)."""
         active_B = torch.ones_like(self.length_B, dtype=torch.bool) if active_B is None else active_B
         position_B = torch.where(active_B, self.length_B, -1)
         with torch.no_grad():
             outputs = self.step(ids_B, position_B, *self.cache.values())
-        found: dict[str, Tensor] = dict(zip(self.step_names, outputs, strict=True))
-        rows = {name: found[name.replace("_", "_row_")] for name in self.cache if "_" in name}
-        write_rows(self.cache, rows, found["slots"])
+        by_name: dict[str, Tensor] = dict(zip(self.step_names, outputs, strict=True))
+        rows = {name: by_name[name.replace("_", "_row_")] for name in self.cache if "_" in name}
+        write_rows(self.cache, rows, by_name["slots"])
         if sites(self.spec):
-            self.cache["counts"].copy_(found["new_counts"])
-            self.overflow_BN = self.overflow_BN + (found["wanted"] & ~found["ran"])
-            for b, column in found["ran"].nonzero().tolist():
+            self.cache["counts"].copy_(by_name["new_counts"])
+            self.overflow_BN = self.overflow_BN + (by_name["wanted"] & ~by_name["ran"])
+            for b, column in by_name["ran"].nonzero().tolist():
                 self.ran[b][sites(self.spec)[column]].append(int(self.length_B[b]))
         self.length_B = self.length_B + active_B
-        return found["logits"]
+        return by_name["logits"]
 
 
 def generate_eager(
     model: Transformer, prompt_ids: Sequence[int], max_new_tokens: int, *, window: int = 0, slack: int = 0
 ) -> Generated:
-    """Greedy continuation of one text: the prompt at once, then a token at a time.
+    """Writes the greedy continuation of one text: a prefill of the prompt, then one token at a time.
 
     Args:
-        model: any that can generate, in eval mode.
+        model: any model that can generate, in eval mode.
         prompt_ids: at least one token.
         max_new_tokens: at least one.
-        window: the longest text the capacities are counted for; prompt and answer together if 0.
+        window: the longest text, for which slots are counted; 0 for the number of tokens that are read here.
         slack: see `for_generation`.
 
     Raises:
@@ -102,7 +102,7 @@ def generate_eager(
         raise GenerationError(
             f"expected a prompt and at least one new token, got {len(prompt_ids)} and {max_new_tokens}"
         )
-    # The last token that is written is never read.
+    # The last new token is never read.
     needed = len(prompt_ids) + max_new_tokens - 1
     if window and needed > window:
         raise GenerationError(f"the text has {needed} tokens to read, and the window {window}; give a longer window")

@@ -1,11 +1,10 @@
-"""Which models can write text token by token, and the spec that says how: its window, and how many slots it has.
+"""Conditions under which a model can write text token by token, and the spec with which it does so.
 
-A model of a bucket sees the whole row when it decides. One that generates decides about one token at a time and never
-takes a decision back, so its declarations must be causal. The spec that comes out of here is an ordinary one:
-its capacities are numbers of tokens (`absolute`, `fixed_places`), counted once for the longest text, the window. Such a
-model means the same in every bucket, so a prompt in a short bucket, a step over a short cache and the whole text at
-once agree.
-This module imports no torch.
+A forward pass sees the whole row when it decides. Generation decides about one token at a time and never takes a
+decision back, so its declarations must be causal. The spec for generation is an ordinary spec whose capacities are
+numbers of tokens (`absolute`, `fixed_places`), counted once for the window, the longest text. So slots do not depend on
+the bucket: a prefill of a short prompt, a step with a short cache and a forward pass of the whole text agree.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ CANNOT_DRAW = "noise cannot decide in a text that is still being written"
 
 
 class GenerationError(ValueError):
-    """A model that cannot generate token by token, or a window that it cannot have; with the way out."""
+    """The model cannot generate token by token, or not in this window; the message gives the way out."""
 
 
 def why_not(spec: ModelSpec) -> str | None:
-    """The reason why a model cannot decide about one token at a time, and the way out; None where it can."""
+    """Returns why a model cannot decide about one token at a time, and the way out; None if it can."""
     reason = None if spec.routing is None else _routing_reason(spec.routing)
     if reason is None and spec.experts is not None and spec.experts.choice == "expert":
         return (
@@ -58,12 +57,12 @@ def _routing_reason(routing: RoutingSpec) -> str | None:
 
 
 def for_generation(spec: ModelSpec, window: int, slack: int = 0) -> ModelSpec:
-    """The spec by which a model generates texts of up to `window` tokens, prompt and answer together.
+    """Returns the spec with which a model generates texts of up to `window` tokens, prompt and answer together.
 
-    A model that was trained with top-k and has a predictor decides by the predictor. Each routed layer has as many
-    slots as its capacity gives it in a row of `window` tokens, and `slack` more, never more than `window`: top-k always
-    fills its slots exactly, the predictor that imitates it only on average. Tokens that find no slot (overflow) are
-    skipped, as with every first-come selection. Experts have the slots that they have in such a row.
+    If top-k selects in training, the predictor decides here. Each routed layer has the slots of its capacity in a row
+    of `window` tokens plus `slack`, at most `window`. Slack helps because top-k fills its slots exactly, but the
+    predictor only on average. Tokens that find no slot (overflow) are skipped, as in every first-come selection.
+    Experts have the slots of a row of `window` tokens.
 
     Raises:
         GenerationError: the model cannot generate, or not in this window.
@@ -81,8 +80,8 @@ def for_generation(spec: ModelSpec, window: int, slack: int = 0) -> ModelSpec:
     spec = _routed_in(spec, window, slack)
     if spec.experts is None:
         return spec
-    given = spec.tokens_of_layer(window)
-    fixed = tuple(spec.expert_slots(layer, given[layer].transformed) for layer in spec.expert_layers)
+    layer_tokens = spec.tokens_of_layer(window)
+    fixed = tuple(spec.expert_slots(layer, layer_tokens[layer].transformed) for layer in spec.expert_layers)
     return dataclasses.replace(spec, experts=dataclasses.replace(spec.experts, fixed_places=fixed))
 
 
@@ -109,7 +108,7 @@ def check_generates(spec: ModelSpec) -> None:
     """Checks a spec before a prefill or a step is built with it.
 
     Raises:
-        GenerationError: not a spec from `for_generation`, whose slots would depend on the bucket.
+        GenerationError: the spec is not from `for_generation`, so its slots would depend on the bucket.
     """
     reason = why_not(spec)
     if reason is None and spec.looks_ahead:

@@ -1,4 +1,4 @@
-"""What a block consists of: the norm, the rotary tables, attention and the gated MLP, and the tables of their forms.
+"""Components of a block: the norm, the rotary tables, attention, the gated MLP, and the tables of their variants.
 
 Shape legend: B batch, T tokens, D model width, H query heads, G key/value heads, E head width, F a projection of all
 heads, P positions that have rotary tables.
@@ -27,12 +27,12 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        # rms_norm stays one node in ONNX (opset 23); a norm written out by hand is never fused again.
+        # rms_norm stays one node in ONNX (opset 23); a norm of several operations would never be fused again.
         return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 def _llama3(angle_E: Tensor, scaling: RopeScaling) -> Tensor:
-    """Pairs that turn often stay, those that turn seldom are slowed down, between them a mixture of both."""
+    """Keeps the angles of fast pairs, divides those of slow pairs by the factor, and mixes both in between."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns_E = scaling.original_positions * angle_E / (2 * math.pi)
     share_E = ((turns_E - low) / (high - low)).clamp(0, 1)
@@ -43,12 +43,12 @@ ROPE_SCALINGS: dict[str, Callable[[Tensor, RopeScaling], Tensor]] = {
     "linear": lambda angle_E, scaling: angle_E / scaling.factor,
     "llama3": _llama3,
 }
-"""Kind -> (angle of each pair for one position, float64 (E / 2,); spec) -> the same, scaled."""
+"""Kind -> (angle of each pair for one position, float64 (E / 2,); spec) -> the scaled angles."""
 
 
 def rope_tables(spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    """The cosine and sine of the rotary angles (Su et al., arXiv 2104.09864), each float32 (max_positions, E / 2)."""
-    # The device is named so that a model built under `torch.device("meta")` still has real tables.
+    """Cosines and sines of the rotary angles (Su et al., arXiv 2104.09864), each float32 (max_positions, E / 2)."""
+    # The explicit device gives a model that is built under `torch.device("meta")` real tables.
     pair_E = torch.arange(0, spec.d_head, 2, dtype=torch.float64, device="cpu")
     position_P = torch.arange(spec.max_positions, dtype=torch.float64, device="cpu")
     angle_E = spec.rope_theta ** (-pair_E / spec.d_head)
@@ -68,16 +68,16 @@ QK_NORMS: dict[str, Callable[[ModelSpec], nn.Module]] = {
     "none": lambda spec: nn.Identity(),
     "head": lambda spec: RMSNorm(spec.d_head, spec.norm_eps),
 }
-"""Name -> spec -> what queries, or keys, (B, T, heads, E) go through before they are rotated."""
+"""Name -> spec -> norm of queries or keys (B, T, heads, E) before they are rotated."""
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) among the T tokens it is given."""
+    """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) among T tokens."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.d_head = spec.d_head
-        # ONNX export refuses grouped attention whose groups hold one head each.
+        # ONNX export refuses grouped attention with one query head in each group.
         self.grouped = spec.n_heads > spec.n_kv_heads
         biased = ATTENTION_BIASES[spec.attention_bias]
         self.q_proj = nn.Linear(spec.d_model, spec.n_heads * spec.d_head, bias="q" in biased)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = QK_NORMS[spec.qk_norm](spec), QK_NORMS[spec.qk_norm](spec)
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What attention adds (B, T, D), and the rotated keys and the values that it read, each (B, G, T, E)."""
+        """Returns the delta of attention (B, T, D), and the rotated keys and the values, each (B, G, T, E)."""
         q_BHTE, k_BGTE, v_BGTE = self.projected(x_BTD, cos, sin)
         y_BHTE = functional.scaled_dot_product_attention(
             q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped
@@ -95,7 +95,7 @@ class Attention(nn.Module):
         return self.o_proj(y_BHTE.transpose(1, 2).flatten(2)), k_BGTE, v_BGTE
 
     def projected(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (B, H, T, E), keys and values (B, G, T, E); queries and keys are rotated to their positions."""
+        """Returns queries (B, H, T, E), keys and values (B, G, T, E); queries and keys are rotated."""
         q_BTHE = self.q_norm(self._heads(self.q_proj(x_BTD)))
         k_BTGE = self.k_norm(self._heads(self.k_proj(x_BTD)))
         v_BTGE = self._heads(self.v_proj(x_BTD))
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         return q_BHTE, k_BGTE, v_BTGE.transpose(1, 2)
 
     def _heads(self, x_BTF: Tensor) -> Tensor:
-        """Heads side by side (B, T, heads * E) as (B, T, heads, E)."""
+        """Splits a projection (B, T, heads * E) into (B, T, heads, E)."""
         B, T, _ = x_BTF.shape
         return x_BTF.view(B, T, -1, self.d_head)
 
@@ -113,7 +113,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-"""Name -> what the gate of an MLP goes through; `gelu` by the error function, `gelu_tanh` by its approximation."""
+"""Name -> activation of the gate of an MLP; `gelu` uses the error function, `gelu_tanh` its tanh approximation."""
 
 
 class GatedMlp(nn.Module):

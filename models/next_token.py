@@ -1,8 +1,8 @@
-"""The loss of the next token over a large vocabulary, without ever holding the logits of all tokens.
+"""Next-token loss for a large vocabulary, which never holds the logits of all tokens at once.
 
-512 tokens of a vocabulary of 49,152 are 100 MB of logits, and a plain cross entropy keeps several copies of them for
-its backward pass. Here the head runs on a chunk of tokens at a time, and what the backward pass needs, the gradients of
-the hidden states and of the head, is computed together with the loss (as in Liger, Hsu et al., arXiv 2410.10989).
+512 tokens with a vocabulary of 49,152 have 100 MB of logits, and a plain cross entropy keeps several copies of them for
+its backward pass. Here the head runs on one chunk of tokens at a time. The gradients of the hidden states and of the
+head are computed together with the loss (as in Liger, Hsu et al., arXiv 2410.10989).
 
 Shape legend: N tokens of a batch, C tokens of a chunk, D model width, V vocabulary.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn import functional
 
 CHUNK_ELEMENTS = 2**24
-"""Logits that are held at once, 64 MiB in float32."""
+"""Number of logits in memory at once, 64 MiB in float32."""
 
 
 class Teacher(NamedTuple):
-    """What a model is distilled from: another model's hidden states (N, D) and its head (V, D), without gradients."""
+    """The model to distil from: its hidden states (N, D) and its head (V, D), without gradients."""
 
     hidden_ND: Tensor
     head_VD: Tensor
@@ -31,7 +31,7 @@ class NextToken(NamedTuple):
 
     Attributes:
         objective: `cross_entropy + distill * divergence`, with a gradient.
-        cross_entropy: of the tokens that follow, mean in nats, without a gradient.
+        cross_entropy: mean cross entropy of the next tokens in nats, without a gradient.
         divergence: KL(teacher || model), mean in nats, without a gradient; 0 without a teacher.
     """
 
@@ -43,13 +43,13 @@ class NextToken(NamedTuple):
 def next_token_loss(
     hidden_ND: Tensor, head_VD: Tensor, target_N: Tensor, teacher: Teacher | None = None, distill: float = 0.0
 ) -> NextToken:
-    """Cross entropy of the targets, int64 (N,), and what the logits differ from those of a teacher.
+    """Computes the cross entropy of the targets, int64 (N,), and the divergence from the teacher if there is one.
 
-    Under autocast, products with the head run in its dtype; softmax and sums are float32 at least.
+    Under autocast, products with the head run in the autocast dtype; softmax and sums are at least float32.
     """
     learning = torch.is_grad_enabled()
-    found = _InChunks.apply(hidden_ND, head_VD, target_N, teacher, distill, learning)  # type: ignore[no-untyped-call]
-    return NextToken(*found)
+    outputs = _InChunks.apply(hidden_ND, head_VD, target_N, teacher, distill, learning)  # type: ignore[no-untyped-call]
+    return NextToken(*outputs)
 
 
 class _InChunks(torch.autograd.Function):
@@ -75,7 +75,7 @@ class _InChunks(torch.autograd.Function):
                 p_teacher_CV = log_t_CV.exp()
                 nats[1] += (p_teacher_CV * log_t_CV.sub_(log_p_CV)).sum()
             if any(wanted):
-                # Of cross entropy: p - 1 at the target; of the divergence: p - p of the teacher. Both of a mean.
+                # Gradients of the means: cross entropy p - onehot(target), divergence p - p_teacher.
                 d_logits_CV = log_p_CV.exp_().mul_(1 + distill if p_teacher_CV is not None else 1)
                 d_logits_CV.scatter_add_(1, target_C1, torch.full_like(target_C1, -1, dtype=exact))
                 if p_teacher_CV is not None:
@@ -94,5 +94,5 @@ class _InChunks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
-        found = [saved.pop(0) * given[0] if wanted else None for wanted in ctx.wanted]
-        return (*found, None, None, None, None)
+        gradients = [saved.pop(0) * given[0] if wanted else None for wanted in ctx.wanted]
+        return (*gradients, None, None, None, None)

@@ -1,10 +1,10 @@
-"""One token of each row through one layer, with what the layer remembers of the tokens before it.
+"""Decoding of one token of each row in one layer, with the cached keys and values of earlier tokens.
 
 Shape legend: B rows, R rows that run, D model width, G key/value heads, M query heads of each, E head width,
-L slots of a layer, K slots and the token itself. `_1` is the one token.
+L slots of a layer, K = L + 1 (the slots and the token itself). `_1` is the one token.
 
-Nothing here copies a cache. The new key and value take part in attention beside the cached ones and are returned as
-rows (B, G, E); the owner of the cache writes them into their slots.
+Nothing here copies a cache. The new key and value take part in attention beside the cached ones, and are returned as
+rows (B, G, E). The owner of the cache writes them into their slots.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from mod_models.selection import always_first, select_topk
 from mod_models.transformer import Block, RoutedBlock
 
 EVERY_TOKEN = 2**24
-"""More tokens than any window has: asks for the slots of an expert as declared, not for those of a short row."""
+"""At least as many tokens as any window has, so that `Experts.slots` gives the declared slots of an expert."""
 
 
 class Past(NamedTuple):
-    """What one layer remembers: its cache, and how many of its slots are in use in each row.
+    """The cache of one layer, and the number of its slots in use in each row.
 
     Attributes:
         keys_BGLE: rotated keys.
@@ -39,17 +39,17 @@ class Past(NamedTuple):
     count_B: Tensor
 
     def of(self, row_R: Tensor) -> Past:
-        """Of these rows alone."""
+        """Returns the cache of these rows only."""
         return Past(*(torch.index_select(tensor, 0, row_R) for tensor in self))
 
 
 class Ran(NamedTuple):
-    """What a layer returns.
+    """The result of a layer.
 
     Attributes:
-        x_B1D: the stream after it.
-        rows: the rotated key and the value of the token, each (B, G, E); none where nothing attended.
-        experts: bool (B, N), which of the layer's experts the token chose, and in which it ran; none without experts.
+        x_B1D: the stream after the layer.
+        rows: the rotated key and the value of the token, each (B, G, E); empty if the part has no attention.
+        experts: two bool (B, N): the experts that the token chose, and those in which it ran; empty without experts.
     """
 
     x_B1D: Tensor
@@ -61,9 +61,9 @@ class Decision(NamedTuple):
     """The decision about each row's token.
 
     Attributes:
-        wanted_B: bool, which tokens want to run.
-        ran_B: bool, those of them that found a slot in their row, and in this step.
-        index_R: int64, the rows in the slots of this step, ascending; None where every row has one.
+        wanted_B: bool, the tokens that want to run.
+        ran_B: bool, those of them that found a slot in their row and in this step.
+        index_R: int64, the rows in the slots of this step, ascending; None if every row has a slot.
         g_B11: the gate, in the dtype of the stream.
     """
 
@@ -74,20 +74,20 @@ class Decision(NamedTuple):
 
 
 def attended_one(attention: Attention, x_B1D: Tensor, cos: Tensor, sin: Tensor, past: Past) -> tuple[Tensor, ...]:
-    """Attention of one token over the past and itself.
+    """Computes the attention of one token to the cached tokens and itself.
 
-    Cache and token are two products whose scores meet in one softmax: joining the caches would copy them. Keys stand
-    on the left, because a product has no form for a transposed operand in ONNX, and a transposed cache is a copy too.
+    The scores of the cache and of the token are two products that share one softmax, because concatenation would copy
+    the cache. Keys are the left operand, because an ONNX product cannot transpose, and a transposed cache is a copy.
 
     `x_B1D` is normed; cosines and sines broadcast against (B, H, 1, E / 2).
 
     Returns:
-        What attention adds (B, 1, D), the rotated key and the value, each (B, G, E).
+        The delta of attention (B, 1, D), the rotated key and the value, each (B, G, E).
     """
     q_BH1E, k_BG1E, v_BG1E = attention.projected(x_B1D, cos, sin)
     B, G, L, E = past.keys_BGLE.shape
     q_BGEM = (q_BH1E * E**-0.5).reshape(B, G, -1, E).transpose(2, 3)
-    # The scores are small; turned around, mask and softmax run along memory.
+    # The scores are small, so transposing them is cheap. Mask and softmax then run along contiguous memory.
     past_BGML = (past.keys_BGLE @ q_BGEM).transpose(2, 3)
     own_BGM1 = (k_BG1E @ q_BGEM).transpose(2, 3)
     seen_BL = torch.arange(L, device=x_B1D.device) < past.count_B[:, None]
@@ -100,12 +100,12 @@ def attended_one(attention: Attention, x_B1D: Tensor, cos: Tensor, sin: Tensor, 
 def decide(
     block: RoutedBlock, part: str, x_B1D: Tensor, position_B: Tensor, active_B: Tensor, free_B: Tensor, slots: int
 ) -> Decision:
-    """Whether each row's token runs in a routed part.
+    """Decides for each row's token whether it runs in a routed part.
 
-    A token wants to where the score that decides is above 0, as in a prompt. It can where its row has a free slot
-    (`free_B`). Where more rows can than this step has slots, those with the largest scores do, ties to the lower row,
-    so that the order of the rows gives none of them an advantage. `part` is "block", "attention" or "mlp"; `position_B`
-    is that of each row's token, and rows without a token are not `active_B`.
+    A token wants to run if the deciding score is above 0, as in a prompt. It can run if its row has a free slot
+    (`free_B`). If more rows can run than this step has `slots`, those with the largest scores run, ties to the lower
+    row, so that the order of the rows gives none of them an advantage. `part` is "block", "attention" or "mlp".
+    `position_B` is the position of each row's token; `active_B` is False for rows without a token.
     """
     routed_B1D, router, predictor = block.scorers(x_B1D, part)
     l_B1: Tensor = router(routed_B1D)
@@ -128,9 +128,9 @@ def decide(
 def transformed_one(
     block: Block, x_B1D: Tensor, active_B: Tensor, count_BN: Tensor | None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What the MLP or the experts of a block add to the rows that are active, (B, 1, D), and as in `Ran` which experts.
+    """Returns the delta of the MLP or of the experts of a block, (B, 1, D), and `Ran.experts`.
 
-    `count_BN` says how many slots of each expert are in use; None without experts.
+    Only active rows choose experts. `count_BN` is the number of slots of each expert in use; None without experts.
     """
     normed_B1D = block.mlp_norm(x_B1D)
     if count_BN is None:
@@ -141,11 +141,11 @@ def transformed_one(
 def _experts_one(
     experts: Experts, x_B1D: Tensor, active_B: Tensor, count_BN: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Runs the experts of each token alone; weights of other experts are not read."""
+    """Runs only the experts that each token chose; weights of other experts are not read."""
     B, _, D = x_B1D.shape
     N, J = experts.experts.n_experts, experts.experts.top_k
     logits_B1M = experts.router(x_B1D)
-    # As for a prompt: of equally probable experts the first.
+    # Ties go to the first expert, as in a prompt.
     sorted_B1M, expert_B1M = torch.sort(logits_B1M, dim=-1, descending=True, stable=True)
     expert_B1J = expert_B1M[..., :J]
     weight_BJ = experts.weights(torch.softmax(logits_B1M, dim=-1), expert_B1J, sorted_B1M)[:, 0]
@@ -176,14 +176,14 @@ def routed_one(
     *,
     skip: bool,
 ) -> Ran:
-    """A routed part for the tokens that run; the stream of the others stays as it is, bit for bit.
+    """Runs a routed part for the tokens that run; the stream of other tokens does not change, bit for bit.
 
-    `angles` are cosines and sines, each (B, 1, 1, E / 2); `past` is None for the part "mlp". With `skip` there is a
-    condition around the part, which is then not executed where no row runs.
+    `angles` are cosines and sines, each (B, 1, 1, E / 2); `past` is None for the part "mlp". With `skip`, a condition
+    around the part prevents its execution if no row runs.
     """
 
     def nothing(x_B1D: Tensor) -> tuple[Tensor, ...]:
-        """The key and value rows and the experts of a token that did not run."""
+        """Key and value rows of zeros, and no experts, for tokens that do not run."""
         B, n_rows, n_marks = len(x_B1D), 2 if past is not None else 0, 2 if count_BN is not None else 0
         G, E = (past.keys_BGLE.shape[1], past.keys_BGLE.shape[3]) if past is not None else (0, 0)
         rows = tuple(x_B1D.new_zeros(B, G, E) for _ in range(n_rows))
@@ -194,23 +194,23 @@ def routed_one(
         row_R = decision.index_R
         if row_R is None:
             return _part(block, part, given, has_past=past is not None)
-        inner = tuple(torch.index_select(tensor, 0, row_R) for tensor in given)
-        found = _part(block, part, inner, has_past=past is not None)
-        whole = (given[0], *nothing(given[0]))
-        return tuple(into.index_put((row_R,), new) for into, new in zip(whole, found, strict=True))
+        inputs_R = tuple(torch.index_select(tensor, 0, row_R) for tensor in given)
+        outputs = _part(block, part, inputs_R, has_past=past is not None)
+        skipped_outputs = (given[0], *nothing(given[0]))
+        return tuple(into.index_put((row_R,), new) for into, new in zip(skipped_outputs, outputs, strict=True))
 
     def skipped(*given: Tensor) -> tuple[Tensor, ...]:
         # A branch must not return one of its inputs.
         return given[0].clone(), *nothing(given[0])
 
     given = (x_B1D, *angles, decision.ran_B, decision.g_B11, *(past or ()), *(() if count_BN is None else (count_BN,)))
-    new_B1D, *found = either(decision.ran_B, run, skipped, given) if skip else run(*given)
+    new_B1D, *outputs = either(decision.ran_B, run, skipped, given) if skip else run(*given)
     n_rows = 0 if past is None else 2
-    return Ran(new_B1D, tuple(found[:n_rows]), tuple(found[n_rows:]))
+    return Ran(new_B1D, tuple(outputs[:n_rows]), tuple(outputs[n_rows:]))
 
 
 def _part(block: RoutedBlock, part: str, given: tuple[Tensor, ...], *, has_past: bool) -> tuple[Tensor, ...]:
-    """The stream after the part, and what `Ran` has beside it; rows that do not run keep their stream."""
+    """Returns the fields of `Ran` in one tuple; rows that do not run keep their stream."""
     x_B1D, cos, sin, ran_B, g_B11, *others = given
     attention_B1D = mlp_B1D = None
     rows: tuple[Tensor, ...] = ()

@@ -1,7 +1,7 @@
-"""One run on several processes, as `torchrun` starts them: DDP, or FSDP2 for models that outgrow a device.
+"""Training with several processes, started by `torchrun`: DDP, or FSDP2 for models that do not fit on one device.
 
-Every process computes the losses of its slice of a step's rows; gradients are averaged, so all together take the step
-that one process takes with all rows, up to the rounding of sums. gloo connects CPUs, NCCL connects GPUs.
+Every process computes the losses of its slice of a step's rows, and gradients are averaged. So the processes take the
+step that one process would take with all rows, up to the rounding of sums. gloo connects CPUs, NCCL connects GPUs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ PARALLEL = ("ddp", "fsdp")
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """The processes of a run as one of them sees them; by default this process alone, on the CPU.
+    """The processes of a run, seen from one of them; by default only this process, on the CPU.
 
     Attributes:
         rank: number of this process, from 0.
-        size: how many there are.
-        device: where this process computes.
-        parallel: `ddp`, every process holds the model; `fsdp`, each holds a share of every parameter, of its gradient
-            and of the optimizer's state.
+        size: number of processes.
+        device: the device on which this process computes.
+        parallel: `ddp`, every process holds the model; `fsdp`, each process holds a share of every parameter, of its
+            gradient and of the optimizer's state.
     """
 
     rank: int = 0
@@ -49,12 +49,12 @@ class Workers:
         return self.rank == 0
 
     def rows(self, all_B1: Tensor) -> Tensor:
-        """This process's slice of all rows (B, ...), on its device; B is a multiple of `size`."""
+        """Returns this process's slice of all rows (B, ...), on its device; B must be a multiple of `size`."""
         share = len(all_B1) // self.size
         return all_B1[self.rank * share : (self.rank + 1) * share].to(self.device)
 
     def sums(self, values: Sequence[float]) -> list[float]:
-        """Each value summed over the processes, in float64."""
+        """Sums each value over the processes, in float64."""
         if self.size == 1:
             return list(values)
         sum_N = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -62,28 +62,28 @@ class Workers:
         return [float(value) for value in sum_N.tolist()]
 
     def means(self, values: Sequence[float]) -> list[float]:
-        """Each value averaged over the processes."""
+        """Averages each value over the processes."""
         return [value / self.size for value in self.sums(values)]
 
     def agree(self, value: object) -> bool:
-        """Whether every process gives the same plain value."""
+        """Whether every process passes the same plain value."""
         if self.size == 1:
             return True
         values: list[object] = [None] * self.size
         dist.all_gather_object(values, value)
-        return all(other == value for other in values)
+        return all(answer == value for answer in values)
 
     def wrap(self, step: LossModule) -> nn.Module:
-        """The module to call in training: same forward pass, gradients reduced. FSDP replaces the parameters, so an
-        optimizer is made after it.
+        """Returns the module to call in training, with the same forward pass and reduced gradients. FSDP replaces the
+        parameters, so the optimizer must be made after this call.
         """
         step.to(self.device)
         if self.parallel == "fsdp":
             return _shard(step, self)
         if self.size == 1:
             return step
-        # Parameters without a gradient are common here: a predictor that is not trained, a layer that takes no token,
-        # an expert that no token of this process chose. PyTorch warns once where there are none after all.
+        # Parameters without a gradient are common here: an untrained predictor, a layer that selects no token, an
+        # expert that no token of this process chose. PyTorch warns once if all parameters have gradients.
         devices = None if self.device.type == "cpu" else [self.device]
         return DistributedDataParallel(step, device_ids=devices, find_unused_parameters=True)
 
@@ -96,10 +96,10 @@ def _shard(step: LossModule, workers: Workers) -> nn.Module:
         if isinstance(block, RoutedBlock):
             for predictor in (block.predictor, block.mlp_predictor):
                 if predictor is not None:
-                    # It runs after its block has given its parameters back, so it gathers its own.
+                    # The losses call it after FSDP has freed the block's parameters, so it gathers its own.
                     fully_shard(predictor, mesh=mesh)
             fully_shard(block, mesh=mesh)
-            # FSDP gathers parameters when `forward` is called; early exit calls this instead.
+            # FSDP gathers parameters before `forward`; the selection `exit` calls `narrowed` instead.
             register_fsdp_forward_method(block, "narrowed")
         else:
             fully_shard(block, mesh=mesh)
@@ -108,8 +108,8 @@ def _shard(step: LossModule, workers: Workers) -> nn.Module:
 
 
 def accumulate(module: nn.Module, *, last: bool) -> AbstractContextManager[None]:
-    """The context of one of several backward passes of a step. DDP reduces in the last one; FSDP in each, because
-    what it has not reduced it holds whole.
+    """Context for one of several backward passes of a step. DDP reduces gradients in the last one. FSDP reduces in each
+    one, because it would hold unreduced gradients whole.
     """
     if isinstance(module, DistributedDataParallel) and not last:
         return module.no_sync()
@@ -117,14 +117,14 @@ def accumulate(module: nn.Module, *, last: bool) -> AbstractContextManager[None]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor or the parts of it that processes hold, as one on the CPU. All processes have to call it."""
+    """Returns the whole tensor on the CPU, gathered if it is sharded. All processes have to call this."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu()
 
 
 @torch.no_grad()
 def fill(tensor: Tensor, value: Tensor) -> None:
-    """Copies a whole CPU tensor, which every process has, into `tensor` or into this process's part of it."""
+    """Copies a whole CPU tensor, which every process has, into `tensor` or, if sharded, into this process's shard."""
     if isinstance(tensor, DTensor):
         moved = value.to(tensor.device)
         part = distribute_tensor(moved, tensor.device_mesh, tensor.placements, src_data_rank=None)
@@ -135,11 +135,11 @@ def fill(tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def launched(parallel: str = "ddp", device: str = "auto") -> Iterator[Workers]:
-    """Joins the processes that `torchrun` started, if it did, until the block ends.
+    """Joins the processes of `torchrun` until the block ends. Without torchrun, this process is alone.
 
     Args:
         parallel: one of PARALLEL.
-        device: `cpu`, `cuda`, or `auto` for a GPU where there is one.
+        device: `cpu`, `cuda`, or `auto` for a GPU if there is one.
 
     Raises:
         TrainError: FSDP without torchrun, CUDA without a GPU, or more processes on a machine than it has GPUs.

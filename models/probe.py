@@ -1,9 +1,9 @@
-"""What it costs a dense model to skip one layer: `python -m mod_models.probe`, a ranking for `train --route FILE:N`.
+"""Measures the cost of skipping layers of a dense model (`python -m mod_models.probe`), a ranking for `train --route`.
 
-One layer at a time, a share of the tokens skips it, or its attention or its MLP alone, as they would in a routed model
-before any training: chosen at random, seen by no other token in that layer. The cost is by how much the held-out loss
-rises. The stream before each layer is computed once, so a probe of all layers costs about half as many forward passes
-as there are layers, for each part.
+For one layer at a time, a random share of the tokens skips the layer, only its attention or only its MLP, as in a
+routed model before training. No other token sees a skipped one in that layer. The cost is the rise of the held-out
+loss. The stream before each layer is computed once, so for each part a probe of all layers costs about half as many
+forward passes as there are layers.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from mod_models.transformer import RoutedBlock, Transformer
 
 PARTS = ("block", "attention", "mlp")
 PROBE_SEED = 11_000_000
-"""Of windows that no evaluation of a training run uses: a choice must not be judged by what it was made with."""
+"""Seed of windows that evaluations in training do not draw: the windows that chose the layers must not judge them."""
 
 
 class Cost(NamedTuple):
-    """What skipping a part of a layer costs, in nats a token."""
+    """Cost of skipping a part of a layer, in nats per token."""
 
     layer: int
     part: str
@@ -45,16 +45,16 @@ class Cost(NamedTuple):
 def costs_of(
     checkpoint: Checkpoint, batches: Iterable[Tensor], parts: Sequence[str] = PARTS, skip: float = 0.5
 ) -> Iterator[tuple[float, list[Cost]]]:
-    """Costs of all layers, means over the batches so far: yields after every batch, with the dense model's loss.
+    """Yields after every batch (loss of the dense model, costs of all layers), means over the batches so far.
 
     Args:
         checkpoint: a dense model.
-        batches: int64 (B, S + 1) token ids, none of them padding, all of one shape.
-        parts: of PARTS.
+        batches: int64 (B, S + 1) token ids, without padding, all of one shape.
+        parts: some of PARTS.
         skip: share of the tokens that skip, above 0 and up to 1.
 
     Raises:
-        TrainError: a model that routes already or has experts, or a share that is none.
+        TrainError: the model already routes or has experts, or `skip` is out of range.
     """
     spec = checkpoint.spec
     if spec.routing is not None or spec.experts is not None:
@@ -79,7 +79,7 @@ def costs_of(
 
 
 def _skipping(model: Transformer, layer: int, part: str, skip: float) -> tuple[RoutedBlock, Callable[[int], int]]:
-    """The layer with its own weights, run by an arbitrary share of the tokens, and how many of S these are."""
+    """Returns the layer as a block that a random share of the tokens runs, and a function from S to their number."""
     routing = RoutingSpec(
         layers=(layer,),
         parts=part,
@@ -87,7 +87,7 @@ def _skipping(model: Transformer, layer: int, part: str, skip: float) -> tuple[R
         gate="ones",
         combine="replace_ungated",
         capacity_rule="floor",
-        # No capacity is 0; this much is less than a token of any row.
+        # A capacity must be above 0; this one rounds down to no token in any row.
         capacity=max(1 - skip, 1e-9),
     )
     spec = replace(model.spec, routing=routing)
@@ -99,10 +99,10 @@ def _skipping(model: Transformer, layer: int, part: str, skip: float) -> tuple[R
 
 @torch.no_grad()
 def _dense_loss(model: Transformer, ids_BS1: Tensor) -> tuple[float, list[Tokens]]:
-    """The loss of these rows, and what each layer was given."""
+    """Returns the loss of these rows, and the input of each layer."""
     before: list[Tokens] = []
     ids_BS = ids_BS1[:, :-1]
-    hooks = [layer.register_forward_pre_hook(lambda _, given: before.append(given[0])) for layer in model.layers]
+    hooks = [layer.register_forward_pre_hook(lambda _, inputs: before.append(inputs[0])) for layer in model.layers]
     try:
         x_BSD = model.stream(ids_BS, torch.full((len(ids_BS),), ids_BS.shape[1]), Decisions())
     finally:
@@ -159,23 +159,23 @@ def _probe(options: argparse.Namespace) -> dict[str, Any]:
     if not 1 <= options.seq <= longest or min(options.batches, options.batch) < 1:
         raise TrainError(f"--seq, --batch, --batches: expected 1 at least, and rows of {longest} tokens at most")
     windows = (batch_at(text_N, options.batch, options.seq + 1, PROBE_SEED + i) for i in range(options.batches))
-    dense, found = 0.0, list[Cost]()
+    dense, costs = 0.0, list[Cost]()
     for number, so_far in enumerate(costs_of(checkpoint, windows, options.parts, options.skip), 1):
-        dense, found = so_far
+        dense, costs = so_far
         print(f"batch {number}/{options.batches}", file=sys.stderr)
-    print(_table(dense, found, options.skip))
+    print(_table(dense, costs, options.skip))
     return {
         "checkpoint": str(options.checkpoint),
         "data": corpus.fingerprint,
         "tokens": options.batches * options.batch * options.seq,
         "skip": options.skip,
         "loss": dense,
-        "rows": [cost._asdict() for cost in found],
+        "rows": [cost._asdict() for cost in costs],
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code; 2 for what cannot be probed."""
+    """Runs the command line and returns the exit code; 2 if the model cannot be probed."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.threads > 0:

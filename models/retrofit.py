@@ -1,9 +1,8 @@
-"""A Mixture-of-Depths model from the weights of a dense one, which at capacity 1 computes what the dense one does.
+"""Builds a Mixture-of-Depths model from a dense model; at capacity 1 both compute the same, bit for bit.
 
-Bit for bit: a router starts so small that its gate, 1 + tanh(l), rounds to exactly 1, and yet no two tokens have
-equal scores, because floating-point numbers keep their relative precision however small they are. So top-k starts from
-an arbitrary choice, not from the first k tokens, as it would with routers of zeros. docs/retrofit.md has the reasons
-for each choice, and what others do.
+Routers start so small that the gate, 1 + tanh(l), rounds to exactly 1. Their scores still differ, because small
+floating-point numbers keep their relative precision. So top-k starts from an arbitrary choice. With routers of zeros it
+would start from the first k tokens. docs/retrofit.md gives the reasons for each choice, and the methods of others.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from mod_models.train_config import TrainError
 from mod_models.transformer import Transformer
 
 SELECTIONS = CAUSAL_SELECTIONS
-"""Those of `RoutingSpec.selection` with which the result can write text."""
+"""Values of `RoutingSpec.selection` with which the result can write text."""
 UNSEEN = 2.0**-26
-"""Largest |score| at the start: 1 + tanh(l) is 1 in float32, and in every narrower dtype, if |l| < 2 ** -25."""
+"""Bound of |score| at the start: 1 + tanh(l) is 1 in float32, and in every narrower dtype, if |l| < 2 ** -25."""
 WILLING = 1.0
-"""What every predictor says of every token at the start: at capacity 1 top-k selects them all."""
+"""Output of every predictor for every token at the start, because at capacity 1 top-k selects all tokens."""
 LAYERS = (
     "deepest:N, every:N, numbers and ranges such as 3,5,8-11, or FILE:N for the N layers that a probe found cheapest"
 )
 
 
 def layers_of(text: str, n_layers: int, parts: str) -> tuple[int, ...]:
-    """The layers that `--route` names, ascending.
+    """Parses the layers that `--route` names, in ascending order.
 
     Args:
-        text: see LAYERS. FILE is what `python -m mod_models.probe --out FILE` wrote.
-        n_layers: of the dense model.
-        parts: which part is to be routed; the probe's ranking for this part is taken.
+        text: see LAYERS. FILE is the output of `python -m mod_models.probe --out FILE`.
+        n_layers: number of layers of the dense model.
+        parts: the routed part, whose ranking by the probe is used.
 
     Raises:
-        TrainError: anything else, more layers than there are, or a file that is no such ranking.
+        TrainError: the text has no such form, names layers that do not exist, or the file is no such ranking.
     """
     form, _, count = text.rpartition(":")
     if not form:
@@ -54,25 +53,25 @@ def layers_of(text: str, n_layers: int, parts: str) -> tuple[int, ...]:
     if form == "deepest":
         return tuple(range(n_layers - number, n_layers))
     if form == "every":
-        # As in the paper, the layer that is routed is the last of its group.
+        # The routed layer is the last of its group, as in the paper.
         return EveryNth(every=number, offset=number - 1).of(n_layers)
     return tuple(sorted(_ranked(Path(form), parts, n_layers)[:number]))
 
 
 def _numbered(text: str, n_layers: int) -> tuple[int, ...]:
-    found: set[int] = set()
+    layers: set[int] = set()
     for item in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", item.strip())
         if match is None:
             raise TrainError(f"--route {text}: expected {LAYERS}")
-        found |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
-    if not found or max(found) >= n_layers:
+        layers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not layers or max(layers) >= n_layers:
         raise TrainError(f"--route {text}: expected layers from 0 to {n_layers - 1}")
-    return tuple(sorted(found))
+    return tuple(sorted(layers))
 
 
 def _ranked(path: Path, parts: str, n_layers: int) -> list[int]:
-    """The layers in the order in which the probe ranks them, the cheapest first."""
+    """The layers as the probe ranks them, the cheapest first."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         costs = {int(row["layer"]): float(row["cost"]) for row in rows if row["part"] == parts}
@@ -86,11 +85,11 @@ def _ranked(path: Path, parts: str, n_layers: int) -> list[int]:
 
 
 def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, parts: str, selection: str) -> ModelSpec:
-    """The spec of a dense model with routing of these parts of these layers.
+    """Adds routing of these layers and parts to the spec of a dense model.
 
     Raises:
-        TrainError: a model that routes already or has experts, or a selection that cannot write text.
-        SpecError: a capacity that is none.
+        TrainError: the model already routes or has experts, the selection cannot write text, or the part is unknown.
+        SpecError: the capacity is out of range.
     """
     if dense.routing is not None or dense.experts is not None:
         what = "routes already" if dense.routing is not None else "has experts"
@@ -116,7 +115,7 @@ def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, part
 
 
 def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
-    """The weights of a dense model, which are shared, with new routers and predictors; `spec` is from `routed_spec`."""
+    """Adds new routers and predictors to a dense model and shares its weights. `spec` is from `routed_spec`."""
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(spec, max_positions=1))
     generator = torch.Generator().manual_seed(seed)
@@ -135,26 +134,26 @@ def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
 
 
 def _router(shapes: dict[str, Tensor], prefix: str, norm_D: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-    """A random direction. |l| <= |w| |x|, and a normed x is no longer than sqrt(D) times the norm's largest weight."""
-    found = {}
+    """Draws a random direction. |l| <= |w| |x|, and a normed |x| is at most sqrt(D) * the norm's largest weight."""
+    weights = {}
     for name, shape in shapes.items():
         if name.endswith("bias"):
-            # Above every |w . x|: where a threshold decides, every token is selected at first.
-            found[prefix + name] = torch.full(shape.shape, UNSEEN / 2)
+            # The bias is above every |w . x|, so that a threshold selects every token at first.
+            weights[prefix + name] = torch.full(shape.shape, UNSEEN / 2)
             continue
         w_1D = torch.randn(shape.shape, generator=generator)
         longest = shape.shape[-1] ** 0.5 * norm_D.float().abs().max().clamp(min=1e-6)
-        found[prefix + name] = w_1D / w_1D.norm() / longest * (UNSEEN / 4)
-    return found
+        weights[prefix + name] = w_1D / w_1D.norm() / longest * (UNSEEN / 4)
+    return weights
 
 
 def _predictor(shapes: dict[str, Tensor], prefix: str, generator: torch.Generator) -> dict[str, Tensor]:
-    found = {}
+    weights = {}
     for name, shape in shapes.items():
         if name == "projection.bias":
-            found[prefix + name] = torch.full(shape.shape, WILLING)
+            weights[prefix + name] = torch.full(shape.shape, WILLING)
         elif name == "hidden.weight":
-            found[prefix + name] = torch.randn(shape.shape, generator=generator) / shape.shape[-1] ** 0.5
+            weights[prefix + name] = torch.randn(shape.shape, generator=generator) / shape.shape[-1] ** 0.5
         else:
-            found[prefix + name] = torch.zeros(shape.shape)
-    return found
+            weights[prefix + name] = torch.zeros(shape.shape)
+    return weights

@@ -1,8 +1,8 @@
-"""Routing: what is decided, and the tables of routers, gates and combine rules. `selection.py` selects the tokens.
+"""Records of routing decisions, and the tables of routers, gates and combine rules. `selection.py` selects the tokens.
 
 Shape legend: B batch, S sequence, T tokens that a block is given, K slots, D model width. `_BK1` is for broadcasting.
-Everything here has static shapes: k is a Python int, fixed by the spec and the sequence length before tracing, so the
-graph holds no data-dependent size. Scores are computed, compared and gated in float32 whatever the model's dtype.
+All shapes are static: k is a Python int, fixed by the spec and the sequence length before tracing, so the graph has no
+data-dependent size. Scores and gates are computed in float32, even in 16-bit models.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mod_models.spec import ModelSpec, RoutingSpec, Site
 
 
 class Routing(NamedTuple):
-    """What one routing site selected.
+    """The selection of one routing site.
 
     Attributes:
-        position_BK: int64, where the selected tokens stand in their rows: ascending, then those of empty slots.
+        position_BK: int64, positions of the selected tokens in their rows, ascending, then those in empty slots.
         live_BK: bool, False in empty slots.
         score_BT: float32, the scores that decided.
-        open_BT: bool, the tokens that could be selected: real ones that no part before has skipped.
+        open_BT: bool, the tokens that can be selected: the live tokens that the site is given.
         rule: `selection.RANK` or `selection.FIRST_COME`.
     """
 
@@ -36,13 +36,13 @@ class Routing(NamedTuple):
 
     @property
     def chosen_BT(self) -> Tensor:
-        """Where tokens choose for themselves: those that did, with a slot or without (overflow)."""
+        """For token choice, the tokens that want to run, with a slot or without one (overflow)."""
         return (self.score_BT > 0) & self.open_BT
 
 
 class Seen(NamedTuple):
-    """What a router that decides was given, x_BTD and which tokens are live_BT; its scores l_BT; how many tokens it
-    selects; and the predictor that learns to decide the same, if there is one.
+    """Inputs of the auxiliary losses of a router: its input x_BTD, the live tokens, its scores l_BT, the number k of
+    tokens that it selects, and the predictor that learns its decisions, if there is one.
     """
 
     x_BTD: Tensor
@@ -53,7 +53,7 @@ class Seen(NamedTuple):
 
 
 class SeenByExperts(NamedTuple):
-    """Probabilities float32 (B, T, M) of all experts, each token's first choice int64 (B, T), which tokens are live."""
+    """Probabilities float32 (B, T, M) of all experts, each token's first choice int64 (B, T), and the live tokens."""
 
     probability_BTM: Tensor
     first_BT: Tensor
@@ -61,14 +61,14 @@ class SeenByExperts(NamedTuple):
 
 
 class Decisions:
-    """What one forward pass has decided: read by the losses, and by a prompt that fills a cache.
+    """The decisions of one forward pass, for the losses and for a prefill that fills a cache.
 
     Attributes:
         made: site -> Routing, in the order of the decisions.
-        seen: site -> what the auxiliary losses need of a router that decides.
-        experts: layer -> the same of the router of token-choice experts.
-        keys_values: layer -> the rotated keys and the values (B, G, T, E) of the tokens that its attention was given;
-            None, and nothing is kept, unless the caller puts a dictionary there.
+        seen: site -> inputs of the auxiliary losses of its router; absent for routing that draws noise.
+        experts: layer -> inputs of the balance loss of its token-choice experts.
+        keys_values: layer -> the rotated keys and the values (B, G, T, E) of the tokens in its attention. None by
+            default; they are only recorded if the caller sets a dictionary.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Decisions:
 
 
 class LinearRouter(nn.Module):
-    """l = w . x (+ b): the paper's router (arXiv 2404.02258, equation 1). (B, S, D) -> float32 (B, S)."""
+    """The paper's router, l = w . x (+ b) (arXiv 2404.02258, equation 1): (B, S, D) -> float32 (B, S)."""
 
     def __init__(self, d_model: int, *, bias: bool) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class LinearRouter(nn.Module):
 
 
 class MlpRouter(nn.Module):
-    """l = w2 . silu(W1 x + b1) + b2; also the form of the auxiliary causal predictor. (B, S, D) -> float32 (B, S)."""
+    """Router, or auxiliary causal predictor, l = w2 . silu(W1 x + b1) + b2: (B, S, D) -> float32 (B, S)."""
 
     def __init__(self, d_model: int, d_hidden: int) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class MlpRouter(nn.Module):
 
 
 class NormMlpRouter(MlpRouter):
-    """l = w2 . silu(rms_norm(W1 x + b1)) + b2. (B, S, D) -> float32 (B, S)."""
+    """Router l = w2 . silu(rms_norm(W1 x + b1)) + b2: (B, S, D) -> float32 (B, S)."""
 
     def __init__(self, d_model: int, d_hidden: int, eps: float) -> None:
         super().__init__(d_model, d_hidden)
@@ -117,9 +117,9 @@ class NormMlpRouter(MlpRouter):
 
 
 def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
-    """In float32 for 16-bit streams and under autocast, because scores that differ become equal in 8 bits of mantissa.
+    """Applies a linear layer in float32, even to a 16-bit stream or under autocast: in bfloat16 many scores would tie.
 
-    A float64 model, which measures rounding error, keeps its own precision.
+    A float64 model, which measures rounding error, computes in float64.
     """
     if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
         with torch.autocast(x.device.type, enabled=False):
@@ -134,19 +134,19 @@ ROUTERS: dict[str, Callable[[ModelSpec, RoutingSpec], nn.Module]] = {
     "linear_bias": lambda spec, routing: LinearRouter(spec.d_model, bias=True),
     "mlp": lambda spec, routing: MlpRouter(spec.d_model, routing.router_hidden),
     "norm_mlp": lambda spec, routing: NormMlpRouter(spec.d_model, routing.router_hidden, spec.norm_eps),
-    # Without weights, and never called: the block is given noise instead of scores.
+    # It has no weights and is never called: the block uses noise as scores.
     "noise": lambda spec, routing: nn.Identity(),
 }
 
 
 def _softmax_selected(l_BK: Tensor, live_BK: Tensor, spec: RoutingSpec) -> Tensor:
-    # The finite floor keeps a row without any real token free of NaN; its gates are masked by the caller.
+    # The minimum is finite, because -inf would give NaN in a row without live tokens. The caller masks those gates.
     return torch.softmax(torch.where(live_BK, l_BK, torch.finfo(torch.float32).min), dim=-1)
 
 
 def _sigmoid(l_BK: Tensor) -> Tensor:
-    """1 / (1 + exp(-l)), written out: the sigmoid kernels of some runtimes (ONNX Runtime's for CPUs) are exact to an
-    absolute 1e-7 only, and a gate is a factor. Below -80 it is constant, so that training sees no infinity.
+    """Computes 1 / (1 + exp(-l)) without the sigmoid operator: kernels of some runtimes (ONNX Runtime on CPUs) have an
+    absolute error of 1e-7, and a gate is a factor. Below l = -80 the gate is constant, so that exp stays finite.
     """
     return 1 / (1 + torch.exp(-l_BK.clamp(min=-80.0)))
 
@@ -164,13 +164,13 @@ GATES: dict[str, Callable[[Tensor, Tensor, RoutingSpec], Tensor]] = {
 
 
 def _sum(*terms: Tensor | None) -> Tensor:
-    """Of the terms that there are, from left to right."""
+    """Sum of the terms that are not None, from left to right."""
     first, *others = (term for term in terms if term is not None)
     return sum(others, start=first)
 
 
 def _paper(x: Tensor, attention: Tensor | None, mlp: Tensor | None, g: Tensor) -> Tensor:
-    # Summed as in a block without routing, so that with g = 1 it is that block to the last bit.
+    # The order of the sum is that of a block without routing, so that with g = 1 the result is equal bit for bit.
     return _sum(x, *(None if delta is None else g * delta for delta in (attention, mlp)))
 
 
@@ -187,5 +187,5 @@ COMBINES: dict[str, Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Ten
     "ffn_gated": _ffn_gated,
     "double_residual_ffn_gated": lambda x, attention, mlp, g: x + _ffn_gated(x, attention, mlp, g),
 }
-"""Combine name -> (x_BKD, attention delta_BKD, MLP delta_BKD, g_BK1) -> what replaces x at the selected positions. A
-delta that is not routed here is None."""
+"""Combine name -> (x_BKD, attention delta_BKD, MLP delta_BKD, g_BK1) -> the new x at the selected positions. The delta
+of a part that is not routed here is None."""

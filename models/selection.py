@@ -1,12 +1,12 @@
-"""Selection: the tokens that a block is given, and which of them get the k slots, by one of two rules.
+"""Selection of the tokens of a block that get its k slots, by one of two rules.
 
-Shape legend: B batch, S positions of a row, T tokens given, K slots, D model width, E half a head's width, R = B * T
-rows of the flattened stream, N = B * K rows of it. `...` is (B,) for tokens, and (B, N) for the N experts of a block,
-whose selections are made at once.
+Shape legend: B batch, S positions of a row, T tokens that the block is given, K slots, D model width, E half a head's
+width, R = B * T rows of the flattened stream, N = B * K rows of it. `...` is (B,) for tokens, and (B, N) for the N
+experts of a block, which select at the same time.
 
 Both rules return the slots of selected tokens first, in the order of the sequence, and then empty slots, which hold
-skipped tokens. So causal attention among the slots shows no selected token an empty slot or a later token, and all
-slots of a row hold different tokens, which lets them be written back by a plain scatter.
+skipped tokens. So with causal attention among the slots, a selected token sees no empty slot and no later token. All
+slots of a row hold different tokens, so a plain scatter can write them back.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from mod_models.spec import Site
 
 Rule = Literal["rank", "first_come"]
 RANK: Final = "rank"
-"""The k largest scores, ties to the earlier token. Looks at the whole row."""
+"""The k largest scores of the whole row, ties to the earlier token."""
 FIRST_COME: Final = "first_come"
-"""The first k tokens whose score is above 0. Whether a token is selected depends on nothing after it."""
+"""The first k tokens whose score is above 0. The selection of a token does not depend on later tokens."""
 NOISE_SIZE = 2**16
 NOISE_STRIDE = 7919
 """A prime, so that the noise of two routing sites is read from different parts of the table."""
 
 
 class Tokens(NamedTuple):
-    """T tokens of each row, the live ones first and in the order of the sequence.
+    """T tokens of each row: the live tokens first, in the order of the sequence.
 
     Attributes:
         x_BTD: the residual stream.
         live_BT: bool; False for padding, and for skipped tokens in empty slots.
-        cos: rotary cosines, (T, E) of a whole row, (B, 1, T, E) of selected tokens.
-        sin: the sines.
-        index_BT: int64 positions in the row; None when all S tokens are here.
+        cos: rotary cosines, (T, E) for a whole row or compact positions, else (B, 1, T, E).
+        sin: rotary sines, of the same shape.
+        index_BT: int64 positions in the row; None if T is the whole row.
         seq: S.
     """
 
@@ -54,15 +54,15 @@ class Tokens(NamedTuple):
     seq: int
 
     def rows(self, index_BK: Tensor) -> Tensor:
-        """Numbers among the T tokens as rows (N,) of the flattened (B * T, D) stream.
+        """Converts numbers among the T tokens to row numbers (N,) of the flattened (B * T, D) stream.
 
-        One plain Gather and one plain Scatter with unique rows are the cheapest form in every runtime and the only one
-        that TensorRT takes without a plugin.
+        One plain Gather and one plain Scatter of distinct rows are the cheapest form in every runtime, and the only
+        form that TensorRT takes without a plugin.
         """
         return token_rows(index_BK, self.x_BTD.shape[1])
 
     def at(self, row_N: Tensor, index_BK: Tensor, live_BK: Tensor, positions: str) -> Tokens:
-        """The tokens with these numbers, with the rotary angles that `positions` (see RoutingSpec) says."""
+        """Returns the tokens with these numbers; `RoutingSpec.positions` determines their rotary angles."""
         B, T, D = self.x_BTD.shape
         k = index_BK.shape[1]
         x_BKD = torch.index_select(self.x_BTD.reshape(B * T, D), 0, row_N).reshape(B, k, D)
@@ -78,35 +78,34 @@ class Tokens(NamedTuple):
         return Tokens(x_BKD, live_BK, cos, sin, self.positions(index_BK), self.seq)
 
     def put(self, row_N: Tensor, new_BKD: Tensor) -> Tensor:
-        """The stream x_BTD with new values in these rows."""
+        """Returns the stream x_BTD with new values in these rows."""
         B, T, D = self.x_BTD.shape
         return self.x_BTD.reshape(B * T, D).index_put((row_N,), new_BKD.reshape(-1, D)).reshape(B, T, D)
 
     def positions(self, index_BK: Tensor) -> Tensor:
-        """Numbers among the T tokens as positions in the row."""
+        """Converts numbers among the T tokens to positions in the row."""
         return index_BK if self.index_BT is None else torch.gather(self.index_BT, 1, index_BK)
 
 
 def select_topk(score: Tensor, real: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`select_tokens` among each row's real tokens.
+    """Applies `select_tokens` to the real tokens of each row.
 
     Args:
         score: float32 (..., T).
-        real: bool (..., T), False for padding. It comes after every real token of its row, and is ranked last.
-        k: how many to take, 1 <= k <= T.
+        real: bool (..., T), False for padding, which comes after the real tokens of its row and is ranked last.
+        k: number of slots, 1 <= k <= T.
 
     Returns:
-        index int64 (..., k) ascending, live bool (..., k): False in empty slots, which hold padding.
+        index int64 (..., k) ascending; live bool (..., k), False in empty slots, which hold padding.
     """
     index = select_tokens(torch.where(real, score, float("-inf")), k)
     return index, torch.gather(real, -1, index)
 
 
 def always_first(score_BT: Tensor, position_BT: Tensor | None, count: int) -> Tensor:
-    """Scores (B, T) with those of the first `count` positions of a row at infinity, which every rule selects first.
+    """Sets the scores (B, T) of a row's first `count` positions to infinity, so that every rule selects them first.
 
-    `position_BT` says where the T tokens stand in their rows; None where T is the whole row. Gates are made from the
-    scores as they were.
+    `position_BT` holds the positions of the T tokens; None if T is the whole row. Gates use the original scores.
     """
     if count == 0:
         return score_BT
@@ -118,19 +117,19 @@ def always_first(score_BT: Tensor, position_BT: Tensor | None, count: int) -> Te
 def selected_at(
     sites: Sequence[Site], tokens: Tokens, decisions: Decisions, index: Tensor, live: Tensor, score: Tensor, rule: Rule
 ) -> tuple[Tensor, Tensor]:
-    """Marks a selection as a routing site, where an exporter can observe and replace it, and notes it in `decisions`.
+    """Marks a selection as a routing site, so that an exporter can observe and replace it, and records the decision.
 
     Args:
-        sites: the name of the site; or N names, of sites that select at once.
-        tokens: that can be selected.
+        sites: the name of the site, or N names of sites that select at the same time.
+        tokens: the tokens to select from.
         decisions: gets a Routing for each site.
         index: int64 (B, K), or (B, N, K), numbers among the T tokens.
-        live: bool, of the same shape.
+        live: bool, of the shape of `index`.
         score: float32 (B, T), or (B, N, T).
         rule: `RANK` or `FIRST_COME`.
 
     Returns:
-        Index and live, which must be used instead of those that were given.
+        New index and live, which the caller must use instead of its own.
     """
     index, live = mark_selection(
         index,
@@ -142,14 +141,14 @@ def selected_at(
         rule=rule,
     )
     for n, site in enumerate(sites):
-        one = (index, live, score) if index.dim() == 2 else (index[:, n], live[:, n], score[:, n])
-        decisions.made[site] = Routing(tokens.positions(one[0]), *one[1:], tokens.live_BT, rule)
+        parts = (index, live, score) if index.dim() == 2 else (index[:, n], live[:, n], score[:, n])
+        decisions.made[site] = Routing(tokens.positions(parts[0]), *parts[1:], tokens.live_BT, rule)
     return index, live
 
 
 @cache
 def _quantiles(seed: int) -> Tensor:
-    # Ordered by a hash: the same on every machine and in every version, which no library's generator promises.
+    # A hash gives the same order on every machine and in every version; no library's generator guarantees that.
     order = sorted(range(NOISE_SIZE), key=lambda i: hashlib.sha256(f"{seed}:{i}".encode()).digest())
     share = (torch.tensor(order, dtype=torch.float64, device="cpu") + 0.5) / NOISE_SIZE
     noise_N: Tensor = torch.special.ndtri(share).float()
@@ -157,17 +156,17 @@ def _quantiles(seed: int) -> Tensor:
 
 
 def noise_table(seed: int) -> Tensor:
-    """Standard normal noise, float32 (NOISE_SIZE,): its quantiles, all different, in an order that the seed decides."""
+    """Returns standard normal noise, float32 (NOISE_SIZE,): distinct quantiles in an order given by the seed."""
     return _quantiles(seed).clone()
 
 
 def noise_of_tokens(table_N: Tensor, ids_BS: Tensor, site: Site) -> Tensor:
-    """Noise for every token, float32 (B, S), that depends on the text before it, the token itself, and the site.
+    """Returns noise for every token, float32 (B, S); it depends on the text up to that token and on the site.
 
-    A graph has no generator and must give the same answer twice, so noise is read from a table, at the running sum of
-    the token ids: other texts, other noise. `table_N` is from `noise_table`, and ids are int64.
+    A graph has no random generator and must be deterministic, so the noise comes from a table, at the running sum of
+    the token ids. Different texts get different noise. `table_N` is from `noise_table`, and ids are int64.
     """
-    # Plain arithmetic on the name: Python's own hash of a string is another one in every process.
+    # The number comes from the bytes of the name, because Python's hash of a string differs between processes.
     offset = NOISE_STRIDE * (1 + int.from_bytes(str(site).encode(), "big") % NOISE_STRIDE)
     sum_BS = torch.cumsum(ids_BS + 1, dim=1)
     return torch.index_select(table_N, 0, ((sum_BS + offset) % NOISE_SIZE).reshape(-1)).reshape(ids_BS.shape)

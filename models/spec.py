@@ -1,9 +1,9 @@
-"""The spec: everything about a model that is not a weight, as plain data.
+"""The spec: everything about a model except its weights, as plain data.
 
-Routing semantics are declarations (router, gate, combine, selection with its capacity, positions, which part of which
-layers), and so are experts. Every declaration is a name that a table of `routing.py`, `selection.py` or `experts.py`
-knows, so a published model is one point in this space and an exporter never has to guess. This module imports no torch:
-a spec can be read anywhere.
+Routing semantics (router, gate, combine, selection with its capacity, positions, routed parts and layers) and experts
+are declarations. Every declared name is an entry of a table in `routing.py`, `selection.py` or `experts.py`, so a
+published model is one combination of names, and an exporter never has to guess. This module does not import torch, so a
+spec can be read anywhere.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 Site = int | str
-"""A routing site: the number of the layer, or "3.mlp", "3.expert0" where a layer has several sites."""
+"""A routing site: the number of the layer, or "3.mlp", "3.expert0" if a layer has several sites."""
 
 
 def expert_site(layer: int, expert: int) -> Site:
@@ -50,7 +50,7 @@ def expert_site(layer: int, expert: int) -> Site:
 
 
 def is_expert(site: Site) -> bool:
-    """Whether the site is an expert, and not a block or a part of one that the other tokens skip."""
+    """Whether the site is an expert. Any other site is a block, or a part of one, that skips tokens."""
     return ".expert" in str(site)
 
 
@@ -60,7 +60,7 @@ def layer_of(site: Site) -> int:
 
 
 class LayerTokens(NamedTuple):
-    """Tokens of a row that the routers of a layer score, that its attention sees, and that its MLP or experts see."""
+    """Numbers of tokens of a row that a layer's routers score, its attention sees, and its MLP or experts see."""
 
     scored: int
     attended: int
@@ -69,29 +69,29 @@ class LayerTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer in the Llama manner; without `routing` and `experts` the dense transformer.
+    """A decoder-only transformer of the Llama type; without `routing` and `experts` it is dense.
 
     Attributes:
-        vocab_size: token ids.
+        vocab_size: number of token ids.
         d_model: width of the residual stream.
-        n_layers: blocks.
-        n_heads: query heads.
-        n_kv_heads: key/value heads; divides n_heads.
+        n_layers: number of blocks.
+        n_heads: number of query heads.
+        n_kv_heads: number of key/value heads; divides n_heads.
         d_head: width of a head, which need not be d_model / n_heads.
         d_ff: width of the MLP, or of each expert.
         max_positions: tokens of the longest row.
         rope_theta: base of the rotary angles.
-        rope_scaling: how they were stretched; None where they were not.
-        norm_eps: of every RMSNorm.
-        attention_bias: which projections have a bias: `none`, `qkv` (queries, keys, values), `all` (outputs too).
-        qk_norm: what queries and keys go through before they are rotated: `none`, or `head`, an RMSNorm over each
-            head with a weight for queries and one for keys.
-        activation: of the gated MLP, and of experts: `silu`, `gelu` (by the error function), `gelu_tanh`.
+        rope_scaling: scaling of the rotary angles; None for no scaling.
+        norm_eps: epsilon of every RMSNorm.
+        attention_bias: projections that have a bias: `none`, `qkv` (queries, keys, values), `all` (outputs too).
+        qk_norm: norm of queries and keys before they are rotated: `none`, or `head`, an RMSNorm over each head with one
+            weight for queries and one for keys.
+        activation: activation of the gated MLP and of experts: `silu`, `gelu` (error function), `gelu_tanh`.
         mlp_bias: whether the three projections of an MLP have a bias; experts have none.
-        embedding_scale: what embeddings are multiplied by where they enter the stream, and not in a tied head.
+        embedding_scale: factor of embeddings when they enter the stream; a tied head does not use it.
         tie_embeddings: whether the head is the embedding.
-        routing: Mixture-of-Depths; None for a model in which every token goes through every block.
-        experts: experts in place of MLPs; None for none.
+        routing: Mixture-of-Depths routing; None if every token runs every block.
+        experts: experts in place of MLPs; None for no experts.
     """
 
     vocab_size: int
@@ -121,7 +121,7 @@ class ModelSpec:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """The routed blocks, ascending; empty for a model in which every token goes through every block."""
+        """The routed blocks, ascending; empty if every token runs every block."""
         return () if self.routing is None else _numbers(self.routing.layers, self.n_layers)
 
     @property
@@ -131,19 +131,19 @@ class ModelSpec:
 
     @property
     def looks_ahead(self) -> tuple[str, ...]:
-        """The declarations that let a token's logits depend on later tokens; empty for a causal model."""
-        found = []
+        """The declarations that make a token's logits depend on later tokens; empty for a causal model."""
+        declarations = []
         if self.routing is not None and self.routing.selection not in CAUSAL_SELECTIONS:
-            found.append(f"routing.selection={self.routing.selection}")
+            declarations.append(f"routing.selection={self.routing.selection}")
         if self.routing is not None and self.routing.gate == "softmax_selected":
-            # A softmax over all selected tokens of the row; without a gate it is not used.
-            found += [] if self.routing.combine == "replace_ungated" else ["routing.gate=softmax_selected"]
+            # The softmax is over all selected tokens of the row. A combine rule without a gate does not use it.
+            declarations += [] if self.routing.combine == "replace_ungated" else ["routing.gate=softmax_selected"]
         if self.experts is not None and self.experts.choice == "expert":
-            found.append("experts.choice=expert")
-        return tuple(found)
+            declarations.append("experts.choice=expert")
+        return tuple(declarations)
 
     def k_of_layer(self, seq: int) -> dict[int, int]:
-        """Tokens of a row of `seq` positions that each routed layer selects."""
+        """Routed layer -> number of tokens that it selects in a row of `seq` positions."""
         if self.routing is None:
             return {}
         rule, capacity, layers = CAPACITY_RULES[self.routing.capacity_rule], self.routing.capacity, self.routed_layers
@@ -151,39 +151,39 @@ class ModelSpec:
         return {layer: rule(share, seq) for layer, share in zip(layers, schedule, strict=True)}
 
     def tokens_of_layer(self, seq: int) -> tuple[LayerTokens, ...]:
-        """Tokens of a row of `seq` positions that each layer is given. A token that exits is given to no later one."""
-        slots_of, found, left = self.k_of_layer(seq), [], seq
+        """For each layer, the numbers of tokens of a row of `seq` positions; no later layer gets a token that exits."""
+        slots_of, counts, left = self.k_of_layer(seq), [], seq
         for layer in range(self.n_layers):
             k = slots_of.get(layer)
             if k is None or self.routing is None:
-                found.append(LayerTokens(0, left, left))
+                counts.append(LayerTokens(0, left, left))
                 continue
             parts = self.routing.parts
             # A block that selects no token does not run its router.
             scored = left if k else 0
-            found.append(LayerTokens(scored, left if parts == "mlp" else k, left if parts == "attention" else k))
+            counts.append(LayerTokens(scored, left if parts == "mlp" else k, left if parts == "attention" else k))
             left = k if self.routing.selection == "exit" else left
-        return tuple(found)
+        return tuple(counts)
 
     def k_by_layer(self, seq: int) -> dict[Site, int]:
-        """Tokens of a row of `seq` positions that each routing site selects: the constants of that bucket's graph.
+        """Routing site -> tokens that it selects in a row of `seq` positions: constants in the graph of that bucket.
 
-        Experts come after the routing of their layer, and those of a layer that selects no token are left out.
+        Experts come after the routing of their layer. Experts whose layer passes them no token are left out.
         """
         slots_of = self.k_of_layer(seq)
-        found: dict[Site, int] = {}
+        k_of_site: dict[Site, int] = {}
         apart = self.routing is not None and self.routing.parts == "separate"
-        for layer, given in enumerate(self.tokens_of_layer(seq)):
+        for layer, tokens in enumerate(self.tokens_of_layer(seq)):
             if layer in slots_of:
                 names = [f"{layer}.attention", f"{layer}.mlp"] if apart else [layer]
-                found |= dict.fromkeys(names, slots_of[layer])
-            if layer in self.expert_layers and given.transformed and self.experts is not None:
-                slots = self.expert_slots(layer, given.transformed)
-                found |= {expert_site(layer, e): slots for e in range(self.experts.n_experts)}
-        return found
+                k_of_site |= dict.fromkeys(names, slots_of[layer])
+            if layer in self.expert_layers and tokens.transformed and self.experts is not None:
+                slots = self.expert_slots(layer, tokens.transformed)
+                k_of_site |= {expert_site(layer, e): slots for e in range(self.experts.n_experts)}
+        return k_of_site
 
     def expert_slots(self, layer: int, tokens: int) -> int:
-        """The slots of each expert of a layer whose experts are given `tokens` tokens."""
+        """Slots of each expert of a layer when its experts get `tokens` tokens."""
         assert self.experts is not None
         if not self.experts.fixed_places:
             return self.experts.slots(tokens)
@@ -191,29 +191,29 @@ class ModelSpec:
 
     @property
     def capacity(self) -> float | None:
-        """The capacity of every routed layer; None where a schedule gives them different ones, and if none routes."""
+        """The capacity of every routed layer; None if layers have different capacities or none routes."""
         if self.routing is None:
             return None
         capacity = self.routing.capacity
-        given = set(capacity) if isinstance(capacity, tuple) else {capacity}
-        return given.pop() if len(given) == 1 else None
+        values = set(capacity) if isinstance(capacity, tuple) else {capacity}
+        return values.pop() if len(values) == 1 else None
 
     def with_capacity(self, capacity: float) -> ModelSpec:
-        """This capacity in every routed layer, instead of a per-layer schedule too; every other declaration stays.
+        """Returns this spec with one capacity for every routed layer, which also replaces a per-layer schedule.
 
         Raises:
-            SpecError: a model without routed layers, or not a capacity of the model's rule.
+            SpecError: the model has no routed layers, or its capacity rule does not allow this capacity.
         """
         if self.routing is None:
             raise SpecError(["spec.routing: null, so there is no routed layer whose capacity could be changed"])
         return dataclasses.replace(self, routing=dataclasses.replace(self.routing, capacity=capacity))
 
     def dense(self) -> ModelSpec:
-        """The dense baseline: the same sizes and the same experts, every token through every block."""
+        """Returns the dense baseline: the same sizes and experts; every token runs every block."""
         return dataclasses.replace(self, routing=None)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data as JSON has it, lists where a spec has tuples; the inverse of `from_dict`."""
+        """Converts the spec to plain data for JSON, with lists instead of tuples; the inverse of `from_dict`."""
         data = dataclasses.asdict(self)
         for part in TABLES:
             if data[part] is not None:
@@ -225,8 +225,8 @@ class ModelSpec:
         """Builds a spec from plain data.
 
         Raises:
-            SpecError: no table at all, unknown or missing fields (with the nearest name), or values that cannot be
-                built. Nothing else, whatever the types of the values.
+            SpecError: the data is not a table, fields are unknown (with the nearest name) or missing, or values are not
+                valid. No other error is raised, even for values of wrong types.
         """
         if not isinstance(data, Mapping):
             raise SpecError([f"spec: expected a table, got {type(data).__name__}"])
@@ -237,7 +237,7 @@ class ModelSpec:
             raise SpecError(problems)
         tables = {part: data.get(part) for part in TABLES}
         return cls(
-            **{**data, **{part: None if one is None else TABLES[part](**_values(one)) for part, one in tables.items()}}
+            **{**data, **{part: None if raw is None else TABLES[part](**_values(raw)) for part, raw in tables.items()}}
         )
 
 
@@ -254,7 +254,7 @@ def _numbers(layers: EveryNth | tuple[int, ...], n_layers: int) -> tuple[int, ..
 
 
 def _values(data: Mapping[str, Any]) -> dict[str, Any]:
-    """With a pattern of layers and tuples where plain data has a table and lists."""
+    """Converts a table of layers to an EveryNth, and lists to tuples."""
     values = dict(data)
     for name in ("layers", "capacity", "fixed_places"):
         if isinstance(values.get(name), list):

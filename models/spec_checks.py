@@ -1,4 +1,4 @@
-"""Every reason why a spec cannot be built, each with the field's name, what was expected, and what stands there."""
+"""Checks of a spec. Each problem names the field, the expected value and the actual value."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ LIMITS = {
 """The largest value of each size, far above any model: a damaged or hostile file must not cost hours or all memory."""
 
 LARGEST_NUMBER = 3e38
-"""Every number of a spec ends up in float32 arithmetic."""
+"""The largest number in a spec, because every number is used in float32 arithmetic."""
 LARGEST_FACTOR = 2**10
 
 
 class SpecError(ValueError):
-    """A spec that cannot be built. Carries every problem found, not only the first."""
+    """The spec cannot be built; the error carries all problems, not only the first."""
 
     def __init__(self, problems: list[str]) -> None:
         self.problems = problems
@@ -54,7 +54,7 @@ class SpecError(ValueError):
 
 
 def problems_of(spec: ModelSpec) -> list[str]:
-    """Empty when the spec can be built."""
+    """Returns the problems of a spec; empty if the spec can be built."""
     sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "max_positions")
     problems = [problem for name in sizes for problem in _size_problems("spec", name, getattr(spec, name), least=1)]
     problems += [problem for name in POSITIVE for problem in _positive("spec", name, getattr(spec, name))]
@@ -117,7 +117,7 @@ def _routing_problems(routing: RoutingSpec, spec: ModelSpec) -> list[str]:
     problems += _layer_problems("spec.routing.layers", routing.layers, spec.n_layers, "routed; use routing=null")
     if problems:
         return problems
-    # Whether a schedule fits the other declarations can only be said once it is known to be numbers.
+    # A schedule is compared with other declarations only after it is known to consist of numbers.
     return _capacity_problems(routing, len(spec.routed_layers)) or _combination_problems(routing)
 
 
@@ -209,14 +209,14 @@ def _slots_problems(experts: ExpertsSpec, n_layers: int) -> list[str]:
         return [f"{where}: expected a list of numbers, got {shown(slots)}"]
     if slots and len(slots) != n_layers:
         return [f"{where}: {len(slots)} entries for {n_layers} layers with experts"]
-    return [problem for one in slots for problem in _size_problems("spec.experts", "fixed_places", one, least=1)]
+    return [problem for slot in slots for problem in _size_problems("spec.experts", "fixed_places", slot, least=1)]
 
 
 def _name_problems(where: str, declared: object, tables: Mapping[str, Sequence[str]]) -> list[str]:
-    found = {name: getattr(declared, name) for name in tables}
+    values = {name: getattr(declared, name) for name in tables}
     return [
         f"{where}.{name}: unknown variant {shown(value)}; known: {', '.join(tables[name])}"
-        for name, value in found.items()
+        for name, value in values.items()
         if not isinstance(value, str) or value not in tables[name]
     ]
 
@@ -269,7 +269,7 @@ def _capacity_problems(routing: RoutingSpec, n_routed: int) -> list[str]:
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:
-    # NaN compares false here, and bool is an int in Python although no number is meant.
+    # NaN fails the comparison. bool is a subclass of int, but is not a number here.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST_NUMBER
 
 
@@ -279,7 +279,7 @@ class _Shown(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """A value for an error message. Cut short, because it comes from a file that anybody may have written."""
+    """Formats a value for an error message, shortened, because it may come from an untrusted file."""
     short = _Shown()
     short.maxlevel, short.maxstring, short.maxother = 2, 60, 60
     return short.repr(value)

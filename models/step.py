@@ -1,4 +1,4 @@
-"""The two modules of a model that writes text: `Prefill` reads prompts, `Step` one more token of each row."""
+"""The two modules of a model that writes text: `Prefill` reads prompts, and `Step` reads one more token of each row."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from mod_models.transformer import OUTPUTS, Block, RoutedBlock, Transformer
 
 
 def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
-    """Names of what `Prefill` returns, in order."""
-    names = ["last_logits", *(one.name for one in cache_layout(spec, 1, max_len))]
+    """Names of the outputs of `Prefill`, in order."""
+    names = ["last_logits", *(tensor.name for tensor in cache_layout(spec, 1, max_len))]
     return names + (["wanted"] if sites(spec) else [])
 
 
 ROOM, MOST = 1.5, 0.75
-"""A routed layer first has room for so many times its share of the tokens of a short prompt, and at most for this share
-of them.
-"""
+"""A routed layer has narrow slots for ROOM times its share of the tokens, but at most for the share MOST of them."""
 
 
 def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, int]:
-    """How many slots each routed layer computes of a prompt of `seq` tokens of which few run, if fewer than all.
+    """Routed layer -> narrow number of slots for a prompt of `seq` tokens, for layers that have more slots than that.
 
-    A layer has the slots of a whole window (`spec` is from `for_generation` for this `window`), and in a short prompt
-    as many as tokens, of which few run: about as large a share as in the window. Layers with experts are left out.
+    A layer has the slots of a whole window (`spec` is from `for_generation` for this `window`), so a short prompt can
+    have a slot for every token. But only about the same share runs as in the window. Layers with experts are left out.
     """
     in_window = spec.k_of_layer(window)
     slots = {
@@ -46,21 +44,21 @@ def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, int]:
 
 
 class Prefill(Transformer):
-    """The model of a prompt bucket, by the spec of `generation_spec.for_generation`. Static; a routed part can stand in
-    a condition, which computes fewer slots where few tokens run.
+    """The model that reads the prompts of a bucket. Its shapes are static; a routed part can have a condition, which
+    computes fewer slots if few tokens run.
     """
 
     def __init__(self, spec: ModelSpec, max_len: int, narrow: Mapping[int, int] | None = None) -> None:
-        """The model of prompts.
+        """Builds the module.
 
         Args:
             spec: from `generation_spec.for_generation`.
-            max_len: of the cache it fills, at least as long as the bucket.
+            max_len: tokens of a text in the cache that it fills, at least as many as in the bucket.
             narrow: routed layer -> a smaller number of slots that it may compute, see `RoutedBlock`; other layers
-                always compute all of theirs.
+                always compute all of their slots.
 
         Raises:
-            GenerationError: not a spec from `for_generation`.
+            GenerationError: the spec is not from `for_generation`.
         """
         check_generates(spec)
         super().__init__(spec, "last")
@@ -71,27 +69,27 @@ class Prefill(Transformer):
             block.narrow = slots
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
-        """Reads a prompt in each row.
+        """Reads the prompt of each row.
 
         Args:
             ids_BS: int64 token ids, padded on the right.
-            lengths_B: int64, how many leading tokens of each row are real, at least 1.
+            lengths_B: int64, number of real tokens of each row, at least 1.
 
         Returns:
             logits_BV of each row's last real token; the tensors of the cache in the order of `cache.cache_layout`;
-            and in a model that routes wanted_BN int64, how many tokens chose to run at each routing site (beyond
-            the count of the cache they found no slot, and were skipped).
+            and in a model that routes wanted_BN int64, the number of tokens that wanted to run at each routing site.
+            Those beyond the `counts` of the cache found no slot and were skipped.
         """
         return self.read(ids_BS, lengths_B, Decisions())
 
     def read(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> tuple[Tensor, ...]:
-        """`forward`; `decisions` gets what was decided."""
+        """Runs `forward` and records the decisions in `decisions`."""
         decisions.keys_values = {}
         logits_BV = OUTPUTS["last"](self, self.stream(ids_BS, lengths_B, decisions), lengths_B)
         cache = []
         for layer, slots in self.slots.items():
             for part_BGTE in decisions.keys_values[layer]:
-                # After a row's count come padding and skipped tokens, and then zeros: no token attends to them.
+                # Slots after a row's count hold padding, skipped tokens or zeros; no token attends to them.
                 cache.append(functional.pad(part_BGTE, (0, 0, 0, slots - part_BGTE.shape[2])))
         routed = [decisions.made[site] for site in sites(self.spec)]
         if not routed:
@@ -102,54 +100,54 @@ class Prefill(Transformer):
 
 
 def _columns(marks: list[Tensor]) -> Tensor:
-    """How many are marked, int64 (B, N), one column for each of the N tensors of marks."""
+    """Counts the marks of each of the N tensors in each row: int64 (B, N)."""
     return torch.stack([mark.sum(1) for mark in marks], 1)
 
 
 def slots_of_step(spec: ModelSpec, rows: int, max_len: int) -> dict[Site, int]:
-    """A fair share of the rows for each routing site: as many as run on average when a text fills its slots.
+    """Routing site -> a fair share of the rows: as many as run on average when a text fills its slots.
 
-    By chance more rows want to run in some steps. Those are skipped, although a prompt would have selected them: a step
-    with fewer slots than rows trades agreement with the prompt for a fixed amount of work.
+    In some steps more rows want to run by chance. The surplus is skipped, although a prefill would have selected those
+    tokens. So a step with fewer slots than rows has a fixed amount of work, but does not always agree with the prefill.
     """
     slots = spec.k_of_layer(max_len)
     return {site: max(1, math.ceil(rows * slots[layer_of(site)] / max_len)) for site in routed_sites(spec)}
 
 
 def step_inputs(spec: ModelSpec, max_len: int) -> list[str]:
-    """Names of what `Step` takes, in order."""
-    return ["input_ids", "positions", *(one.name for one in cache_layout(spec, 1, max_len))]
+    """Names of the inputs of `Step`, in order."""
+    return ["input_ids", "positions", *(tensor.name for tensor in cache_layout(spec, 1, max_len))]
 
 
 def step_outputs(spec: ModelSpec) -> list[str]:
-    """Names of what `Step` returns, in order."""
+    """Names of the outputs of `Step`, in order."""
     rows = [f"{part}_row_{layer}" for layer in range(spec.n_layers) for part in ("keys", "values")]
     return ["logits", *rows, "slots", *(["new_counts", "wanted", "ran"] if sites(spec) else [])]
 
 
 class Step(Transformer):
-    """The model of a decode bucket of so many rows and a cache so long. Static; routed parts stand in conditions.
+    """The model that reads one token of each row, for a decode bucket. Shapes are static; routed parts have conditions.
 
-    With one row, a routed part that skips the token is not executed. With more, a part has a fixed number of slots for
-    rows, and is not executed in a step in which it skips all rows.
+    With one row, a routed part that skips the token is not executed. With more rows, a part has a fixed number of slots
+    for rows, and is not executed if it skips all rows.
     """
 
     def __init__(
         self, spec: ModelSpec, rows: int, max_len: int, slots: Mapping[Site, int] | None = None, *, skip: bool = True
     ) -> None:
-        """A step of a model that generates.
+        """Builds the module.
 
         Args:
             spec: from `generation_spec.for_generation`.
-            rows: how many texts at once.
-            max_len: how many tokens a text can have, at most the window of the spec.
-            slots: how many rows each routing site can select in a step, from 1 to `rows`; all of them if not given,
-                so that every step decides as a prompt would. See `slots_of_step`.
-            skip: conditions around routed parts.
+            rows: number of texts at once.
+            max_len: number of tokens that a text can have, at most the window of the spec.
+            slots: routing site -> rows that it can select in a step, from 1 to `rows`; by default all rows, so that
+                every step decides like a prefill. See `slots_of_step`.
+            skip: whether routed parts have conditions.
 
         Raises:
-            GenerationError: not a spec from `for_generation`.
-            ValueError: another number of slots, or slots of a site that the model does not have.
+            GenerationError: the spec is not from `for_generation`.
+            ValueError: a number of slots is out of range, or the model does not have the site.
         """
         check_generates(spec)
         super().__init__(spec)
@@ -170,16 +168,15 @@ class Step(Transformer):
 
         Args:
             ids_B: int64 token ids.
-            position_B: int64, how many tokens the row has had before, less than max_len; negative for a row without a
-                token, which uses no slot, leaves nothing in the cache, and whose logits are meaningless.
+            position_B: int64, number of earlier tokens of the row, less than max_len; negative for a row without a
+                token, which uses no slot and adds nothing to the cache; its logits have no meaning.
             cache: in the order of `cache.cache_layout`.
 
         Returns:
-            logits_BV; for each layer the key and the value of the token, each (B, G, E); slot_BL int64 (B, layers),
-            where they belong, -1 where a row keeps nothing; and in a model that routes the counts int64
-            (B, N) after the token, wanted_BN bool, which tokens wanted to run at each routing site, and ran_BN bool,
-            which did. A token that wanted to and did not run found no slot: none in its row if the count was full, none
-            in this step otherwise.
+            logits_BV; for each layer the key and the value of the token, each (B, G, E); slot_BL int64 (B, layers), the
+            slots that these belong to, -1 if a row keeps nothing; and in a model that routes the counts int64 (B, N)
+            after the token, wanted_BN bool, the tokens that wanted to run at each routing site, and ran_BN bool, those
+            that ran. A token that wanted to run but did not found no slot: its row was full, or this step was.
         """
         active_B = position_B >= 0
         seen_B = position_B.clamp(min=0)
@@ -202,7 +199,7 @@ class Step(Transformer):
 
 @dataclass
 class _Run:
-    """The state of one step between the layers."""
+    """State of one step, which the layers read and update."""
 
     step: Step
     active_B: Tensor
@@ -218,7 +215,7 @@ class _Run:
         self.angles = self._angles(self.seen_B)
 
     def _angles(self, position_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of a position in each row, (B, 1, 1, E / 2)."""
+        """Cosines and sines of one position in each row, each (B, 1, 1, E / 2)."""
         cos_BE = torch.index_select(self.step.rope_cos, 0, position_B)
         sin_BE = torch.index_select(self.step.rope_sin, 0, position_B)
         return cos_BE[:, None, None], sin_BE[:, None, None]
@@ -227,13 +224,13 @@ class _Run:
         return self.transformed(block, x_B1D + self.attended(block, x_B1D))
 
     def transformed(self, block: Block, x_B1D: Tensor) -> Tensor:
-        """The stream after an MLP, or experts, that every token goes through."""
+        """Returns the stream after an MLP, or experts, that every token runs."""
         delta_B1D, marks = transformed_one(block, x_B1D, self.active_B, self.used(block.layer))
         self.note(block.layer, marks)
         return x_B1D + delta_B1D
 
     def used(self, layer: int) -> Tensor | None:
-        """How many slots of each expert of a layer are in use, (B, N)."""
+        """Number of slots in use of each expert of a layer, (B, N); None without experts."""
         counts = [self.count_B[site] for site in self.step.experts[layer]]
         return torch.stack(counts, 1) if counts else None
 
@@ -242,7 +239,7 @@ class _Run:
             self.wanted_B[site], self.ran_B[site] = marks[0][:, column], marks[1][:, column]
 
     def attended(self, block: Block, x_B1D: Tensor) -> Tensor:
-        """What attention that every token goes through adds."""
+        """Returns the delta of attention that every token runs."""
         past = Past(*self.past[block.layer], self.seen_B)
         delta_B1D, *rows = attended_one(block.attention, block.attention_norm(x_B1D), *self.angles, past)
         self.keep(block.layer, tuple(rows), self.active_B, self.seen_B)
@@ -267,7 +264,7 @@ class _Run:
         past = Past(*self.past[layer], count_B) if part != "mlp" else None
         angles = self.angles
         if block.routing.positions == "compact":
-            # The count of a full row is one beyond the tables, but its token does not run.
+            # The count of a full row can be beyond the tables, but its token does not run.
             angles = self._angles(count_B.clamp(max=capacity - 1))
         used_BN = self.used(layer) if part != "attention" else None
         ran = routed_one(block, part, x_B1D, angles, past, decision, used_BN, skip=self.step.skip)

@@ -1,7 +1,7 @@
 """Trains a Mixture-of-Depths model: `python -m mod_models.train`, alone or under `torchrun`.
 
-Without a download: the text is on every machine (`corpus.py`), or any folder of it. Every batch is a function of
-(seed, step), so a resumed run sees what an uninterrupted one would have seen, and two processes see what one would.
+Nothing is downloaded: the text is the standard library, or any folder (`corpus.py`). Every batch is a function of
+(seed, step), so a resumed run gets the batches of an uninterrupted run, and two processes get those of one process.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ def train(
     log: str = "csv",
     stop_after: int | None = None,
 ) -> Iterator[Event]:
-    """Trains, resuming from `folder` when it holds a state of the same run; yields an event after every step.
+    """Trains a model, resumes if `folder` holds a state of the same run, and yields an event after every step.
 
     Args:
-        spec: the model.
-        config: the run.
+        spec: spec of the model.
+        config: settings of the run.
         folder: gets state.pt (to resume), model.pt (float16 weights), log.csv, and the tokenizer of the corpus.
-        initial: the weights to start from, of this spec; None for some that are a function of the seed.
-        corpus: the text; None for the standard library's source as bytes.
-        workers: the processes of the run, from `launched`; None for this one on the CPU.
-        log: `csv`, or `tensorboard` for the folder `tensorboard` beside it.
-        stop_after: leave after this many steps of the run, with its state saved. A later call goes on from there.
+        initial: weights to start from, which fit the spec; None to draw weights from the seed.
+        corpus: the text; None for the source of the standard library as bytes.
+        workers: the processes of the run, from `launched`; None for this process on the CPU.
+        log: `csv`, or `tensorboard` to write the folder `tensorboard` as well.
+        stop_after: stop after this step of the run and save the state. A later call continues from there.
 
     Raises:
-        TrainError: a model that cannot read these rows, rows that do not divide among the processes, a `folder` with
-            the state or the log of something else, or losses that are no longer finite.
-        CheckpointError: a damaged state.
-        OSError: `folder` cannot be written to, or is full.
+        TrainError: the model cannot read these rows, the rows do not divide among the processes, `folder` has the state
+            or the log of another run, or the gradient is no longer finite.
+        CheckpointError: the state is damaged.
+        OSError: `folder` is full or not writable.
     """
     corpus, workers = corpus or read_corpus(), workers or Workers()
     _check(spec, config, corpus, workers, initial)
@@ -95,7 +95,7 @@ class _Done(NamedTuple):
 
 
 def _steps(run: Run, first: int, last: int, log_writer: Log | None) -> Iterator[_Done]:
-    """The steps after `first` up to `last`, each evaluated and logged when it is its turn."""
+    """Runs the steps after `first` up to `last`, and evaluates and logs when due."""
     config = run.config
     begin = time.perf_counter()
     for step in range(first + 1, last + 1):
@@ -249,7 +249,7 @@ def _add_retrofit(group: argparse._ArgumentGroup) -> None:
 
 
 def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]:
-    """What is trained, and the weights that it starts from, if there are any."""
+    """Returns the spec to train, and the checkpoint to start from, if there is one."""
     given = [name for name in ("capacity", "parts", "selection") if getattr(options, name) is not None]
     if options.route is None and given:
         raise TrainError(f"--{given[0]}: is for layers that are to route; name them with --route")
@@ -283,7 +283,7 @@ def _run(options: argparse.Namespace, config: TrainConfig, workers: Workers) -> 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: every field of TrainConfig is an option. Returns the exit code; 2 for what cannot be run."""
+    """Runs the command line and returns the exit code; 2 if the run cannot start. Fields of TrainConfig are options."""
     parser = _parser()
     options = parser.parse_args(arguments)
     config = {option.name: getattr(options, option.name) for option in fields(TrainConfig)}
@@ -305,8 +305,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     exit_code = main()
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Threads of gloo outlive destroy_process_group; one that frees a tensor while Python ends aborts the process
-        # (pytorch/pytorch#179291), and torchrun takes a finished run for a failed one.
+        # Threads of gloo outlive destroy_process_group. If one frees a tensor while Python exits, the process aborts
+        # (pytorch/pytorch#179291), and torchrun reports a finished run as failed.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)

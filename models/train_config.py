@@ -1,4 +1,4 @@
-"""The settings of a training run. Every field of `TrainConfig` is an option of `python -m mod_models.train`."""
+"""Settings of a training run. Every field of `TrainConfig` is an option of `python -m mod_models.train`."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ LARGEST_OPTION = 10**9
 
 
 class TrainError(ValueError):
-    """A run that cannot start or cannot go on; the message says why."""
+    """The run cannot start or cannot continue; the message says why."""
 
 
 def _option(
     default: float | str, allowed: float | tuple[str, ...], text: str, most: float = LARGEST_OPTION, **more: object
 ) -> Any:
-    """`allowed` is the least number, or the names to choose from; `more` is for the parser."""
+    """Field of TrainConfig. `allowed` is the least number, or the tuple of names; `more` is for the argument parser."""
     limits = {"choices": allowed} if isinstance(allowed, tuple) else {"least": allowed, "most": most}
     return field(default=default, metadata={**limits, "help": text, **more})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """One training run; `batch` rows of `seq` + 1 tokens a step, warm-up and cosine to a tenth of the peak rate.
+    """Settings of one run; each step takes `batch` rows of `seq` + 1 tokens. The rate warms up, then falls as a cosine.
 
-    `batch` counts the rows of all processes together, so the numbers of a run do not depend on how many there are.
+    `batch` counts the rows of all processes together, so the results do not depend on the number of processes.
 
     Raises:
-        TrainError: values out of range, all of them in one message.
+        TrainError: values are out of range; one message lists all of them.
     """
 
     steps: int = _option(3000, 1, "optimizer steps")

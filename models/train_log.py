@@ -1,6 +1,6 @@
-"""What a run tells: log.csv, TensorBoard's files beside it when asked for, and its progress on the screen.
+"""Output of a run: log.csv, optional TensorBoard files beside it, and progress on the screen.
 
-Rows of the log hold nothing that depends on time, so that a resumed run leaves the log of an uninterrupted one.
+Rows of the log hold no times, so that the log of a resumed run equals that of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ HELD_OUT = "held_out_"
 
 
 class Log:
-    """Appends rows to log.csv in `folder`; a row for a training step may also hold an evaluation."""
+    """Writer of log.csv in `folder`; the row of a training step may also hold an evaluation."""
 
     def __init__(self, folder: Path, step: int, kind: str = "csv") -> None:
-        """Goes on after the row of `step`, 0 for a new run: one that was killed left rows that come again.
+        """Deletes the rows after `step` (0 for a new run), because a resumed run repeats those of a killed run.
 
         `kind` is one of LOGS; `tensorboard` writes the same numbers to the folder `tensorboard` as well.
 
         Raises:
-            TrainError: log.csv is something else, or the package tensorboard is missing.
-            OSError: the disk cannot be written to, or is full.
+            TrainError: log.csv is not the log of a run, or the package tensorboard is missing.
+            OSError: the disk is full or not writable.
         """
         self.path = folder / "log.csv"
         self.columns: list[str] = []
@@ -52,7 +52,7 @@ class Log:
             except ImportError as error:
                 missing = "--log tensorboard: needs the package tensorboard; pip install 'mod-export[train]'"
                 raise TrainError(missing) from error
-            # Rows that come again are in its files too; this tells it which to forget.
+            # TensorBoard's files also hold the repeated rows; `purge_step` makes it ignore them.
             self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 
     def _rows_until(self, step: int) -> list[list[str]]:
@@ -64,7 +64,7 @@ class Log:
             if rows and rows[0][0] != "step":
                 raise ValueError(rows[0][0])
             self.columns = rows[0] if rows else []
-            # The last line may be half a row.
+            # The last line may be incomplete.
             whole = [row for row in rows[1:] if len(row) == len(self.columns)]
             return [row for row in whole if int(row[0]) <= step]
         except (ValueError, LookupError, csv.Error) as error:
@@ -77,13 +77,13 @@ class Log:
         metrics: Mapping[str, float],
         held_out: Mapping[str, float] | None = None,
     ) -> None:
-        """One row, on disk when this returns; every row has the same names.
+        """Writes one row to the disk; every row must have the same names.
 
-        `held_out` is an evaluation: `bits_per_byte`, `next_token_loss` and the same metrics, in columns that begin
-        with HELD_OUT and are empty in other rows.
+        `held_out` is an evaluation: `bits_per_byte`, `next_token_loss` and the same metrics. Its columns begin with
+        HELD_OUT and are empty in rows without one.
 
         Raises:
-            OSError: the disk cannot be written to, or is full.
+            OSError: the disk is full or not writable.
         """
         evaluated = {HELD_OUT + name: value for name, value in (held_out or {}).items()}
         numbers = {**trained, **metrics, **evaluated}
@@ -93,7 +93,7 @@ class Log:
             with self.path.open("w", newline="", encoding="utf-8") as file:
                 csv.writer(file, lineterminator="\n").writerow(self.columns)
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            # repr of a float is the shortest text that reads back as the same number.
+            # repr of a float is the shortest text that parses to the same number.
             row = {"step": step, **{name: repr(value) for name, value in numbers.items()}}
             csv.DictWriter(file, self.columns, restval="", lineterminator="\n").writerow(row)
         if self.board is not None:
@@ -102,19 +102,19 @@ class Log:
             self.board.flush()
 
     def close(self) -> None:
-        """Closes TensorBoard's file; log.csv is never left open."""
+        """Closes TensorBoard's file. log.csv is closed after every row."""
         if self.board is not None:
             self.board.close()
 
 
 class Event(NamedTuple):
-    """One piece of progress.
+    """A report of progress.
 
     Attributes:
-        step: how many steps are done.
-        steps: how many there are.
-        text: a line to show; empty where only the number of steps has changed.
-        brief: a few words for the bar, instead of `text`; empty where the line is to stay on the screen.
+        step: number of finished steps.
+        steps: number of all steps.
+        text: a line to show; empty if only the number of steps has changed.
+        brief: short text for the progress bar, instead of `text`; empty if the line must stay on the screen.
     """
 
     step: int
@@ -124,7 +124,7 @@ class Event(NamedTuple):
 
 
 def show(events: Iterator[Event]) -> None:
-    """Consumes the events of a run: a bar on standard error where that is a terminal, else lines on standard output."""
+    """Shows the events of a run: a bar on standard error if that is a terminal, else lines on standard output."""
     if sys.stderr.isatty():
         _show_bar(events)
         return

@@ -1,8 +1,8 @@
-"""One run on one of its processes: the model, its optimizer, what a step and an evaluation are, and its saved state.
+"""A training run in one of its processes: the model, the optimizer, one step, one evaluation, and the saved state.
 
-state.pt has one form whatever the number of processes and whatever each of them holds: whole tensors by the name of
-their parameter. They are gathered one at a time, so that a model which only fits on several devices can be saved, and
-continued by another number of processes.
+state.pt does not depend on the number of processes or on sharding: it holds whole tensors by the name of their
+parameter. They are gathered one at a time, so a model that only fits on several devices can be saved, and another
+number of processes can continue the run.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from mod_models.train_config import TrainConfig, TrainError
 from mod_models.transformer import Transformer
 
 CALIBRATION_SEED = 12_000_000
-"""Of the windows of training text on which predictors are calibrated."""
+"""Seed of the windows of training text on which predictors are calibrated."""
 LAST_SHARE = 0.1
-"""Of the peak learning rate, at the end."""
+"""Share of the peak learning rate at the end of the run."""
 Identity = Mapping[str, object]
-"""What makes a run the run that it is, by name: resuming with anything else is refused."""
+"""Name -> value of everything that identifies a run. A run with another identity cannot resume from its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One step's losses on this process, portion by portion, the bytes that it predicted, and the norm of the whole
-    gradient before it was clipped.
+    """Result of one step: the losses of each portion in this process, the bytes that it predicted, and the norm of the
+    whole gradient before clipping.
     """
 
     losses: list[Losses]
@@ -52,9 +52,9 @@ class Trained:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a run computes with; `module` gives the losses of `model`, gradients reduced over the processes.
+    """The objects of a run. `module` computes the losses of `model` and reduces gradients over the processes.
 
-    `spec` is what the model has when the run ends; `model.spec` has the capacity of the step.
+    `spec` is the spec at the end of the run; `model.spec` has the capacity of the current step.
     """
 
     spec: ModelSpec
@@ -69,14 +69,14 @@ class Run:
     def start(
         cls, spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers, initial: Checkpoint | None = None
     ) -> Run:
-        """The run before its first step, with the weights of `initial`, or with some that are a function of the seed.
+        """Creates the run before its first step, with the weights of `initial`, or with weights drawn from the seed.
 
-        If `config.distill` is above 0, the teacher is the dense model in `initial`: its weights without the routing.
+        If `config.distill` is above 0, the teacher is the dense baseline of `initial`.
         """
         teacher = None
         if initial is None:
             model = Transformer(spec)
-            # Every process draws the same weights, so nothing has to be sent around.
+            # Every process draws the same weights, so they need not be sent.
             model.init_weights(torch.Generator().manual_seed(config.seed))
         else:
             initial = Checkpoint(spec=spec, weights={name: value.float() for name, value in initial.weights.items()})
@@ -88,54 +88,54 @@ class Run:
         return cls(spec, config, corpus, workers, model, module, make_optimizer(model, config))
 
     def step(self, step: int) -> Trained:
-        """One optimizer step, counted from 1. All processes have to call it.
+        """Runs one optimizer step; steps count from 1. All processes have to call it.
 
         Raises:
-            TrainError: the gradient holds NaN or infinity. The weights are left as they were.
+            TrainError: the gradient holds NaN or infinity. The weights do not change.
         """
         config = self.config
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate_at(step - 1, config, group["peak"])
         self.model.spec = spec_at(step - 1, self.spec, config)
         ids_BS1, n_bytes = rows_at(self.corpus.train, config, config.seed * 1_000_003 + step - 1, self.workers)
-        found: list[Losses] = []
+        losses_of_parts: list[Losses] = []
         portions = parts(ids_BS1, config)
         for number, part_BS1 in enumerate(portions, 1):
             with accumulate(self.module, last=number == len(portions)):
                 total, next_token, metrics = self.module(part_BS1)
                 torch.autograd.backward(total / len(portions))
-            found.append(Losses(total.detach(), next_token.detach(), metrics))
+            losses_of_parts.append(Losses(total.detach(), next_token.detach(), metrics))
         gradient_norm = clip_gradients(self.model, config.clip, self.workers)
         if not math.isfinite(gradient_norm):
-            # Of the whole gradient, so every process sees it and none waits for another.
+            # The norm is that of the whole gradient, so all processes stop here and none waits for another.
             raise TrainError(
-                f"step {step}: the gradient is no longer finite (loss {found[-1].total.item():.4g}); "
+                f"step {step}: the gradient is no longer finite (loss {losses_of_parts[-1].total.item():.4g}); "
                 "the last saved state is good, a lower --learning-rate is what usually helps"
             )
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Trained(found, n_bytes, gradient_norm)
+        return Trained(losses_of_parts, n_bytes, gradient_norm)
 
     def calibrate(self) -> None:
-        """See `calibration.calibrate`. Every process computes the same, from the same rows."""
+        """Calls `calibration.calibrate`. Every process computes the same weights from the same rows."""
         drawn = (CALIBRATION_SEED + number for number in range(self.config.calibrate))
         rows = (batch_at(self.corpus.train.id_N, self.config.batch, self.config.seq, seed) for seed in drawn)
         portions = (part_BS.to(self.workers.device) for ids_BS in rows for part_BS in parts(ids_BS, self.config))
         calibrate(self.model, portions)
 
     def evaluate(self) -> dict[str, float]:
-        """See `held_out`."""
+        """Calls `held_out` with the module in eval mode."""
         self.module.eval()
-        found = held_out(self.module, self.corpus.held_out, self.config, self.workers)
+        metrics = held_out(self.module, self.corpus.held_out, self.config, self.workers)
         self.module.train()
-        return found
+        return metrics
 
     def numbers(self, step: int, trained: Trained) -> tuple[dict[str, float], dict[str, float]]:
-        """The log's row: numbers of the step, and the metrics that evaluations have too. Of all processes together."""
+        """Returns the numbers of a step and its metrics (evaluations have the same metrics), over all processes."""
         rows = [[total.item(), next_token.item(), *metrics.values()] for total, next_token, metrics in trained.losses]
         names = ["total_loss", "next_token_loss", *trained.losses[0].metrics]
         means = self.workers.means([sum(column) / len(rows) for column in zip(*rows, strict=True)])
-        # Every process has as many tokens as the others, but not as many bytes.
+        # All processes have the same number of tokens, but not of bytes.
         n_bytes = self.workers.sums([trained.bytes])[0]
         n_tokens = self.config.batch * self.config.seq
         by_name = dict(zip(names, means, strict=True))
@@ -148,22 +148,23 @@ class Run:
             "train_bits_per_byte": bits_per_byte,
         }
         if self.config.anneal > 0 and self.model.spec.routing is not None:
-            given = self.model.spec.routing.capacity
-            numbers["capacity"] = sum(given) / len(given) if isinstance(given, tuple) else given
+            capacity = self.model.spec.routing.capacity
+            numbers["capacity"] = sum(capacity) / len(capacity) if isinstance(capacity, tuple) else capacity
         return numbers, by_name
 
     def save(self, folder: Path, step: int, identity: Identity) -> None:
         """Writes state.pt (float32, to resume) and model.pt (float16 weights, to use). All processes have to call it.
 
         Raises:
-            OSError: the disk cannot be written to, or is full.
+            OSError: the disk is full or not writable.
         """
         weights: dict[str, Tensor] = {}
         moments: dict[str, dict[str, Tensor]] = {}
-        # Before `named_parameters`: after an evaluation FSDP's root still holds whole parameters, and this shards them.
+        # This must come before `named_parameters`: after an evaluation FSDP's root still holds whole parameters, and
+        # `state_dict` shards them.
         entries = self.model.state_dict()
         for name, tensor in entries.items():
-            # Gathering takes every process; to keep what was gathered would take the memory that sharding saves.
+            # All processes gather. Only the first keeps the result, because that takes the memory that sharding saves.
             full = whole(tensor)
             weights |= {name: full} if self.workers.first else {}
         for name, parameter in self.model.named_parameters():
@@ -176,11 +177,11 @@ class Run:
             write_plain(folder / "state.pt", state_pt)
 
     def resume(self, folder: Path, identity: Identity) -> int:
-        """Restores what `save` wrote; returns the step that it was written after, 0 when there is nothing to restore.
+        """Restores the state that `save` wrote, and returns its step; 0 if there is no state.
 
         Raises:
-            TrainError: the state of another run, tensors of another model, or processes that do not all see the file.
-            CheckpointError: a file that `save` did not write, or a damaged one.
+            TrainError: the state is of another run or another model, or not all processes see the same file.
+            CheckpointError: the file is damaged, or `save` did not write it.
         """
         path = folder / "state.pt"
         saved = read_plain(path) if path.exists() else {}
@@ -188,9 +189,9 @@ class Run:
             raise TrainError(f"{path}: not the same for every process; --out must be a folder that all machines share")
         if not saved:
             return 0
-        theirs = saved.get("identity")
-        other = theirs if isinstance(theirs, Mapping) else {}
-        changed = sorted(name for name in {*identity, *other} if identity.get(name) != other.get(name))
+        saved_identity = saved.get("identity")
+        known = saved_identity if isinstance(saved_identity, Mapping) else {}
+        changed = sorted(name for name in {*identity, *known} if identity.get(name) != known.get(name))
         if changed:
             where = "belongs to a run with other settings"
             raise TrainError(f"{path}: {where} ({', '.join(changed)}); name another folder with --out")
@@ -207,30 +208,30 @@ class Run:
             fill(tensor, weights[name])
         for name, parameter in self.model.named_parameters():
             for key, value in moments.get(name, {}).items():
-                # A moment is cut like its parameter; the count of steps is a number that every process keeps.
+                # A moment is sharded like its parameter; the count of steps is a scalar in every process.
                 kept = torch.empty_like(parameter) if value.shape == parameter.shape else torch.empty_like(value)
                 fill(kept, value)
                 self.optimizer.state[parameter][key] = kept.detach()
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over what is trained, with decay of matrices only."""
+    """Makes AdamW (Loshchilov and Hutter, arXiv 1711.05101) over the trained parameters; only matrices decay."""
     rates = {False: config.learning_rate, True: config.router_learning_rate or config.learning_rate}
     groups: dict[tuple[bool, float], list[Tensor]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            # Norms and biases are not decayed: they are scales and offsets, not directions.
+            # Norms and biases do not decay: they are scales and offsets, not directions.
             kind = parameter.dim() > 1, rates[ROUTES.match(name) is not None]
             groups.setdefault(kind, []).append(parameter)
     options = [
-        {"params": many, "peak": peak, "weight_decay": config.weight_decay if matrices else 0.0}
-        for (matrices, peak), many in groups.items()
+        {"params": parameters, "peak": peak, "weight_decay": config.weight_decay if matrices else 0.0}
+        for (matrices, peak), parameters in groups.items()
     ]
     return torch.optim.AdamW(options, lr=config.learning_rate, betas=(0.9, 0.95))
 
 
 def is_trained(name: str, spec: ModelSpec, config: TrainConfig) -> bool:
-    """Whether `config.train` means the parameter of this name."""
+    """Whether `config.train` includes the parameter of this name."""
     if config.train == "routers":
         return ROUTES.match(name) is not None
     layer = re.match(r"layers\.(\d+)\.", name)
@@ -238,18 +239,18 @@ def is_trained(name: str, spec: ModelSpec, config: TrainConfig) -> bool:
 
 
 def _copy_of(initial: Checkpoint, config: TrainConfig) -> Transformer:
-    """A model that may change what is trained, and shares the other tensors with `initial`."""
-    own = {
+    """Builds a model with copies of the trained tensors of `initial`. It shares the other tensors with `initial`."""
+    weights = {
         name: value.clone() if is_trained(name, initial.spec, config) else value
         for name, value in initial.weights.items()
     }
     model = initial.skeleton()
-    model.load_state_dict(own, assign=True)
+    model.load_state_dict(weights, assign=True)
     return model.train()
 
 
 def fingerprint_of(initial: Checkpoint) -> str:
-    """SHA-256 of all weights, in hex: a run that is resumed must have started from them."""
+    """SHA-256 of all weights, in hex. A run resumes only if it started from the same weights."""
     digest = hashlib.sha256()
     for name, tensor in sorted(initial.weights.items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
@@ -261,27 +262,27 @@ def fingerprint_of(initial: Checkpoint) -> str:
 def clip_gradients(model: nn.Module, largest: float, workers: Workers) -> float:
     """Scales the gradient so that its norm is at most `largest`; all processes have to call it.
 
-    Squares are added up in float64 and the norm is rounded to float32, so that it is the same number however the
-    gradient is cut into shards. In float32 the last bit would depend on that, and with it every later step.
+    Squares are summed in float64 and the norm is rounded to float32, so that sharding does not change it. In float32
+    the last bit, and so every later step, would depend on the shards.
 
     Returns:
-        the norm before; NaN or infinite if any number in the gradient is.
+        The norm before scaling; NaN or infinite if any number in the gradient is.
     """
-    given = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    held = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in given]
-    norm_P = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in held])
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    local_gradients = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+    norm_P = torch.stack([torch.linalg.vector_norm(grad, dtype=torch.float64) for grad in local_gradients])
     square = float(norm_P.square().sum())
     if workers.parallel == "fsdp":
         (square,) = workers.sums([square])
     norm = float(torch.tensor(math.sqrt(square), dtype=torch.float32))
     if norm > largest:
-        for grad in held:
+        for grad in local_gradients:
             grad.mul_(largest / norm)
     return norm
 
 
 def learning_rate_at(step: int, config: TrainConfig, peak: float) -> float:
-    """Linear warm-up, then cosine down to a tenth of the peak. `step` counts from 0."""
+    """Learning rate of a step, counted from 0: linear warm-up, then a cosine down to a tenth of the peak."""
     if step < config.warmup:
         return peak * (step + 1) / config.warmup
     done = (step - config.warmup) / max(1, config.steps - config.warmup)
@@ -289,24 +290,24 @@ def learning_rate_at(step: int, config: TrainConfig, peak: float) -> float:
 
 
 def spec_at(step: int, spec: ModelSpec, config: TrainConfig) -> ModelSpec:
-    """With the capacity of a step, counted from 0: 1 at first, then a cosine down to the spec's own."""
+    """The spec with the capacity of a step, counted from 0: a cosine from 1 down to the spec's own capacity."""
     done = step / (config.anneal * config.steps) if config.anneal > 0 else 1.0
     if spec.routing is None or done >= 1:
         return spec
-    still = (1 + math.cos(math.pi * done)) / 2
-    given = spec.routing.capacity
-    capacity = tuple(c + (1 - c) * still for c in (given if isinstance(given, tuple) else (given,)))
-    routing = dataclasses.replace(spec.routing, capacity=capacity if isinstance(given, tuple) else capacity[0])
+    remaining = (1 + math.cos(math.pi * done)) / 2
+    final = spec.routing.capacity
+    capacity = tuple(c + (1 - c) * remaining for c in (final if isinstance(final, tuple) else (final,)))
+    routing = dataclasses.replace(spec.routing, capacity=capacity if isinstance(final, tuple) else capacity[0])
     return dataclasses.replace(spec, routing=routing)
 
 
 @contextmanager
 def reproducible(device: torch.device) -> Iterator[None]:
-    """On a GPU, kernels whose sums have one order; on a CPU they all have, for a given number of threads."""
+    """Uses deterministic kernels on a GPU. On a CPU all kernels are deterministic for a given number of threads."""
     enabled = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     if device.type == "cuda":
-        # cuBLAS reads it when it is first used.
+        # cuBLAS reads this variable on its first use.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     try:

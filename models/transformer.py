@@ -1,4 +1,4 @@
-"""A decoder-only transformer in the Llama manner, dense, Mixture-of-Depths or with experts, from top to bottom.
+"""A decoder-only transformer of the Llama type: dense, with Mixture-of-Depths routing, or with experts.
 
 Shape legend
     B batch          S sequence        K tokens selected by a routed block
@@ -6,10 +6,10 @@ Shape legend
     N = B * K selected rows            V vocabulary
     T tokens inside a block: S in a dense block, K in a routed one
 
-A block is given T tokens, the whole sequence or a part of it (`stream.py`). A routed block selects K of them, runs the
-same code on them with causal attention among themselves, and writes the result back; skipped tokens stay on the
-residual stream. Rows are padded on the right, so causal attention alone keeps padding away from real tokens, and what
-an empty slot holds comes after every selected token of its row.
+A block gets T tokens (`selection.Tokens`), the whole sequence or a part of it. A routed block selects K of them, runs
+the same code on them with causal attention among themselves, and writes the result back; skipped tokens stay on the
+residual stream. Rows are padded on the right, and empty slots come after every selected token of their row, so causal
+attention is enough to hide both from real tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Block(nn.Module):
             self.mlp = GatedMlp(spec)
 
     def attended(self, tokens: Tokens, decisions: Decisions) -> Tensor:
-        """What attention adds, (B, T, D)."""
+        """Returns the delta of attention, (B, T, D)."""
         delta_BTD: Tensor
         delta_BTD, k_BGTE, v_BGTE = self.attention(self.attention_norm(tokens.x_BTD), tokens.cos, tokens.sin)
         if decisions.keys_values is not None:
@@ -64,29 +64,29 @@ class Block(nn.Module):
         return delta_BTD
 
     def transformed(self, tokens: Tokens, decisions: Decisions) -> Tensor:
-        """What the MLP or the experts add, (B, T, D)."""
+        """Returns the delta of the MLP or of the experts, (B, T, D)."""
         x_BTD = self.mlp_norm(tokens.x_BTD)
         delta_BTD: Tensor = self.mlp(x_BTD) if hasattr(self, "mlp") else self.experts(x_BTD, tokens, decisions)
         return delta_BTD
 
     def deltas(self, tokens: Tokens, decisions: Decisions) -> tuple[Tensor, Tensor]:
-        """What attention and then MLP add, apart, so that a routed block can weigh them."""
+        """Returns the deltas of attention and of the MLP separately, so that a routed block can gate them."""
         attention_BTD = self.attended(tokens, decisions)
         after = tokens._replace(x_BTD=tokens.x_BTD + attention_BTD)
         return attention_BTD, self.transformed(after, decisions)
 
     def forward(self, tokens: Tokens, decisions: Decisions) -> Tensor:
-        """The stream after the block, (B, T, D)."""
+        """Returns the stream after the block, (B, T, D)."""
         attention_BTD, mlp_BTD = self.deltas(tokens, decisions)
         return tokens.x_BTD + attention_BTD + mlp_BTD
 
 
 Noise = Callable[[Site], Tensor]
-"""Site -> Gaussian noise of every position, float32 (B, S)."""
+"""Site -> Gaussian noise for every position, float32 (B, S)."""
 
 
 class Chosen(NamedTuple):
-    """The selected tokens: numbers (B, K) among the T tokens, which are live, their rows (N,), and gates (B, K, 1)."""
+    """The selected tokens: numbers (B, K) among the T tokens, live flags, rows (N,) of the stream, gates (B, K, 1)."""
 
     index_BK: Tensor
     live_BK: Tensor
@@ -98,9 +98,9 @@ class RoutedBlock(Block):
     """A Mixture-of-Depths block (Raposo et al., arXiv 2404.02258, equation 1): k of T tokens run.
 
     Attributes:
-        narrow: a smaller number of slots that is computed in place of all k where it holds every token that runs; 0:
-            always all. What the block means does not depend on it. Not for a block with experts, whose slots are
-            counted by how many tokens they are given.
+        narrow: a smaller number of slots to compute instead of k if all tokens that run fit into it; 0 to compute all
+            k. The result does not depend on it. It is not for a block with experts, because their number of slots
+            depends on the number of tokens.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, routing: RoutingSpec) -> None:
@@ -109,14 +109,14 @@ class RoutedBlock(Block):
         self.narrow = 0
         self.router = ROUTERS[routing.router](spec, routing)
         self.mlp_router = ROUTERS[routing.router](spec, routing) if routing.parts == "separate" else None
-        # Trained beside the model on the router's decisions. Top-k looks at future tokens, the predictor does not, so
-        # it decides where `selection` says so, and when tokens come one at a time.
+        # The predictor is trained beside the model on the router's decisions. Top-k needs future tokens and the
+        # predictor does not, so it decides for `selection="predictor"`, and in generation.
         width = routing.predictor_hidden
         self.predictor = MlpRouter(spec.d_model, width) if width else None
         self.mlp_predictor = MlpRouter(spec.d_model, width) if width and routing.parts == "separate" else None
 
     def forward(self, tokens: Tokens, decisions: Decisions, k: int = 0, noise: Noise | None = None) -> Tensor:
-        """The stream after the block, (B, T, D); k = 0 selects no token. `noise` is for routing that draws."""
+        """Returns the stream after the block, (B, T, D); k = 0 selects no token. Routing that draws needs `noise`."""
         part = self.routing.parts
         if part == "block":
             return self._routed(tokens, decisions, k, noise, part)
@@ -131,7 +131,7 @@ class RoutedBlock(Block):
         return self._routed(after, decisions, k, noise, "mlp")
 
     def site(self, part: str) -> Site:
-        """The name of a routed part: the layer's number, unless the layer has two."""
+        """The routing site of a part: the layer's number, unless the layer has two routed parts."""
         return f"{self.layer}.{part}" if self.routing.parts == "separate" else self.layer
 
     def _routed(self, tokens: Tokens, decisions: Decisions, k: int, noise: Noise | None, part: str) -> Tensor:
@@ -143,13 +143,13 @@ class RoutedBlock(Block):
         return tokens.put(chosen.row_N, run(inner, decisions, chosen, part))
 
     def narrowed(self, tokens: Tokens, decisions: Decisions, k: int) -> tuple[Tokens, Tensor]:
-        """The k tokens that stay, after this block, and their rows among the given ones: the others exit."""
+        """Returns the k tokens that stay, after this block, and their rows in the given stream. Other tokens exit."""
         chosen = self.choose(tokens, decisions, k, None, "block")
         inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
         return inner._replace(x_BTD=self.run(inner, decisions, chosen, "block")), chosen.row_N
 
     def scorers(self, x_BTD: Tensor, part: str) -> tuple[Tensor, nn.Module, nn.Module | None]:
-        """The input (B, T, D) of the router and predictor of a routed part, and these two."""
+        """Returns the input (B, T, D) of a routed part's router and predictor, the router and the predictor."""
         second = part == "mlp" and self.mlp_router is not None
         router, predictor = (self.mlp_router, self.mlp_predictor) if second else (self.router, self.predictor)
         norm = self.mlp_norm if part == "mlp" else self.attention_norm
@@ -165,7 +165,7 @@ class RoutedBlock(Block):
         score_BT = l_BT
         rule: Rule = FIRST_COME if declared in ("threshold", "predictor") else RANK
         if declared == "predictor" and self.training:
-            # The predictor learns what top-k takes, so that is what runs while it learns (paper, section 3.5).
+            # In training top-k selects, because the predictor learns its selection (paper, section 3.5).
             rule = RANK
         elif declared == "predictor":
             assert predictor is not None
@@ -185,7 +185,7 @@ class RoutedBlock(Block):
         return Chosen(index_BK, live_BK, tokens.rows(index_BK), g_BK[..., None].to(tokens.x_BTD.dtype))
 
     def run(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tensor:
-        """The selected tokens after this part of the block, (B, K, D); what empty slots hold stays as it is."""
+        """Returns the selected tokens after this part of the block, (B, K, D); empty slots keep their values."""
         if part == "block":
             deltas: tuple[Tensor | None, Tensor | None] = self.deltas(inner, decisions)
         elif part == "attention":
@@ -196,25 +196,25 @@ class RoutedBlock(Block):
         return torch.where(chosen.live_BK[..., None], new_BKD, inner.x_BTD)
 
     def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tensor:
-        """`run` of the first `narrow` slots, where no others are live, or else of all."""
+        """Runs only the first `narrow` slots if no other slot is live, else all slots."""
 
         def of_first(
             n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor
         ) -> tuple[Tensor, ...]:
             tokens = Tokens(x_BKD[:, :n], live_BK[:, :n], cos[..., :n, :], sin[..., :n, :], None, inner.seq)
-            own = Decisions()
-            own.keys_values = {}
-            new_BnD = self.run(tokens, own, chosen._replace(live_BK=live_BK[:, :n], g_BK1=g_BK1[:, :n]), part)
-            found = [torch.cat((new_BnD, x_BKD[:, n:]), 1)]
-            for part_BGnE in own.keys_values.get(self.layer, ()):
+            noted = Decisions()
+            noted.keys_values = {}
+            new_BnD = self.run(tokens, noted, chosen._replace(live_BK=live_BK[:, :n], g_BK1=g_BK1[:, :n]), part)
+            outputs = [torch.cat((new_BnD, x_BKD[:, n:]), 1)]
+            for part_BGnE in noted.keys_values.get(self.layer, ()):
                 B, G, _, E = part_BGnE.shape
-                found.append(torch.cat((part_BGnE, part_BGnE.new_zeros(B, G, x_BKD.shape[1] - n, E)), 2))
-            return tuple(found)
+                outputs.append(torch.cat((part_BGnE, part_BGnE.new_zeros(B, G, x_BKD.shape[1] - n, E)), 2))
+            return tuple(outputs)
 
-        given = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
-        # Live slots come first.
-        others_B, k = chosen.live_BK[:, self.narrow], chosen.live_BK.shape[1]
-        new_BKD, *cached = either(others_B, partial(of_first, k), partial(of_first, self.narrow), given)
+        inputs = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
+        # Live slots come first, so this slot tells whether more than `narrow` slots are live.
+        more_B, k = chosen.live_BK[:, self.narrow], chosen.live_BK.shape[1]
+        new_BKD, *cached = either(more_B, partial(of_first, k), partial(of_first, self.narrow), inputs)
         if cached and decisions.keys_values is not None:
             k_BGTE, v_BGTE = cached
             decisions.keys_values[self.layer] = k_BGTE, v_BGTE
@@ -222,10 +222,10 @@ class RoutedBlock(Block):
 
 
 class Transformer(nn.Module):
-    """The whole decoder; `init_weights` gives the weights that a training run starts from."""
+    """The whole decoder; `init_weights` sets the weights from which a training run starts."""
 
     def __init__(self, spec: ModelSpec, outputs: str = "logits") -> None:
-        """`outputs` is one of OUTPUTS: what `forward` returns first."""
+        """`outputs` is a name in OUTPUTS and determines the result of `forward`."""
         super().__init__()
         self.spec = spec
         self.outputs = outputs
@@ -247,14 +247,14 @@ class Transformer(nn.Module):
         self.noise: Tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
-        """As in torch, but noise keeps its 32 bits in a model of 16: rounded, most of it would be equal."""
+        """Converts the module as torch does, but keeps noise in 32 bits: rounded to 16 bits, many values would tie."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # Untyped in torch.
         if self.spec.routing is not None and self.spec.routing.draws and self.noise.dtype.itemsize < 4:
             self.noise = noise_table(self.spec.routing.noise_seed).to(self.noise.device)
         return self
 
     def init_weights(self, generator: torch.Generator) -> None:
-        """Normal(0, 0.02), output projections scaled by depth (GPT-2), the router small so that gates start near 0."""
+        """Draws matrices from Normal(0, 0.02), output projections divided by sqrt(2 * n_layers) as in GPT-2."""
         for name, parameter in self.named_parameters():
             if parameter.dim() == 1:
                 nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
@@ -264,33 +264,33 @@ class Transformer(nn.Module):
             nn.init.normal_(parameter, std=std, generator=generator)
 
     def sharing(self, other: Transformer) -> Self:
-        """This model with the weights and tables of another one of the same sizes, which are not copied."""
+        """Makes this model share the weights and tables of another one of the same sizes, and returns this model."""
         self.load_state_dict(other.state_dict(), assign=True)
         for name, buffer in other.named_buffers():
             self.register_buffer(name, buffer, persistent=False)
         return self.eval().requires_grad_(False)
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """Ids (...) as they enter the residual stream, (..., D)."""
+        """Embeds ids (...) for the residual stream, (..., D)."""
         x: Tensor = self.embedding(ids)
         return x if self.spec.embedding_scale == 1 else x * self.spec.embedding_scale
 
     @property
     def head_weight(self) -> Tensor:
-        """What makes logits of hidden states, (V, D)."""
+        """Weight of the head, (V, D), which maps hidden states to logits."""
         return self.embedding.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., D) after the final norm to logits (..., V)."""
+        """Maps hidden states (..., D) after the final norm to logits (..., V)."""
         return functional.linear(hidden, self.head_weight)
 
     def hidden(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> Tensor:
-        """Hidden states after the final norm, (B, S, D). `decisions` gets what was decided."""
+        """Returns the hidden states after the final norm, (B, S, D), and records the decisions in `decisions`."""
         hidden_BSD: Tensor = self.norm(self.stream(ids_BS, lengths_B, decisions))
         return hidden_BSD
 
     def stream(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> Tensor:
-        """The residual stream after the last block, without the final norm: (B, S, D)."""
+        """Returns the residual stream after the last block, before the final norm: (B, S, D)."""
         S = ids_BS.shape[1]
         real_BS = torch.arange(S, device=ids_BS.device) < lengths_B[:, None]
         tokens = Tokens(self.embedded(ids_BS), real_BS, self.rope_cos[:S], self.rope_sin[:S], None, S)
@@ -308,19 +308,19 @@ class Transformer(nn.Module):
                 noise = partial(noise_of_tokens, self.noise, ids_BS) if layer.routing.draws else None
                 tokens = tokens._replace(x_BTD=layer(tokens, decisions, k_of_layer[i], noise))
         x_BTD = tokens.x_BTD
-        # Tokens that left kept the stream of their own depth; those that stayed are written back, the last exit first.
+        # A token that exits keeps its stream of that layer. Tokens that stayed are written back, the last exit first.
         for outer, row_N, inner in reversed(left):
-            # What an empty slot holds has left, and keeps its stream.
+            # The token in an empty slot has exited, and keeps its stream.
             x_BTD = outer.put(row_N, torch.where(inner.live_BT[..., None], x_BTD, inner.x_BTD))
         return x_BTD
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
-        """What is exported: what `outputs` says, alone in a tuple."""
+        """Returns the output that `outputs` names, as a tuple of one; this is the forward pass that is exported."""
         return (OUTPUTS[self.outputs](self, self.stream(ids_BS, lengths_B, Decisions()), lengths_B),)
 
 
 def _last_tokens(x_BSD: Tensor, lengths_B: Tensor) -> Tensor:
-    """Each row's last real token, (B, D): one plain Gather of rows, as in a routed block."""
+    """Returns each row's last real token, (B, D), with one plain Gather of rows, as in a routed block."""
     B, S, D = x_BSD.shape
     row_B = S * torch.arange(B, device=x_BSD.device) + lengths_B - 1
     return torch.index_select(x_BSD.reshape(B * S, D), 0, row_B)

@@ -10,22 +10,22 @@ from typing import Any
 
 HEAD = """# On a GPU
 
-What `make gpu` finds on a machine with an NVIDIA GPU, in one run of less than eight minutes that can be stopped and
-started again. Written by `benchmarks/gpu/render.py`; do not edit.
+Run `make gpu` on a machine with an NVIDIA GPU. It measures everything that needs one, in less than eight minutes, and
+resumes where it was stopped. `benchmarks/gpu/render.py` writes this page; do not edit.
 
 * **Model.** A Llama-like decoder of 40 M parameters (d=512, 12 layers, vocabulary 8,192) with initial weights, every
-  other block routed at 12.5 %; `dense` is the same weights with every token through every block. Engines return the
+  other block routed at 12.5 %. `dense` has the same weights, with every token through every block. Engines return the
   logits of a row's last token.
-* **Parity** is the build's own: against eager float32 PyTorch on the CPU, by the gates of the dtype
+* **Parity** is that of the build: against eager float32 PyTorch on the CPU, by the gates of the dtype
   ([numerics.md](numerics.md)).
-* **Latency** is the build's own: model and dense baseline interleaved in one process, from inputs in host memory to
+* **Latency** is that of the build: model and dense baseline interleaved in one process, from inputs in host memory to
   outputs in host memory ([measurement.md](measurement.md)). Speed-up is dense / MoD. *One by one* is the same engine
   without its CUDA graph.
-* **Memory** is what nvidia-smi sees more of after an engine was loaded and run.
-* Each step is a process of its own. What was not run says why.
+* **Memory** is the increase that nvidia-smi shows after an engine was loaded and run.
+* Each step is a process of its own. A step that was not run has a reason.
 """
 NOT_RUN = """
-**Not run yet.** No machine with a GPU has run it; everything of it that needs none is tested
+**Not run yet.** No machine with a GPU has run it. Everything that needs no GPU is tested
 (`tests/benchmarks/test_gpu_run.py`).
 """
 

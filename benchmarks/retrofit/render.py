@@ -44,10 +44,11 @@ def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], a
     dense = next((row for row in rows if row["parts"] == "dense"), None)
     perplexity, bits = f"{untouched['perplexity']:.2f}", f"{untouched['bits_per_byte']:.3f}"
     return [
-        f"Model `{about['model']}`, text: {about['text']}. Every way has the same budget: {about['steps']:,} steps of "
-        f"{about['batch']} rows of {about['seq']} tokens, {tokens:,} tokens. Perplexity is of held-out text, with the "
-        "predictors deciding, as at generation. Tokens run: the share that an attention or an MLP runs, the mean over "
-        "those of all layers. Speed is that of whole rows on one thread of ONNX Runtime.",
+        f"Model `{about['model']}`, text: {about['text']}. Every variant has the same budget: "
+        f"{about['steps']:,} steps of {about['batch']} rows of {about['seq']} tokens, {tokens:,} tokens.",
+        "Perplexity is measured on held-out text. The predictors decide, as at generation. *Against dense* compares it",
+        "with the dense model that was trained as long. *Tokens run* is the share of the tokens that an attention or",
+        "an MLP runs, averaged over all layers. The speed-up is that of whole rows on one thread of ONNX Runtime.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",

@@ -35,49 +35,53 @@ WORSE, ROUNDING = 2, 1e-4
 """A rival has not the same quality if its error is more than so many times ours, and more than float32 rounds."""
 HEAD = """# Benchmarks
 
-The results of `make bench`: the time of whole rows (one prefill), and tokens per second of text, by route, at each
-precision, at one and at all cores. Written by `benchmarks/rivals/render.py`; do not edit.
+`make bench` compares mod-export with other runtimes on a CPU: the time of whole rows (one prefill), and tokens per
+second of text, at each precision, on one and on all cores. `benchmarks/rivals/render.py` writes this page; do not edit.
 
     make bench ARGS="--text-model build/smollm2 --text english.txt"    # a dense checkpoint of `mod-export convert`
     make bench ARGS="--only 'rows-M-s512-*,text-*-int4-*'"             # some cells; `--list` names them
 
-It installs the rivals, compiles llama.cpp, keeps every cell that it has finished, and goes on after an interruption.
+It installs the rivals, compiles llama.cpp, keeps every finished cell, and resumes after an interruption.
 
-* **Method.** Each route in a process of its own, because pools of threads of several libraries in one process disturb
-  each other. In every round each route runs once, in a new random order, after a pause in which the pool that ran
-  last goes to sleep. Times are medians of at least {rounds} rounds after one of warm-up. Compare ratios within a
-  table, not times: machines differ, and other work on a machine slows down all routes of a round alike. In each table
-  the float32 engine of `ort-cpu` takes turns with the others, so that the table says what its precision gains.
-* **Quality beside speed.** *Next token*: share of tokens after which the most probable next token is that of eager
-  float32 PyTorch. *Error*: root mean square of the error of the logits over that of the logits, of the nine tokens in
-  ten with the least (where two scores of a router are within rounding of each other, another token is routed, and may
-  be). *Perplexity*: over that of eager float32, on a text of English. Initial weights have no perplexity, and what
-  they say of the next token is no forecast for trained ones.
-* **Samples** of every cell, and what each program wrote: [benchmarks/](benchmarks), a file in JSON for each.
-* **A star** at the number of threads: others took more than a tenth of the machine before this cell was sampled.
+* **Method.** Each route (a program, or a way to run the model) has its own process, because thread pools of several
+  libraries in one process disturb each other. In every round each route runs once, in a new random order, after a pause
+  in which the other thread pools go to sleep. Times are medians of at least {rounds} rounds after a warm-up round. The
+  float32 engine of `ort-cpu` runs in every table, for comparison. Compare ratios within a table, not times: other work
+  on the machine slows down all routes of a round alike.
+* **Quality.** *Next token*: share of positions with the same most probable next token as eager float32 PyTorch.
+  *Error*: root mean square of the error of the logits divided by that of the logits, over the nine tenths of the tokens
+  with the smallest error (two router scores within rounding of each other may select another token). *Perplexity*:
+  divided by that of eager float32, on English text. Initial weights have no perplexity, and their next tokens do not
+  predict those of trained weights.
+* **Samples** of every cell, and what each program wrote: [benchmarks/](benchmarks), one JSON file for each.
+* **A star** at the number of threads: other processes used more than a tenth of the machine before this cell was
+  sampled.
 * **Machine.** {cpu}, {cores} cores. {versions}.
 """
-ROWS = """## Whole rows
+ROWS = f"""## Whole rows
 
-* **Ours** is what `mod-export build` writes and `mod_export.load` serves, for each target. **ONNX Runtime**:
-  `torch.onnx.export` at opset 23 with its own optimiser, default settings; *dynamic*: `quantize_dynamic`, by channel;
-  *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4. **OpenVINO**: its CPU plug-in on that
-  export, set for latency, with a hint of float32 or bfloat16; *our graph*: the same on the portable graph that
-  `mod-export build` writes; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups of 64), activations
-  quantized as they come; *quantized*: `nncf.quantize`, weights and activations. **torch.compile**: the eager model,
-  weights frozen. Rivals select with `torch.topk`.
+* **mod-export**: what `mod-export build` writes and `mod_export.load` serves, for each target.
+* **ONNX Runtime**: `torch.onnx.export` at opset 23 with its own optimiser, default settings; *dynamic*:
+  `quantize_dynamic`, by channel; *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4.
+* **OpenVINO**: its CPU plug-in on that export, set for latency, with a hint of float32 or bfloat16; *our graph*: the
+  same on the portable graph of `mod-export build`; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups
+  of 64), activations quantized at run time; *quantized*: `nncf.quantize`, weights and activations.
+* **torch.compile**: the eager model, weights frozen. All rivals select with `torch.topk`.
 * **Models.** Llama-like decoders with initial weights: S d=256 L=8, M d=512 L=12, L d=1024 L=16, heads of width 64,
-  half as many key and value heads, SwiGLU of 2.75 d; MoD with every other block routed at 12.5 %, dense without
+  half as many key and value heads, SwiGLU of 2.75 d. In MoD every other block is routed at 12.5 %; dense has no
   routers.
-* **Cases.** M with 512 tokens, and others with one thing changed: fewer tokens, more tokens, a larger vocabulary. All
-  36 combinations of three sizes, three lengths, two batches and two vocabularies would take many hours, with four
-  precisions and two numbers of threads; `--cases` measures any of them.
+* **Cases.** M with 512 tokens, and cases that change one thing: fewer tokens, more tokens, a larger vocabulary. The
+  tables have those that were measured; `--cases` measures any combination of size, length, batch and vocabulary.
+* **Columns.** *Ours / rival*: time of the fastest mod-export route divided by that of the fastest rival (below 1: ours
+  is faster); in brackets the ratio of minima. *Same quality*: the ratio to the fastest rival whose error is at most
+  {WORSE} times ours, if that is another rival.
 """
 RATES = """### Speed-up over dense, and from one core to all
 
-Of the fastest of ours. GFLOP/s count needed FLOPs, which leave out the half of the scores that a causal mask hides; the
-roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same rounds. Efficiency:
-speed-up over the dense baseline, divided by the ratio of their needed FLOPs. Scaling: time at one thread over this.
+Numbers of the fastest mod-export route. Roofline, dense and MoD are in GFLOP/s. FLOPs leave out the half of the scores
+that a causal mask hides. The roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in
+the same rounds. Efficiency: speed-up over the dense baseline divided by the ratio of their FLOPs. Scaling: time at one
+thread divided by this time.
 """
 FIGURES = {
     "rows": "![Time of whole rows by route and precision](figures/latency.svg)\n",
@@ -188,10 +192,7 @@ def _row_tables(found: Sequence[Found]) -> Iterator[str]:
 def _precision(precision: str, found: Sequence[Found]) -> Iterator[str]:
     names = names_in(found)
     yield f"### Whole rows in {precision}\n"
-    yield (
-        "Milliseconds; fastest of ours over fastest rival (below 1: ours is faster), of minima in brackets. *Same "
-        f"quality*: over the fastest rival whose error is at most {WORSE} times ours, where that is another one.\n"
-    )
+    yield "Milliseconds:\n"
     yield table(
         ["case", "threads", "model", *names, "ours / rival", "same quality"],
         [

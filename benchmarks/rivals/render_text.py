@@ -11,22 +11,25 @@ from benchmarks.rivals.tables import OURS, RIVAL, ROUTED, Found, bars, failures,
 
 TEXT = """## Text
 
-Tokens per second after the first token, with a prompt of {prompt} tokens, {new} tokens written, greedy, of one text
-and of eight at once; and milliseconds until the first token of one text. All programs have the same dense weights: as
-a Hugging Face folder, or as a GGUF file in float32. {models}
+Tokens per second after the first token, of one text and of eight at once, with a prompt of {prompt} tokens and {new}
+tokens written, greedy; and milliseconds until the first token of one text. All programs have the same dense weights, as
+a Hugging Face folder or as a GGUF file in float32. {models}
 
-* **Ours**: `mod-export build` and `mod_export.load_generator`, window {window}, caches as long as the request, as those
-  of the others are; dense, and Mixture-of-Depths with every other block routed, its routers at random and its
-  predictors calibrated to them, so that as many tokens run as are declared. What it writes means nothing, so only its
-  speed is shown. (What such a model is worth after training is in [retrofit.md](retrofit.md).)
+* **mod-export**: `mod-export build` and `mod_export.load_generator`, window {window}, caches as long as the request, as
+  in the other programs. In the Mixture-of-Depths model every other block is routed; its routers are random, and its
+  predictors are calibrated so that as many tokens run as declared. Its text means nothing, so only its speed is shown
+  ([retrofit.md](retrofit.md) has the quality of such a model after training).
 * **llama.cpp** through `llama-cpp-python`, compiled for this processor: F32, BF16, Q8_0 and Q4_0 of its own
-  `llama_model_quantize`; the cache in float16, its default. **onnxruntime-genai**: its model builder,
-  `accuracy_level` 4 and blocks of 32 in int8 and int4. **OpenVINO GenAI**: its reader of GGUF files (which takes
-  float16), `nncf.compress_weights` for int8 and int4, paged attention, a whole batch of prompts at once, prefix cache
-  off; whole-number weights with its default precision hint and cache. **transformers**: eager. llama.cpp and OpenVINO
-  GenAI have no MoD models.
-* **Predicted (bytes)**: weights that a step of the dense model reads over those that one of the MoD model reads, at
-  one text, with the share of tokens that ran in each routed layer.
+  `llama_model_quantize`; the cache in float16, its default.
+* **onnxruntime-genai**: its model builder, `accuracy_level` 4 and blocks of 32 in int8 and int4.
+* **OpenVINO GenAI**: its reader of GGUF files (float16), `nncf.compress_weights` for int8 and int4, paged attention, a
+  whole batch of prompts at once, prefix cache off. With int8 and int4 weights, precision hint and cache are its
+  defaults.
+* **transformers**: eager. llama.cpp and OpenVINO GenAI have no MoD models.
+* **Ratios** are the tokens per second of our dense or MoD model divided by those of the fastest rival (above 1: ours
+  is faster), and of our MoD model divided by those of our dense model. *Predicted* is the last one by bytes: the
+  weights that a step of the dense model reads divided by those of the MoD model, for one text, with the measured share
+  of tokens in each routed layer.
 """
 
 
@@ -58,7 +61,7 @@ def text_tables(found: Sequence[Found], figure: str) -> Iterator[str]:
                 for name in names_in([one])
             ],
         )
-        yield "Ours over the fastest rival (above 1: ours is faster), and MoD over dense of ours.\n"
+        yield "Ratios of tokens per second:\n"
         yield table(
             ["model", "threads", "texts", "fastest rival", "dense / rival", "MoD / rival", "MoD / dense", "predicted"],
             [row for one in chosen for batch in ("1", "8") if (row := _against(one, batch))],

@@ -31,24 +31,24 @@ def read_runs(results: Path) -> Results:
 
 
 def _page(runs: Results, times: dict[str, Any]) -> str:
-    return "\n".join([*_intro(runs), *_table(runs, times), *_claims(runs), *_figures()]) + "\n"
+    return "\n".join([*_intro(runs), *_claims(runs), *_table(runs, times), *_figures()]) + "\n"
 
 
 def _intro(runs: Results) -> list[str]:
     page = f"""\
 # The paper's comparison at small scale
 
-The models that `make study` trained, and their measurements. Written by `benchmarks/study/render.py`; do not edit.
+This page compares the models of the Mixture-of-Depths paper at equal training FLOPs. `make study` trains and measures
+them and writes the page (`benchmarks/study/render.py`); do not edit it.
 
-* **Equal FLOPs, not equal steps.** Each model is trained for {_flops(BUDGET)}, forward and backward, counted by
-  PyTorch's flop counter on the step itself with its auxiliary losses; so a model that costs less per step gets more
-  steps and more text. Attention scores are counted as the full square.
-* **Models.** Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source, rows of
-  {SEQ}, {BATCH} rows a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine. {len(runs)} models,
-  {len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters: a result here need not hold there, nor the other
-  way round.
-* **Loss** is held-out bits per byte. *By predictor* is the same weights when the auxiliary predictor decides, first
-  come first served, instead of top-k: only in this way can the model generate text.
+* **Equal FLOPs.** Each model is trained for {_flops(BUDGET)}, forward and backward. PyTorch's flop counter counts a
+  step with its auxiliary losses, and attention scores as the full square. A model with cheaper steps gets more steps
+  and more text. No model is near the end of its training at this budget, so this explains much of the differences.
+* **Models.** Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source,
+  {BATCH} rows of {SEQ} a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine. {len(runs)} models,
+  {len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters, so its results need not agree with these.
+* **Loss** is held-out bits per byte. *By predictor* uses the same weights, but the auxiliary predictor decides, first
+  come first served, instead of top-k. Only in this way can the model generate text.
 * **Times** are measured on one thread with all models interleaved in one process, relative to the dense model in the
   same round: the median, and in brackets the smallest and the largest.
 """
@@ -77,7 +77,7 @@ def _table(runs: Results, times: dict[str, Any]) -> list[str]:
         ]
         lines.append("| " + " | ".join(cells) + " |")
     abouts = [f"* *{one.name}*: {one.about}." for one in STUDIED if one.name in runs]
-    return [*lines, "", "FLOPs and times are those of the dense model = 1.", "", *abouts, ""]
+    return [*lines, "", "FLOPs and times are relative to the dense model.", "", *abouts, ""]
 
 
 def _ratio(times: dict[str, Any], name: str, kind: str) -> str:
@@ -88,11 +88,11 @@ def _ratio(times: dict[str, Any], name: str, kind: str) -> str:
 def _claims(runs: Results) -> list[str]:
     lines = ["## The paper's claims here", "", "| claim | here |", "|---|---|"]
     lines += [f"| {claim} | {answer} |" for claim, answer in _answers(runs) if answer]
-    caution = (
-        "No model is near the end of its training at this budget. A cheaper step means more text for the same FLOPs, "
-        "and this explains much of the difference between the models."
+    verdicts = (
+        "A difference is the loss of the first model minus that of the second. "
+        "A claim holds if it is negative on every seed,\nand does not hold if it is negative on none."
     )
-    return [*lines, "", caution, ""]
+    return [*lines, "", verdicts, ""]
 
 
 def _answers(runs: Results) -> list[tuple[str, str]]:
@@ -118,7 +118,7 @@ def _answers(runs: Results) -> list[tuple[str, str]]:
         ("MoD and MoE add up: staged MoDE against MoE", _against(runs, "staged MoDE", "MoE")),
         ("integrated MoDE is better than staged", _against(runs, "integrated MoDE", "staged MoDE")),
         (
-            "a predictor knows what top-k selects, with an accuracy of 97 % and more",
+            "a predictor predicts top-k's selection with an accuracy of 97 % and more",
             f"{min(accuracy):.1%} to {max(accuracy):.1%} over models and seeds" if accuracy else "",
         ),
         (
@@ -126,8 +126,8 @@ def _answers(runs: Results) -> list[tuple[str, str]]:
             f"{min(gap):+.3f} to {max(gap):+.3f} bits per byte" if gap else "",
         ),
         (
-            "tokens that are hard to continue are routed through blocks",
-            "correlation of the share of blocks that run a token with the entropy of the next one: "
+            "blocks run the tokens after which the next token is hard to predict",
+            "correlation of the share of blocks that run a token with the entropy of the next token: "
             + ", ".join(f"{value:+.2f}" for value in entropy)
             if entropy
             else "",
@@ -150,7 +150,7 @@ def _figures() -> list[str]:
     shown = (
         ("study-curves.svg", "Held-out loss against training FLOPs"),
         ("study-scores.svg", "Router scores"),
-        ("study-entropy.svg", "Share of routed blocks that run a token, against the entropy of the next one"),
+        ("study-entropy.svg", "Share of routed blocks that run a token, against the entropy of the next token"),
         ("study-map.png", "Which layers ran which byte of a text"),
     )
     return ["## Figures", "", *(line for file, title in shown for line in (f"![{title}](figures/{file})", ""))]

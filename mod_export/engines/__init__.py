@@ -1,4 +1,4 @@
-"""The table of targets. A new engine is one file beside this one and one line here."""
+"""The table of targets. To add an engine, add one file beside this one and one line here."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mod_export.engines.trt import TensorRT, TensorRTRTX
 
 __all__ = ["ENGINES"]
 
-# Since release 1.29 ONNX Runtime reports to its vendor, on Linux too, and keeps a number of the device in the user's
-# folder, unless this is set before it is loaded (microsoft/onnxruntime#27379). Whoever wants that sets it to 0.
+# Since release 1.29 ONNX Runtime sends telemetry to its vendor, on Linux too, and keeps a device number in the user's
+# folder, unless this is set before it is loaded (microsoft/onnxruntime#27379). Users who want telemetry set it to 0.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 ENGINES: dict[str, EngineBuilder] = {

@@ -1,9 +1,9 @@
 """torch.compile, packaged ahead of time by AOTInductor: native code for this machine, without weights.
 
 A package contains code only. It gets its weights when it is loaded, so all buckets share one weights file on disk and,
-memory-mapped, in memory. In 16 bits matrix products are, and the weights that they read; the rest of the weights come
-from the float32 file. The code includes the C++ source that it was compiled from, one call after the other without
-branches: the i-th call that the profiler sees is the i-th call of the source, which says what weights it reads.
+memory-mapped, in memory. In a 16-bit package only matrix products and their weights have 16 bits; all other weights
+come from the float32 file. A package includes its C++ source, which is a sequence of calls without branches: the i-th
+call that the profiler sees is the i-th call of the source, which says what weights it reads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Call = tuple[str, tuple[str, ...]]
 
 
 class InductorRunner(EngineRunner):
-    """A loaded package. Its metadata has the shapes of its inputs and the names of its outputs."""
+    """A loaded package. Its metadata holds the shapes of its inputs and the names of its outputs."""
 
     def __init__(
         self, package: Any, metadata: Mapping[str, str], weights: Mapping[str, torch.Tensor], where: str, threads: int,
@@ -58,7 +58,7 @@ class InductorRunner(EngineRunner):
         missing = [name for name in names if name not in weights]
         if missing:
             raise EngineError(f"{where}: the weights file holds no {', '.join(missing[:3])}; build again")
-        # user_managed: the package reads these tensors in place, so they must be kept alive as long as it is.
+        # user_managed: the package reads these tensors in place, so they must live as long as the package.
         self._weights = {name: weights[name] for name in names}
         package.load_constants(self._weights, check_full_update=True, user_managed=True)
 
@@ -77,7 +77,7 @@ class InductorRunner(EngineRunner):
 
 
 class AotInductor(EngineBuilder):
-    """What packages for the processor and for a GPU have in common."""
+    """Base of the two targets, which build packages for the processor and for a GPU."""
 
     packages = ("torch",)
     extra = "build"
@@ -94,7 +94,7 @@ class AotInductor(EngineBuilder):
         metadata = {
             "inputs": json.dumps(job.graph.inputs),
             "outputs": ",".join(outputs),
-            "weights": json.dumps({name: str(one.dtype) for name, one in _held(program).items()}),
+            "weights": json.dumps({name: str(tensor.dtype) for name, tensor in _held(program).items()}),
             "cpu": ",".join(sorted(cpu_features())),
             **self._machine(config),
         }
@@ -106,7 +106,7 @@ class AotInductor(EngineBuilder):
         _forget_sources(program)
         try:
             with warnings.catch_warnings():
-                # torch itself uses what it has deprecated while it compiles.
+                # torch itself uses deprecated functions while it compiles.
                 warnings.simplefilter("ignore")
                 torch._inductor.aoti_compile_and_package(
                     program, package_path=str(destination), inductor_configs=options
@@ -115,11 +115,11 @@ class AotInductor(EngineBuilder):
             raise EngineError(f"{destination.name}: AOTInductor failed: {str(error).splitlines()[0]}") from error
 
     def _placed(self, program: torch.export.ExportedProgram, config: BuildConfig) -> torch.export.ExportedProgram:
-        """The program on the device that it is compiled for."""
+        """Returns the program on the device that it is compiled for."""
         return program
 
     def _machine(self, config: BuildConfig) -> Mapping[str, str]:
-        """What the package says of the device it is for."""
+        """Returns metadata about the device that the package is for."""
         return {}
 
     def _compiler_options(self) -> Mapping[str, bool | int]:
@@ -128,11 +128,11 @@ class AotInductor(EngineBuilder):
     def opened(
         self, root: Path, engine: Engine, weights: OptionalArrays, device: str, **options: Any
     ) -> tuple[Any, dict[str, str], dict[str, torch.Tensor]]:
-        """A package, its metadata, and its weights on a device.
+        """Returns a package, its metadata, and its weights on a device.
 
         Raises:
-            TargetError: it was compiled for another processor.
-            EngineError: no package, or a damaged one.
+            TargetError: the package was compiled for another processor.
+            EngineError: the file is not a package, or is damaged.
         """
         import torch
 
@@ -152,7 +152,7 @@ class AotInductor(EngineBuilder):
 
 
 class Inductor(AotInductor):
-    """AOTInductor for the CPU it is built on."""
+    """AOTInductor for the CPU of the machine that builds."""
 
     name = "inductor"
 
@@ -171,8 +171,8 @@ class Inductor(AotInductor):
         return {
             # Otherwise the kernels are compiled for the number of threads that this process happens to have.
             "cpp.dynamic_threads": True,
-            # Compiled for one thread, and run by several, each of them would compute what has no loop: torch 2.13 then
-            # leaves out the `omp single` around it, and the mean of a loss is divided once by each thread.
+            # If compiled for one thread, torch 2.13 leaves out the `omp single` around code without a loop. Several
+            # threads would then all execute it: the mean of a loss, for example, would be divided once by each thread.
             "cpp.threads": max(FEWEST_THREADS, torch.get_num_threads()),
             # Marks every kernel for the profiler; without a profiler, a mark costs a fraction of a microsecond.
             "cpp.enable_kernel_profile": True,
@@ -196,7 +196,7 @@ class Inductor(AotInductor):
 
 
 def compiler_found() -> str | None:
-    """The C++ compiler that torch would call."""
+    """Returns the C++ compiler that torch would call, or None."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
@@ -207,22 +207,22 @@ def compiler_found() -> str | None:
 
 
 def _held(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
-    """Weights and buffers of a program, those that a state_dict leaves out too."""
+    """Returns the weights and buffers of a program, including buffers that a state_dict leaves out."""
     import torch
 
-    constants = {name: one for name, one in program.constants.items() if isinstance(one, torch.Tensor)}
+    constants = {name: tensor for name, tensor in program.constants.items() if isinstance(tensor, torch.Tensor)}
     return {**constants, **program.state_dict}
 
 
 def _tensors(
     root: Path, engine: Engine, dtypes: Mapping[str, str], replaced: Arrays, device: str
 ) -> dict[str, torch.Tensor]:
-    """What a package reads, by name, each from the first weights file that has it in the package's dtype."""
+    """Returns the tensors that a package reads, each from the first weights file that has it in the package's dtype."""
     import torch
     from safetensors import safe_open
 
     assert engine.weights is not None
-    found = {
+    tensors = {
         name: torch.from_numpy(array).to(getattr(torch, dtypes[name].removeprefix("torch.")))
         for name, array in replaced.items()
         if name in dtypes
@@ -231,15 +231,15 @@ def _tensors(
     paths = [engine.weights, *([] if engine.dtype == "float32" else [f"{narrow}float32.data"])]
     for path in paths:
         with safe_open(root / path, framework="pt") as file:
-            for name in set(file.keys()) & set(dtypes) - set(found):
+            for name in set(file.keys()) & set(dtypes) - set(tensors):
                 tensor = file.get_tensor(name)
                 if str(tensor.dtype) == dtypes[name]:
-                    found[name] = tensor
-    return {name: tensor.to(device) for name, tensor in found.items()}
+                    tensors[name] = tensor
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _forget_sources(program: torch.export.ExportedProgram) -> None:
-    """Drops source lines of the model: each kernel's mark would copy them in every run, with paths of this machine."""
+    """Removes the model's source lines: each kernel's mark would copy them in every run, with paths of this machine."""
     import torch
 
     for module in program.graph_module.modules():
@@ -249,14 +249,14 @@ def _forget_sources(program: torch.export.ExportedProgram) -> None:
 
 
 def calls_of_package(path: Path) -> tuple[Call, ...]:
-    """(kernel, state_dict names of the constants that it reads) of every call of a package, in order."""
+    """Returns (kernel, state_dict names of the constants that it reads) of every call of a package, in order."""
     with zipfile.ZipFile(path) as package:
         names = [name for name in package.namelist() if name.endswith(".wrapper.cpp")]
         source = "\n".join(package.read(name).decode() for name in names)
     pairs = defaultdict(list)
     for index, name in CONSTANT.findall(source):
         pairs[index].append(name)
-    stored = {found[0]: found[-1] for found in pairs.values()}
+    stored = {pair[0]: pair[-1] for pair in pairs.values()}
     return tuple(
         (kernel, tuple(dict.fromkeys(stored[word] for word in re.findall(r"\w+", arguments) if word in stored)))
         for kernel, arguments in CALL.findall(source)
@@ -264,12 +264,12 @@ def calls_of_package(path: Path) -> tuple[Call, ...]:
 
 
 def kernels_of_calls(run: Callable[[], Any], runs: int, calls: Sequence[Call], where: str) -> tuple[Kernel, ...]:
-    """Kernels of `runs` runs, in the order in which they first ran; equal calls are summed up.
+    """Profiles `runs` runs and returns their kernels in the order in which they first ran. Equal calls are summed up.
 
-    Empty where a package has no marks for the profiler: torch writes them on Linux and on Windows only.
+    Empty if a package has no marks for the profiler: torch writes them on Linux and on Windows only.
 
     Raises:
-        EngineError: the package did not run the same way every time.
+        EngineError: the package did not run the same kernels every time.
     """
     # Otherwise torch's profiler writes to stderr when it starts and stops.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -279,18 +279,18 @@ def kernels_of_calls(run: Callable[[], Any], runs: int, calls: Sequence[Call], w
         for _ in range(runs):
             run()
     events = sorted(profiler.events() or (), key=lambda event: event.time_range.start)
-    found = [(match[1], event) for event in events if (match := KERNEL.search(event.name))]
-    names = [name for name, _ in found]
-    length = len(found) // runs
+    marked = [(match[1], event) for event in events if (match := KERNEL.search(event.name))]
+    names = [name for name, _ in marked]
+    length = len(marked) // runs
     if names != names[:length] * runs:
         raise EngineError(
-            f"{where}: torch's profiler saw {len(found)} kernels in {runs} runs, expected the same ones in every run; "
+            f"{where}: torch's profiler saw {len(marked)} kernels in {runs} runs, expected the same ones in every run; "
             "build the engine again with this mod-export"
         )
     known = [name for name, _ in calls] == names[:length]
     identities = list(calls) if known else [(name, ()) for name in names[:length]]
     ms_by_run: dict[Call, list[float]] = defaultdict(lambda: [0.0] * runs)
-    for number, (_, event) in enumerate(found):
+    for number, (_, event) in enumerate(marked):
         ms_by_run[identities[number % length]][number // length] += event.cpu_time_total / US_PER_MS
     return tuple(
         Kernel(name=name, operator=name, weights=weights, ms=min(ms)) for (name, weights), ms in ms_by_run.items()

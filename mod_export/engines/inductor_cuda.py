@@ -1,10 +1,10 @@
 """torch.compile, packaged ahead of time by AOTInductor for the NVIDIA GPU that it is built on.
 
-It is a target of its own beside `inductor`, as `ort-cuda` is beside `ort-cpu`: what is built, judged, timed and served
-is told apart by its target, and a machine with a GPU can do both.
+It is a target of its own beside `inductor`, as `ort-cuda` is beside `ort-cpu`: engines, verdicts, times and served
+models are identified by their target, and a machine with a GPU can have both.
 
-A run is recorded once as a CUDA graph and then launched as a whole: a model of many small kernels otherwise waits for
-the processor, which starts them one by one. Every bucket has static shapes, so every package can be one.
+A run is recorded once as a CUDA graph and then launched as a whole. Otherwise a model with many small kernels waits for
+the processor, which starts them one by one. Every bucket has static shapes, so every package can be recorded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     import torch
 
 WARM_UPS = 3
-"""Runs before one is recorded: kernels are loaded, and libraries allocate, in the first."""
+"""Runs before the recorded one: the first run loads kernels, and libraries allocate memory in it."""
 
 
 class CudaRunner(InductorRunner):
     """A loaded package whose inputs have fixed addresses on its device, as a CUDA graph needs.
 
     `run` copies its feeds to the device and the wanted outputs back; one thread runs at a time. The graph is recorded
-    in the first run, with inputs that are the caller's own.
+    in the first run, with the caller's inputs.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class CudaRunner(InductorRunner):
             else:
                 self._graph.replay()
             named = dict(zip(self.outputs, self._results, strict=True))
-            # Copies, which wait for the stream: the next run writes to the same addresses.
+            # Copies, because the next run writes to the same addresses. Copying waits for the stream.
             return {name: np.array(named[name].cpu().numpy()) for name in wanted}
 
     def _record(self) -> None:
@@ -97,7 +97,7 @@ class CudaRunner(InductorRunner):
             raise EngineError(f"{self._where}: torch failed: {str(error).splitlines()[0]}") from error
 
     def close(self) -> None:
-        # A graph holds the addresses of what it was recorded with, so it goes first.
+        # The graph holds the addresses of these tensors, so it is released first.
         self._graph = None
         self._results = ()
         self._given.clear()
@@ -106,7 +106,7 @@ class CudaRunner(InductorRunner):
 
 
 class InductorCuda(AotInductor):
-    """AOTInductor for the NVIDIA GPU it is built on."""
+    """AOTInductor for the NVIDIA GPU of the machine that builds."""
 
     name = "inductor-cuda"
 
@@ -136,13 +136,13 @@ class InductorCuda(AotInductor):
         if problem := gpu_problem(options.device):
             raise TargetError(f"{self.name}: cannot run {engine.path} here: {problem}")
         device = f"cuda:{options.device}"
-        # Without the locks and events by which several threads share a package: a CUDA graph cannot hold them.
+        # `run_single_threaded` leaves out locks and events for several threads: a CUDA graph cannot contain them.
         package, metadata, tensors = self.opened(
             root, engine, weights, device, run_single_threaded=True, device_index=options.device
         )
         where, here = f"{self.name} {engine.path}", architecture(options.device)
         check_architecture(engine.path, metadata["gpu"], here)
-        # A probe with other weights runs once.
+        # A probe with replaced weights runs only once, so recording would not pay.
         return CudaRunner(package, metadata, tensors, where, device, cuda_graph=options.cuda_graph and weights is None)
 
 
@@ -153,24 +153,24 @@ def _stream_on(device: str) -> torch.cuda.Stream | None:
 
 
 def placed(program: torch.export.ExportedProgram, device: str) -> torch.export.ExportedProgram:
-    """A program on a device: weights, constants, and the devices that its operations name."""
+    """Returns a program on a device: its weights, its constants, and the devices that its operations name."""
     from torch.export.passes import move_to_device_pass
 
     return move_to_device_pass(program, device)
 
 
 def check_architecture(path: str, built_for: str, here: str) -> None:
-    """A package has kernels for one architecture.
+    """Refuses a package of another GPU, because a package has kernels for one architecture only.
 
     Raises:
-        TargetError: it is not this one.
+        TargetError: the package was compiled for another architecture.
     """
     if built_for != here:
         raise TargetError(f"{path}: compiled for {built_for}, this GPU is {here}; build again here")
 
 
 def gpu_problem(device: int = 0) -> str:
-    """Why torch cannot use a CUDA device; empty where it can."""
+    """Returns why torch cannot use a CUDA device; empty if it can."""
     import torch
 
     if torch.version.cuda is None:
@@ -182,14 +182,14 @@ def gpu_problem(device: int = 0) -> str:
 
 
 def no_triton() -> str:
-    """Why kernels for a GPU cannot be compiled; empty where they can."""
+    """Returns why kernels for a GPU cannot be compiled; empty if they can."""
     from torch.utils._triton import has_triton
 
     return "" if has_triton() else "no Triton for this GPU; install triton to build, running needs none"
 
 
 def architecture(device: int) -> str:
-    """As NVIDIA writes compute capabilities: sm90."""
+    """Returns the compute capability of a GPU as NVIDIA writes it: sm90."""
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
@@ -197,7 +197,7 @@ def architecture(device: int) -> str:
 
 
 def gpu_name(device: int) -> str:
-    """As the driver calls it, and its architecture."""
+    """Returns the driver's name of a GPU, and its architecture."""
     import torch
 
     return f"{torch.cuda.get_device_name(device)} ({architecture(device)})"

@@ -1,19 +1,19 @@
 """OpenVINO on the CPU: an engine is a compiled model without weights, which are read from a weights file in graphs/.
 
 OpenVINO reads the graph of the dialect, rewrites it for the instruction sets of this processor, and exports the result.
-What is exported refers to weights by their place in the weights file (CACHE_MODE OPTIMIZE_SIZE, WEIGHTS_PATH), so all
-buckets share one file on disk. It runs on the version of OpenVINO and on the instruction sets that it was made for, and
-nowhere else: OpenVINO checks that itself.
+The exported model refers to weights by their offset in the weights file (CACHE_MODE OPTIMIZE_SIZE, WEIGHTS_PATH), so
+all buckets share one file on disk. It runs only on the version of OpenVINO and on the instruction sets that it was made
+for; OpenVINO checks that itself.
 
-Attention is written out in blocks of queries, with the queries that share keys as rows of one matrix, because OpenVINO
-makes one kernel of that, which copies no keys and computes little that the mask hides (docs/LOG.md).
+Attention is written out in blocks of queries, with the queries that share keys as rows of one matrix. OpenVINO makes
+one kernel of that, which copies no keys and computes few of the scores that the mask hides (docs/LOG.md).
 
-Weights of int8 and int4 stay whole numbers, and OpenVINO rounds what they are multiplied with to 8 bits while it runs
-(DYNAMIC_QUANTIZATION_GROUP_SIZE), where that is faster.
+Weights of int8 and int4 stay integers. Where that is faster, the values that are multiplied by them are rounded to
+8 bits at run time (DYNAMIC_QUANTIZATION_GROUP_SIZE).
 
-The types of the graph decide what is computed in bfloat16, so that routers stay in float32: a processor with bfloat16
-keeps them where no precision is asked for. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds
-the scores of routers too, and selects other tokens half as often again (docs/LOG.md).
+The types of the graph decide what is computed in bfloat16, so routers stay in float32: a processor with bfloat16 keeps
+the types if no precision is requested. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds the
+scores of routers too: it selects 2.3 tokens a row differently from the reference, instead of 1.7 (docs/LOG.md).
 
 Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference/optimizing-latency/model-caching-overview.html
 """
@@ -49,46 +49,46 @@ if TYPE_CHECKING:
 
 CPU = "CPU"
 BFLOAT16 = "BF16"
-"""Among a device's OPTIMIZATION_CAPABILITIES."""
+"""Name of bfloat16 among a device's OPTIMIZATION_CAPABILITIES."""
 GROUP = 128
-"""Numbers of a token that are rounded to 8 bits together, with one scale, beside weights that have a scale for each
-column: the fastest of what was tried (docs/LOG.md)."""
+"""Numbers of a token that are rounded to 8 bits together, with one scale, if their weights have a scale for each
+column: the fastest of the sizes that were tried (docs/LOG.md)."""
 GROUPS_OF_BLOCKS: Mapping[DType, int] = {"int8": 16, "int4": 32}
-"""Beside weights in blocks: 32 is the fastest, and 16 loses less."""
+"""Like GROUP, if the weights are in blocks: 32 is the fastest, and 16 loses less accuracy."""
 WEIGHTLESS = "WeightlessCacheAttribute_0"
-"""Marks a constant that stands in a file of weights, with its place there; OpenVINO's reader of ONNX files sets it."""
+"""Marks a constant that is stored in a weights file, with its offset there. OpenVINO's reader of ONNX files sets it."""
 WIDE = ("f32", "f64")
 DTYPES: Mapping[str, type[np.generic]] = {
     "f32": np.float32, "f16": np.float16, "bf16": np.uint16, "f64": np.float64, "boolean": np.bool_,
     "i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64,
     "u8": np.uint8, "u16": np.uint16, "u32": np.uint32, "u64": np.uint64,
 }  # fmt: skip
-"""Element type of an input or output -> NumPy dtype; bfloat16, which NumPy does not have, as the bits of it."""
+"""Element type of an input or output -> NumPy dtype. NumPy has no bfloat16, so its bits are uint16."""
 
 
 @cache
 def _core() -> openvino.Core:
-    """OpenVINO's runtime: one for the process, because plug-ins take time to load."""
+    """Returns OpenVINO's runtime, one per process because plug-ins take time to load."""
     import openvino
 
     return openvino.Core()
 
 
 def _said(error: BaseException) -> str:
-    """What OpenVINO says of an error, without the places in its sources: the last line that it wrote."""
+    """Returns OpenVINO's error message without locations in its sources, which is the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 class OpenVinoRunner(EngineRunner):
     """A compiled model with inputs and outputs of static shape. It reads feeds in place and returns arrays over memory
-    of OpenVINO, without a copy, which later runs use again once those arrays are gone. Several threads may run it.
+    of OpenVINO, without a copy. Later runs use that memory again once the arrays are gone. Several threads may run it.
     """
 
     def __init__(
         self, model: openvino.CompiledModel, inputs: Sequence[str], outputs: Sequence[str], where: str, threads: int
     ) -> None:
-        """`inputs` and `outputs` are named in the model's order: OpenVINO's own names of a port can be several."""
+        """`inputs` and `outputs` are names in the model's order, because in OpenVINO a port can have several names."""
         self._inputs = dict(zip(inputs, model.inputs, strict=True))
         self._outputs = dict(zip(outputs, model.outputs, strict=True))
         ports = {name: _port(port) for name, port in self._inputs.items()}
@@ -103,9 +103,9 @@ class OpenVinoRunner(EngineRunner):
             model = self._opened()
             request = self._idle.pop() if self._idle else model.create_infer_request()
         lease = _Lease(self._idle, request)
-        given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+        arrays = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
         with self._errors():
-            self._set(request, given)
+            self._set(request, arrays)
             request.infer()
         return {name: np.asarray(_Result(lease, self._outputs[name], self.ports[name])) for name in wanted}
 
@@ -116,7 +116,7 @@ class OpenVinoRunner(EngineRunner):
         self._set(request, arrays)
 
         def run() -> None:
-            assert arrays  # Kept alive here: OpenVINO only has their addresses.
+            assert arrays  # Keeps the arrays alive: OpenVINO only has their addresses.
             self._opened()
             with self._errors():
                 request.infer()
@@ -128,7 +128,7 @@ class OpenVinoRunner(EngineRunner):
 
         for name, array in arrays.items():
             port = self._inputs.get(name) or self._outputs[name]
-            # Over the array's own memory.
+            # The tensor uses the array's own memory.
             request.set_tensor(port, openvino.Tensor(array, list(array.shape), port.element_type))
 
     def _opened(self) -> openvino.CompiledModel:
@@ -150,7 +150,7 @@ class OpenVinoRunner(EngineRunner):
 
 
 class _Lease:
-    """A request whose outputs are in use: it is idle again when the last array over them is deleted."""
+    """A request whose outputs are in use. It becomes idle when the last array over them is deleted."""
 
     def __init__(self, idle: list[openvino.InferRequest], request: openvino.InferRequest) -> None:
         self.request = request
@@ -161,7 +161,7 @@ class _Lease:
 
 
 class _Result:
-    """The memory of one output."""
+    """The memory of one output, as NumPy's array interface."""
 
     def __init__(self, lease: _Lease, output: openvino.ConstOutput, port: Port) -> None:
         self._lease = lease
@@ -229,7 +229,7 @@ class OpenVino(EngineBuilder):
             blob = _compiled(graph, variant.dtype, 1, group).export_model().getvalue()
         except RuntimeError as error:
             raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_said(error)}") from error
-        made = {
+        header = {
             "openvino": package_version("openvino"),
             "cpu": _cpu(),
             "graph": job.graph.path,
@@ -237,7 +237,7 @@ class OpenVino(EngineBuilder):
             "inputs": [value.name for value in names.inputs],
             "outputs": [value.name for value in names.outputs],
         }
-        destination.write_bytes(json.dumps(made).encode() + b"\n" + blob)
+        destination.write_bytes(json.dumps(header).encode() + b"\n" + blob)
 
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
@@ -245,19 +245,19 @@ class OpenVino(EngineBuilder):
         assert engine.weights is not None
         try:
             head, _, blob = (root / engine.path).read_bytes().partition(b"\n")
-            made = json.loads(head)
+            header = json.loads(head)
         except (OSError, ValueError) as error:
             raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
         try:
-            if weights is not None:  # A compiled model reads them from its file; a probe compiles the graph again.
-                model = _compiled(root / made["graph"], engine.dtype, threads, made["group"], weights)
+            if weights is not None:  # A probe compiles the graph again, because an engine reads weights from its file.
+                model = _compiled(root / header["graph"], engine.dtype, threads, header["group"], weights)
             else:
-                options = _options(engine.dtype, threads, made["group"])
+                options = _options(engine.dtype, threads, header["group"])
                 where = str((root / engine.weights).resolve())
                 model = _core().import_model(blob, CPU, {**options, "WEIGHTS_PATH": where})
         except RuntimeError as error:
-            raise _refused(engine, made, error) from error
-        return OpenVinoRunner(model, made["inputs"], made["outputs"], f"{self.name} {engine.path}", threads)
+            raise _refused(engine, header, error) from error
+        return OpenVinoRunner(model, header["inputs"], header["outputs"], f"{self.name} {engine.path}", threads)
 
 
 def _refused(engine: Engine, made: Mapping[str, Any], error: RuntimeError) -> EngineError | TargetError:
@@ -278,20 +278,20 @@ def _cpu() -> str:
 
 
 def _group(graph: Graph, in_blocks: bool) -> int:
-    """What DYNAMIC_QUANTIZATION_GROUP_SIZE is for a graph; 0 rounds nothing."""
+    """Returns DYNAMIC_QUANTIZATION_GROUP_SIZE for a graph; 0 rounds nothing."""
     if not in_blocks:
         return GROUP
-    # A step of one text is no faster for it: it has to wait for weights of eight bits either way.
+    # Rounding does not make a decode step of one text faster: it waits for its 8-bit weights either way.
     alone = graph.role == "decode" and graph.dtype == "int8" and graph.bucket.batch == 1
     return 0 if alone else GROUPS_OF_BLOCKS[graph.dtype]
 
 
 def _options(dtype: DType, threads: int, group: int) -> dict[str, Any]:
-    """Of compiling and of loading; with 0 threads OpenVINO chooses. What is rounded is only what a weight of whole
-    numbers is multiplied with.
+    """Returns the options for compiling and loading. With 0 threads OpenVINO chooses the number. Only values that are
+    multiplied by integer weights are rounded.
     """
     options: dict[str, Any] = {
-        # `dynamic` asks for the types of the graph.
+        # `dynamic` keeps the types of the graph.
         "INFERENCE_PRECISION_HINT": "f32" if dtype == "float32" else "dynamic",
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": group,
         "CACHE_MODE": "OPTIMIZE_SIZE",
@@ -303,7 +303,7 @@ def _options(dtype: DType, threads: int, group: int) -> dict[str, Any]:
 def _compiled(
     graph: Path, dtype: DType, threads: int, group: int, weights: OptionalArrays = None
 ) -> openvino.CompiledModel:
-    """A graph, compiled for this processor, with `weights` in the place of those of the same name.
+    """Compiles a graph for this processor. `weights` replace the weights of the same names.
 
     Raises:
         EngineError: the graph has no weight of this name.
@@ -311,13 +311,13 @@ def _compiled(
     model = _core().read_model(str(graph))
     constants = list(_constants(model))
     for name, array in (weights or {}).items():
-        found = [node for node in constants if node.get_friendly_name() == name]
-        if not found:
+        nodes = [node for node in constants if node.get_friendly_name() == name]
+        if not nodes:
             raise EngineError(f"{graph.name}: has no weight {name}, so it cannot be replaced")
-        for node in found:
+        for node in nodes:
             _replace(node, array)
     if dtype == "bfloat16":
-        # What stays float32 stands in another file than the one that is read when the engine is loaded: in the engine.
+        # Constants that stay float32 are not in the file that is read at loading, so the engine itself stores them.
         for node in constants:
             if node.get_element_type().get_type_name() in WIDE and WEIGHTLESS in (about := node.get_rt_info()):
                 del about[WEIGHTLESS]
@@ -325,7 +325,7 @@ def _compiled(
 
 
 def _constants(model: openvino.Model) -> Iterator[openvino.Node]:
-    """Those in the branches of conditions too."""
+    """Yields the constants of a model, including those in the branches of conditions."""
     for node in model.get_ordered_ops():
         if node.get_type_name() == "Constant":
             yield node
@@ -338,8 +338,8 @@ def _replace(node: openvino.Node, array: np.ndarray) -> None:
     import openvino
 
     kind = node.get_element_type()
-    other = openvino.opset13.constant(array, openvino.Type.f32).output(0)
+    replacement = openvino.opset13.constant(array, openvino.Type.f32).output(0)
     if kind != openvino.Type.f32:
-        other = openvino.opset13.convert(other, kind.get_type_name()).output(0)
+        replacement = openvino.opset13.convert(replacement, kind.get_type_name()).output(0)
     for reader in node.output(0).get_target_inputs():
-        reader.replace_source_output(other)
+        reader.replace_source_output(replacement)

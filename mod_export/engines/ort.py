@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU and on CUDA. An engine is a graph of the target's dialect; the weights stay in graphs/."""
+"""ONNX Runtime on the CPU and on CUDA. An engine is a graph of the target's dialect; its weights stay in graphs/."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from mod_export.types import Availability, Dialect, Engine, Kernel, Profile, Var
 CUDA = "CUDAExecutionProvider"
 NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
 KERNEL_TIME = "_kernel_time"
-"""Ends the name of the event of a kernel in ONNX Runtime's profile."""
+"""Suffix of a kernel's event name in ONNX Runtime's profile."""
 US_PER_MS = 1000
 
 
 class _Ort(EngineBuilder):
-    """What the two targets have in common: an engine is the graph itself, after a session could be opened on it."""
+    """Base of the two targets. An engine is the graph itself, after a session has been opened on it once."""
 
     packages = ("onnxruntime",)
     suffix = ".onnx"
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         graph = job.root / job.graph.path
-        # A graph that cannot be loaded is found here, on the CPU for both targets, and not when it is deployed.
+        # Opens the graph, on the CPU for both targets, so that a bad graph fails now and not when it is deployed.
         session_from_onnx(graph, graph.parent, [CPU], 1, {"session.disable_prepacking": "1"})
         destination.write_bytes(graph.read_bytes())
 
@@ -87,7 +87,7 @@ class OrtCpu(_Ort):
 
 
 class OrtCuda(_Ort):
-    """ONNX Runtime's CUDA execution provider. Refuses a session that would run on the CPU without saying so."""
+    """ONNX Runtime's CUDA execution provider. Refuses a session that would silently run on the CPU."""
 
     name = "ort-cuda"
     extra = "ort-gpu"
@@ -98,7 +98,7 @@ class OrtCuda(_Ort):
 
         if CUDA not in ort.get_available_providers():
             return Availability(builds=False, runs=False, reason=NO_CUDA)
-        # The wheel lists the provider even where there is no device.
+        # The wheel lists the provider even if there is no device.
         devices = [device for device in ort.get_ep_devices() if device.ep_name == CUDA]
         if not devices and not Path("/proc/driver/nvidia/version").exists():
             return Availability(
@@ -134,16 +134,16 @@ class OrtCuda(_Ort):
 
 
 def _paths(root: Path, engine: Engine) -> tuple[Path, Path]:
-    """Of an engine and of its weights file."""
+    """Returns the paths of an engine and of its weights file."""
     assert engine.weights is not None
     return root / engine.path, root / engine.weights
 
 
 def kernels_from_trace(path: Path, runs: int) -> tuple[Kernel, ...]:
-    """Kernels of the last `runs` runs of a session, in the order in which they first ran.
+    """Returns the kernels of the last `runs` runs of a session, in the order in which they first ran.
 
     Raises:
-        EngineError: not a profile of ONNX Runtime, or of fewer runs.
+        EngineError: the file is not a profile of ONNX Runtime, or holds fewer runs.
     """
     try:
         events = json.loads(path.read_text(encoding="utf-8"))
@@ -165,6 +165,6 @@ def kernels_from_trace(path: Path, runs: int) -> tuple[Kernel, ...]:
 
 
 def _run_of(event: dict[str, Any], begins: list[float]) -> int | None:
-    """The number of the run that an event belongs to; None for events before the first run that counts."""
+    """Returns the number of the run that an event belongs to; None for events before the first run that counts."""
     before = sum(begin <= event["ts"] for begin in begins)
     return before - 1 if before else None

@@ -1,4 +1,4 @@
-"""How many queries one block of causal attention should have on ONNX Runtime's CPU kernels: measured on this machine.
+"""Measures on this machine how many queries a block of causal attention should have on ONNX Runtime's CPU kernels.
 
 Small blocks compute fewer scores that the mask hides; large blocks multiply larger matrices. The best size depends on
 the processor's caches and on the length, so the sizes are timed one after the other on an attention of the same shape.
@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 SHORTEST = 128
-"""Tokens below which nothing can be gained: the whole attention takes less than a millisecond."""
+"""With fewer tokens than this nothing can be gained: the whole attention takes less than a millisecond."""
 BLOCKS = (32, 64, 128, 256)
 DEFAULT = 64
 MUST_TAKE_LESS_THAN = 0.95
-"""Share of the default's time below which another size replaces it: timing noise must not decide what is built."""
+"""Another size replaces the default only below this share of the default's time, so that timing noise does not decide
+what is built."""
 MOST_SCORES = 2**28
-"""Scores (a GiB in float32) beyond which the whole attention is neither timed nor used."""
+"""With more scores than this (a GiB in float32) the whole attention is neither timed nor used."""
 ROUNDS = 9
 SECONDS = 3.0
 
@@ -47,17 +48,17 @@ class AttentionShape:
 
 
 def default_block(tokens: int) -> int:
-    """Queries of a block where nothing was measured; `tokens` means one block."""
+    """Returns the queries of a block if nothing was measured; `tokens` means one block."""
     return DEFAULT if tokens >= SHORTEST else tokens
 
 
 def is_measured(shape: AttentionShape) -> bool:
-    """Whether an attention is long enough for blocks to matter."""
+    """Returns whether an attention is long enough for blocks to matter."""
     return shape.tokens >= SHORTEST
 
 
 def time_blocks(shape: AttentionShape, threads: int) -> dict[int, float]:
-    """Milliseconds of the fastest round, by queries of a block; the number of tokens means the whole attention.
+    """Returns queries of a block -> milliseconds of the fastest round; the number of tokens means the whole attention.
 
     Empty for an attention that is too short to split.
     """
@@ -76,12 +77,12 @@ def time_blocks(shape: AttentionShape, threads: int) -> dict[int, float]:
             samples_ms[block].append(1e3 * (time.perf_counter() - begin))
         if done > 1 and time.perf_counter() > deadline:
             break
-    # The first round fills caches and memory arenas.
+    # The first round does not count: it fills caches and memory arenas.
     return {block: min(ms[1:]) for block, ms in samples_ms.items()}
 
 
 def fastest_block(shape: AttentionShape, ms: Mapping[int, float]) -> int:
-    """The default size, or another one that is clearly faster."""
+    """Returns the default size, or another one that is clearly faster."""
     usual = default_block(shape.tokens)
     if usual not in ms:
         return usual

@@ -1,8 +1,8 @@
 """The part of ONNX Runtime's C interface that its Python interface lacks: sessions that share packed weights.
 
 Both wheels, onnxruntime and onnxruntime-gpu, contain the C library. Its table of functions only grows: a function keeps
-its index in all later releases, which the library itself asserts (onnxruntime_c_api.cc, "DO NOT MODIFY ABOVE"). So the
-indices below, all of version 8 (ONNX Runtime 1.8), are valid for every release since.
+its index in all later releases, and the library itself asserts that (onnxruntime_c_api.cc, "DO NOT MODIFY ABOVE"). So
+the indices below, all of version 8 (ONNX Runtime 1.8), are valid for every release since.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mod_export.errors import EngineError
 Handle = ctypes.c_void_p
 VERSION = 8
 LIBRARIES = ("libonnxruntime.so*", "libonnxruntime*.dylib")
-"""Not on Windows, where paths have another encoding: there the sessions of the Python interface are used."""
+"""Windows is left out because its paths have another encoding; sessions of the Python interface are used there."""
 
 POINTER, NUMBER, SIZE, TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t, ctypes.c_char_p
 FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
@@ -66,7 +66,7 @@ class _Base(ctypes.Structure):
 
 
 class OrtC:
-    """The functions of one library: `call` runs one that returns only a status, `make` one that makes an object."""
+    """The functions of one library. `call` is for those returning only a status, `make` for those that make objects."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -91,7 +91,7 @@ class OrtC:
         """Calls a function.
 
         Raises:
-            EngineError: it failed; the message is the library's.
+            EngineError: the function failed; the message is the library's.
         """
         self.check(self._functions[name](*arguments))
 
@@ -99,17 +99,17 @@ class OrtC:
         """Calls a function that returns an object through its last argument.
 
         Raises:
-            EngineError: it failed; the message is the library's.
+            EngineError: the function failed; the message is the library's.
         """
-        made = Handle()
-        self.call(name, *arguments, ctypes.byref(made))
-        return made
+        handle = Handle()
+        self.call(name, *arguments, ctypes.byref(handle))
+        return handle
 
     def number(self, name: str, *arguments: object) -> int:
         """Calls a function that returns a number through its last argument."""
-        found = ctypes.c_size_t()
-        self.call(name, *arguments, ctypes.byref(found))
-        return found.value
+        result = ctypes.c_size_t()
+        self.call(name, *arguments, ctypes.byref(result))
+        return result.value
 
     def release(self, kind: str, handle: Handle) -> None:
         """Releases an object."""
@@ -130,9 +130,9 @@ class OrtC:
 
 @cache
 def ort_c() -> OrtC | None:
-    """The C interface of the installed ONNX Runtime, loaded once; None where it has no library of its own."""
-    found = importlib.util.find_spec("onnxruntime")
-    folders: Sequence[str] = (found.submodule_search_locations or ()) if found is not None else ()
+    """Returns the C interface of the installed ONNX Runtime, loaded once; None if it has no such library."""
+    spec = importlib.util.find_spec("onnxruntime")
+    folders: Sequence[str] = (spec.submodule_search_locations or ()) if spec is not None else ()
     paths = (path for folder in folders for name in LIBRARIES for path in sorted(Path(folder, "capi").glob(name)))
     path = next(paths, None)
     return None if path is None else OrtC(path)

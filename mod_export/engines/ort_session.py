@@ -1,4 +1,4 @@
-"""Sessions of ONNX Runtime on graphs whose weights are in another folder, and the two runners of such a session."""
+"""Sessions of ONNX Runtime on graphs whose weights are in another folder, and two runners for such a session."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES: Mapping[str, type[np.generic]] = {
 }  # fmt: skip
 """Element type of an input or output -> NumPy dtype."""
 FOLDER_OF_WEIGHTS = "session.model_external_initializers_file_folder_path"
-"""Session option that lets a graph in engines/ use weights in graphs/: ONNX only allows files beside the graph."""
+"""Session option that lets a graph in engines/ use weights in graphs/; ONNX only allows files beside the graph."""
 
 
 class OrtRunner(EngineRunner):
@@ -48,14 +48,14 @@ class OrtRunner(EngineRunner):
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
-        binding, held = self._session.io_binding(), (*feeds.values(), *outputs.values())
+        binding, arrays = self._session.io_binding(), (*feeds.values(), *outputs.values())
         for name, array in feeds.items():
             binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, array in outputs.items():
             binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
         def run() -> None:
-            assert held
+            assert arrays  # Keeps the arrays alive: ONNX Runtime only has their addresses.
             session = self._session
             with self._errors():
                 session.run_with_iobinding(binding)
@@ -76,10 +76,10 @@ class OrtRunner(EngineRunner):
 class BoundRunner(OrtRunner):
     """A session whose inputs and outputs have fixed addresses in the memory of one device, as a CUDA graph needs.
 
-    A CUDA graph is recorded once, addresses included, and then launched as a whole, without the time for launching
-    kernels one by one (https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, "Using CUDA
-    Graphs"). Every bucket has static shapes, so every bucket can be one. `run` copies its feeds to the device and the
-    wanted outputs back; one thread runs at a time.
+    A CUDA graph is recorded once, including the addresses, and then launched as a whole, which saves the time of
+    launching kernels one by one (https://onnxruntime.ai/docs/execution-providers/CUDA-ExecutionProvider.html, "Using
+    CUDA Graphs"). Every bucket has static shapes, so every bucket can be recorded. `run` copies its feeds to the device
+    and the wanted outputs back; one thread runs at a time.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class BoundRunner(OrtRunner):
 
 
 def _ports(items: Iterable[onnxruntime.NodeArg]) -> dict[str, Port]:
-    # A type that NumPy does not have is none that an array could be fed as.
+    # A type that NumPy does not have becomes void, which no fed array has.
     return {item.name: Port(tuple(item.shape), np.dtype(DTYPES.get(item.type, np.void))) for item in items}
 
 
@@ -133,16 +133,16 @@ def session_from_onnx(
 
     Args:
         path: the graph, or its bytes.
-        weights_folder: where its external data is.
+        weights_folder: the folder of the graph's external data.
         providers: execution providers, each a name or (name, options).
-        threads: threads inside one operator; 0 leaves ONNX Runtime's choice.
-        entries: further session configuration.
+        threads: threads inside one operator; with 0 ONNX Runtime chooses.
+        entries: further entries of the session's configuration.
         weights: tensors that replace external data of the same name.
         optimized: False keeps every node as it is in the graph.
         profile: prefix of the file that ONNX Runtime writes its profile to.
 
     Raises:
-        EngineError: ONNX Runtime refuses the graph, or one of `weights` is no external data of it.
+        EngineError: ONNX Runtime refuses the graph, or one of `weights` is not external data of the graph.
     """
     import onnxruntime as ort
 

@@ -2,9 +2,9 @@
 weights once, and allocate intermediate values from one arena.
 
 Kernels multiply by a packed copy of a weight, in the order in which the processor reads it. Each session of the Python
-interface packs a copy of its own, so four buckets need four times the memory. Here all sessions on one weights file
-share their packed weights (OrtPrepackedWeightsContainer). After packing, the pages of the mapped file are released, and
-read again only where a kernel looks rows up in it.
+interface packs its own copy, so four buckets need four times the memory. Here all sessions on one weights file share
+their packed weights (OrtPrepackedWeightsContainer). After packing, the pages of the mapped file are released. They are
+read again only if a kernel looks up rows in the file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mod_export.errors import BuildFolderError, EngineError
 from mod_export.graph.weights import WeightsFile
 
 ARENA, DEFAULT_MEMORY = 1, 0
-"""OrtArenaAllocator, OrtMemTypeDefault."""
+"""Values of OrtArenaAllocator and OrtMemTypeDefault."""
 ERRORS_ONLY = 3
 CODES = {"F32": 1, "U8": 2, "I8": 3, "I16": 5, "I32": 6, "I64": 7, "BOOL": 9, "F16": 10, "F64": 11, "BF16": 16}
 """Name of a dtype in safetensors -> ONNXTensorElementDataType."""
@@ -41,7 +41,7 @@ CODE_OF = {dtype: code for code, dtype in DTYPES.items()}
 
 @cache
 def _environment(api: OrtC) -> tuple[Handle, Handle]:
-    """(environment, description of CPU memory), one of each for the process; sessions allocate from its arena."""
+    """Returns (environment, description of CPU memory), one of each per process. Sessions allocate from its arena."""
     environment = api.make("CreateEnv", ERRORS_ONLY, b"mod_export")
     memory = api.make("CreateCpuMemoryInfo", ARENA, DEFAULT_MEMORY)
     api.call("CreateAndRegisterAllocator", environment, memory, None)
@@ -49,16 +49,16 @@ def _environment(api: OrtC) -> tuple[Handle, Handle]:
 
 
 def _tensor(api: OrtC, array: np.ndarray, shape: Sequence[int], code: int) -> Handle:
-    """An array as a value of ONNX Runtime, which knows no more than its address."""
-    made, address = Handle(), array.__array_interface__["data"][0]
+    """Returns an array as a value of ONNX Runtime, which only has the array's address."""
+    value, address = Handle(), array.__array_interface__["data"][0]
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     memory = _environment(api)[1]
-    api.check(api.tensor(memory, address, array.nbytes, sizes, len(shape), code, ctypes.byref(made)))
-    return made
+    api.check(api.tensor(memory, address, array.nbytes, sizes, len(shape), code, ctypes.byref(value)))
+    return value
 
 
 class _Weights:
-    """One weights file in memory: mapped, each tensor wrapped as a value of ONNX Runtime, and the packed copies."""
+    """One weights file in memory: the mapped file, each tensor as a value of ONNX Runtime, and the packed copies."""
 
     def __init__(self, api: OrtC, path: Path) -> None:
         entries = WeightsFile.open(path).entries
@@ -74,10 +74,10 @@ class _Weights:
         weakref.finalize(self, _release, api, self.values, self.container, mapped)
 
     def release_pages(self) -> None:
-        """Gives the pages of the file that were read back to the system, and the memory that packing has freed.
+        """Returns to the system the pages of the file that were read, and the memory that packing has freed.
 
-        Pages that are used again are read again. A session packs every weight before it sees that the container has it
-        already, and the C library of Linux (glibc) keeps freed memory unless it is told to return it.
+        Pages that are used again are read again. A session packs every weight before it sees that the container already
+        has it, and the C library of Linux (glibc) keeps freed memory unless it is told to return it.
         """
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -97,7 +97,7 @@ def _release_values(api: OrtC, values: Iterable[Handle]) -> None:
 
 
 _weights_in_use: weakref.WeakValueDictionary[tuple[str, int, int], _Weights] = weakref.WeakValueDictionary()
-"""Weights files that a session uses, by (path, inode, time of change): a file that was replaced is another one."""
+"""Weights files that a session uses, by (path, inode, time of change): a replaced file gets an entry of its own."""
 _opening = threading.Lock()
 
 
@@ -114,10 +114,10 @@ def _weights(api: OrtC, path: Path) -> _Weights:
 def shared_runner(api: OrtC, graph: Path, weights: Path, where: str, threads: int) -> SharedRunner:
     """Opens a session on a graph that reads its weights from one file, shared with all other sessions on that file.
 
-    The graph's references are relative to the folder of that file. With 0 threads ONNX Runtime chooses.
+    The graph's references are relative to the folder of that file. With 0 threads ONNX Runtime chooses the number.
 
     Raises:
-        EngineError: ONNX Runtime refuses the graph, or the other file is not one of weights.
+        EngineError: ONNX Runtime refuses the graph, or `weights` is not a weights file.
     """
     try:
         shared = _weights(api, weights)
@@ -127,7 +127,7 @@ def shared_runner(api: OrtC, graph: Path, weights: Path, where: str, threads: in
     try:
         api.call("SetIntraOpNumThreads", options, threads)
         api.call("SetInterOpNumThreads", options, 1)
-        # A memory pattern is a block of memory for each session; without it all of them share the pieces of the arena.
+        # A memory pattern reserves a block of memory for each session; without it all sessions share the arena.
         api.call("DisableMemPattern", options)
         api.call("SetSessionLogSeverityLevel", options, ERRORS_ONLY)
         for key, value in (
@@ -165,12 +165,12 @@ class SharedRunner(EngineRunner):
         self._close = weakref.finalize(self, _close, api, session, weights)
 
     def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
-        given = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
-        values = self._values(given)
-        # Null for each output: ONNX Runtime then allocates it from the arena, whose memory is in the cache after a run.
+        arrays = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+        values = self._values(arrays)
+        # ONNX Runtime allocates outputs that are null from the arena, whose memory is in the cache after a run.
         results = (Handle * len(wanted))()
         try:
-            self._call(_arguments(given, values, wanted, results))
+            self._call(_arguments(arrays, values, wanted, results))
         finally:
             _release_values(self._api, values)
         return {
@@ -199,15 +199,15 @@ class SharedRunner(EngineRunner):
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
-        given, results = self._values(feeds), self._values(outputs)
-        arguments = _arguments(feeds, given, outputs, (Handle * len(results))(*results))
+        values, results = self._values(feeds), self._values(outputs)
+        arguments = _arguments(feeds, values, outputs, (Handle * len(results))(*results))
         arrays = (*feeds.values(), *outputs.values())
 
         def run() -> None:
-            assert arrays  # Kept alive here: ONNX Runtime only has their addresses.
+            assert arrays  # Keeps the arrays alive: ONNX Runtime only has their addresses.
             self._call(arguments)
 
-        weakref.finalize(run, _release_values, self._api, (*given, *results))
+        weakref.finalize(run, _release_values, self._api, (*values, *results))
         return run
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ class SharedRunner(EngineRunner):
 
 
 def _close(api: OrtC, session: Handle, weights: _Weights) -> None:
-    # The argument `weights` keeps them alive until the session, which reads them, is released.
+    # The argument `weights` keeps the weights alive until the session, which reads them, is released.
     api.release("Session", session)
 
 
@@ -231,10 +231,10 @@ def _names(names: tuple[str, ...]) -> ctypes.Array[ctypes.c_char_p]:
 def _arguments(
     inputs: Iterable[str], values: Sequence[Handle], wanted: Iterable[str], results: ctypes.Array[ctypes.c_void_p]
 ) -> tuple[object, ...]:
-    """Of the function Run, after the session."""
-    given = (Handle * len(values))(*values)
+    """Returns `Run`'s arguments after the session handle."""
+    handles = (Handle * len(values))(*values)
     names, outputs = _names(tuple(inputs)), _names(tuple(wanted))
-    return (None, names, given, len(given), outputs, len(outputs), results)
+    return (None, names, handles, len(handles), outputs, len(outputs), results)
 
 
 class _Result:
@@ -248,7 +248,7 @@ class _Result:
         self.__array_interface__ = {
             "shape": port.shape,
             "typestr": port.dtype.str,
-            # A tensor of no values has no address.
+            # An empty tensor has no address.
             "data": (address.value or 0, False),
             "version": 3,
         }
@@ -258,9 +258,9 @@ class _Result:
 
 
 def _ports(api: OrtC, session: Handle, kind: str) -> dict[str, Port]:
-    """Name -> input or output."""
+    """Returns name -> port of the inputs or the outputs of a session."""
     allocator = api.make("GetAllocatorWithDefaultOptions")
-    found = {}
+    ports = {}
     for index in range(api.number(f"SessionGet{kind}Count", session)):
         text = api.make(f"SessionGet{kind}Name", session, index, allocator)
         name = ctypes.string_at(text.value or 0).decode()
@@ -272,5 +272,5 @@ def _ports(api: OrtC, session: Handle, kind: str) -> dict[str, Port]:
         code = ctypes.c_int()
         api.call("GetTensorElementType", tensor, ctypes.byref(code))
         api.release("TypeInfo", about)
-        found[name] = Port(tuple(sizes), DTYPES[code.value])
-    return found
+        ports[name] = Port(tuple(sizes), DTYPES[code.value])
+    return ports

@@ -1,4 +1,4 @@
-"""What a target provides: how its engines are built and loaded, and what a loaded engine can do."""
+"""The interface of a target: how its engines are built and loaded, and what a loaded engine can do."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Port(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineJob:
-    """What a target may use to build one variant.
+    """The input of a target that builds one variant.
 
     Attributes:
         root: the build folder.
-        graph: of the target's dialect; the portable one where they are the same.
-        program: captures the program that `graph` came from, with its products in a dtype.
+        graph: the graph in the target's dialect; the portable graph if they are the same.
+        program: captures the program that `graph` came from, with its matrix products in a dtype.
     """
 
     root: Path
@@ -46,7 +46,7 @@ class EngineJob:
 
 
 class Runner(Protocol):
-    """What runs like a loaded engine. A context manager."""
+    """An object that runs like a loaded engine. It is a context manager."""
 
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
@@ -54,7 +54,7 @@ class Runner(Protocol):
     threads: int
 
     def run(self, feeds: Arrays, outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        """As `EngineRunner.run`."""
+        """Runs once, like `EngineRunner.run`."""
 
     def __enter__(self) -> Self: ...
 
@@ -64,12 +64,12 @@ class Runner(Protocol):
 
 
 class EngineRunner(ABC):
-    """A loaded engine: a Runner that checks what it is given."""
+    """A loaded engine: a Runner that checks its inputs."""
 
     def __init__(
         self, where: str, inputs: Mapping[str, Port], outputs: Sequence[str], providers: Sequence[str], threads: int
     ) -> None:
-        """`where` is what messages call it, `providers` what it runs on; 0 `threads` where the library chose."""
+        """Messages call the engine `where`. It runs on `providers`. `threads` is 0 if the library chose the number."""
         self._where = where
         self._feeds = inputs
         self.inputs: tuple[str, ...] = tuple(inputs)
@@ -81,8 +81,8 @@ class EngineRunner(ABC):
         """Runs once, and returns after the device has finished.
 
         Args:
-            feeds: exactly the engine's inputs. One that was dropped without notice would make two different
-                computations look comparable.
+            feeds: exactly the engine's inputs. If a further input were ignored, two different computations could look
+                comparable.
             outputs: names of the wanted outputs, all by default.
 
         Raises:
@@ -104,11 +104,11 @@ class EngineRunner(ABC):
 
     @abstractmethod
     def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
-        """Runs on feeds that were checked."""
+        """Runs once on feeds that were checked."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives back what the engine holds."""
+        """Releases the engine's resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -121,7 +121,7 @@ class EngineRunner(ABC):
 
 @runtime_checkable
 class BindableRunner(Protocol):
-    """A loaded engine on this machine's CPU that can run on the same arrays again and again."""
+    """A loaded engine on this machine's CPU that can run repeatedly on the same arrays."""
 
     inputs: tuple[str, ...]
 
@@ -130,26 +130,26 @@ class BindableRunner(Protocol):
         """Every input and output by name."""
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
-        """A function that runs the engine each time it is called, and uses all inputs and the wanted outputs in place.
+        """Returns a function that runs the engine at each call, and uses all inputs and the wanted outputs in place.
 
         Raises:
-            EngineError: an array is not of its port's shape and dtype.
+            EngineError: an array does not have its port's shape and dtype, or is not contiguous.
         """
 
 
 class EngineBuilder(ABC):
-    """One target, one vendor, one file.
+    """Builds and loads the engines of one target.
 
     Attributes:
-        name: of the target.
-        packages: without which it does nothing; their versions decide whether an engine must be built again.
-        extra: the extra of mod-export that installs them.
+        name: name of the target.
+        packages: packages that it needs; their versions decide whether an engine must be built again.
+        extra: the extra of mod-export that installs these packages.
         dialect: what a graph for this target may contain.
-        suffix: of its files.
-        from_onnx: False where it builds from the captured program instead of a graph of its dialect.
-        apart: True where it builds in a process of its own, so that several engines can be built at once.
-        embeds_weights: True where an engine file holds its weights; otherwise it reads a file of graphs/.
-        binds: True where its runners are BindableRunners, so that a cache can stay in place.
+        suffix: suffix of its engine files.
+        from_onnx: False if it builds from the captured program instead of a graph of its dialect.
+        apart: True if it builds in a process of its own, so that several engines can be built at once.
+        embeds_weights: True if an engine file holds its weights; otherwise it reads a weights file in graphs/.
+        binds: True if its runners are BindableRunners, so that a cache can stay in place.
     """
 
     name: ClassVar[str]
@@ -163,7 +163,7 @@ class EngineBuilder(ABC):
     binds: ClassVar[bool] = False
 
     def availability(self) -> Availability:
-        """What this machine can do. Found by trying, without building anything."""
+        """Returns what this machine can do. This is tested without building anything."""
         missing = next((package for package in self.packages if package_version(package) is None), None)
         if missing is None:
             return self._installed()
@@ -172,23 +172,23 @@ class EngineBuilder(ABC):
 
     @abstractmethod
     def _installed(self) -> Availability:
-        """What this machine can do now that the packages are installed."""
+        """Returns what this machine can do, given that the packages are installed."""
 
     def versions(self) -> Mapping[str, str]:
-        """The libraries whose version decides whether an engine must be built again."""
+        """Returns the versions of the libraries that decide whether an engine must be built again."""
         return {package: package_version(package) or "" for package in self.packages}
 
     @abstractmethod
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        """The engines that the configuration asks for."""
+        """Returns the variants that the configuration asks for."""
 
     def problems(self, config: BuildConfig) -> Sequence[str]:
-        """Reasons why what the configuration asks for cannot be built, known without a graph."""
+        """Returns reasons why these variants cannot be built, as far as they are known without a graph."""
         return []
 
     @abstractmethod
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
-        """Writes the engine to `destination`. The caller renames it into place once it is whole.
+        """Writes the engine to `destination`. The caller renames it into place once it is complete.
 
         Raises:
             EngineError: the vendor's builder failed.
@@ -205,28 +205,28 @@ class EngineBuilder(ABC):
             root: the build folder.
             engine: one of its engines.
             config: the resolved configuration.
-            threads: inside one operator, for engines on the processor; 0 leaves the library's own choice.
+            threads: threads inside one operator, for engines on the processor; with 0 the library chooses.
             weights: tensors that replace those of the same name in the weights file, for probes.
 
         Raises:
-            TargetError: this machine cannot run it.
+            TargetError: this machine cannot run the engine.
             EngineError: the file is not a usable engine, or its weights cannot be replaced.
         """
 
 
 @runtime_checkable
 class EngineProfiler(Protocol):
-    """An engine builder whose engines run on this machine's CPU and can measure the time of each kernel."""
+    """An engine builder that can measure the time of each kernel of its engines, on this machine's CPU."""
 
     def profile(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, feeds: Arrays, runs: int
     ) -> Profile:
-        """Profiles an engine, opened as by `EngineBuilder.load`, apart from the session that is timed.
+        """Profiles an engine that is opened as by `EngineBuilder.load`, separately from the session that is timed.
 
-        Of `feeds` what the engine has no input for is left out. `runs` are those that count; one more comes before.
+        Feeds that the engine has no input for are ignored. `runs` is the number of counted runs; one more comes before.
 
         Raises:
-            TargetError: this machine cannot run it.
+            TargetError: this machine cannot run the engine.
             EngineError: the file is not a usable engine, or the profiler failed.
         """
 
@@ -235,7 +235,7 @@ def check_bound(where: str, ports: Mapping[str, Port], feeds: Arrays, outputs: A
     """Refuses arrays that cannot be used in place: each must have its port's shape and dtype, and be contiguous.
 
     Raises:
-        EngineError: one is not, or there is no such port.
+        EngineError: an array does not fit its port, or there is no such port.
     """
     for name, array in {**feeds, **outputs}.items():
         port = ports.get(name)

@@ -1,7 +1,7 @@
 """TensorRT, built on the GPU that runs it, and TensorRT-RTX, built ahead of time for named GPU architectures.
 
-Both build in a process of their own (`trt_worker.py`) and run in this one. The two can be installed side by side; one
-process runs engines of one of them, because Polygraphy decides once for each process which library it drives.
+Both build in a process of their own (`trt_worker.py`) and run in this one. The two can be installed side by side, but a
+process runs engines of only one of them, because Polygraphy decides once per process which library it drives.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ ALIASED = "get_aliased_input_tensor"
 """A method of ICudaEngine since TensorRT 10.15."""
 PROBE_SECONDS = 120
 SAVED_POSITIONS = 4096
-"""Of an axis that a TopK in groups must spare. At 51 us for 24,000 positions, whatever k is
-(ultralytics/ultralytics#25666), these take 9 us; groups cost one more TopK, an addition and a gather, small kernels of
-2 to 3 us each. Not measured by us.
+"""A TopK in groups must spare this many positions of an axis to pay. A TopK takes 51 us for 24,000 positions, whatever
+k is (ultralytics/ultralytics#25666), so these positions take 9 us. Groups cost one more TopK, an addition and a gather:
+small kernels of 2 to 3 us each. Not measured by us.
 """
 DIALECT = Dialect(
     name="TensorRT",
@@ -47,10 +47,10 @@ DIALECT = Dialect(
     # TensorRT-RTX 1.7.1 has attention kernels for these widths of a head, and refuses 8 and 257.
     attention_widths=(9, 256),
 )
-"""What both libraries take; their parsers come from the same code.
+"""The dialect of both libraries; their parsers come from the same code.
 
-If becomes a conditional layer, of which one branch is executed. TensorScatter (opset 24) becomes a layer that updates a
-cache in place: outside of branches, from an input to an output, since TensorRT 10.15.
+If becomes a conditional layer that executes only one branch. TensorScatter (opset 24) becomes a layer that updates a
+cache in place, since TensorRT 10.15. It must be outside of branches, and lead from an input to an output.
 """
 
 WITHOUT_FLOAT32 = {"sm75": "TensorRT-RTX has no float32 matrix product on sm75, and routers are float32"}
@@ -60,10 +60,11 @@ def _work(job: Mapping[str, Any], timeout: float | None = None) -> tuple[dict[st
     """Runs one job in a worker process.
 
     Returns:
-        Its result, and the errors that the vendor printed, as one line.
+        The job's result, and the errors that the vendor printed, as one line.
 
     Raises:
         EngineError: the worker died.
+        subprocess.TimeoutExpired: the job took longer than `timeout` seconds.
     """
     command = [sys.executable, "-P", "-m", "mod_export.engines.trt_worker"]
     done = subprocess.run(  # noqa: S603
@@ -80,7 +81,7 @@ def _work(job: Mapping[str, Any], timeout: float | None = None) -> tuple[dict[st
 
 @cache
 def _probe(library: str) -> dict[str, Any]:
-    """The worker's `probe`, once per process."""
+    """Returns the result of the worker's `probe`, which runs once per process."""
     try:
         return _work({"action": "probe", "library": library}, PROBE_SECONDS)[0]
     except (EngineError, subprocess.TimeoutExpired) as error:
@@ -89,10 +90,10 @@ def _probe(library: str) -> dict[str, Any]:
 
 
 def polygraphy_cuda() -> Any:
-    """Polygraphy's CUDA calls, able to find the CUDA runtime that pip installed.
+    """Returns Polygraphy's CUDA module after making sure that it finds a CUDA runtime that pip installed.
 
-    Polygraphy looks on LD_LIBRARY_PATH, in the system's folders, and in the folder of the CUDA 12 wheels. The CUDA 13
-    wheels use another folder.
+    Polygraphy searches LD_LIBRARY_PATH, the system's folders, and the folder of the CUDA 12 wheels. The CUDA 13 wheels
+    use another folder, which is added to LD_LIBRARY_PATH here.
     """
     from polygraphy import cuda
 
@@ -105,12 +106,12 @@ def polygraphy_cuda() -> Any:
 class TensorRTRunner(EngineRunner):
     """An engine of static shape on the first CUDA device, with buffers that live as long as the runner.
 
-    A cache that the engine updates in place is one buffer, both input and output, as TensorRT demands. `run` copies its
-    inputs to the device and the wanted outputs back, into new arrays.
+    A cache that the engine updates in place is one buffer, both input and output, as TensorRT requires. `run` copies
+    its inputs to the device, and the wanted outputs back into new arrays.
     """
 
     def __init__(self, trt: Any, cuda_engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
-        # The engine uses its logger and its runtime as long as it exists, which Python cannot see.
+        # Keeps the logger and the runtime alive: the engine uses them as long as it exists, which Python cannot see.
         self._keep = (cuda_engine, *keep)
         self._context = cuda_engine.create_execution_context()
         if self._context is None:
@@ -157,10 +158,10 @@ class TensorRTRunner(EngineRunner):
 
 
 def _updated_input(cuda_engine: Any, output: str) -> str | None:
-    """The input whose memory an output shares; None where there is none, as always in TensorRT 10.14."""
+    """Returns the input whose memory an output shares; None if there is none, which is always so in TensorRT 10.14."""
     ask = getattr(cuda_engine, ALIASED, None)
-    found: str | None = ask(output) if ask else None
-    return found
+    source: str | None = ask(output) if ask else None
+    return source
 
 
 @contextlib.contextmanager
@@ -178,7 +179,7 @@ def _cuda_errors(where: str) -> Iterator[None]:
 
 
 class _Base(EngineBuilder):
-    """What the two targets have in common."""
+    """Base of the two targets."""
 
     library: ClassVar[str]
     title: ClassVar[str]
@@ -187,10 +188,10 @@ class _Base(EngineBuilder):
     suffix = ".engine"
 
     def _installed(self) -> Availability:
-        found = _probe(self.library)
-        runs = not (found["build_problem"] or self._run_problem(found))
-        arch = found["devices"][0] if found["devices"] else None
-        return Availability(builds=not found["build_problem"], runs=runs, reason=self._reason(found), arch=arch)
+        probe = _probe(self.library)
+        runs = not (probe["build_problem"] or self._run_problem(probe))
+        arch = probe["devices"][0] if probe["devices"] else None
+        return Availability(builds=not probe["build_problem"], runs=runs, reason=self._reason(probe), arch=arch)
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         from mod_export.graph.dialect import check_external_data
@@ -213,15 +214,15 @@ class _Base(EngineBuilder):
     ) -> TensorRTRunner:
         if weights:
             raise EngineError(f"{engine.path}: a plan holds its own weights, which cannot be replaced")
-        found = _probe(self.library)
-        if found["build_problem"] or self._run_problem(found):
-            raise TargetError(f"{self.name}: cannot run {engine.path} here: {self._reason(found)}")
-        device = found["devices"][0]
+        probe = _probe(self.library)
+        if probe["build_problem"] or self._run_problem(probe):
+            raise TargetError(f"{self.name}: cannot run {engine.path} here: {self._reason(probe)}")
+        device = probe["devices"][0]
         if engine.arch not in (None, device):
             raise TargetError(
                 f"{engine.path} is built for {engine.arch}, this GPU is {device}; build it for {device} too"
             )
-        provider = f"{self.title} {found['version']} on {device}"
+        provider = f"{self.title} {probe['version']} on {device}"
         return runner_from_engine(self.library, root / engine.path, f"{self.name} {engine.path}", provider)
 
     def _options(self, config: BuildConfig) -> dict[str, int | str]:
@@ -257,8 +258,8 @@ def runner_from_engine(library: str, path: Path, where: str, provider: str) -> T
         runtime = trt.Runtime(logger)
     except (RuntimeError, TypeError) as error:
         raise TargetError(f"{where}: {library} has no runtime here: {' | '.join(errors) or error}") from error
-    # `runtime.engine_host_code_allowed` keeps its default False, so that a plan cannot contain code for the host. For
-    # that reason no loader of Polygraphy is used here: all of them set it to True.
+    # `runtime.engine_host_code_allowed` keeps its default False, so that a plan cannot contain code for the host. That
+    # is why no loader of Polygraphy is used here: all of them set it to True.
     cuda_engine = runtime.deserialize_cuda_engine(path.read_bytes())
     if cuda_engine is None:
         raise EngineError(f"{where}: not a usable engine for {library} here: {' | '.join(errors) or 'no reason given'}")

@@ -21,9 +21,9 @@ from typing import Any
 
 
 def main() -> int:
-    """Reads the job from stdin, writes the result to stdout, returns the exit code."""
+    """Reads the job from stdin, writes the result to stdout, and returns the exit code."""
     results = os.dup(1)
-    # From here on, whatever C++ or Polygraphy prints to stdout goes to stderr.
+    # From here on, all that C++ code and Polygraphy print to stdout goes to stderr.
     os.dup2(2, 1)
     job = json.load(sys.stdin)
     if job["library"] == "tensorrt_rtx":
@@ -36,29 +36,29 @@ def main() -> int:
 
 
 def probe(job: Mapping[str, Any]) -> dict[str, Any]:
-    """What this machine can do.
+    """Tests what this machine can do.
 
     Returns:
-        `version`, `devices` (compute capabilities of the GPUs here, such as sm89), `architectures` that can be built
-        ahead of time, and `build_problem` and `run_problem`, which are empty where there is none.
+        `version`, `devices` (compute capabilities of the GPUs here, such as sm89), `architectures` for which engines
+        can be built ahead of time, and `build_problem` and `run_problem`, which are empty if there is no problem.
     """
-    found: dict[str, Any] = {"version": "", "devices": cuda_devices(), "architectures": [], "build_problem": ""}
-    found["run_problem"] = _run_problem() if found["devices"] else "no CUDA device to run on"
+    result: dict[str, Any] = {"version": "", "devices": cuda_devices(), "architectures": [], "build_problem": ""}
+    result["run_problem"] = _run_problem() if result["devices"] else "no CUDA device to run on"
     try:
         trt = importlib.import_module(job["library"])
     except (ImportError, OSError) as error:
-        found["build_problem"] = f"{job['library']} cannot be loaded: {error}"
-        return found
-    found["version"] = trt.__version__
-    known = getattr(trt, "ComputeCapability", None)  # Only TensorRT-RTX has it.
+        result["build_problem"] = f"{job['library']} cannot be loaded: {error}"
+        return result
+    result["version"] = trt.__version__
+    known = getattr(trt, "ComputeCapability", None)  # Only TensorRT-RTX has this class.
     names = [] if known is None else [name for name in known.__members__ if name.startswith("SM")]
-    found["architectures"] = [name.lower() for name in names]
+    result["architectures"] = [name.lower() for name in names]
     try:
         trt.Builder(trt.Logger(trt.Logger.ERROR))
     except (RuntimeError, TypeError) as error:
-        # Where createInferBuilder fails, pybind11 only says "factory function returned nullptr".
-        found["build_problem"] = f"no builder{'' if found['devices'] else ' without a CUDA device'} ({error})"
-    return found
+        # If createInferBuilder fails, pybind11 only says "factory function returned nullptr".
+        result["build_problem"] = f"no builder{'' if result['devices'] else ' without a CUDA device'} ({error})"
+    return result
 
 
 def _run_problem() -> str:
@@ -74,7 +74,7 @@ def _run_problem() -> str:
 
 
 def build(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Builds `onnx` into the file `engine`. Returns {"error": ""} and the seconds, or the reason."""
+    """Builds `onnx` into the file `engine`. Returns an empty `error` and the `seconds`, or the reason as `error`."""
     from polygraphy.backend.trt import PostprocessConfig, engine_bytes_from_network, network_from_onnx_path
     from polygraphy.exception import PolygraphyException
     from polygraphy.logger import G_LOGGER
@@ -83,7 +83,7 @@ def build(job: Mapping[str, Any]) -> dict[str, Any]:
     trt = importlib.import_module(job["library"])
     started = time.perf_counter()
     try:
-        # Strongly typed: what is float32 in the graph, such as router scores, is float32 in the engine.
+        # Strongly typed: values that are float32 in the graph, such as router scores, are float32 in the engine.
         network = network_from_onnx_path(job["onnx"], strongly_typed=True)
         config = PostprocessConfig(_config(trt, job), lambda builder, network, config: _without_tf32(trt, config))
         data = engine_bytes_from_network(network, config=config, save_timing_cache=job.get("timing_cache"))
@@ -101,8 +101,8 @@ def _config(trt: Any, job: Mapping[str, Any]) -> Any:
         return CreateConfigRTX(compute_capabilities=[divmod(number, 10)])
     from polygraphy.backend.trt import CreateConfig
 
-    # Kernels that were timed before with this version on this machine are not timed again. Polygraphy locks the file
-    # against two builds that write at once.
+    # Kernels that this version has timed on this machine before are not timed again. Polygraphy locks the file, so two
+    # builds cannot write to it at once.
     cache = job.get("timing_cache")
     return CreateConfig(
         load_timing_cache=cache if cache and Path(cache).exists() else None,
@@ -112,12 +112,12 @@ def _config(trt: Any, job: Mapping[str, Any]) -> Any:
 
 
 def _without_tf32(trt: Any, config: Any) -> None:
-    # On by default, TF32 rounds the factors of float32 products to 10 bits. Router scores are float32 in every dtype.
+    # TF32 is on by default and rounds the factors of float32 products to 10 bits. Router scores are always float32.
     config.clear_flag(trt.BuilderFlag.TF32)
 
 
 def cuda_devices() -> list[str]:
-    """Compute capabilities of the CUDA devices here, from the driver alone, which needs no further library."""
+    """Returns the compute capabilities of the CUDA devices here. It asks the driver, which needs no further library."""
     try:
         driver = ctypes.CDLL("libcuda.so.1" if os.name == "posix" else "nvcuda.dll")
     except OSError:
@@ -125,15 +125,15 @@ def cuda_devices() -> list[str]:
     count = ctypes.c_int(0)
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return []
-    found = []
+    devices = []
     for ordinal in range(count.value):
         numbers = []
         for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
             number = ctypes.c_int(0)
             driver.cuDeviceGetAttribute(ctypes.byref(number), attribute, ordinal)
             numbers.append(number.value)
-        found.append(f"sm{numbers[0]}{numbers[1]}")
-    return found
+        devices.append(f"sm{numbers[0]}{numbers[1]}")
+    return devices
 
 
 ACTIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {"probe": probe, "build": build}

@@ -1,1 +1,1 @@
-"""Capture, ONNX export, and the rewrites that each target needs."""
+"""Capture, ONNX export, and the graph rewrites that each target needs."""

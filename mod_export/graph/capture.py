@@ -1,8 +1,8 @@
-"""Captures a model as one graph of static shape: proven whole by torch.compile, then exported by torch.export.
+"""Captures a model as one graph of static shape: torch.compile proves that it is one, and torch.export exports it.
 
-Nothing is captured on the meta device, although skeletons are built there: torch gives tensors of that device other
-strides than those of the CPU (attention returns another layout), and `view` depends on strides. So tensors on the meta
-device stand for tensors on the CPU whose values are not known, torch's fake tensors, which take no memory either.
+Models without values are built on the meta device, but not captured there: torch gives tensors other strides there than
+on the CPU (attention returns another layout), and `view` depends on strides. So capture replaces tensors on the meta
+device by torch's fake tensors of the CPU, which have no values and take no memory either.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureProof:
-    """What torch.compile did with two different inputs of one bucket."""
+    """How torch.compile captured different inputs of one bucket."""
 
     graphs: int
     graph_breaks: int
@@ -44,14 +44,14 @@ class CaptureProof:
 
 
 def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]], where: str) -> CaptureProof:
-    """Compiles with `fullgraph=True` and runs different inputs: one graph, no break, no recompile, no dynamic size.
+    """Proves that a module is one static graph: it compiles without breaks, and runs other inputs without a recompile.
 
-    The backend is the eager interpreter, because breaks and recompiles happen before any backend is asked.
+    The backend runs graphs eagerly, because breaks and recompiles happen before any backend is called.
 
     Args:
-        module: what is captured.
+        module: the module to capture.
         examples: inputs of equal shapes and different values.
-        where: what messages call it.
+        where: the name of the module in messages.
 
     Raises:
         CaptureError: the model does not compile as one static graph, or fails by itself; `not_static.py` says why.
@@ -72,13 +72,13 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
     try:
         with (
             torch.no_grad(),
-            _on_the_cpu(module, examples) as given,
+            _on_the_cpu(module, examples) as placed_examples,
             torch._dynamo.config.patch(error_on_recompile=True),
             without_dumps(),
         ):
-            for placed in given:
+            for placed in placed_examples:
                 compiled(*placed)
-    except Exception as error:  # Of torch, or of the model: it runs while it is captured.
+    except Exception as error:  # torch may raise it, or the model, which runs while it is captured.
         raise refusal(error, module, placed, where) from error
     finally:
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
@@ -86,13 +86,13 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
     proof = CaptureProof(graphs=len(graphs), graph_breaks=breaks, recompiles=len(graphs) - 1)
     if proof != CaptureProof(graphs=1, graph_breaks=0, recompiles=0):
         raise CaptureError(f"{where}: expected 1 graph, no breaks and no recompiles, got {proof}")
-    # torch.compile keeps these inside one graph; no graph of fixed sizes can hold them.
+    # torch.compile allows dynamic sizes in one graph, but a graph of fixed sizes cannot hold them.
     refuse_dynamic(graphs[0], where)
     return proof
 
 
 def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """Gives results without values: of inputs without values nothing can be asked that a condition or a size needs."""
+    """A function that returns results without values, because inputs without values cannot run the graph."""
     outputs = graph_module.graph.output_node().args[0]
 
     def forward(*_inputs: torch.Tensor) -> Any:
@@ -105,8 +105,8 @@ def _shapes_only(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
 def _on_the_cpu(
     module: torch.nn.Module, examples: Sequence[Sequence[torch.Tensor]]
 ) -> Iterator[list[tuple[torch.Tensor, ...]]]:
-    """Inside, what a module on the meta device holds are fake tensors of the CPU; gives the examples as such. A module
-    that is not there, and its examples, stay as they are.
+    """Context in which the tensors of a module on the meta device are fake tensors of the CPU; it yields examples that
+    are such tensors. A module on another device, and its examples, stay as they are.
     """
     state = {one: (dict(one._parameters), dict(one._buffers)) for one in module.modules()}
     tensors = [*module.parameters(), *module.buffers(), *(one for example in examples for one in example)]
@@ -126,8 +126,8 @@ def _on_the_cpu(
 
     try:
         for one, (parameters, buffers) in state.items():
-            one._parameters.update((name, placed(held)) for name, held in parameters.items() if held is not None)  # type: ignore[misc]  # It is one.
-            one._buffers.update((name, placed(held)) for name, held in buffers.items() if held is not None)
+            one._parameters.update((name, placed(value)) for name, value in parameters.items() if value is not None)  # type: ignore[misc]  # It is one.
+            one._buffers.update((name, placed(value)) for name, value in buffers.items() if value is not None)
         yield [tuple(map(placed, example)) for example in examples]
     finally:
         for one, (parameters, buffers) in state.items():
@@ -137,14 +137,14 @@ def _on_the_cpu(
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """An exported program without markers, whose last outputs say what the routing sites `sites` selected."""
+    """An exported program without markers, whose last outputs are the selections of the routing sites `sites`."""
 
     program: torch.export.ExportedProgram
     sites: tuple[RoutingSite, ...]
 
     @property
     def routed(self) -> list[str]:
-        """The names of those outputs."""
+        """The names of the outputs that hold these selections."""
         return [routed_output(site.name) for site in self.sites]
 
 
@@ -156,7 +156,7 @@ def captured(
     strict: bool = False,
     dtype: DType = "float32",
 ) -> Captured:
-    """`exported` as what engines are made of: its products in `dtype`, and the markers of routing sites erased."""
+    """The `exported` program in the form that engines are built from: products in `dtype`, and markers erased."""
     program = exported(module, example, where, strict=strict)
     if dtype in NARROW:
         program = narrowed(program, dtype)
@@ -166,22 +166,22 @@ def captured(
 def exported(
     module: torch.nn.Module, example: Sequence[torch.Tensor], where: str, *, strict: bool = False
 ) -> torch.export.ExportedProgram:
-    """torch.export for inputs of the shapes of `example`, of which no two may be the same tensor.
+    """Exports a module for inputs with the shapes of `example`, which must be different tensors.
 
-    Markers of routing sites stay, and get a name where the model gave none. In a model that marks none, they are found.
+    Markers of routing sites stay, and those without a name get one. If the model has no markers, its sites are found.
 
-    With `strict`, conditions are captured with everything else; without, each of them is compiled on its own, which
-    takes longer than all the rest.
+    With `strict`, conditions are captured with everything else. Without it, each of them is compiled by itself, which
+    takes longer than everything else.
 
     Raises:
         CaptureError: torch.export refused the model, or the program has sizes that depend on the data.
     """
-    # A tensor that is given twice is taken for one input, and the graph is wrong without a word.
+    # torch takes a repeated tensor for one input, and the graph is silently wrong.
     assert len({id(tensor) for tensor in example}) == len(example)
     try:
         with torch.no_grad(), _on_the_cpu(module, [example]) as (placed,), without_dumps():
             program = torch.export.export(module, placed, strict=strict)
-    except Exception as error:  # Of torch, or of the model: it runs while it is captured.
+    except Exception as error:  # torch may raise it, or the model, which runs while it is captured.
         raise refusal(error, module, example, where) from error
     refuse_dynamic(program.graph, where)
     return with_found_sites(program)
@@ -189,7 +189,7 @@ def exported(
 
 @contextlib.contextmanager
 def without_dumps() -> Iterator[None]:
-    """Keeps from the terminal what torch writes there before it raises: tracebacks, and the whole graph so far."""
+    """Hides what torch writes to the terminal before it raises: tracebacks, and the whole graph so far."""
     for name in _TALKATIVE:
         logging.getLogger(name).addFilter(_no_record)
     try:
@@ -203,7 +203,7 @@ def without_dumps() -> Iterator[None]:
 
 @contextlib.contextmanager
 def lines_of_helpers() -> Iterator[None]:
-    """Inside, nodes of a program keep the lines of whatever `forward` calls; torch keeps those of `forward` alone."""
+    """Makes nodes keep the lines of the functions that `forward` calls; torch only keeps the lines of `forward`."""
 
     def own_frames(_tracer: Any, frames: traceback.StackSummary) -> traceback.StackSummary:
         first = next((n for n, frame in enumerate(frames) if frame.name == "forward"), len(frames))
@@ -224,7 +224,7 @@ def _no_record(_record: logging.LogRecord) -> bool:
 
 
 def with_found_sites(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program with a named marker at each routing site: the model's own, or else those that are found."""
+    """The program with a named marker at each routing site: the model's own markers, or else those of found sites."""
     if routing_sites(program):
         name_sites(program)
     else:

@@ -1,4 +1,4 @@
-"""Checks a graph against the limits of a target before the vendor's parser sees it; messages name layer and way out."""
+"""Checks a graph against a target's limits before a parser sees it. Messages name the layer and a way out."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DTYPES: dict[ir.DataType | None, DType] = {
 
 
 def check_dialect(model: ir.Model, dialect: Dialect, dtype: DType) -> None:
-    """Checks a graph, after the passes of this dialect, against its limits. The dtype is for the message.
+    """Checks a graph against the limits of a dialect, after its passes ran. `dtype` only appears in the message.
 
     Raises:
-        LimitError: every problem found, one line each.
+        LimitError: the graph breaks a limit. The message lists every problem, one per line.
     """
     problems = list(_model_problems(model, dialect))
     for node in model.graph.all_nodes():
@@ -146,13 +146,13 @@ NODE_CHECKS: tuple[Callable[[ir.Node, Dialect], str | None], ...] = (
 
 
 def check_external_data(path: Path) -> None:
-    """Checks where the weights of an ONNX file lie, since parsers differ in what they follow.
+    """Checks where the external weights of an ONNX file are stored, because parsers treat links differently.
 
-    TensorRT's parser follows a link out of the folder, ONNX Runtime refuses some kinds of link, onnx refuses all. What
-    all of them take is a regular file beside the graph that holds the bytes it is said to hold.
+    TensorRT's parser follows a link out of the folder, ONNX Runtime refuses some kinds of links, and onnx refuses all
+    links. All of them accept a regular file beside the graph that contains the bytes that the graph refers to.
 
     Raises:
-        GraphError: not an ONNX graph, or a weight lies elsewhere, in a link, or beyond the end of its file.
+        GraphError: the file is no ONNX graph, or a weight is stored elsewhere, in a link, or beyond the file's end.
     """
     for tensor in _external_tensors(graph_from_file(path)):
         problem = _location_problem(path.parent, tensor)
@@ -165,10 +165,10 @@ def check_external_data(path: Path) -> None:
 
 def _external_tensors(model: ir.Model) -> Iterator[ir.ExternalTensor]:
     for graph in model.graphs():
-        held = [value.const_value for value in graph.initializers.values()]
+        tensors = [value.const_value for value in graph.initializers.values()]
         for node in graph:
-            held += [item.as_tensor() for item in node.attributes.values() if item.type == ir.AttributeType.TENSOR]
-        yield from (tensor for tensor in held if isinstance(tensor, ir.ExternalTensor))
+            tensors += [item.as_tensor() for item in node.attributes.values() if item.type == ir.AttributeType.TENSOR]
+        yield from (tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor))
 
 
 def _location_problem(folder: Path, tensor: ir.ExternalTensor) -> str | None:

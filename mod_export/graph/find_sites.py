@@ -1,12 +1,12 @@
 """Finds the routing sites of a captured program whose model does not mark them.
 
-A site is a top-k, or a sort of which k entries are kept, whose indices gather the tokens that run. Results are put back
-at the same indices, or the selected tokens go on alone (pruning). A mask by which the results of all tokens are kept or
-dropped saves nothing and is no site. Where indices and tokens go is followed in `token_flow.py`.
+A site is a top-k, or a sort that keeps k entries, whose indices gather the tokens that run. Either the results are put
+back at the same indices, or only the selected tokens continue (pruning). A mask that keeps or drops the results of all
+tokens saves nothing and is not a site. `token_flow.py` follows indices and tokens through the program.
 
-A marker is set right behind the selection, so that whatever the program makes of the indices (an order by position,
-flat indices, one-hot rows) is made of the marked ones. The values that a top-k returns beside its indices are gathered
-from the scores at the marked indices instead, which gives the same bits.
+A marker is inserted right after the selection, so everything that the program derives from the indices (an order by
+position, flat indices, one-hot rows) is derived from the marked indices. A top-k also returns values; they are replaced
+by a gather from the scores at the marked indices, which gives the same bits.
 
 Shape legend: B rows, T tokens that a site can select from, K slots.
 """
@@ -37,7 +37,7 @@ SORTS = {ATEN.sort.default, ATEN.sort.stable}
 ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
 SELECTS = SORTS | ARGSORTS | {ATEN.topk.default}
 OUTERMOST = "model"
-"""As `module_path` calls it."""
+"""The name that `module_path` gives to the outermost module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +45,11 @@ class FoundSite:
     """A selection that is a site.
 
     Attributes:
-        selection: of k tokens; `indices` may not be a node yet where `order` is given.
-        flow: what becomes of its tokens.
-        order: of a sort of which several parts are used, which of its T indices are the selected ones.
-        outer: the site among whose selected tokens it selects; None where it selects from the whole row.
-        table: the node of the positions of these tokens, in the numbering of `outer`, or of the row if `of_row`.
+        selection: the selection of k tokens; if `order` is given, `selection.indices` holds all T indices.
+        flow: what the program does with its tokens.
+        order: the slice of the T sorted indices that is selected; None unless several parts of a sort are used.
+        outer: the site whose selected tokens it selects from; None if it selects from the whole row.
+        table: the node that holds the positions of those tokens, in the row if `of_row`, else in the tokens of `outer`.
     """
 
     selection: Selection
@@ -61,15 +61,15 @@ class FoundSite:
 
 
 def found_sites(program: ExportedProgram) -> list[FoundSite]:
-    """Every site of a program without markers, in the order in which it decides."""
+    """The sites of a program without markers, in the order in which it selects."""
     return judged_selections(program)[0]
 
 
 def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[Flow]]:
-    """The sites of a program without markers, and what it does with what other selections give."""
+    """The sites of a program without markers, and the flows of its other selections."""
     rows = _rows_of_inputs(program)
     flows, known = flows_of(program, list(selections(program.graph)))
-    found: list[FoundSite] = []
+    sites: list[FoundSite] = []
     others: list[Flow] = []
     for flow in flows:
         order = None
@@ -79,16 +79,16 @@ def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[F
         else:
             is_site = bool(flow.reads) and (bool(flow.puts) or _go_on_alone(flow, rows))
         if is_site:
-            found.append(_in_the_row(flow, order, found, known))
+            sites.append(_in_the_row(flow, order, sites, known))
         else:
             others.append(flow)
-    return found, others
+    return sites, others
 
 
 def _part_that_runs(flow: Flow) -> slice | None:
-    """Which end of a whole order is computed with, if only one is: the other tokens are just put back beside it."""
+    """The end of a complete order whose tokens alone go through products; None if there is no such end."""
     order_T = flow.index_BK[:1].flatten().tolist()
-    parts = [one for one in flow.sets_computed() if len(one) < len(order_T)]
+    parts = [tokens for tokens in flow.sets_computed() if len(tokens) < len(order_T)]
     if len(parts) != 1:
         return None
     k = len(parts[0])
@@ -97,42 +97,42 @@ def _part_that_runs(flow: Flow) -> slice | None:
 
 
 def mark_found_sites(program: ExportedProgram) -> None:
-    """Marks every site that is found, and names it after the module that selects, gathers and puts back."""
-    found = found_sites(program)
-    paths = [_path(one) for one in found]
+    """Marks every site that it finds, and names it after the module that selects, gathers and puts back."""
+    sites = found_sites(program)
+    paths = [_path(site) for site in sites]
     counts = Counter(paths)
     names = {path for path, count in counts.items() if count == 1}
     marker = _Marker(program.graph)
-    for one, path in zip(found, paths, strict=True):
+    for site, path in zip(sites, paths, strict=True):
         numbered = (f"{path}.{number}" for number in count_up())
         name = path if counts[path] == 1 else next(name for name in numbered if name not in names)
         names.add(name)
-        marker.mark(one, name)
+        marker.mark(site, name)
     program.graph.eliminate_dead_code()
     program.graph_module.recompile()
 
 
 def _rows_of_inputs(program: ExportedProgram) -> set[int]:
-    """The sizes that can be a number of rows: of the first two dimensions of inputs."""
+    """The sizes of the first two dimensions of inputs: each of them can be the number of rows."""
     specs = zip(program.graph.nodes, program.graph_signature.input_specs, strict=False)
-    own = [node.meta.get("val") for node, spec in specs if spec.kind is InputKind.USER_INPUT]
-    return {size for one in own if isinstance(one, torch.Tensor) for size in one.shape[:2]}
+    values = [node.meta.get("val") for node, spec in specs if spec.kind is InputKind.USER_INPUT]
+    return {size for value in values if isinstance(value, torch.Tensor) for size in value.shape[:2]}
 
 
 def _go_on_alone(flow: Flow, rows: set[int]) -> bool:
-    """Whether the selected tokens are what later operations run on: the others have been pruned."""
-    return flow.selection.rows in rows and any(len(one) == flow.selection.k for one in flow.sets_computed())
+    """Whether later products run on the selected tokens alone, so that the others have been pruned."""
+    return flow.selection.rows in rows and any(len(tokens) == flow.selection.k for tokens in flow.sets_computed())
 
 
 def _in_the_row(flow: Flow, order: slice | None, before: Sequence[FoundSite], known: Known) -> FoundSite:
-    """With the site among whose selected tokens it selects, and what says which these are."""
-    found = FoundSite(selection=flow.selection, flow=flow, order=order)
+    """Makes the site of a flow, with the outer site that it selects from and the node of its tokens' positions."""
+    site = FoundSite(selection=flow.selection, flow=flow, order=order)
     if flow.is_from is None:
-        return found
+        return site
     inner, own_BT = flow.is_from
-    outer = next((one for one in before if one.flow is inner), None)
+    outer = next((earlier for earlier in before if earlier.flow is inner), None)
     if outer is None:
-        return found
+        return site
     row_BT = inner.positions_BT
     row_BT = own_BT if row_BT is None else row_BT.gather(1, own_BT)
     for table_BT, of_row in ((row_BT, True), (own_BT, False)):
@@ -141,63 +141,63 @@ def _in_the_row(flow: Flow, order: slice | None, before: Sequence[FoundSite], kn
             if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or value.numel() != own_BT.numel():
                 continue
             if torch.equal(flow.selection.by_row(value.reshape(-1)), table_BT):
-                return replace(found, outer=outer, table=node, of_row=of_row)
-    return found
+                return replace(site, outer=outer, table=node, of_row=of_row)
+    return site
 
 
 def selections(graph: fx.Graph) -> Iterator[Selection]:
-    """Every top-k and every sort of scores."""
+    """Yields every top-k and every sort of floating-point scores."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in SELECTS:
             continue
         scores = node.args[0]
         if not scores.meta["val"].dtype.is_floating_point:
-            continue  # Indices that are brought into order select nothing.
+            continue  # Sorting indices selects nothing.
         dim = argument_of(node, "dim") % max(1, len(shape_of(scores)))
         values, indices = ([], [node]) if node.target in ARGSORTS else _items(node)
         if node.target is ATEN.topk.default:
             largest = bool(argument_of(node, "largest"))
             yield from (
-                Selection(node=node, scores=scores, dim=dim, indices=one, values=values, largest=largest)
-                for one in indices
+                Selection(node=node, scores=scores, dim=dim, indices=item, values=values, largest=largest)
+                for item in indices
             )
             continue
-        if any(_is_changed(one) for one in (*values, *indices)):
-            continue  # Parts of a sort share its memory, which a marker would divide.
+        if any(_is_changed(item) for item in (*values, *indices)):
+            continue  # The parts of a sort share memory. With a marker, they would miss each other's writes.
         kept = _only_part(indices)
         start = None if kept is None else _kept_from(kept, dim)
         descending = bool(argument_of(node, "descending"))
         if kept is not None and start is not None:
-            same = [use for one in values for use in one.users if use.args[1:] == kept.args[1:]]
+            kept_values = [use for item in values for use in item.users if use.args[1:] == kept.args[1:]]
             largest = descending == (start == 0)
-            yield Selection(node=node, scores=scores, dim=dim, indices=kept, values=same, largest=largest)
+            yield Selection(node=node, scores=scores, dim=dim, indices=kept, values=kept_values, largest=largest)
         else:
             yield from (
                 Selection(
-                    node=node, scores=scores, dim=dim, indices=one, values=values, largest=descending, is_order=True
+                    node=node, scores=scores, dim=dim, indices=item, values=values, largest=descending, is_order=True
                 )
-                for one in indices
+                for item in indices
             )
 
 
 def _only_part(indices: Sequence[fx.Node]) -> fx.Node | None:
-    """What is used of the indices of a sort, if it is one part of them, however often a program takes it."""
-    parts = [use for one in indices for use in one.users]
-    if not parts or any((one.target, one.args[1:]) != (parts[0].target, parts[0].args[1:]) for one in parts):
+    """The only part of a sort's indices that is used, or None. Nodes that take this part again are replaced by one."""
+    parts = [use for node in indices for use in node.users]
+    if not parts or any((node.target, node.args[1:]) != (parts[0].target, parts[0].args[1:]) for node in parts):
         return None
-    for other in parts[1:]:
-        other.replace_all_uses_with(parts[0])
+    for duplicate in parts[1:]:
+        duplicate.replace_all_uses_with(parts[0])
     return parts[0]
 
 
 def _items(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes that take the values, and those that take the indices, of what returns both."""
+    """The `getitem` nodes of the values, and those of the indices, of an operation that returns both."""
     users = [use for use in node.users if use.target is operator.getitem]
     return [use for use in users if use.args[1] == 0], [use for use in users if use.args[1] == 1]
 
 
 def _kept_from(node: fx.Node, dim: int) -> int | None:
-    """Where the entries begin that are kept of something sorted; None unless some at one end are, and not all."""
+    """The start of a slice that keeps one end of a sorted tensor; None for any other node."""
     if node.target is not ATEN.slice.Tensor:
         return None
     source: Any = node.args[0]
@@ -209,23 +209,23 @@ def _kept_from(node: fx.Node, dim: int) -> int | None:
 
 
 def _is_changed(node: fx.Node) -> bool:
-    """Whether a value, or a part of it, is changed in place."""
+    """Whether a value or a slice of it is changed in place."""
     return any(_writes_to(use, node) or (use.target is ATEN.slice.Tensor and _is_changed(use)) for use in node.users)
 
 
 def _writes_to(use: fx.Node, node: fx.Node) -> bool:
-    """Not where it only reads, as `out[rows, index] = y` reads the index."""
+    """Whether `use` changes `node` in place. `out[rows, index] = y` only reads the index."""
     schema = getattr(use.target, "_schema", None)
     arguments = () if schema is None else schema.arguments
     return any(
-        one.alias_info is not None and one.alias_info.is_write and argument_of(use, one.name) is node
-        for one in arguments
+        argument.alias_info is not None and argument.alias_info.is_write and argument_of(use, argument.name) is node
+        for argument in arguments
     )
 
 
 def _path(site: FoundSite) -> str:
-    """Of the innermost module that selects, gathers and puts back; where that is the whole model, of the one that runs
-    the selected tokens.
+    """Path of the innermost module that holds selection, gather and scatter; if that is the whole model, of the module
+    that runs the selected tokens.
     """
     read, put = site.flow.pairs[0]
     path = _shared_path([site.selection.node, read, put or read])
@@ -237,7 +237,7 @@ def _path(site: FoundSite) -> str:
 
 
 def _shared_path(nodes: Sequence[fx.Node]) -> str:
-    """The innermost module that all of them belong to."""
+    """Path of the innermost module that contains all of the nodes."""
     parts = [module_path(node).split(".") for node in nodes]
     shared = 0
     while all(len(part) > shared for part in parts) and len({part[shared] for part in parts}) == 1:
@@ -246,7 +246,7 @@ def _shared_path(nodes: Sequence[fx.Node]) -> str:
 
 
 class _Marker:
-    """Sets markers, and gives everything behind the selections what these return."""
+    """Inserts markers, and makes the readers of each selection read what its marker returns."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -254,36 +254,39 @@ class _Marker:
         self._positions: dict[fx.Node, fx.Node] = {}
 
     def mark(self, site: FoundSite, name: str) -> None:
-        """Sets the marker, on (B, K) and (B, T)."""
-        one, graph = site.selection, self._graph
-        users, value_users = list(one.indices.users), [(value, use) for value in one.values for use in value.users]
-        largest = one.largest if site.order is None else one.largest == (site.order.start == 0)
-        # Right behind the selection, so before whatever uses it.
-        with graph.inserting_before(one.node.next):
-            whole = own = self._again(one, one.indices)
+        """Inserts the marker of a site, with indices (B, K) and scores (B, T)."""
+        selection, graph = site.selection, self._graph
+        users, value_users = (
+            list(selection.indices.users),
+            [(value, use) for value in selection.values for use in value.users],
+        )
+        largest = selection.largest if site.order is None else selection.largest == (site.order.start == 0)
+        # Right after the selection, and so before all of its readers.
+        with graph.inserting_before(selection.node.next):
+            whole = kept = self._again(selection, selection.indices)
             if site.order is not None:
-                own = self._add(one, ATEN.slice.Tensor, whole, one.dim, site.order.start, site.order.stop)
-            index = self._rows(one, own, shape_of(own)[one.dim])
-            scores = self._rows(one, one.scores, one.tokens)
-            scores = scores if largest else self._add(one, ATEN.neg.default, scores)
-            live = self._add(one, ATEN.ge.Scalar, index, 0)
-            # Masks are -inf, or the smallest number that there is.
+                kept = self._add(selection, ATEN.slice.Tensor, whole, selection.dim, site.order.start, site.order.stop)
+            index = self._rows(selection, kept, shape_of(kept)[selection.dim])
+            scores = self._rows(selection, selection.scores, selection.tokens)
+            scores = scores if largest else self._add(selection, ATEN.neg.default, scores)
+            live = self._add(selection, ATEN.ge.Scalar, index, 0)
+            # Masked scores are -inf or the lowest number of the dtype.
             lowest = torch.finfo(scores.meta["val"].dtype).min
-            available = self._add(one, ATEN.gt.Scalar, scores, lowest / 2)
+            available = self._add(selection, ATEN.gt.Scalar, scores, lowest / 2)
             positions = self._positions_of(site)
             rule = BY_POSITION if site.flow.in_order else BY_SCORE
-            marked = self._add(one, MARKER, index, live, scores, available, positions, name, rule)
-            index = self._as_before(one, self._add(one, operator.getitem, marked, 0), own)
+            marked = self._add(selection, MARKER, index, live, scores, available, positions, name, rule)
+            index = self._as_before(selection, self._add(selection, operator.getitem, marked, 0), kept)
             if site.order is not None:
-                index = self._add(one, REORDERED, whole, index, one.dim, site.order.start == 0)
-            values = self._add(one, ATEN.gather.default, one.scores, one.dim, index)
+                index = self._add(selection, REORDERED, whole, index, selection.dim, site.order.start == 0)
+            values = self._add(selection, ATEN.gather.default, selection.scores, selection.dim, index)
         for use in users:
-            use.replace_input_with(one.indices, index)
+            use.replace_input_with(selection.indices, index)
         for value, use in value_users:
             use.replace_input_with(value, values)
-        self._marked[one.indices] = index
+        self._marked[selection.indices] = index
         if positions is not None:
-            self._positions[one.indices] = positions
+            self._positions[selection.indices] = positions
 
     def _add(self, one: Selection, target: Any, *args: Any) -> fx.Node:
         return add_node(self._graph, one.node, target, *args)
@@ -292,19 +295,19 @@ class _Marker:
         return node if node is one.node else self._graph.node_copy(node, lambda before: self._again(one, before))
 
     def _rows(self, one: Selection, node: fx.Node, size: int) -> fx.Node:
-        """As (B, size)."""
+        """Reshapes a node to (B, size)."""
         if one.rows == 1 or not one.is_tokens_first:
             return self._add(one, ATEN.reshape.default, node, [one.rows, size])
         return self._add(one, ATEN.t.default, self._add(one, ATEN.reshape.default, node, [size, one.rows]))
 
     def _as_before(self, one: Selection, index: fx.Node, before: fx.Node) -> fx.Node:
-        """(B, K) as the selection returned it."""
+        """Reshapes indices (B, K) to the shape that the selection returned."""
         turned = one.rows > 1 and one.is_tokens_first
         index = self._add(one, ATEN.t.default, index) if turned else index
         return self._add(one, ATEN.reshape.default, index, list(shape_of(before)))
 
     def _positions_of(self, site: FoundSite) -> fx.Node | None:
-        """(B, T): where in the whole row the tokens stand that are selected from."""
+        """The node of the row positions (B, T) that the site selects from; None if it selects from the whole row."""
         if site.outer is None or site.table is None:
             return None
         table = self._marked.get(site.table, site.table)

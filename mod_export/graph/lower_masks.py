@@ -1,7 +1,7 @@
-"""Writes selections by a boolean mask with fixed sizes: masked entries are chosen by `where` and numbered by sums.
+"""Writes operations on boolean masks with fixed sizes: `where` picks masked entries, and a cumulative sum numbers them.
 
-How many entries a mask has is not known when a graph is made, so no ONNX graph of fixed sizes can hold the indices of
-its true entries. Where only the masked entries change, none are needed.
+The number of true entries is unknown when a graph is exported, so a graph of fixed sizes cannot hold their indices. It
+needs no indices if only the masked entries change.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Lowered = Callable[..., Any]
 
 
 def lowered_index_put(node: fx.Node) -> Lowered | None:
-    """`x[mask] = value`, where one boolean mask is all that x is indexed by."""
+    """`x[mask] = value`, if one boolean mask is the only index of x."""
     indices: Any = argument_of(node, "indices")
-    given = [one for one in indices if one is not None]
-    if len(given) != 1 or given[0].meta["val"].dtype is not torch.bool or argument_of(node, "accumulate"):
+    used = [index for index in indices if index is not None]
+    if len(used) != 1 or used[0].meta["val"].dtype is not torch.bool or argument_of(node, "accumulate"):
         return None
     return _put_by_mask
 
@@ -39,33 +39,33 @@ def lowered_nonzero_static(node: fx.Node) -> Lowered:
 
 
 def _put_by_mask(x: Tensor, indices: Sequence[Tensor | None], value: Tensor, accumulate: bool = False) -> Tensor:
-    before = next(n for n, one in enumerate(indices) if one is not None)
+    before = next(n for n, index in enumerate(indices) if index is not None)
     mask = indices[before]
     assert mask is not None
     rest = x.dim() - before - mask.dim()
     wide = mask.reshape(*[1] * before, *mask.shape, *[1] * rest)
-    # Values are given for (before, n true entries, rest); one for all entries is broadcast.
-    own = value.shape[value.dim() - rest - 1] if value.dim() > rest else 1
-    if own == 1:
+    # The value is (before, n true entries, rest), or has a single entry that is broadcast.
+    entries = value.shape[value.dim() - rest - 1] if value.dim() > rest else 1
+    if entries == 1:
         if value.dim() > rest:
             shape = value.shape
             at = value.dim() - rest - 1
             value = value.reshape(*shape[:at], *[1] * mask.dim(), *shape[at + 1 :])
         return torch.where(wide, value.to(x.dtype), x)
-    number = _number(mask).clamp(0, own - 1)
-    value = value.expand(*x.shape[:before], own, *x.shape[x.dim() - rest :])
+    number = _number(mask).clamp(0, entries - 1)
+    value = value.expand(*x.shape[:before], entries, *x.shape[x.dim() - rest :])
     chosen = value.index_select(before, number.reshape(-1)).reshape(x.shape)
     return torch.where(wide, chosen.to(x.dtype), x)
 
 
 def _number(mask: Tensor) -> Tensor:
-    """Of each true entry, how many true ones stand before it; as many dimensions as the mask."""
+    """The number of true entries before each true entry, in the shape of the mask."""
     return (mask.reshape(-1).to(torch.int64).cumsum(0) - 1).reshape(mask.shape)
 
 
 def _copied_last(mask: fx.Node, elements: int) -> int:
-    """How many of the last elements of a mask are the same, as in `mask_BS[..., None].expand_as(x_BSD)`: a whole row of
-    the source is then put where one entry is true.
+    """The number of copies that a mask holds of each entry, such as D in `mask_BS[..., None].expand_as(x_BSD)`. Each
+    true entry then takes a whole row of the source.
     """
     value = mask.meta["val"]
     copies = 1
@@ -95,6 +95,6 @@ def _first_nonzero(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     live = flat.index_select(0, order)
     steps = [math.prod(x.shape[n + 1 :]) for n in range(x.dim())]
     places = [order.div(step, rounding_mode="floor") % extent for step, extent in zip(steps, x.shape, strict=True)]
-    found = torch.where(live[:, None], torch.stack(places, 1), fill_value)
-    missing = size - found.shape[0]
-    return torch.cat([found, found.new_full((missing, x.dim()), fill_value)]) if missing > 0 else found
+    positions = torch.where(live[:, None], torch.stack(places, 1), fill_value)
+    missing = size - positions.shape[0]
+    return torch.cat([positions, positions.new_full((missing, x.dim()), fill_value)]) if missing > 0 else positions

@@ -1,7 +1,6 @@
-"""Writes reductions that ONNX has no operator for, or that torch's exporter translates wrongly, as others that it has.
+"""Writes reductions that ONNX lacks, or that torch's exporter translates wrongly, with operators that ONNX has.
 
-Median, cumprod, cdist and searchsorted have no translation; that of a bag of embeddings has sizes that depend on the
-data.
+Median, cumprod, cdist and searchsorted have no translation. The one of embedding_bag has sizes that depend on the data.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Lowered = Callable[..., Any]
 
 
 def lowered_embedding_bag(node: fx.Node) -> Lowered | None:
-    """Bags of one size, as those of a 2-D input are; others have sizes that depend on the data."""
+    """`embedding_bag` with bags of one size, as a 2-D input has; the sizes of other bags depend on the data."""
     offsets, indices = argument_of(node, "offsets"), argument_of(node, "indices")
     if not isinstance(offsets, fx.Node) or offsets.target not in (ATEN.arange.start_step, ATEN.arange.default):
         return None
@@ -34,34 +33,34 @@ def lowered_embedding_bag(node: fx.Node) -> Lowered | None:
 
 
 def lowered_median(node: fx.Node) -> Lowered:
-    """The lower one of the two middle values of a dimension, and where it is."""
+    """The lower of the two middle values along a dimension, and its index."""
     return _median
 
 
 def lowered_median_of_all(node: fx.Node) -> Lowered:
-    """The lower one of the two middle values of a tensor."""
+    """The lower of the two middle values of a tensor."""
     return lambda x: _median(x.reshape(-1), 0)[0]
 
 
 def lowered_cumprod(node: fx.Node) -> Lowered:
-    """Products of ever longer parts, each step twice as long as the one before (Hillis and Steele, Communications of
-    the ACM 29(12), 1986).
+    """Cumulative products in steps that each double the length of the factors (Hillis and Steele, Communications of the
+    ACM 29(12), 1986).
     """
     return _cumprod
 
 
 def lowered_cdist(node: fx.Node) -> Lowered:
-    """Distances from differences, as their definition has it: products of matrices would lose digits."""
+    """Distances computed from differences, as they are defined: matrix products would lose digits."""
     return _cdist
 
 
 def lowered_searchsorted(node: fx.Node) -> Lowered | None:
-    """How many boundaries are below a value: each is compared with all."""
+    """The number of boundaries below each value, which is compared with all of them."""
     return None if argument_of(node, "sorter") is not None else _searchsorted
 
 
 def lowered_bucketize(node: fx.Node) -> Lowered:
-    """As `searchsorted`, the other way round."""
+    """`searchsorted` with its first two arguments swapped."""
     return lambda x, boundaries, *, out_int32=False, right=False: _searchsorted(
         boundaries, x, out_int32=out_int32, right=right
     )
@@ -88,14 +87,14 @@ def _bags_of(bags: int) -> Lowered:
             live_BN1 = (indices_BN != padding_idx)[..., None]
         count_B1 = live_BN1.sum(1)
         if mode == 2:
-            found_BD = torch.where(live_BN1, rows_BND, -math.inf).amax(1)
-            found_BD = torch.where(count_B1 > 0, found_BD, 0.0)
+            result_BD = torch.where(live_BN1, rows_BND, -math.inf).amax(1)
+            result_BD = torch.where(count_B1 > 0, result_BD, 0.0)
         else:
-            found_BD = torch.where(live_BN1, rows_BND, 0.0).sum(1)
+            result_BD = torch.where(live_BN1, rows_BND, 0.0).sum(1)
             if mode == 1:
-                found_BD = found_BD / count_B1.clamp(min=1)
-        # The others are for its gradient.
-        return found_BD, indices, count_B1.reshape(-1), indices
+                result_BD = result_BD / count_B1.clamp(min=1)
+        # The other results serve the gradient only.
+        return result_BD, indices, count_B1.reshape(-1), indices
 
     return embedding_bag
 
@@ -105,7 +104,7 @@ def _median(x: Tensor, dim: int, keepdim: bool = False) -> Sequence[Tensor]:
     middle = (x.shape[dim] - 1) // 2 if x.dim() else 0
     if not x.dim():
         return x, torch.zeros_like(x, dtype=torch.int64)
-    return tuple(one.narrow(dim, middle, 1) if keepdim else one.select(dim, middle) for one in (values, indices))
+    return tuple(part.narrow(dim, middle, 1) if keepdim else part.select(dim, middle) for part in (values, indices))
 
 
 def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -143,8 +142,8 @@ def _searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    one = torch.as_tensor(values, dtype=boundaries.dtype) if not isinstance(values, Tensor) else values
+    queries = torch.as_tensor(values, dtype=boundaries.dtype) if not isinstance(values, Tensor) else values
     before = boundaries[None, :] if boundaries.dim() == 1 else boundaries[..., None, :]
-    each = one[..., None]
+    each = queries[..., None]
     below = before <= each if right or side == "right" else before < each
     return below.sum(-1).to(torch.int32 if out_int32 else torch.int64)

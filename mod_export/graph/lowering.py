@@ -1,15 +1,15 @@
-"""Writes operators that the ONNX exporter has no good form of as others that compute the same.
+"""Replaces operators that the ONNX exporter translates badly, or not at all, by others that compute the same.
 
-* `einsum` becomes products of matrices, because it hides attention and weights from the passes.
-* The k-th value of a row is the last of a top-k: ONNX has no operator of its own for it.
-* Attention of any rank becomes that of four dimensions, the only one that is exported, under a mask of every query, and
-  with as many rows and heads of keys as there are of queries, or a number that divides it.
-* An LSTM with projections becomes its steps, because ONNX has none.
-* What is joined by `hstack` and its like is joined by `cat`, as torch itself does it.
-* Masks, reductions, what is scattered, and functions of numbers: `lower_masks.py`, `lower_reductions.py`,
-  `lower_scatters.py` and `lower_numerics.py`.
+* `einsum` becomes matrix products, because it hides attention and weights from the passes.
+* The k-th value of a row becomes the last value of a top-k: ONNX has no operator for it.
+* Attention of any rank becomes attention of four dimensions, the only rank that is exported. Its mask has a row for
+  each query. Keys and values have as many rows as queries, and as many heads or a number that divides it.
+* An LSTM with projections becomes its steps, because ONNX has no such LSTM.
+* `hstack` and similar operators become `cat`, as in torch itself.
+* `lower_masks.py`, `lower_reductions.py`, `lower_scatters.py` and `lower_numerics.py` replace operations on masks,
+  reductions, scatters and numeric functions.
 
-The graph that PyTorch runs as the reference keeps what the model wrote.
+The graph that PyTorch runs as the reference keeps the operators of the model.
 """
 
 from __future__ import annotations
@@ -49,21 +49,21 @@ JOINS = (
     ATEN.hstack.default, ATEN.vstack.default, ATEN.dstack.default, ATEN.column_stack.default, ATEN.row_stack.default,
     ATEN.atleast_1d.Sequence, ATEN.atleast_2d.Sequence, ATEN.atleast_3d.Sequence, ATEN.block_diag.default,
 )  # fmt: skip
-"""What the exporter would make sequences of tensors and loops of."""
+"""Operators that the exporter would turn into sequences of tensors and loops."""
 TAKEN_APART = {*JOINS, ATEN.cross_entropy_loss.default}
-"""Also losses, of which the exporter leaves out label smoothing and targets that are probabilities."""
+"""Operators that torch decomposes itself. The exporter ignores label smoothing and probability targets of losses."""
 PRODUCTS: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ATEN.baddbmm.default: torch.bmm, ATEN.addmm.default: torch.mm, ATEN.addmv.default: torch.mv,
     ATEN.addr.default: torch.outer, ATEN.addbmm.default: lambda one, other: torch.bmm(one, other).sum(0),
 }  # fmt: skip
-"""What is added to beta times something else, which may hold anything where beta is 0."""
+"""Operator -> product that it adds to beta times a tensor. If beta is 0, that tensor may hold anything, even NaN."""
 
 
 def lower(graph: fx.Graph) -> None:
-    """Changes the graph of a captured program in place."""
+    """Replaces such operators in the graph of a captured program, in place."""
     for node in list(graph.nodes):
         if node.target is ATEN.einsum.default:
-            # Others torch takes apart itself where it runs below autograd.
+            # torch decomposes other equations itself when it runs below autograd.
             replace_by(graph, node, _einsum if _is_plain(node) else torch.einsum, whole=_is_plain(node))
         elif node.target in TAKEN_APART or _is_projected(node):
             replace_by(graph, node, node.target, whole=False)
@@ -76,34 +76,34 @@ def lower(graph: fx.Graph) -> None:
 def _replace_kth(graph: fx.Graph, node: fx.Node) -> None:
     source: Any = node.args[0]
     dim = argument_of(node, "dim") % max(1, len(shape_of(source)))
-    # Counted from the end that is nearer.
+    # K is counted from the nearer end, so that it is small.
     size, k = shape_of(source)[dim], argument_of(node, "k")
     largest = 2 * k > size
     k = size - k + 1 if largest else k
     with graph.inserting_before(node):
-        found = add_node(graph, node, ATEN.topk.default, source, k, dim, largest)
+        top = add_node(graph, node, ATEN.topk.default, source, k, dim, largest)
         for use in list(node.users):  # Value and index.
-            part = add_node(graph, node, operator.getitem, found, use.args[1])
-            kept = argument_of(node, "keepdim")
-            last = (ATEN.slice.Tensor, part, dim, k - 1, k) if kept else (ATEN.select.int, part, dim, k - 1)
+            part = add_node(graph, node, operator.getitem, top, use.args[1])
+            keepdim = argument_of(node, "keepdim")
+            last = (ATEN.slice.Tensor, part, dim, k - 1, k) if keepdim else (ATEN.select.int, part, dim, k - 1)
             use.replace_all_uses_with(add_node(graph, node, *last))
             graph.erase_node(use)
     graph.erase_node(node)
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether every dimension has a label, none has the same one twice, and a label stands for one size."""
+    """Whether an einsum labels every dimension, repeats no label within an operand, and has one size for each label."""
     arguments: Any = node.args
     equation, operands = arguments
     labels = equation.replace(" ", "").partition("->")[0].split(",")
     pairs = {
         (label, size)
-        for one, names in zip(operands, labels, strict=True)
-        for label, size in zip(names, shape_of(one), strict=False)
+        for item, names in zip(operands, labels, strict=True)
+        for label, size in zip(names, shape_of(item), strict=False)
     }
     return (
         "." not in equation
-        and all(len(set(one)) == len(one) for one in labels)
+        and all(len(set(item)) == len(item) for item in labels)
         and len(pairs) == len({label for label, _ in pairs})
     )
 
@@ -117,7 +117,7 @@ def _lowered_attention(node: fx.Node) -> Callable[..., Tensor] | None:
 
 
 def _lowered_squeeze(node: fx.Node) -> Callable[..., Tensor] | None:
-    """PyTorch leaves dimensions that are not of size 1 as they are; ONNX takes their names for an error."""
+    """Leaves out dimensions whose size is not 1: PyTorch ignores them, and ONNX rejects them."""
     shape, dims = shape_of(node.args[0]), argument_of(node, "dim")  # type: ignore[arg-type]  # A tensor's node.
     dims = [dims] if isinstance(dims, int) else list(dims)
     ones = [dim for dim in dims if shape and shape[dim] == 1]
@@ -127,7 +127,7 @@ def _lowered_squeeze(node: fx.Node) -> Callable[..., Tensor] | None:
 
 
 def _is_projected(node: fx.Node) -> bool:
-    """Whether it is an LSTM whose outputs are narrower than its cells, which ONNX does not have."""
+    """Whether a node is an LSTM with projections, whose outputs are narrower than its cells; ONNX has none."""
     if node.target is not ATEN.lstm.input:
         return False
     hidden, cells = argument_of(node, "hx")
@@ -135,22 +135,22 @@ def _is_projected(node: fx.Node) -> bool:
 
 
 def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_training: Any) -> Tensor:
-    """As it is without training: the slope is the mean."""
-    found: Tensor = ATEN.leaky_relu.default(x, (lower + upper) / 2)
-    return found
+    """`rrelu` outside of training, where the slope is the mean of its bounds."""
+    result: Tensor = ATEN.leaky_relu.default(x, (lower + upper) / 2)
+    return result
 
 
 def _lowered_clamp(node: fx.Node) -> Callable[..., Tensor] | None:
-    """The exporter makes a tensor of a bound that is an integer, and finds no form with one number and one tensor."""
+    """Makes both bounds floats: the exporter makes a tensor of an integer, and fails with one number and one tensor."""
     source: Any = node.args[0]
     bounds = [argument_of(node, name) for name in ("min", "max")]
-    if not source.meta["val"].is_floating_point() or None in bounds or len({type(one) for one in bounds}) == 1:
+    if not source.meta["val"].is_floating_point() or None in bounds or len({type(bound) for bound in bounds}) == 1:
         return None
     return lambda x, *_, **__: x.clamp(*map(float, bounds))
 
 
 def _lowered_extreme(node: fx.Node) -> Callable[..., Tensor] | None:
-    """The exporter knows that of named dimensions only."""
+    """Names all dimensions, because the exporter only knows `amax` and `amin` of named dimensions."""
     if argument_of(node, "dim") or not shape_of(node.args[0]):  # type: ignore[arg-type]  # A tensor's node.
         return None
     target: Any = node.target
@@ -165,7 +165,7 @@ def _lowered_products(node: fx.Node) -> Callable[..., Tensor] | None:
 
 
 def _lowered_conv3d(node: fx.Node) -> Callable[..., Tensor] | None:
-    """The exporter gives one without a bias a bias of a wrong size."""
+    """Adds a bias of zeros where there is none, because the exporter adds one of a wrong size."""
     if argument_of(node, "bias") is not None:
         return None
     return lambda x, weight, _=None, *rest, **named: ATEN.conv3d.default(
@@ -183,7 +183,7 @@ def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tup
 
 
 def _has_narrow_mask(node: fx.Node) -> bool:
-    """Whether its mask is one row for all queries, as one of padding is: ONNX Runtime takes only whole ones."""
+    """Whether the mask has one row for all queries, as a padding mask does: ONNX Runtime needs a row for each query."""
     query, key, mask = (argument_of(node, name) for name in ("query", "key", "attn_mask"))
     return mask is not None and shape_of(mask)[-2:] != (shape_of(query)[-2], shape_of(key)[-2])
 
@@ -199,19 +199,18 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention of (..., L, E): rows of three dimensions are heads of one row, more dimensions are more rows.
+    """Attention of (..., L, E), where the last outer dimension counts heads, and the others count rows.
 
-    Rows, heads and outer dimensions of which there is one are the same for all. One head of keys and values stays one
-    (`enable_gqa`); rows are copied.
+    A size of 1 is broadcast. Rows are copied, but a single head of keys and values stays one (`enable_gqa`).
     """
-    # The exporter refuses groups of one head.
+    # The exporter refuses groups of one head, so `enable_gqa` is not set if there is one query head as well.
     shares_heads = enable_gqa or (key.shape[-3:-2] == value.shape[-3:-2] == (1,) and query.shape[-3:-2] != (1,))
-    leads = [(*one.shape[:-3], 1) if shares_heads else one.shape[:-2] for one in (key, value)]
+    leads = [(*operand.shape[:-3], 1) if shares_heads else operand.shape[:-2] for operand in (key, value)]
     lead = torch.broadcast_shapes(query.shape[:-2], *leads)  # type: ignore[no-untyped-call]  # torch has no annotations there.
     *rows, heads = [1] * (2 - len(lead)) + list(lead)
 
     def of_four(tensor: Tensor, own: int = heads) -> Tensor:
-        # Also what is the same for all outer dimensions, such as a mask.
+        # A mask may lack outer dimensions, because it is the same for all of them.
         tensor = tensor.reshape(*[1] * (len(rows) + 3 - tensor.dim()), *tensor.shape)
         return tensor.expand(*rows, own, *tensor.shape[-2:]).reshape(-1, own, *tensor.shape[-2:])
 
@@ -221,29 +220,29 @@ def _attention(
     mask = attn_mask
     if mask is not None:
         mask = of_four(mask.expand(*mask.shape[:-2], query.shape[-2], key.shape[-2]))
-    found: Tensor = ATTENTION(
+    result: Tensor = ATTENTION(
         of_four(query), of_keys(key), of_keys(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=shares_heads
     )
-    return found.reshape(*lead, query.shape[-2], value.shape[-1])
+    return result.reshape(*lead, query.shape[-2], value.shape[-1])
 
 
 def _einsum(equation: str, operands: Sequence[Tensor], **_path: Any) -> Tensor:
-    """Products of two operands each, from the left."""
+    """Computes an einsum as products of two operands, from the left."""
     left, _, output = equation.replace(" ", "").partition("->")
     labels = left.split(",")
     if "->" not in equation:
-        output = "".join(sorted(one for one in set(left) - {","} if left.count(one) == 1))
+        output = "".join(sorted(item for item in set(left) - {","} if left.count(item) == 1))
     size = {
-        name: n for one, names in zip(operands, labels, strict=True) for name, n in zip(names, one.shape, strict=True)
+        name: n for item, names in zip(operands, labels, strict=True) for name, n in zip(names, item.shape, strict=True)
     }
-    found, names = operands[0], labels[0]
-    for number, (other, others) in enumerate(zip(operands[1:], labels[1:], strict=True), 2):
+    result, names = operands[0], labels[0]
+    for number, (right, right_names) in enumerate(zip(operands[1:], labels[1:], strict=True), 2):
         wanted = set(output).union(*labels[number:])
-        found, names = _summed(found, names, wanted | set(others))
-        other, others = _summed(other, others, wanted | set(names))
-        found, names = _product(found, names, other, others, wanted, size)
-    found, names = _summed(found, names, set(output))
-    return _in_order(found, names, output)
+        result, names = _summed(result, names, wanted | set(right_names))
+        right, right_names = _summed(right, right_names, wanted | set(names))
+        result, names = _product(result, names, right, right_names, wanted, size)
+    result, names = _summed(result, names, set(output))
+    return _in_order(result, names, output)
 
 
 def _summed(tensor: Tensor, names: str, wanted: set[str]) -> tuple[Tensor, str]:
@@ -258,7 +257,7 @@ def _in_order(tensor: Tensor, names: str, wanted: str) -> Tensor:
 def _product(
     one: Tensor, names: str, other: Tensor, others: str, wanted: set[str], size: dict[str, int]
 ) -> tuple[Tensor, str]:
-    """The product, and its labels: those of both that are wanted, then what either has alone."""
+    """The product and its labels: first the wanted labels of both operands, then those of only one operand."""
     shared = [name for name in names if name in others]
     batch = "".join(name for name in shared if name in wanted)
     inner = "".join(name for name in shared if name not in wanted)
@@ -273,7 +272,7 @@ def _product(
         one = one.reshape(shape(batch, rows) + [1] * len(columns))
         return one * other.reshape(shape(batch) + [1] * len(rows) + shape(columns)), batch + rows + columns
     k = math.prod(shape(inner))
-    # Without a batch the second one is as the weights of a linear layer, which reads rows of any shape.
+    # Without a batch, the second operand is like the weight of a linear layer, which reads rows of any shape.
     folded = [math.prod(shape(rows))] if batch else shape(rows)
     product = one.reshape([*shape(batch), *folded, k]) @ other.reshape([*shape(batch), k, math.prod(shape(columns))])
     return product.reshape(shape(batch, rows, columns)), batch + rows + columns
@@ -318,4 +317,4 @@ LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
     ATEN.put.default: _of_every_node(put),
     ATEN.diagonal_scatter.default: _of_every_node(diagonal_scattered),
 }
-"""Operator -> what computes the same as a node of it, or None where the exporter translates that node well."""
+"""Operator -> function that returns the replacement of a node, or None if the exporter translates the node well."""

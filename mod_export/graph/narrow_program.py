@@ -1,12 +1,12 @@
-"""Lets a captured float32 program multiply in 16 bits: matrix products and attention, and nothing else.
+"""Converts matrix products and attention of a captured float32 program to 16 bits, and nothing else.
 
-Products are where the time of a model goes, and its weights are most of what is read. Everything between them stays in
-float32, the residual stream too: a compiler that fuses it with the casts reads and writes as few bytes. Of the products
-those stay in float32 that lead to a selection, because scores that are rounded select other tokens.
+Products take most of a model's time, and weights are most of what it reads. Everything between products stays in
+float32, the residual stream too: a compiler that fuses it with the casts reads and writes no more bytes. Products that
+lead to a selection stay in float32 as well, because rounded scores select other tokens.
 
-A weight that nothing but such products and embeddings read is stored in 16 bits. Any other operand is cast where it is
-multiplied; a mask that is added to scores stays within the range of the 16 bits, because a row of nothing but minus
-infinity has no softmax. No value between products changes its type, so nothing else of the program has to be looked at.
+A weight that only such products and embeddings read is stored in 16 bits. Any other operand is cast where it is
+multiplied. A mask that is added to scores is clamped to the range of the 16 bits, because a row of nothing but minus
+infinity has no softmax. No value between products changes its dtype, so the rest of the program stays as it is.
 Products in the branches of conditions stay in float32.
 """
 
@@ -45,18 +45,17 @@ VIEWS = frozenset(
         aten.contiguous.default, aten.numpy_T.default,
     }
 )  # fmt: skip
-"""What may stand between a weight and the product that reads it."""
+"""The operators that may stand between a weight and the product that reads it."""
 TABLES = frozenset({aten.embedding.default})
 MOST_SCORES = 256
-"""Numbers of a token that a router computes, at most; a product of more gives vectors of the residual stream."""
+"""The most numbers per token that a router computes; a wider product computes vectors of the residual stream."""
 
 
 def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
-    """A copy of a program with the markers of its routing sites, whose products are in `dtype`. Its inputs and outputs,
-    and the names of its weights, are the same.
+    """Returns a copy of a program with markers whose products are in `dtype`; inputs, outputs and weight names stay.
 
     Raises:
-        LimitError: a weight beyond the range of `dtype`.
+        LimitError: a weight exceeds the range of `dtype`.
     """
     wanted = NARROW[dtype]
     module = copy.deepcopy(program.graph_module)
@@ -119,16 +118,16 @@ def _is_float32(node: Any) -> bool:
 
 
 def _read_by(product: fx.Node) -> set[fx.Node]:
-    """Operands, before a cast."""
+    """The operands of a product, before any cast."""
     return {one.all_input_nodes[0] if one.target is aten.to.dtype else one for one in product.all_input_nodes}
 
 
 def _deciding(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
-    """The nodes that lead to a selection and to nothing else, and the products of few numbers next above its scores.
+    """The nodes that lead to selections alone, and the nearest products above the scores, if these are narrow enough.
 
-    `weights` are the names of the placeholders that hold some.
+    `weights` are the names of the placeholders that hold weights.
     """
-    found: set[fx.Node] = set()
+    deciding: set[fx.Node] = set()
     above = [Marked(*node.args).scores for node in graph.nodes if node.target is MARKER]
     seen: set[fx.Node] = set()
     while above:
@@ -139,14 +138,14 @@ def _deciding(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
         if node.target not in PRODUCTS:
             above += node.all_input_nodes
         elif node.meta["val"].shape[-1] <= MOST_SCORES:
-            found.add(node)
-    # A router that is asked again, for a gate, gives the same numbers.
-    routers = {one for node in found for one in _read_by(node) if one.name in weights}
-    found |= {node for node in graph.nodes if node.target in PRODUCTS and not routers.isdisjoint(_read_by(node))}
+            deciding.add(node)
+    # A router that runs again, for a gate, must give the same numbers.
+    routers = {operand for node in deciding for operand in _read_by(node) if operand.name in weights}
+    deciding |= {node for node in graph.nodes if node.target in PRODUCTS and not routers.isdisjoint(_read_by(node))}
     for node in reversed(graph.nodes):
-        if node.users and all(user in found or user.target is MARKER for user in node.users):
-            found.add(node)
-    return found
+        if node.users and all(user in deciding or user.target is MARKER for user in node.users):
+            deciding.add(node)
+    return deciding
 
 
 def _only_read_by(node: fx.Node, readers: set[fx.Node]) -> bool:
@@ -164,15 +163,15 @@ def _infer_views(graph: fx.Graph, stored: list[fx.Node]) -> None:
 
 
 def _infer(node: fx.Node) -> None:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
-    mode = detect_fake_mode([one.meta["val"] for one in node.all_input_nodes])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+    mode = detect_fake_mode([source.meta["val"] for source in node.all_input_nodes])
     assert mode is not None
     with mode:
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]  # An operation.
 
 
 def _computed(graph: fx.Graph, node: fx.Node) -> None:
-    """After its operands changed: the type of what it gives, and that in float32 for everything behind it."""
+    """Updates a node whose operands changed their dtype, and casts its result to float32 for all readers."""
     _infer(node)
     with graph.inserting_after(node):
         wide = add_node(graph, node, aten.to.dtype, node, torch.float32)
@@ -180,7 +179,7 @@ def _computed(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _cast_by(graph: fx.Graph, casts: dict[fx.Node, fx.Node], wanted: torch.dtype) -> Callable[[fx.Node], fx.Node]:
-    """Casts each value once, before the first product that reads it."""
+    """Returns a function that casts each value once, before the first product that reads it."""
 
     def cast(node: fx.Node) -> fx.Node:
         if not _is_float32(node):

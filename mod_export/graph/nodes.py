@@ -1,7 +1,7 @@
-"""Graphs and their nodes: reading a graph, what passes and checks ask of it, and how passes put nodes into it.
+"""Reads ONNX graphs and writes nodes into them.
 
-The one vocabulary of all passes: `made_by`, `only_reader`, `constant_array` and the like read a graph, `NodeWriter`
-writes into it, and `substitute` puts a new value in the place of an old one.
+All passes and checks share these helpers: `made_by`, `only_reader`, `constant_array` and the like read a graph,
+`NodeWriter` writes nodes, and `substitute` replaces an old value by a new one.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mod_export.errors import GraphError
 from mod_export.graph.weights import MOST_SIZES
 
 Input = ir.Value | np.ndarray | Sequence[int] | None
-"""Of a node to be written. Arrays, and integers as int64, become constants; None is an input that is left out."""
+"""An input of a node to be written. Arrays, and integers as int64, become constants; None is an omitted input."""
 
 NAME_SCOPES = "pkg.torch.onnx.name_scopes"
-"""The metadata in which the exporter notes the modules that a node came from, outermost first."""
+"""The metadata key under which the exporter lists the modules that a node came from, outermost first."""
 NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
 REPLACED = "replaced by"
-"""The key under which a value that was replaced keeps what replaced it."""
+"""The metadata key under which a replaced value keeps its replacement."""
 NEWEST_OPSET = 24
-"""Of the operators that passes write."""
+"""The newest opset of the operators that passes write."""
 UNNUMBERED = -1
-"""The number of modules that are no layers: they count as before the first one."""
+"""The layer number of modules that are not layers: it sorts before the first layer."""
 
 
 def graph_from_file(path: Path) -> ir.Model:
@@ -52,7 +52,7 @@ def graph_from_file(path: Path) -> ir.Model:
 
 
 def graph_from_bytes(data: bytes) -> ir.Model:
-    """A graph that this process has made itself."""
+    """Parses a graph that this process has serialized itself."""
     return ir.from_proto(onnx.load_from_string(data))
 
 
@@ -62,7 +62,7 @@ def is_standard(node: ir.Node, *op_types: str) -> bool:
 
 
 def made_by(value: ir.Value | None, *op_types: str) -> ir.Node | None:
-    """The node that computes a value, where it is one of these standard ONNX operators."""
+    """The node that computes a value, if it is one of these standard ONNX operators; else None."""
     node = None if value is None else value.producer()
     return node if node is not None and is_standard(node, *op_types) else None
 
@@ -73,19 +73,19 @@ def is_used(value: ir.Value) -> bool:
 
 
 def only_reader(value: ir.Value) -> ir.Node | None:
-    """The node that reads a value, where nothing else does."""
+    """The node that reads a value; None if it is read more than once or is a graph output."""
     users = [use.node for use in value.uses()]
     return users[0] if len(users) == 1 and not value.is_graph_output() else None
 
 
 def constant_array(value: ir.Value | None) -> np.ndarray | None:
-    """The value of a constant or initializer; None for anything computed, absent or without data."""
+    """The array of a constant or initializer; None if the value is computed, absent or without data."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
 
 
 def static_shape(value: ir.Value | None) -> tuple[int, ...] | None:
-    """The shape, or None where it or one of its dimensions is unknown."""
+    """The shape, or None if it or one of its dimensions is unknown."""
     if value is None or value.shape is None or not value.shape.is_static():
         return None
     return value.shape.numpy()
@@ -95,7 +95,7 @@ def require_static_shape(value: ir.Value | None, node: ir.Node) -> tuple[int, ..
     """The shape of an input or output of `node`.
 
     Raises:
-        GraphError: it is unknown or dynamic.
+        GraphError: the shape is unknown or dynamic.
     """
     shape = static_shape(value)
     if shape is None:
@@ -108,14 +108,14 @@ def require_static_shape(value: ir.Value | None, node: ir.Node) -> tuple[int, ..
 
 
 def label_of(node: ir.Node) -> str:
-    """For messages: `layers.3 (node_TopK_12)`, or the node's name alone."""
+    """The name of a node in messages: `layers.3 (node_TopK_12)`, or the node's name alone."""
     name = node.name or node.op_type
     module = _module(node)
     return f"{module} ({name})" if module else name
 
 
 def module_of(node: ir.Node) -> str:
-    """The layer or else the module that a node belongs to: `layers.3`, `norm`, `head`; if unknown, its own name."""
+    """The layer, or else the module, of a node: `layers.3`, `norm`, `head`; if unknown, the node's name."""
     return _module(node) or node.name or node.op_type
 
 
@@ -126,10 +126,10 @@ def numbered_layer(path: str) -> tuple[int, str] | None:
 
 
 def _module(node: ir.Node) -> str | None:
-    """The exporter notes the modules that a node came from, but not for what a module's other methods do.
+    """The layer or module of a node, which the exporter only stores for nodes of `forward` methods; None if unknown.
 
-    Such a node belongs to the latest layer among the nearest nodes that it reads from, or, where it reads from none, to
-    the only layer that reads from it.
+    Any other node gets the latest layer among the nearest nodes that it reads from. If there is none, it gets the only
+    layer that reads from it, or else a module that it reads from.
     """
     above = _nearest(node, lambda one: one.predecessors())
     if above and max(above)[0] > UNNUMBERED:
@@ -141,31 +141,31 @@ def _module(node: ir.Node) -> str | None:
 
 
 def _nearest(node: ir.Node, neighbours: Callable[[ir.Node], Iterable[ir.Node]]) -> set[tuple[int, str]]:
-    """(number, name) of the layers of the nearest nodes in one direction that have one; the node itself comes first."""
+    """(number, name) of the nearest layers or modules in one direction; the node's own one ends the search."""
     seen: set[ir.Node] = {node}
-    frontier, found = [node], set()
+    frontier, modules = [node], set()
     while frontier:
         current = frontier.pop()
-        own = _noted_module(current)
-        if own is not None:
-            found.add(own)
+        module = _noted_module(current)
+        if module is not None:
+            modules.add(module)
             continue
-        for other in neighbours(current):
-            if other not in seen:
-                seen.add(other)
-                frontier.append(other)
-    return found
+        for neighbour in neighbours(current):
+            if neighbour not in seen:
+                seen.add(neighbour)
+                frontier.append(neighbour)
+    return modules
 
 
 def _is_tied_table(value: ir.Value | None) -> bool:
-    """Whether a value is the transpose of a table that rows are gathered from: embedding and head in one."""
+    """Whether a value is the transpose of an embedding table, which the head then shares."""
     transpose = made_by(value, "Transpose")
     table = None if transpose is None else transpose.inputs[0]
     return table is not None and any(use.node.op_type == "Gather" for use in table.uses())
 
 
 def _noted_module(node: ir.Node) -> tuple[int, str] | None:
-    """(number, name) of the layer in the node's module path or in the names of its weights, or of another module."""
+    """(number, name) of the layer in a node's module path or weight names; if there is none, of another module."""
     weights = [str(value.name) for value in node.inputs if value is not None and value.is_initializer()]
     layer = next(filter(None, map(numbered_layer, [node.metadata_props.get(NAME_SCOPES, ""), *weights])), None)
     if layer is not None:
@@ -177,26 +177,26 @@ def _noted_module(node: ir.Node) -> tuple[int, str] | None:
 
 
 def branches_of(node: ir.Node) -> list[ir.Graph]:
-    """The graphs inside a node: two in an If, none in nearly every other operator."""
-    found: list[ir.Graph] = []
+    """The subgraphs of a node: two for an If, none for nearly every other operator."""
+    graphs: list[ir.Graph] = []
     for attribute in node.attributes.values():
         if attribute.type == ir.AttributeType.GRAPH:
-            found.append(attribute.as_graph())
+            graphs.append(attribute.as_graph())
         elif attribute.type == ir.AttributeType.GRAPHS:
-            found += attribute.as_graphs()
-    return found
+            graphs += attribute.as_graphs()
+    return graphs
 
 
 def graph_around(node: ir.Node) -> ir.Graph:
-    """The graph that a node is in: the main graph, or a branch."""
+    """The graph that contains a node: the main graph or a branch."""
     assert isinstance(node.graph, ir.Graph)
     return node.graph
 
 
 class Branches:
-    """Which output of a branch is which output of its If. Valid as long as no If is changed.
+    """Maps the outputs of branches to the outputs of their If. It is valid until an If is changed.
 
-    Values get into a branch by their names alone, and out of it as outputs of the If.
+    A branch reads outer values by name, and returns values only as outputs of the If.
     """
 
     def __init__(self, graph: ir.Graph) -> None:
@@ -209,13 +209,13 @@ class Branches:
                     self._inside[outer].append(inner)
 
     def readers(self, value: ir.Value) -> Iterator[ir.Node]:
-        """The nodes that use a value, and where it is an output of a branch, those that use the output of the If."""
+        """The nodes that read a value; for an output of a branch, also those that read the output of the If."""
         yield from (use.node for use in value.uses())
         for outer in self._outside.get(value, ()):
             yield from self.readers(outer)
 
     def makers(self, value: ir.Value) -> Iterator[ir.Node | None]:
-        """The node that computes a value; for an output of an If those in its branches; None for an input."""
+        """The node that computes a value, or None for an input; for an output of an If, the nodes in its branches."""
         if value not in self._inside:
             yield value.producer()
         for inner in self._inside.get(value, ()):
@@ -223,7 +223,7 @@ class Branches:
 
 
 class NodeWriter:
-    """Puts nodes before `anchor`, typed, and with its metadata, so that messages about them still name the layer."""
+    """Inserts typed nodes before `anchor`. They get its metadata, so that messages about them still name the layer."""
 
     def __init__(self, graph: ir.Graph, anchor: ir.Node, purpose: str) -> None:
         self._graph = graph
@@ -234,18 +234,18 @@ class NodeWriter:
     def op(
         self, op_type: str, *inputs: Input, domain: str = "", like: ir.Value | None = None, **attributes: Any
     ) -> ir.Value:
-        """One node with one output, whose dtype and shape are those of `like`, or else inferred."""
+        """Writes a node with one output, whose dtype and shape are those of `like`, or else inferred."""
         value = self._values(op_type, inputs, domain, attributes, 1)[0]
         if like is None:
             self._infer([value])
         else:
-            # Copies: a type that two values share would be cast for both of them.
+            # Nothing is shared with `like`: a pass that casts one value would change both.
             assert like.dtype is not None
             value.dtype, value.shape = like.dtype, None if like.shape is None else like.shape.copy()
         return value
 
     def ops(self, op_type: str, count: int, *inputs: Input, **attributes: Any) -> Sequence[ir.Value]:
-        """One standard node with `count` outputs."""
+        """Writes a standard node with `count` outputs."""
         values = self._values(op_type, inputs, "", attributes, count)
         self._infer(values)
         return values
@@ -253,7 +253,7 @@ class NodeWriter:
     def many(
         self, op_type: str, like: Sequence[ir.Value], *inputs: Input, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        """One node with an output like each of `like`, in dtype and shape."""
+        """Writes a node with one output for each value of `like`, in its dtype and shape."""
         values = self._values(op_type, inputs, domain, attributes, len(like))
         for value, model in zip(values, like, strict=True):
             assert model.dtype is not None
@@ -266,8 +266,8 @@ class NodeWriter:
         name = f"{self._prefix}_{op_type}_{self._count}"
         self._count += 1
         read = [
-            one if one is None else _latest(one) if isinstance(one, ir.Value) else self.constant(np.asarray(one))
-            for one in inputs
+            item if item is None else _latest(item) if isinstance(item, ir.Value) else self.constant(np.asarray(item))
+            for item in inputs
         ]
         values = [ir.Value(name=f"{name}_{i}") for i in range(count)]
         node = ir.Node(domain, op_type, read, ir.convenience.convert_attributes(attributes), outputs=values, name=name)
@@ -276,38 +276,38 @@ class NodeWriter:
         return values
 
     def _infer(self, values: Sequence[ir.Value]) -> None:
-        """Types the outputs of a standard node by ONNX's own rules."""
+        """Infers dtypes and shapes of a standard node's outputs by ONNX's own rules."""
         node = values[0].producer()
         assert node is not None
         opset = self._graph.opset_imports.get("", NEWEST_OPSET)
         read = [value for value in node.inputs if value is not None]
-        held = {str(value.name): value.const_value for value in read if value.const_value is not None}
-        found = onnx.shape_inference.infer_node_outputs(
+        constants = {str(value.name): value.const_value for value in read if value.const_value is not None}
+        types = onnx.shape_inference.infer_node_outputs(
             onnx.defs.get_schema(node.op_type, opset),
             ir.to_proto(node),
             {str(value.name): ir.to_proto(value).type for value in read},
             {
-                name: ir.to_proto(ir.tensor(one.numpy(), name=name))
-                for name, one in held.items()
-                if one.size <= MOST_SIZES
+                name: ir.to_proto(ir.tensor(tensor.numpy(), name=name))
+                for name, tensor in constants.items()
+                if tensor.size <= MOST_SIZES
             },
             opset_imports=[onnx.helper.make_opsetid("", opset)],
         )
         for value in values:
-            value.type = ir.serde.deserialize_type_proto_for_type(found[str(value.name)])
-            value.shape = ir.serde.deserialize_type_proto_for_shape(found[str(value.name)])
+            value.type = ir.serde.deserialize_type_proto_for_type(types[str(value.name)])
+            value.shape = ir.serde.deserialize_type_proto_for_shape(types[str(value.name)])
 
     def replace(self, value: ir.Value) -> None:
         """Replaces the anchor's only output by a value, and removes the anchor."""
         substitute(self._anchor.outputs[0], value, self._anchor)
 
     def constant(self, array: np.ndarray) -> ir.Value:
-        """An initializer, shared by all who ask for the same content."""
+        """Returns the initializer with this content, which all callers share."""
         if array.size <= MOST_SIZES:
             content = "_".join(map(str, array.ravel().tolist()))
         else:
             content = hashlib.sha256(array.tobytes()).hexdigest()[:16]
-        # A slash, because no exporter's names have one.
+        # No exporter uses a slash in names, so this name cannot clash.
         name = f"constant/{array.dtype}_{'x'.join(map(str, array.shape))}_{content}"
         if name not in self._graph.initializers:
             tensor = ir.tensor(array, name=name)
@@ -319,14 +319,14 @@ class NodeWriter:
 
 
 def _latest(value: ir.Value) -> ir.Value:
-    """What stands in the place of a value now: a pass may have found it before it replaced the node that made it."""
+    """The current replacement of a value: a pass may still hold a value that it has replaced."""
     while REPLACED in value.meta:
         value = value.meta[REPLACED]
     return value
 
 
 def substitute(old: ir.Value, new: ir.Value, *computed_by: ir.Node) -> None:
-    """Gives `new` the place and the name of `old`, and removes the nodes that computed `old`, readers first."""
+    """Replaces `old` by `new`, which takes over its name, and removes the nodes that computed `old`, readers first."""
     name = old.name
     ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     old.meta[REPLACED] = new
@@ -337,14 +337,14 @@ def substitute(old: ir.Value, new: ir.Value, *computed_by: ir.Node) -> None:
 
 
 def late_zero(writer: NodeWriter, value: ir.Value, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
-    """An integer 0, of a `shape` of ones, that is only there after `value` is, a float of known rank.
+    """Writes an integer 0, of a `shape` of ones, that depends on `value`, a float of known rank.
 
-    It is abs(x) < 0 of one number: false for every number and for NaN, but neither a builder of engines nor constant
+    The 0 is abs(x) < 0 of one element: false for every number and for NaN, but neither an engine builder nor constant
     folding knows that.
     """
     assert value.shape is not None
     assert value.dtype is not None
     rank = len(value.shape)
-    one = writer.op("Slice", value, [0] * rank, [1] * rank)
-    never = writer.op("Less", writer.op("Abs", one), np.array(0, value.dtype.numpy()))
+    element = writer.op("Slice", value, [0] * rank, [1] * rank)
+    never = writer.op("Less", writer.op("Abs", element), np.array(0, value.dtype.numpy()))
     return writer.op("Reshape", writer.op("Cast", never, to=dtype), list(shape))

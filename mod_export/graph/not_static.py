@@ -1,8 +1,8 @@
-"""Says why a model is not one static graph: the line of its code, what was seen there, and what to write instead.
+"""Explains why a model is not one static graph: the line of its code, what the line does, and what to write instead.
 
-torch reports such a line in five ways: as an operation whose result has a size, or is a number, that is only known when
-the graph runs; as a condition that it cannot decide; as Python that it cannot capture; as a second compilation; and as
-an error of the line itself. What the model raises without being captured as well is its own error, and gets no advice.
+torch reports such a line in five ways: as an operation whose result is a number, or has a size, that is only known when
+the graph runs; as a condition that it cannot decide; as Python that it cannot capture; as a recompilation; and as an
+error of the line itself. An error that the model also raises without capture is its own, and gets no advice.
 docs/porting.md has a section for each pattern.
 """
 
@@ -29,12 +29,12 @@ from mod_export.errors import CaptureError
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A manner of writing that gives no static graph.
+    """A way of writing code that gives no static graph.
 
     Attributes:
-        section: of docs/porting.md.
-        seen: what is seen there, one sentence.
-        instead: the lines of code that say the same with fixed sizes.
+        section: the section of docs/porting.md.
+        seen: one sentence that says what such code does.
+        instead: lines of code that do the same with fixed sizes.
     """
 
     section: str
@@ -142,7 +142,7 @@ _MESSAGES = re.compile(r"\bprint\(|\bwarn(ings)?\b|\blog(ger|ging)?\.")
 _CAPTURING = (
     torch.__path__[0] + os.sep, "torch/fx/", str(Path(__file__).parents[1]) + os.sep, "<frozen", "<eval_with_key>",
 )  # fmt: skip
-"""Where code lies that captures a model, and is not the model's."""
+"""Path prefixes of code that captures a model and does not belong to it."""
 _STANDARD = sysconfig.get_paths()["stdlib"] + os.sep
 _PACKAGES = ("site-packages", "dist-packages")
 _INTEGER = re.compile(r"\b(int|round|floor|ceil)\(")
@@ -164,47 +164,47 @@ class _Line(NamedTuple):
 
 
 class NotCompiledError(CaptureError):
-    """torch cannot capture a module in one way, for a reason that says nothing about sizes and values: another way may
-    do, such as torch.export where torch.compile does not know a context manager or sees a `print`.
+    """torch cannot capture a module in one way, but sizes and values are not the reason, so another way may work. For
+    example, torch.export may work if torch.compile does not know a context manager or sees a `print`.
     """
 
 
 class StateError(CaptureError):
-    """The next call of a module finds something else than the one that was captured."""
+    """The next call of a module finds another state than the captured call."""
 
 
 def refuse_dynamic(graph: fx.Graph, where: str) -> None:
     """Refuses a graph, captured by torch.compile or torch.export, in which a size or number depends on the data.
 
     Raises:
-        CaptureError: there is one. The message names all lines where one comes from.
+        CaptureError: a size or number depends on the data. The message names every line where one comes from.
     """
-    found: dict[str, tuple[fx.Node, _Line | None]] = {}
+    origins: dict[str, tuple[fx.Node, _Line | None]] = {}
     for node in graph.nodes:
-        # What is computed from such a size has one as well.
-        if _depends(node) and not any(_depends(one) for one in node.all_input_nodes):
+        # What is computed from such a size has one as well, so only the first node is reported.
+        if _depends(node) and not any(_depends(source) for source in node.all_input_nodes):
             line = _line_of_node(node)
-            found.setdefault(str(line), (node, line))
-    if found:
-        (node, line), *others = found.values()
-        raise CaptureError(_message(where, _of_node(node, line), line, [str(other) for _, other in others]))
+            origins.setdefault(str(line), (node, line))
+    if origins:
+        (node, line), *rest = origins.values()
+        raise CaptureError(_message(where, _of_node(node, line), line, [str(next_line) for _, next_line in rest]))
 
 
 def place_of(node: fx.Node) -> str:
-    """The line of the model's own code that an operation comes from, to be put behind a sentence; empty if unknown."""
+    """The line of the model's own code that an operation comes from, as the end of a sentence; empty if unknown."""
     return _shown(" at", _line_of_node(node))
 
 
 def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.Tensor], where: str) -> CaptureError:
-    """Why a model could not be captured, from what torch raised while it was.
+    """Returns an error that explains why a model could not be captured, from the error that torch raised.
 
-    Where that says nothing about sizes and values, the model is run once without being captured: it may fail by itself.
+    If that says nothing about sizes and values, the model runs once without capture, because it may fail by itself.
 
     Args:
-        error: raised by torch.compile or torch.export.
-        module: that was captured.
+        error: the error that torch.compile or torch.export raised.
+        module: the module to capture.
         example: its inputs.
-        where: what the message calls it.
+        where: the name of the module in the message.
     """
     line = _line_of_error(error, module)
     pattern = _of_error(error, line)
@@ -213,15 +213,15 @@ def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.T
         kind = NotCompiledError if pattern is PRINTS else CaptureError
         kind = StateError if pattern.section == STATE.section else kind
         return kind(_message(where, pattern, line, ()))
-    own = _own_error(module, example)
-    if own is None:
+    model_error = _own_error(module, example)
+    if model_error is None:
         return NotCompiledError(f"{where}: torch cannot capture the model{_shown(' at', line)}\n{_summary(error)}")
-    place = _shown(" at", _line_of_error(own, module))
-    return CaptureError(f"{where}: the model itself fails with these inputs{place}\n{_summary(own)}")
+    place = _shown(" at", _line_of_error(model_error, module))
+    return CaptureError(f"{where}: the model itself fails with these inputs{place}\n{_summary(model_error)}")
 
 
 def state_that_changes(where: str, attributes: Sequence[str]) -> StateError:
-    """Why a module is refused whose results depend on attributes that a run changes, each told as `name == value`."""
+    """The error for a module whose results depend on attributes that a run changes, each given as `name == value`."""
     seen = STATE.seen.format(" and ".join(attributes))
     return StateError(_message(where, replace(STATE, seen=seen), None, ()))
 
@@ -232,7 +232,7 @@ def _message(where: str, pattern: Pattern, line: _Line | None, others: Sequence[
         [
             f"{where}: no static graph{_shown(' because of', line)}",
             f"{pattern.seen}. Write instead:",
-            *(f"    {one}" for one in pattern.instead),
+            *(f"    {code}" for code in pattern.instead),
             *further,
             f'See "{pattern.section}" in docs/porting.md',
         ]
@@ -252,30 +252,30 @@ def _summary(error: Exception) -> str:
 
 
 def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exception | None:
-    """What the model raises where nothing captures it. None of a model without values: it cannot be run."""
+    """The error that the model raises without capture, or None; a model without values cannot run and gives None."""
     tensors = [*module.parameters(), *module.buffers(), *example]
     if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in tensors):
         return None
     try:
         with torch.no_grad():
             module(*example)
-    except Exception as error:  # Whatever the user's code raises is told to the user.
+    except Exception as error:  # The user's code may raise anything, and the user gets to see it.
         return error
     return None
 
 
 def _line_of(lines: Sequence[_Line], packages: Collection[str]) -> _Line | None:
-    """The innermost line of the model's own code: of a file that is not installed, or of a package that classes of the
-    model are from, and not of one that they call, such as einops. If there is none, the innermost line of any package.
-    Lines come from the outside in.
+    """The innermost line of the model's own code, or else of any package; `lines` begin with the outermost one. The
+    model's own code is not installed, or is in one of `packages`, which define the model's classes. Packages that these
+    call, such as einops, do not count.
     """
-    found = [line for line in lines if _is_foreign(line.file)]
-    own = [line for line in found if _package_of(line.file) in {None, *packages}]
-    return next(reversed(own or found), None)
+    foreign = [line for line in lines if _is_foreign(line.file)]
+    own_lines = [line for line in foreign if _package_of(line.file) in {None, *packages}]
+    return next(reversed(own_lines or foreign), None)
 
 
 def _line_of_node(node: fx.Node) -> _Line | None:
-    # The text as well, because a program can come from another machine: no file is opened that it names.
+    # The text is read from the trace too, because a program can come from another machine: its files are not opened.
     frames = _FRAME.finditer(node.stack_trace or "")
     classes = [str(one[1]) for one in node.meta.get("nn_module_stack", {}).values() if len(one) > 1]
     packages = {re.sub(r"^<class '", "", name).partition(".")[0] for name in classes}
@@ -283,27 +283,29 @@ def _line_of_node(node: fx.Node) -> _Line | None:
 
 
 def _is_foreign(file: str) -> bool:
-    """Whether it is neither of what captures a model nor of Python itself."""
+    """Whether a file belongs neither to code that captures a model nor to Python itself."""
     if file.startswith(_CAPTURING):
         return False
     return not file.startswith(_STANDARD) or _package_of(file) is not None
 
 
 def _package_of(file: str) -> str | None:
-    """The installed package that a file belongs to."""
+    """The installed package that a file belongs to, or None."""
     parts = Path(file).parts
     at = next((n for n, part in enumerate(parts) if part in _PACKAGES), len(parts))
     return parts[at + 1].removesuffix(".py") if at + 1 < len(parts) else None
 
 
 def _packages_of(module: torch.nn.Module) -> set[str]:
-    """The packages that the classes of a model are from; not those of layers without weights, such as einops' own."""
-    return {type(one).__module__.partition(".")[0] for one in module.modules() if any(True for _ in one.parameters())}
+    """The packages that define the classes of a model, except layers without weights, such as those of einops."""
+    return {
+        type(part).__module__.partition(".")[0] for part in module.modules() if any(True for _ in part.parameters())
+    }
 
 
 def _line_of_error(error: Exception, module: torch.nn.Module) -> _Line | None:
     frames = [(one.filename, one.lineno or 0) for one in getattr(error, "real_stack", None) or ()]
-    # Of a second compilation, only the message says where.
+    # For a recompilation, only the message names the line.
     frames = frames or [(one["file"], int(one["line"])) for one in _FRAME.finditer(str(error))]
     ran = [(one.filename, one.lineno or 0) for one in traceback.extract_tb(error.__traceback__)]
     lines = [_Line(file, number, linecache.getline(file, number).strip()) for file, number in ran + frames]
@@ -323,7 +325,7 @@ def _of_error(error: Exception, line: _Line | None) -> Pattern | None:
     if "data-dependent expression" in text:
         if "specialized integer" in text:
             return LIST if any(word in source for word in _INDICES) else K_FROM_DATA
-        # The name of a number with a fraction.
+        # torch's names for unknown floats begin with "zuf".
         if "expression zuf" in text:
             return _of_fraction(source)
         return SIZE if "Size-like symbols: u" in text else _of_condition(source)
@@ -339,14 +341,14 @@ def _of_condition(source: str) -> Pattern:
 
 
 def _of_fraction(source: str) -> Pattern:
-    """A number that becomes a size, a condition, or a factor."""
+    """The pattern of a float that becomes a size, a condition or a factor."""
     if _INTEGER.search(source):
         return K_FROM_DATA
     return _of_condition(source) if _ASKS.search(source) else NUMBER
 
 
 def _is_in_loop(line: _Line) -> bool:
-    """Whether a loop over rows or tokens runs it; not one over layers, which are parts of `self`."""
+    """Whether the line is in a loop over rows or tokens. Loops over layers, which are parts of `self`, do not count."""
     lines = linecache.getlines(line.file)[: line.number]
     inside = len(lines[-1]) if lines else 0
     for text in reversed(lines):
@@ -363,7 +365,7 @@ def _is_in_loop(line: _Line) -> bool:
 
 
 def _of_node(node: fx.Node, line: _Line | None) -> Pattern:
-    """The pattern of an operation from which a size or number comes."""
+    """The pattern of an operation that returns a size or number that depends on the data."""
     name, source = _name_of(node), line.text if line else ""
     if name in _BY_NAME:
         return _BY_NAME[name]
@@ -384,7 +386,7 @@ def _of_number(node: fx.Node, source: str) -> Pattern:
         return _of_fraction(source)
     if "tolist(" in source:
         return LIST
-    # Beside these stand checks of the range, which say nothing.
+    # Some of the uses are range checks, which say nothing.
     uses = list(_uses(node))
     names = {_name_of(use) for use in uses}
     if "topk" not in names and any(_name_of(use) in _SLICES or _has_slice(use) for use in uses):
@@ -393,7 +395,7 @@ def _of_number(node: fx.Node, source: str) -> Pattern:
 
 
 def _uses(node: fx.Node) -> Iterator[fx.Node]:
-    """What a number is used for, whatever Python calculates with it before."""
+    """Yields the uses of a number, and of the numbers that Python calculates from it."""
     for use in node.users:
         yield use
         if isinstance(_value(use), torch.SymInt):
@@ -402,7 +404,7 @@ def _uses(node: fx.Node) -> Iterator[fx.Node]:
 
 def _has_slice(use: fx.Node) -> bool:
     index: Any = use.args[1] if _name_of(use) == "getitem" else ()
-    return any(isinstance(one, slice) for one in (index if isinstance(index, tuple) else (index,)))
+    return any(isinstance(item, slice) for item in (index if isinstance(index, tuple) else (index,)))
 
 
 def _name_of(node: fx.Node) -> str:
@@ -414,13 +416,13 @@ def _name_of(node: fx.Node) -> str:
 
 def _depends(node: fx.Node) -> bool:
     value = _value(node)
-    # Not a generator of random numbers, which is an object.
+    # Other leaves, such as a generator of random numbers, are objects without symbols.
     known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)
     return bool(
-        symbolic_shapes.free_unbacked_symbols([one for one in pytree.tree_leaves(value) if isinstance(one, known)])
+        symbolic_shapes.free_unbacked_symbols([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, known)])
     )
 
 
 def _value(node: fx.Node) -> Any:
-    """An example of what it returns, with symbols for what depends on the data."""
+    """An example of a node's result, with symbols for sizes and numbers that depend on the data."""
     return node.meta.get("example_value", node.meta.get("val"))

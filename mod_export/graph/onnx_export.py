@@ -1,4 +1,4 @@
-"""ExportedProgram to the portable ONNX graph: standard operators, static shapes, weights named as in the state_dict."""
+"""Exports programs to portable ONNX graphs: standard operators, static shapes, weights named as in the state_dict."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from mod_export.graph.not_static import place_of
 from mod_export.types import Bucket, Site, routed_output
 
 OPSET = 23
-"""The lowest opset with Attention and RMSNormalization as single operators, taken by every target."""
+"""The lowest opset with Attention and RMSNormalization as single operators; every target accepts it."""
 IR_VERSION = 10
-"""The highest that TensorRT 10's parser and older ONNX Runtimes in serving containers take."""
+"""The highest version that TensorRT 10's parser and older ONNX Runtimes in serving containers accept."""
 
 
 def _stable_sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """aten::sort.stable has no ONNX function; TopK over the whole axis, ties to the lower index, is the same."""
+    """Writes aten::sort.stable, which has no ONNX function, as TopK over the whole axis: ties go to the lower index."""
     # To mypy a Constant may be of any type, and Gather takes integers.
     size: Any = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))  # type: ignore[type-var]
     return op.TopK(self, size, axis=dim, largest=int(descending), sorted=1)
 
 
 def _mish(self: Any) -> Any:
-    """By its definition (arXiv 1908.08681, equation 1): TensorRT has no operator Mish in bfloat16."""
+    """Mish by its definition (arXiv 1908.08681, equation 1), because TensorRT has no operator Mish in bfloat16."""
     return op.Mul(self, op.Tanh(op.Softplus(self)))
 
 
@@ -49,7 +49,7 @@ OPERATOR = re.compile(
     r"No ONNX function found for <OpOverload\(op='(?P<name>[\w.]+)', overload='(?P<overload>\w+)'"
     r"|target=torch\.ops\.(?P<target>\w+\.\w+)\."
 )
-"""How the exporter names an operator that it cannot translate: one that it does not know, or one that it fails at."""
+"""Matches the exporter's name of an operator that it does not know, or that it fails to translate."""
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.mish.default: _mish,
     torch.ops.aten.sort.stable: _stable_sort,
@@ -57,8 +57,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
 
 
 def _without_neutral(op_type: str, neutral: float) -> RewriteRule:
-    """Removes `x op c` where the scalar c is the neutral element itself. onnxscript's own rules for this also take what
-    is close to it, as the epsilon 1e-8 of a norm is to 0.
+    """Removes `x op c` if the scalar c is exactly the neutral element. onnxscript's own rules also match numbers close
+    to it, such as the epsilon 1e-8 of a norm, which is close to 0.
     """
 
     def is_neutral(context: Any, c: ir.Value, **_: Any) -> bool:
@@ -95,11 +95,11 @@ REWRITES = RewriteRuleSet(
         rules.remove_optional_bias_from_gemm_rule,
     ]
 )
-"""Those of onnxscript's optimizer that a graph of a language model has a use for and that change no number, in its
-order. Its `slice_split_rule`
-looks through the whole graph at every node, which took three quarters of the time of optimizing; those about
-convolutions, clipping and batch norms are left to the engines, which have them all. None that is here compares numbers
-with a tolerance.
+"""The rules of onnxscript's optimizer that help a language model and change no number, in the optimizer's order.
+
+`slice_split_rule` is left out: it searches the whole graph at every node, which took three quarters of the optimization
+time. Rules about convolutions, clipping and batch norms are left to the engines, which have them all. No rule here
+compares numbers with a tolerance.
 """
 OPTIMIZE = (
     common.RemoveUnusedNodesPass(),
@@ -111,7 +111,7 @@ OPTIMIZE = (
     common.NameFixPass(),
 )
 ROUNDS = 2
-"""Of folding constants and rewriting: what one leaves the next may fold."""
+"""The most rounds of constant folding and rewriting: a round may fold what the previous one has rewritten."""
 CLEAN_UP = (
     common.CommonSubexpressionEliminationPass(),
     common.LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0),
@@ -125,22 +125,22 @@ CLEAN_UP = (
 def onnx_from_captured(
     captured: Captured, weights: Mapping[str, torch.Tensor], inputs: Sequence[str], outputs: Sequence[str]
 ) -> ir.Model:
-    """Converts and optimises without touching the weights.
+    """Exports a captured program to ONNX and optimizes the graph without touching the weights.
 
-    Constant folding would transpose weights and rename them, with a different name in every bucket. So the weights'
-    values are hidden from it, and the graph keeps the state_dict's names and layout.
+    Constant folding would transpose weights and rename them, with a different name in every bucket. So the values of
+    weights are hidden from it, and the graph keeps the names and the layout of the state_dict.
 
     Args:
-        captured: from `capture`; its graph is lowered in place.
+        captured: from `capture.py`; its graph is lowered in place.
         weights: name -> tensor of all parameters and buffers.
-        inputs: names of its inputs in order.
-        outputs: names of the model's own outputs in order; those of its routing sites come after them.
+        inputs: names of the graph's inputs, in order.
+        outputs: names of the model's own outputs, in order; the outputs of routing sites follow them.
 
     Returns:
-        A model whose weights have no value; `weights.bind_weights` gives them one.
+        A model whose weights have no values; `weights.bind_weights` adds them.
 
     Raises:
-        GraphError: the exporter failed, or left something that is not standard ONNX.
+        GraphError: the exporter failed, or the graph is not standard ONNX.
     """
     lower(captured.program.graph)
     with _quiet():
@@ -176,7 +176,7 @@ def onnx_from_captured(
 
 
 def _optimize(model: ir.Model) -> None:
-    """As `onnxscript.optimizer.optimize` begins, with REWRITES."""
+    """Runs the first part of `onnxscript.optimizer.optimize`, with REWRITES as its rules."""
     common.InlinePass()(model)
     for _ in range(ROUNDS):
         folded = optimizer.fold_constants(model, onnx_shape_inference=True).modified
@@ -188,7 +188,7 @@ def _optimize(model: ir.Model) -> None:
 
 
 def _in_order_of_memory(model: ir.Model) -> None:
-    """Folding leaves views, such as a transpose; what hashes and writes constants reads memory from end to end."""
+    """Makes constants contiguous, which hashing and writing need; folding leaves views such as a transpose."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             array = None if value.const_value is None else value.const_value.numpy()
@@ -197,8 +197,8 @@ def _in_order_of_memory(model: ir.Model) -> None:
 
 
 def _untranslated(error: BaseException, program: torch.export.ExportedProgram) -> str:
-    """What the exporter cannot translate, and at which line of the model; the exporter itself wraps that in several
-    layers of advice.
+    """Says which operator the exporter cannot translate, and in which line of the model. The exporter hides this in
+    several layers of advice.
     """
     texts = [str(error)]
     while error.__cause__ is not None:
@@ -219,8 +219,8 @@ def _untranslated(error: BaseException, program: torch.export.ExportedProgram) -
 
 
 def _node_of(program: torch.export.ExportedProgram, name: str) -> torch.fx.Node | None:
-    """A call of an operator: of `aten.cummax` any overload, of `aten.scatter.reduce` this one; for `prims.erf_inv` one
-    of `aten.erfinv`.
+    """A call of an operator. `aten.cummax` matches any overload, and `aten.scatter.reduce` only this one. Namespaces
+    and underscores are ignored, so that `prims.erf_inv` matches `aten.erfinv`.
     """
     wanted = [part.replace("_", "") for part in name.split(".")[1:]]
     named = ((node, str(node.target).split(".")) for node in program.graph.nodes if node.op == "call_function")
@@ -230,7 +230,7 @@ def _node_of(program: torch.export.ExportedProgram, name: str) -> torch.fx.Node 
 
 
 def _strip_metadata(model: ir.Model) -> None:
-    """Keeps each node's module path, which names the layer in messages; drops stack traces with the builder's paths."""
+    """Keeps the module path of each node, for messages, and drops stack traces, which hold paths of this machine."""
     model.metadata_props.clear()
     model.graph.metadata_props.clear()
     for node in model.graph.all_nodes():
@@ -246,7 +246,7 @@ def _strip_metadata(model: ir.Model) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter prints progress, and torch and onnx_ir comment on their own internals; none is for our user."""
+    """Silences the exporter's progress and what torch and onnx_ir log about their internals: users do not need it."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "onnx_ir", "onnxscript")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -263,10 +263,10 @@ def _quiet() -> Iterator[None]:
 def assert_capacity(
     model: ir.Model, bucket: Bucket, k_by_layer: Mapping[Site, int], results: Iterable[str] = ("logits",)
 ) -> None:
-    """The graph must route exactly the constant number of tokens that was captured, and have the outputs `results`.
+    """Checks that a graph routes the captured number of tokens at each site, and that its other outputs are `results`.
 
     Raises:
-        GraphError: a routed output is missing, or is not (rows, k).
+        GraphError: a routed output is missing or is not (rows, k), or the outputs are not the expected ones.
     """
     outputs = {value.name: value for value in model.graph.outputs}
     for layer, k in k_by_layer.items():
@@ -275,7 +275,7 @@ def assert_capacity(
         value = outputs.get(routed_output(layer))
         if value is None or value.shape is None:
             raise GraphError(f"layer {layer}: the graph has no output {routed_output(layer)} of known shape")
-        # Rows may be those of the batch, one for all of it, or one of them; k is what the cost depends on.
+        # A site may select in each row of the batch, in one row, or in all at once. The cost depends on k alone.
         if value.shape.rank() != 2 or value.shape.dims[1] != k:
             raise GraphError(
                 f"layer {layer}: the graph routes {value.shape}, expected [{bucket.batch}, {k}] at {bucket.name}"
@@ -286,10 +286,10 @@ def assert_capacity(
 
 
 def check_model(path: str) -> None:
-    """onnx.checker's full check with strict shape inference, on the file with its external data.
+    """Runs onnx.checker's full check, with strict shape inference, on a file with its external data.
 
     Raises:
-        GraphError: the file is not sound ONNX.
+        GraphError: the file is not valid ONNX.
     """
     try:
         onnx.checker.check_model(path, full_check=True)

@@ -1,8 +1,8 @@
-"""Runs single operations of a captured program on numbers that were made for it, to see what they do with elements.
+"""Runs single operations of a captured program on made-up numbers, to see what they do with elements.
 
-Which operators exist is not known here. What one does is seen from what comes out: whether elements were moved, copied,
-looked up or put somewhere. Floats are float32 in these runs, so that whole numbers up to 2^24 pass through unchanged,
-and tensors that are constant along a dimension are held as views without memory for it.
+This module has no list of operators. The result of a run shows what an operation does: whether it moves, copies, looks
+up or writes elements. Floats are float32 in these runs, so integers up to 2^24 pass through unchanged. Tensors that are
+constant along a dimension are views that take no memory for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 ATEN = torch.ops.aten
 LARGEST = 2**27
-"""Elements of what is computed here; a larger tensor is not looked at."""
+"""The most elements of a result that is computed here; a larger result counts as unknown."""
 _REMEMBERED = 2**16
 _LARGE, _SAMPLES = 2**20, 17
 _LIKE = ("new_", "zeros_like", "ones_like", "full_like", "empty_like")
@@ -30,20 +30,20 @@ Values = Callable[[fx.Node], Any]
 
 
 def tensor_of(node: fx.Node) -> Tensor | None:
-    """The tensor without values that a node stands for; None where it is no tensor of fixed shape."""
-    found = node.meta.get("val")
-    if not isinstance(found, torch.Tensor) or any(not isinstance(size, int) for size in found.shape):
+    """The tensor without values that describes a node's result; None if that is no tensor of fixed shape."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or any(not isinstance(size, int) for size in value.shape):
         return None
-    return found
+    return value
 
 
 def ran(node: fx.Node, values: Values) -> Any:
-    """What the operation of a node gives for these values of its inputs; None where it cannot be run with them."""
+    """Runs the operation of a node on these values of its inputs; returns None if that is impossible."""
     if node.op != "call_function" or any(size > LARGEST for size in _sizes(node)):
         return None
-    found = _tried(node, values)
-    # A tensor may have no such view where another of its shape has one.
-    return _tried(node, lambda one: _contiguous(values(one))) if found is None else found
+    result = _tried(node, values)
+    # A view may be impossible with these strides and possible for a contiguous tensor.
+    return _tried(node, lambda source: _contiguous(values(source))) if result is None else result
 
 
 def _tried(node: fx.Node, values: Values) -> Any:
@@ -52,13 +52,13 @@ def _tried(node: fx.Node, values: Values) -> Any:
     try:
         with torch.no_grad():
             return target(*_written_apart(node, args), **kwargs)
-    except Exception:  # Any operator of any library is run here, on numbers that it was not written for.
+    except Exception:  # Any operator of any library may run here, on numbers that it was not written for.
         return None
 
 
 def _sizes(node: fx.Node) -> list[int]:
-    found = tensor_of(node)
-    return [] if found is None else [found.numel()]
+    value = tensor_of(node)
+    return [] if value is None else [value.numel()]
 
 
 def _contiguous(value: Any) -> Any:
@@ -66,42 +66,42 @@ def _contiguous(value: Any) -> Any:
 
 
 def _here(argument: Any) -> Any:
-    """Floats are float32, and everything is on the CPU."""
+    """Replaces a floating-point dtype by float32, and a device by the CPU."""
     if isinstance(argument, torch.dtype) and argument.is_floating_point:
         return torch.float32
     return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
 
 def _written_apart(node: fx.Node, args: tuple[Any, ...]) -> list[Any]:
-    """Copies of what an operation changes in place."""
-    written = [one.alias_info is not None and one.alias_info.is_write for one in arguments_of(node)]
+    """The arguments, with copies of those that the operation changes in place."""
+    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments_of(node)]
     return [
-        argument.clone(memory_format=torch.contiguous_format)
-        if isinstance(argument, Tensor) and number < len(written) and written[number]
-        else argument
-        for number, argument in enumerate(args)
+        value.clone(memory_format=torch.contiguous_format)
+        if isinstance(value, Tensor) and number < len(written) and written[number]
+        else value
+        for number, value in enumerate(args)
     ]
 
 
 def arguments_of(node: fx.Node) -> Any:
-    """The declared arguments of an operator; none where the target is no operator."""
+    """The declared arguments of an operator; empty if the target is no operator."""
     schema = getattr(node.target, "_schema", None)
     return () if schema is None else schema.arguments
 
 
 def is_pointwise(node: fx.Node) -> bool:
-    """Whether each element of the result is computed of the elements at its own place, as PyTorch declares."""
+    """Whether each element of the result depends only on elements at the same place, as PyTorch declares it."""
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether an operation costs FLOPs, as PyTorch counts them: blocks consist of such operations."""
+    """Whether an operation costs FLOPs by PyTorch's counter, as matrix products and attention do."""
     target: Any = node.target
-    # An equation of `einsum` can say anything.
+    # Whether an `einsum` is a product depends on its equation.
     key = (target, node.args[0] if node.args and isinstance(node.args[0], str) else None)
     if key not in _IS_PRODUCT:
         counter = FlopCounterMode(display=False)
-        with contextlib.suppress(Exception), torch.no_grad(), counter:  # As in `ran`; here of tensors without values.
+        with contextlib.suppress(Exception), torch.no_grad(), counter:  # As in `ran`, but on tensors without values.
             args, kwargs = fx.map_arg((node.args, node.kwargs), _shape_alone)
             target(*args, **kwargs)
         _IS_PRODUCT[key] = counter.get_total_flops() > 0
@@ -109,49 +109,49 @@ def is_product(node: fx.Node) -> bool:
 
 
 def _shape_alone(node: fx.Node) -> Any:
-    found = tensor_of(node)
-    return None if found is None else torch.empty(found.shape, dtype=found.dtype, device="meta")
+    value = tensor_of(node)
+    return None if value is None else torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 @contextlib.contextmanager
 def unnoticed() -> Iterator[None]:
-    """What runs operations leaves no warnings behind, and random numbers as they were."""
+    """Suppresses warnings of the operations that run inside, and restores the state of random numbers after them."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         yield
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the result is memory of what is given, as PyTorch declares."""
-    return any(one.alias_info is not None and not one.alias_info.is_write for one in arguments_of(node))
+    """Whether the result shares the memory of an argument, as PyTorch declares it."""
+    return any(argument.alias_info is not None and not argument.alias_info.is_write for argument in arguments_of(node))
 
 
 def filled(node: fx.Node, number: float) -> Any:
-    """A tensor of one number in the place of what is not known; None where it is no tensor."""
-    found = tensor_of(node)
-    if found is None:
+    """A tensor filled with one number (0 if it holds integers) for an unknown value; None if the value is no tensor."""
+    value = tensor_of(node)
+    if value is None:
         return None
-    dtype = torch.float32 if found.dtype.is_floating_point else found.dtype
-    number = number if found.dtype.is_floating_point else 0
-    return torch.tensor(number, dtype=dtype).expand(found.shape)
+    dtype = torch.float32 if value.dtype.is_floating_point else value.dtype
+    number = number if value.dtype.is_floating_point else 0
+    return torch.tensor(number, dtype=dtype).expand(value.shape)
 
 
 def _noise(node: fx.Node) -> Any:
-    found = tensor_of(node)
-    if found is None or not found.dim():
+    value = tensor_of(node)
+    if value is None or not value.dim():
         return filled(node, 1.0)
-    noise = torch.rand(found.shape[-1], generator=torch.Generator().manual_seed(1)) * 3
-    return (noise if found.dtype.is_floating_point else noise.to(found.dtype)).expand(found.shape)
+    noise = torch.rand(value.shape[-1], generator=torch.Generator().manual_seed(1)) * 3
+    return (noise if value.dtype.is_floating_point else noise.to(value.dtype)).expand(value.shape)
 
 
 def is_among(values: Tensor, others: Tensor) -> bool:
     """Whether every value is one of the others, or 0."""
-    one = narrowest(values).contiguous()
-    return bool(((one == 0) | torch.isin(one, narrowest(others).contiguous())).all())
+    narrow = narrowest(values).contiguous()
+    return bool(((narrow == 0) | torch.isin(narrow, narrowest(others).contiguous())).all())
 
 
 def narrowest(tensor: Tensor) -> Tensor:
-    """The same elements, with a size of 1 in dimensions along which they do not differ."""
+    """The same elements, with size 1 in all dimensions along which they do not differ."""
     for dim in range(tensor.dim() - 1, -1, -1):
         if tensor.shape[dim] > 1:
             first = tensor.narrow(dim, 0, 1)
@@ -161,16 +161,16 @@ def narrowest(tensor: Tensor) -> Tensor:
 
 
 def _samples(tensor: Tensor, dim: int) -> Tensor:
-    """Parts along a dimension; of a large tensor a few, from its first to its last."""
+    """The tensor itself, or, if it is large, some of its slices along a dimension, from the first to the last."""
     if tensor.numel() <= _LARGE or tensor.shape[dim] <= _SAMPLES:
         return tensor
     return tensor.index_select(dim, torch.linspace(0, tensor.shape[dim] - 1, _SAMPLES).long())
 
 
 def compact(value: Any) -> Any:
-    """The same tensor, or tensors, without memory for dimensions along which elements do not differ."""
+    """The same tensors, with floats as float32, and without memory for dimensions along which elements are equal."""
     if isinstance(value, (tuple, list)):
-        return [compact(one) for one in value]
+        return [compact(item) for item in value]
     if not isinstance(value, Tensor):
         return value
     value = value.float() if value.is_floating_point() else value
@@ -178,27 +178,27 @@ def compact(value: Any) -> Any:
 
 
 def moves(node: fx.Node) -> bool:
-    """Whether the result of an operation on one tensor consists of elements of that tensor, whatever they are."""
+    """Whether the result of an operation on one tensor consists of elements of that tensor, for any values."""
     sources = node.all_input_nodes
     if len(sources) != 1 or tensor_of(node) is None or (shape := tensor_of(sources[0])) is None:
         return False
     numbers = torch.arange(1, shape.numel() + 1).reshape(shape.shape)
     numbers = numbers.float() if shape.dtype.is_floating_point else numbers
-    found, other = ran(node, lambda _: numbers), ran(node, lambda _: shape.numel() + 1 - numbers)
-    if not isinstance(found, Tensor) or not isinstance(other, Tensor) or found.shape != other.shape:
+    result, mirrored = ran(node, lambda _: numbers), ran(node, lambda _: shape.numel() + 1 - numbers)
+    if not isinstance(result, Tensor) or not isinstance(mirrored, Tensor) or result.shape != mirrored.shape:
         return False
-    return bool(torch.isin(found, numbers).all()) and torch.equal(other, shape.numel() + 1 - found)
+    return bool(torch.isin(result, numbers).all()) and torch.equal(mirrored, shape.numel() + 1 - result)
 
 
 class Known:
-    """Values of nodes that depend on constants and on indices of selections alone, for indices that are made up."""
+    """Values of the nodes that depend only on constants and on selected indices, for made-up indices."""
 
     def __init__(self, program: ExportedProgram, indices: dict[fx.Node, Tensor]) -> None:
-        """Every value behind `indices` that can be known.
+        """Computes every value that depends on `indices` and can be known.
 
         Args:
-            program: with constants that hold values.
-            indices: node of a selection -> int64, indices in the place of those that it selects.
+            program: a program whose constants hold values.
+            indices: node of a selection -> int64, made-up indices in place of the selected ones.
         """
         self._lifted = _lifted(program)
         self._constants: dict[fx.Node, Any] = {}
@@ -208,37 +208,37 @@ class Known:
             self._follow(node)
 
     def behind(self, node: fx.Node) -> frozenset[fx.Node]:
-        """The nodes of the indices that a known value depends on; none where it is not known, or is a constant."""
+        """The index nodes that a known value depends on; empty if the value is unknown or a constant."""
         return self._behind.get(node, frozenset())
 
     def forms(self, indices: fx.Node) -> list[fx.Node]:
-        """Every node whose value depends on these indices and is known, in the order of the graph."""
+        """Every node with a known value that depends on these indices, in the order of the graph."""
         return [node for node, sources in self._behind.items() if indices in sources]
 
     def value(self, node: fx.Node) -> Any:
-        """What a node holds; None where that is not known."""
+        """The value of a node; None if it is unknown."""
         return self._values[node] if node in self._values else self._constant(node)
 
     def _follow(self, node: fx.Node) -> None:
-        sources = frozenset[fx.Node]().union(*(self.behind(one) for one in node.all_input_nodes))
+        sources = frozenset[fx.Node]().union(*(self.behind(source) for source in node.all_input_nodes))
         if node in self._values or not sources or node.op != "call_function":
             return
         if node.target is operator.getitem:
-            found = _item(node, self.value)
-        elif all(self.value(one) is not None for one in node.all_input_nodes):
-            found = compact(ran(node, self.value))
+            value = _item(node, self.value)
+        elif all(self.value(source) is not None for source in node.all_input_nodes):
+            value = compact(ran(node, self.value))
         elif is_pointwise(node):
-            found = self._weighted(node)
+            value = self._weighted(node)
         elif self.behind(node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node):
-            found = self._whatever_else(node)
+            value = self._whatever_else(node)
         else:
-            found = None
-        if found is not None:
-            self._values[node], self._behind[node] = found, sources
-            self._write_through(node, found, sources)
+            value = None
+        if value is not None:
+            self._values[node], self._behind[node] = value, sources
+            self._write_through(node, value, sources)
 
     def _weighted(self, node: fx.Node) -> Any:
-        """One-hot rows, or a mask, that are multiplied with gates: still the same places."""
+        """One-hot rows or a mask after a product with unknown gates, which count as 1; None for any other operation."""
         if not any(_is_mask(self.value(one)) for one in node.all_input_nodes):
             return None
         one = ran(node, lambda node: _or(self.value(node), filled(node, 1.0)))
@@ -246,15 +246,15 @@ class Known:
         return compact(one) if _is_mask(one) and isinstance(two, Tensor) and torch.equal(two, one * 2) else None
 
     def _whatever_else(self, node: fx.Node) -> Any:
-        """What only takes the shape or dtype of something unknown, and so gives the same whatever that holds."""
-        one = ran(node, lambda node: _or(self.value(node), filled(node, 0.0)))
-        if not isinstance(one, Tensor) or not bool(one.any()):
+        """The result if only shape or dtype of the unknown inputs are used; None if their values may matter."""
+        with_zeros = ran(node, lambda node: _or(self.value(node), filled(node, 0.0)))
+        if not isinstance(with_zeros, Tensor) or not bool(with_zeros.any()):
             return None
-        two = ran(node, lambda node: _or(self.value(node), _noise(node)))
-        return compact(one) if isinstance(two, Tensor) and torch.equal(one, two) else None
+        with_noise = ran(node, lambda node: _or(self.value(node), _noise(node)))
+        return compact(with_zeros) if isinstance(with_noise, Tensor) and torch.equal(with_zeros, with_noise) else None
 
     def _write_through(self, node: fx.Node, value: Any, sources: frozenset[fx.Node]) -> None:
-        """What is written into a view is written into what it is a view of."""
+        """Applies a write into a view to the tensors that it is a view of."""
         for base, whole in bases_after_write(node, value, self.value):
             self._values[base], self._behind[base] = whole, sources
 
@@ -267,23 +267,23 @@ class Known:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return None
         if node.target is operator.getitem:
-            found = _item(node, self._constant)
+            value = _item(node, self._constant)
         elif str(getattr(node.target, "_opname", "")).startswith(_LIKE):
-            found = ran(node, lambda one: filled(one, 0))
-        elif all(self._constant(one) is not None for one in node.all_input_nodes):
-            found = ran(node, self._constant)
+            value = ran(node, lambda source: filled(source, 0))
+        elif all(self._constant(source) is not None for source in node.all_input_nodes):
+            value = ran(node, self._constant)
         else:
             return None
-        found = compact(found)
-        if isinstance(found, Tensor) and narrowest(found).numel() > _REMEMBERED:
+        value = compact(value)
+        if isinstance(value, Tensor) and narrowest(value).numel() > _REMEMBERED:
             del self._constants[node]
         else:
-            self._constants[node] = found
-        return found
+            self._constants[node] = value
+        return value
 
 
 def bases_after_write(node: fx.Node, value: Any, values: Values) -> list[tuple[fx.Node, Tensor]]:
-    """Every tensor that the one that an operation changes in place is a view of, as it is after the change."""
+    """The tensor that an operation changes in place, and all tensors that it is a view of, as they are after that."""
     written = next((n for n, one in enumerate(arguments_of(node)) if one.alias_info and one.alias_info.is_write), None)
     if written is None or written >= len(node.args) or not isinstance(value, Tensor):
         return []
@@ -297,20 +297,20 @@ def bases_after_write(node: fx.Node, value: Any, values: Values) -> list[tuple[f
     if not isinstance(base, Tensor):
         return []
     base = base.clone(memory_format=torch.contiguous_format)
-    found: list[tuple[fx.Node, Tensor]] = [(chain[-1], base)]
+    changed: list[tuple[fx.Node, Tensor]] = [(chain[-1], base)]
     for one in reversed(chain[:-1]):
-        seen = ran(one, dict(found).get)
-        if not isinstance(seen, Tensor):
+        view = ran(one, dict(changed).get)
+        if not isinstance(view, Tensor):
             return []
-        found.append((one, seen))
-    if found[-1][1].shape != value.shape:
+        changed.append((one, view))
+    if changed[-1][1].shape != value.shape:
         return []
-    found[-1][1].copy_(value)
-    return found
+    changed[-1][1].copy_(value)
+    return changed
 
 
 def _is_mask(value: Any) -> bool:
-    """Whether it holds zeros and ones, as floats."""
+    """Whether a value is a float tensor of zeros and ones with a zero in it."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         return False
     narrow = narrowest(value)
@@ -318,7 +318,7 @@ def _is_mask(value: Any) -> bool:
 
 
 def _item(node: fx.Node, values: Values) -> Any:
-    """One of several results."""
+    """The result that a `getitem` node takes from several."""
     source, number = node.args
     whole = values(source) if isinstance(source, fx.Node) else None
     return whole[number] if isinstance(whole, (list, tuple)) and isinstance(number, int) else None
@@ -329,13 +329,13 @@ def _or(value: Any, other: Any) -> Any:
 
 
 def _lifted(program: ExportedProgram) -> dict[fx.Node, Tensor]:
-    """Constants and buffers that have values, such as a table of positions; no parameters."""
-    found: dict[fx.Node, Tensor] = {}
+    """The constants and buffers that have values, such as a table of positions, but no parameters."""
+    values: dict[fx.Node, Tensor] = {}
     for node, spec in zip(program.graph.nodes, program.graph_signature.input_specs, strict=False):
         if spec.kind not in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
             continue
         name = str(spec.target)
         value = program.constants.get(name, program.state_dict.get(name))
         if isinstance(value, Tensor) and type(value).__name__ != "FakeTensor" and not value.is_meta:
-            found[node] = value.detach().float() if value.is_floating_point() else value.detach()
-    return found
+            values[node] = value.detach().float() if value.is_floating_point() else value.detach()
+    return values

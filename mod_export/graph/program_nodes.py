@@ -1,4 +1,4 @@
-"""Nodes of a captured program: read, and added with the metadata that exporters look for."""
+"""Reads the nodes of a captured program, and adds nodes with the metadata that exporters look for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 METADATA = ("nn_module_stack", "stack_trace")
-"""What messages name the module and the line by."""
+"""The metadata from which messages name the module and the line."""
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 
 def argument_of(node: fx.Node, *names: str) -> Any:
-    """The argument of an operation that has one of these names, or its default; None where it has none of them."""
+    """The argument with one of these names, or its default; None if the operator has no such argument."""
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]  # An operator has one.
         if argument.name in names:
             if position < len(node.args):
@@ -35,26 +35,26 @@ def argument_of(node: fx.Node, *names: str) -> Any:
 
 
 def behind(node: fx.Node) -> set[fx.Node]:
-    """Whatever depends on a node."""
-    found, waiting = {node}, [node]
+    """A node and all nodes that depend on it."""
+    dependents, waiting = {node}, [node]
     while waiting:
-        new = [use for use in waiting.pop().users if use not in found]
-        found.update(new)
+        new = [use for use in waiting.pop().users if use not in dependents]
+        dependents.update(new)
         waiting += new
-    return found
+    return dependents
 
 
 def behind_inputs(program: ExportedProgram) -> set[fx.Node]:
-    """Whatever depends on an input of the program, and not on weights and constants alone."""
-    found = {
+    """The inputs of a program and all nodes that depend on one, and not on weights and constants alone."""
+    dependents = {
         node
         for node, spec in zip(program.graph.nodes, program.graph_signature.input_specs, strict=False)
         if spec.kind is InputKind.USER_INPUT
     }
     for node in program.graph.nodes:
-        if any(one in found for one in node.all_input_nodes):
-            found.add(node)
-    return found
+        if any(source in dependents for source in node.all_input_nodes):
+            dependents.add(node)
+    return dependents
 
 
 def module_path(node: fx.Node) -> str:
@@ -64,11 +64,11 @@ def module_path(node: fx.Node) -> str:
 
 
 def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """A call at the graph's insertion point. Messages name the module and the line of a node: those of `beside`."""
+    """Adds a call at the graph's insertion point. It gets the module and line of `beside`, which messages name."""
     node = graph.call_function(target, args)
     node.meta = {key: beside.meta[key] for key in METADATA if key in beside.meta}
-    values = fx.map_arg(args, lambda one: one.meta["val"])
-    mode = detect_fake_mode([one.meta["val"] for one in node.all_input_nodes])
+    values = fx.map_arg(args, lambda source: source.meta["val"])
+    mode = detect_fake_mode([source.meta["val"] for source in node.all_input_nodes])
     assert mode is not None
     with mode:
         node.meta["val"] = target(*values)
@@ -76,23 +76,23 @@ def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.No
 
 
 def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, whole: bool = True) -> None:
-    """Puts in the place of a node the operators that a function calls when it is given the node's arguments.
+    """Replaces a node by the operators that a function calls on the node's arguments.
 
     Args:
-        graph: that the node is in.
-        node: returns a tensor, or several.
-        function: returns as many.
-        whole: keeps attention and matmul as one operator each; where not, vmap becomes operators of all rows.
+        graph: the graph that contains the node.
+        node: a node that returns one tensor or several.
+        function: a function that returns as many tensors.
+        whole: whether attention and matmul stay one operator each; if not, vmap becomes operators on all rows.
     """
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     leaves = [_called(leaf) for leaf in leaves]
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, fx.Node)]
 
     def call(*tensors: torch.Tensor) -> Any:
-        given = list(leaves)
+        arguments = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
-            given[place] = tensor
-        args, kwargs = pytree.tree_unflatten(given, structure)
+            arguments[place] = tensor
+        args, kwargs = pytree.tree_unflatten(arguments, structure)
         return function(*args, **kwargs)
 
     values = [leaves[place].meta["val"] for place in places]
@@ -102,65 +102,66 @@ def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, 
         inner = make_fx(call, pre_dispatch=whole)(*values).graph
     inputs = dict(zip(inner.find_nodes(op="placeholder"), (leaves[place] for place in places), strict=True))
     with graph.inserting_before(node):
-        found: Any = graph.graph_copy(inner, inputs)
+        result: Any = graph.graph_copy(inner, inputs)
     for copied in set(inputs.values()) - {leaves[place] for place in places}:
-        # Where a graph inside the node says it; else that of the node, in place of where it was traced.
-        told = copied.meta if "nn_module_stack" in copied.meta else node.meta
-        copied.meta = {"val": copied.meta["val"], **{key: told[key] for key in METADATA if key in told}}
-    if isinstance(found, (tuple, list)):
+        # Nodes of an inner graph keep their own metadata. The others get the node's, not that of the tracing code.
+        origin = copied.meta if "nn_module_stack" in copied.meta else node.meta
+        copied.meta = {"val": copied.meta["val"], **{key: origin[key] for key in METADATA if key in origin}}
+    if isinstance(result, (tuple, list)):
         for use in list(node.users):
             number: Any = use.args[1]
-            use.replace_all_uses_with(found[number])
+            use.replace_all_uses_with(result[number])
             graph.erase_node(use)
     else:
-        node.replace_all_uses_with(found)
+        node.replace_all_uses_with(result)
     graph.erase_node(node)
 
 
 def _called(argument: Any) -> Any:
-    """In place of a graph inside another what runs it, operation by operation: so each keeps its module and line."""
+    """Replaces an inner graph by a function that runs it node by node, so that each node keeps its module and line."""
     if not isinstance(argument, fx.Node) or argument.op != "get_attr":
         return argument
-    held: Any = argument.graph.owning_module
+    module: Any = argument.graph.owning_module
     for name in str(argument.target).split("."):
-        held = getattr(held, name)
-    return fx.Interpreter(held).run if isinstance(held, fx.GraphModule) else argument
+        module = getattr(module, name)
+    return fx.Interpreter(module).run if isinstance(module, fx.GraphModule) else argument
 
 
 def inferred_values(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[tuple[fx.Node, Any]]:
-    """Runs a graph on what its placeholders hold, tensors without values: each operation, and what torch infers of it.
+    """Yields each operation of a graph and the result that torch infers for it from inputs without values.
 
-    Only one operation is run for each step, so that its inputs can be looked at before it is.
+    Each step runs one operation, so that the caller can look at the inputs of an operation before it runs.
     """
     mode = detect_fake_mode(list(inputs))
-    given = iter(inputs)
-    found: dict[fx.Node, Any] = {}
+    remaining = iter(inputs)
+    values: dict[fx.Node, Any] = {}
     interpreter = fx.Interpreter(module, garbage_collect_values=False)
-    interpreter.env = found
+    interpreter.env = values
     for node in module.graph.nodes:
         if node.op == "output":
             return
         if node.op == "placeholder":
-            found[node] = next(given)
+            values[node] = next(remaining)
             continue
         with torch.no_grad(), mode or contextlib.nullcontext():
-            found[node] = interpreter.run_node(node)
-        yield node, found[node]
+            values[node] = interpreter.run_node(node)
+        yield node, values[node]
 
 
 def with_arguments(module: fx.GraphModule, replacements: Mapping[Any, Any]) -> fx.GraphModule:
-    """A copy, in which operations have other constant arguments, such as dtypes or devices; in inner graphs as well."""
-    found = copy.deepcopy(module)
-    for inner in found.modules():
+    """Returns a copy in which dtype and device arguments of operations are replaced, in inner graphs too."""
+    result = copy.deepcopy(module)
+    for inner in result.modules():
         if not isinstance(inner, fx.GraphModule):
             continue
         for node in inner.graph.nodes:
             if node.op == "call_function":
                 node.args, node.kwargs = fx.node.map_aggregate(
-                    (node.args, node.kwargs), lambda one: replacements.get(one, one) if _is_constant(one) else one
+                    (node.args, node.kwargs),
+                    lambda item: replacements.get(item, item) if _is_constant(item) else item,
                 )
         inner.recompile()
-    return found
+    return result
 
 
 def _is_constant(argument: Any) -> bool:

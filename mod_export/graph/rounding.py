@@ -1,23 +1,23 @@
-"""Weights as whole numbers of 8 or 4 bits with scales.
+"""Rounds weights to integers of 8 or 4 bits with scales.
 
 int8   q (K, N) = round(w / scale), scale (N,) = largest |w_2i| + |w_2i+1| of the column / 127. Processors without VNNI
        multiply two neighbours by unsigned bytes and add the products in 16 bits, where they saturate beyond 32,767
-       (Intel, vpmaddubsw). With this scale the two are at most 128 together, and 255 x 128 fits: the same artefact
-       gives the same numbers everywhere, with a third of a bit more than the usual seven.
-int4   q (N, K / 32, 16) two numbers to a byte, the first in the low half; scale (N, K / 32) and zero point
-       (N, K / 64), packed likewise, w = scale (q - zero). Zero and all numbers of the block are in its range, times the
-       one of SHARES that makes the block's squared error the least: most weights are far smaller than the largest. The
-       layout of ONNX Runtime's MatMulNBits.
+       (Intel, vpmaddubsw). With this scale two neighbours add up to at most 128, and 255 x 128 fits. So the same
+       artefact gives the same numbers everywhere, with a third of a bit more than the usual seven.
+int4   q (N, K / 32, 16), two numbers to a byte, the first in the low half; scale (N, K / 32) and zero point
+       (N, K / 64), packed likewise; w = scale (q - zero). The range covers zero and all numbers of the block. It is
+       then multiplied by the factor of SHARES with the least squared error: most weights are far smaller than the
+       largest. This is the layout of ONNX Runtime's MatMulNBits.
 int8_blocks, int8_blocks64   q (N, K / 32, 32) or (N, K / 64, 64) of value q - 128; scale (N, K / 32) or (N, K / 64) =
-       the w of largest |w| in the block / -128, so that all numbers are used.
+       the w of largest |w| in the block / -128, so that all integers are used.
 
-Of four bits the nearest number is not the best: rounding each weight by itself lets the errors of a product add up.
-Where it is known what a weight is multiplied with, its columns are rounded one after the other, and what a column's
-rounding changes in the products is made up for by the columns that are still to be rounded (GPTQ; Frantar, Ashkboos,
-Hoefler and Alistarh, arXiv 2210.17323, algorithm 1; columns by falling second moment). No number ends further than
-MOST_STEPS from the nearest, so that a file can still be held against the checkpoint.
+With four bits the nearest integer is not the best: if each weight is rounded by itself, the errors of a product add up.
+If the inputs of a weight are known, its columns are rounded one after the other, and the columns that are still to be
+rounded compensate for the error of each column (GPTQ; Frantar, Ashkboos, Hoefler and Alistarh, arXiv 2210.17323,
+algorithm 1; columns by falling second moment). No integer is further than MOST_STEPS from the nearest, so that a file
+can still be compared with the checkpoint.
 
-Shape legend: N columns of the result, K what is summed over, M blocks, U numbers of a block.
+Shape legend: N columns of the result, K the summed dimension, M blocks, U numbers of a block.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from mod_export.graph.weights import BITS, BLOCKS, Form
 LARGEST_INT8, LARGEST_INT4 = 127, 15
 MOST_STEPS = 1
 DAMPING = 0.1
-"""Of the mean second moment, added to each. The paper takes 0.01, and sixteen times as much text: with less, products
-that were not read lose what those that were read gain (docs/LOG.md)."""
+"""The share of the mean second moment that is added to each. The paper takes 0.01, and sixteen times as much text: with
+a smaller share, products of other texts lose what those of the calibration text gain (docs/LOG.md)."""
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 COLUMNS = 128
-"""Rounded between two updates of all that follow, as in the paper."""
+"""The number of columns that are rounded between two updates of all following ones, as in the paper."""
 
 
 def range_of(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
-    """What stands in a file beside the whole numbers: float32 scales (N,) or (N, M), none of them zero; and of `int4`
-    the zero points, uint8 (N, M / 2).
+    """The tensors that a file stores beside the integers: float32 scales (N,) or (N, M), none of them zero; and for
+    `int4` the zero points, uint8 (N, M / 2).
     """
     if form == "int4":
         scale_NM, zero_NM = _range_of_four_bits(weight_NK)
@@ -49,7 +49,7 @@ def range_of(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     else:
         blocks_NMU = _blocks(weight_NK, form)
         scale = blocks_NMU.gather(-1, blocks_NMU.abs().argmax(-1, keepdim=True))[..., 0] / -(2 ** (BITS[form] - 1))
-    return (torch.where(scale != 0, scale, 1.0),)  # Where all weights are zero nothing is divided by zero.
+    return (torch.where(scale != 0, scale, 1.0),)  # If all weights are zero, nothing is divided by zero.
 
 
 def _range_of_four_bits(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,12 +69,12 @@ def _range_of_four_bits(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def whole_numbers(weight_NK: torch.Tensor, form: Form, moments_KK: torch.Tensor | None = None) -> torch.Tensor:
-    """What stands in a file: int8 (K, N), or uint8 (N, M, U) of which `int4` packs two into a byte.
+    """The integers that a file stores: int8 (K, N), or uint8 (N, M, U), which `int4` packs two to a byte.
 
     Args:
-        weight_NK: any float.
-        form: of the file.
-        moments_KK: sums of x_i x_j over rows x (K,) that the weight is multiplied with; for `int4`.
+        weight_NK: the weight, of any float dtype.
+        form: the form in which the file stores it.
+        moments_KK: for `int4`, sums of x_i x_j over rows x (K,) that the weight is multiplied with; None if unknown.
     """
     if form == "int8":
         (scale_N,) = range_of(weight_NK, form)
@@ -89,13 +89,13 @@ def whole_numbers(weight_NK: torch.Tensor, form: Form, moments_KK: torch.Tensor 
 
 
 def _packed(numbers: torch.Tensor) -> torch.Tensor:
-    """Two to a byte, the first in the low half; an even number of them."""
+    """Packs an even number of integers, two to a byte, the first in the low half."""
     numbers = numbers.to(torch.uint8)
     return numbers[..., 0::2] | numbers[..., 1::2] << 4
 
 
 def is_rounded(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> bool:
-    """Whether every number of a file in blocks is the nearest to the weight, or of `int4` MOST_STEPS from it."""
+    """Whether each integer of a form in blocks is the nearest to its weight; for `int4`, at most MOST_STEPS from it."""
     nearest_NMU, _, _ = _nearest(weight_NK, form)
     if form == "int4":
         whole = torch.stack([whole & 15, whole >> 4], -1).flatten(-2)
@@ -109,7 +109,7 @@ def _blocks(weight_NK: torch.Tensor, form: Form) -> torch.Tensor:
 
 
 def _nearest(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The nearest whole numbers, float32 (N, M, U); their scales, and zero points, float32 (N, M)."""
+    """The nearest integers, as float32 (N, M, U), and their scales and zero points, float32 (N, M)."""
     if form == "int4":
         scale_NM, zero_NM = _range_of_four_bits(weight_NK)
     else:
@@ -126,11 +126,11 @@ def _gptq(
     nearest_NK: torch.Tensor,
     moments_KK: torch.Tensor,
 ) -> torch.Tensor:
-    """Float32 (N, K), whole numbers from 0 to 15."""
+    """Rounds by GPTQ, and returns integers from 0 to 15 as float32 (N, K)."""
     K = weight_NK.shape[1]
     moments_KK = moments_KK.double()
     spread = moments_KK.diagonal().mean()
-    # A column that nothing is ever multiplied with does not matter, and must not make the inverse meaningless.
+    # A column whose inputs are all zero does not matter, but without damping the matrix would have no inverse.
     moments_KK = moments_KK + torch.eye(K, dtype=torch.float64) * (DAMPING * spread if spread > 0 else 1)
     order_K = moments_KK.diagonal().argsort(descending=True, stable=True)
     left_NK, scale_NK, zero_NK, nearest_NK = (

@@ -1,13 +1,13 @@
-"""Routing sites of a captured program: where it selects tokens, what it selects there, and what it is told to select.
+"""Routing sites of a captured program: where it selects tokens, which tokens it selects, and how a run can force them.
 
-A model marks its selections (`mod_export.mark_selection`). In an exported program a marker is a node, and everything
-that has to be known about routing, or changed, is done at these nodes, for every model alike:
+A model marks its selections (`mod_export.mark_selection`). In an exported program a marker is a node. All code that
+reads or changes routing works on these nodes, in the same way for every model:
 
-* `name_sites` names those that the model has not named;
-* `routing_sites` lists them;
-* `with_routed_outputs` erases them, which leaves the selection itself, and gives the program an output
-  `routed_<site>` for each: what ONNX, AOTInductor and TensorRT see;
-* `run_sites` runs the program as it stands, reports what each site selected and by which scores, and can replace
+* `name_sites` names the markers that the model left unnamed;
+* `routing_sites` lists the sites;
+* `with_routed_outputs` erases the markers, keeps the selections, and adds an output `routed_<site>` for each site.
+  ONNX, AOTInductor and TensorRT get this program;
+* `run_sites` runs the program with its markers, reports what each site selected and by which scores, and can replace
   selections.
 
 Shape legend: B rows, S positions of a row, T tokens that a site can select from, K slots, N sites of one marker.
@@ -38,7 +38,7 @@ RANK = "rank"
 
 @dataclass(frozen=True, slots=True)
 class RoutingSite:
-    """A routing site: its name, its slots K, and its rule: `rank`, `first_come` (`mark_selection`), or one of FOUND."""
+    """A routing site: its name, its number of slots, and its rule (`rank`, `first_come`, or one of FOUND)."""
 
     name: Site
     k: int
@@ -46,13 +46,14 @@ class RoutingSite:
 
 
 class Selection(NamedTuple):
-    """What a site selected, in positions of the whole row.
+    """The selection of one site, as positions in the whole row.
 
     Attributes:
-        index_BK: int64 (B, K), ascending; then empty slots, which hold -1, or padding positions where a whole block
-            (a site with a number for its name) takes the top k of a whole row.
+        index_BK: int64 (B, K), ascending positions, then empty slots. An empty slot holds -1, or a padding position if
+            a whole block (a site whose name is a number) takes the top k of a whole row. A site with a rule of FOUND
+            keeps the order of the program.
         live_BK: bool (B, K), False in empty slots.
-        score_BS: (B, S), the scores that decided; -inf for tokens that the site was not given.
+        score_BS: (B, S), the scores that decided; -inf for tokens that the site could not see.
         open_BS: bool (B, S), the tokens that could be selected.
         rule: `rank`, `first_come`, or one of FOUND.
     """
@@ -65,7 +66,7 @@ class Selection(NamedTuple):
 
 
 class Marked(NamedTuple):
-    """The arguments of a marker, see `mark_selection`: tensors in a run, nodes in a graph."""
+    """The arguments of a marker (see `mark_selection`): tensors in a run, nodes in a graph."""
 
     index: Any
     live: Any
@@ -82,9 +83,8 @@ class Marked(NamedTuple):
 
     @property
     def shows_padding(self) -> bool:
-        """Whether empty slots hold padding positions: in a whole block, the top k of a whole row ranks padding last.
-
-        The commonest site needs no further operation for it in this way.
+        """Whether empty slots may hold padding positions instead of -1. The most common site, a whole block that takes
+        the top k of a whole row, needs no extra operation then, because it ranks padding last.
         """
         return self.rule in FOUND or (self.rule == RANK and self.positions is None and isinstance(self.sites[0], int))
 
@@ -95,24 +95,22 @@ def _markers(program: Runnable) -> list[tuple[fx.Node, Marked]]:
 
 
 def name_sites(program: ExportedProgram) -> None:
-    """Names markers that have no name after the module that calls them, `layers.3`; numbered, `layers.3.0`, where one
-    module marks several sites.
-    """
+    """Names each unnamed marker after the module that calls it: `layers.3`; `layers.3.0` if a module marks several."""
     unnamed: defaultdict[str, list[tuple[fx.Node, int]]] = defaultdict(list)
     for node, marked in _markers(program):
         if not marked.names:
             index = marked.index.meta["val"]
             unnamed[module_path(node)].append((node, index.shape[1] if index.dim() > 2 else 1))
-    for path, found in unnamed.items():
-        total = sum(count for _, count in found)
+    for path, markers in unnamed.items():
+        total = sum(count for _, count in markers)
         names = iter([path] if total == 1 else [f"{path}.{number}" for number in range(total)])
-        for node, count in found:
+        for node, count in markers:
             node.update_arg(Marked._fields.index("names"), ",".join(islice(names, count)))
     program.graph_module.recompile()
 
 
 def routing_sites(program: Runnable) -> list[RoutingSite]:
-    """The sites of a captured program in the order in which it decides."""
+    """The sites of a captured program, in the order in which it selects."""
     return [
         RoutingSite(site, marked.index.meta["val"].shape[-1], marked.rule)
         for _, marked in _markers(program)
@@ -121,12 +119,12 @@ def routing_sites(program: Runnable) -> list[RoutingSite]:
 
 
 def selected_from(program: ExportedProgram) -> list[int]:
-    """For each marker of a captured program T, the number of tokens of a row that it selects from."""
+    """T of each marker of a captured program: the number of tokens of a row that it selects from."""
     return [marked.scores.meta["val"].shape[-1] for _, marked in _markers(program)]
 
 
 def with_routed_outputs(program: ExportedProgram) -> ExportedProgram:
-    """A copy without markers that returns, after its own outputs, int64 (B, K) of each site: `Selection.index_BK`."""
+    """Returns a copy without markers whose last outputs are the `Selection.index_BK` of each site, int64 (B, K)."""
     module = copy.deepcopy(program.graph_module)
     graph = module.graph
     routed: list[fx.Node] = []
@@ -139,7 +137,7 @@ def with_routed_outputs(program: ExportedProgram) -> ExportedProgram:
             graph.erase_node(use)
         graph.erase_node(node)
     for node in [node for node in graph.nodes if node.op == "call_function" and node.target is REORDERED]:
-        # Nothing else is selected, so the order is the one that was sorted.
+        # Engines never replace a selection, so the order stays as the sort gave it.
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
     output = graph.output_node()
@@ -168,20 +166,20 @@ def _routed_node(graph: fx.Graph, marker: fx.Node, marked: Marked, n: int) -> fx
 def with_graph(
     program: ExportedProgram, module: fx.GraphModule, state: Mapping[str, Tensor] | None = None
 ) -> ExportedProgram:
-    """The program of another graph with the same inputs, for the program's own outputs and any further ones after them,
-    and with its weights unless others are given.
+    """Returns the program with the graph of `module`, which has the same inputs and may have more outputs. The program
+    keeps its weights unless `state` is given.
     """
     outputs: Sequence[fx.Node] = module.graph.output_node().args[0]  # type: ignore[assignment]  # As export leaves it.
     signature = program.graph_signature
-    own = len(signature.output_specs)
+    own_count = len(signature.output_specs)
     specs = [
         replace(spec, arg=TensorArgument(name=node.name))
         for spec, node in zip(signature.output_specs, outputs, strict=False)
     ]
-    specs += [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=node.name), None) for node in outputs[own:]]
+    specs += [OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=node.name), None) for node in outputs[own_count:]]
     root, *inner = program.module_call_graph
     assert root.signature is not None
-    # Without names: decomposing the program renames nodes, and would look for these under their old names.
+    # The names are empty, because decomposing the program renames nodes and would look for the old names.
     call = replace(
         root.signature,
         outputs=[TensorArgument(name="") for _ in outputs],
@@ -204,35 +202,35 @@ class SiteRun:
     """Observes the markers of one run, and replaces the selections of the sites in `forced`.
 
     Attributes:
-        selections: site -> Selection, in the order of the decisions.
+        selections: site -> Selection, in the order in which the program selects.
     """
 
     def __init__(self, seq: int, forced: Mapping[Site, Tensor] | None = None) -> None:
-        """A run on rows of `seq` positions.
+        """Prepares a run on rows of `seq` positions.
 
         Args:
             seq: S.
-            forced: site -> int64 (B, K) positions of the row, negative in slots that stay empty.
+            forced: site -> int64 (B, K), positions in the row; negative in slots that stay empty.
         """
         self._seq, self._forced = seq, dict(forced or {})
         self.selections: dict[Site, Selection] = {}
 
     def mark(self, *args: Any) -> tuple[Tensor, Tensor]:
-        """What a marker with these arguments returns in this run.
+        """Returns the `index` and `live` that a marker with these arguments returns in this run.
 
-        Positions that the site cannot select, because they are padding or have been skipped before, are left out of a
-        forced selection; compare `selections` with what was forced.
+        A forced selection leaves out positions that the site cannot select, because they are padding or were skipped
+        earlier; in a found site, another token takes their slots. To notice this, compare `selections` with `forced`.
         """
         marked = Marked(*args)
         if marked.index.dim() == 2:
             return self._mark(marked.sites[0], marked)
-        found = [
+        results = [
             self._mark(site, marked._replace(index=index, live=live, scores=scores))
             for site, index, live, scores in zip(
                 marked.sites, marked.index.unbind(1), marked.live.unbind(1), marked.scores.unbind(1), strict=True
             )
         ]
-        return torch.stack([index for index, _ in found], 1), torch.stack([live for _, live in found], 1)
+        return torch.stack([index for index, _ in results], 1), torch.stack([live for _, live in results], 1)
 
     def _mark(self, site: Site, marked: Marked) -> tuple[Tensor, Tensor]:
         forced_BK = self._forced.get(site)
@@ -241,7 +239,7 @@ class SiteRun:
             marked = marked._replace(index=index, live=live)
         index_BK, positions_BT = marked.index, marked.positions
         if positions_BT is None:
-            # A found site may select from more tokens than the bucket is named after: patches, or those of all rows.
+            # A found site may select from more tokens than the bucket has: from patches, or from all rows at once.
             self._seq = max(self._seq, marked.scores.shape[1])
         position_BK = index_BK if positions_BT is None else torch.gather(positions_BT, 1, index_BK)
         self.selections[site] = Selection(
@@ -251,20 +249,20 @@ class SiteRun:
             self._of_row(marked.available, positions_BT, False),
             marked.rule,
         )
-        # Copies, as the marker itself gives: what a program writes to must not change what was reported.
+        # The marker returns copies too. The program may write to them, and the reported selection must not change.
         return marked.index.clone(), marked.live.clone()
 
     def _told(self, marked: Marked, forced_BK: Tensor) -> tuple[Tensor, Tensor]:
-        """Forced positions as (index_BK, live_BK) among the T tokens: in order, then tokens that are not selected."""
+        """Converts forced positions to (index_BK, live_BK) among the T tokens, ascending unless the site was found."""
         if marked.rule in FOUND:
-            # One that names no token has been reported; it must not end the run.
+            # An index that names no token was reported before; here it must not stop the run.
             if marked.positions is None:
                 return forced_BK.clamp(0, marked.scores.shape[1] - 1), marked.live
             token_BT = torch.arange(marked.positions.shape[1]).expand_as(marked.positions)
             token_BS = torch.zeros(len(forced_BK), self._seq, dtype=torch.int64).scatter(1, marked.positions, token_BT)
             return token_BS.gather(1, forced_BK.clamp(0, self._seq - 1)), marked.live
         wanted_BS = torch.zeros(len(forced_BK), self._seq + 1, dtype=torch.bool)
-        # One column more than there are positions takes the negative ones.
+        # An extra last column takes the negative positions.
         wanted_BS = wanted_BS.scatter(1, torch.where(forced_BK < 0, self._seq, forced_BK), True)[:, :-1]
         wanted_BT = wanted_BS if marked.positions is None else torch.gather(wanted_BS, 1, marked.positions)
         wanted_BT = wanted_BT & marked.available
@@ -273,7 +271,7 @@ class SiteRun:
         return index_BK, torch.gather(wanted_BT, 1, index_BK)
 
     def _of_row(self, value_BT: Tensor, positions_BT: Tensor | None, absent: float | bool) -> Tensor:
-        """A value for each of the T tokens as one for each of the S positions of the row."""
+        """Spreads one value per token (T) over the S positions of the row; the other positions get `absent`."""
         if positions_BT is None:
             return value_BT
         value_BS = torch.full((len(value_BT), self._seq), absent, dtype=value_BT.dtype)
@@ -281,20 +279,20 @@ class SiteRun:
 
 
 class _Narrow(NamedTuple):
-    """A weight that is widened where it is used, so that memory never holds all of them in float64."""
+    """A weight that is converted to float64 at each use, so that memory never holds all weights in float64."""
 
     tensor: Tensor
 
 
 Watch = Callable[[str, Tensor], None]
-"""Is told of each product with a weight (N, K): its name, and the rows (..., K) that it is multiplied with."""
+"""Called for each `linear` with a weight (N, K): the name of the weight, and the rows (..., K) that it multiplies."""
 
 
 class Around(Protocol):
-    """Stands around every operation of a run."""
+    """A function that is called in place of every operation of a run."""
 
     def __call__(self, node: fx.Node, compute: Callable[[], Any]) -> Any:
-        """What the operation gives in this run; `compute` computes it."""
+        """Returns the result that the operation has in this run; `compute` runs the operation itself."""
 
 
 class _Interpreter(fx.Interpreter):
@@ -333,7 +331,7 @@ class _Interpreter(fx.Interpreter):
 
 
 class Runnable(Protocol):
-    """What is run of a captured program."""
+    """The parts of a captured program that a run needs."""
 
     @property
     def graph_module(self) -> fx.GraphModule: ...
@@ -353,28 +351,28 @@ def run_sites(
     watch: Watch | None = None,
     around: Around | None = None,
 ) -> tuple[Tensor, ...]:
-    """Runs a captured program, markers and all, on the CPU.
+    """Runs a captured program with its markers, on the CPU.
 
     Args:
-        program: captured there.
-        state: name -> parameter or buffer: what it was captured with, or others of the same shapes and dtypes.
-        inputs: of the program.
-        run: observes, and replaces selections.
-        widen: whether the program computes in float64, so that floats of `state` and constants have to be widened.
-        watch: is told of products with weights.
-        around: stands around every operation.
+        program: captured on the CPU.
+        state: name -> parameter or buffer: the captured ones, or others of the same shapes and dtypes.
+        inputs: the inputs of the program.
+        run: observes and replaces selections.
+        widen: whether the program computes in float64, so that floats in `state` and constants must be converted.
+        watch: called for each `linear` with a weight.
+        around: called in place of every operation.
 
     Returns:
         The program's own outputs.
     """
-    given = iter(inputs)
+    user_inputs = iter(inputs)
 
     def lifted_of(name: str) -> Any:
         value = state.get(name, program.constants.get(name))
         return _Narrow(value) if widen and isinstance(value, Tensor) and value.is_floating_point() else value
 
     specs = program.graph_signature.input_specs
-    lifted = [next(given) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target)) for spec in specs]
+    lifted = [next(user_inputs) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target)) for spec in specs]
     weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind is InputKind.PARAMETER}
     interpreter = _Interpreter(program.graph_module, run, weights, watch, around)
     with torch.no_grad():

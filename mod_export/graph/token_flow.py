@@ -1,11 +1,10 @@
-"""Follows the tokens of a selection through a captured program: where they are read, where they go, and where they are
-put back.
+"""Follows the tokens of a selection through a captured program: where it reads them, moves them, and puts them back.
 
-An operation *reads* tokens if, of a tensor that depends on an input of the program, it gives the elements of exactly
-the selected tokens. It *moves* them if its result consists of their elements, whatever these are. It *puts them back*
-if what it is given of them stands at their own places afterwards, or changes the result at exactly these. Which of
-this an operator does is seen by running it on labels (`probing.py`), so none has to be known by name. One that computes
-keeps tokens where the dimensions that tell them apart stay.
+An operation *reads* tokens if it takes a tensor that depends on a program input, and returns the elements of exactly
+the selected tokens. It *moves* tokens if its result consists of their elements, for any values. It *puts tokens back*
+if its result holds them at their own places, or differs at exactly these places. No operator has to be known by name:
+each one is run on labels to see what it does (`probing.py`). An operation that computes keeps the tokens if the
+dimensions along which tokens vary stay.
 
 Shape legend: B rows, T tokens that a site can select from, K slots.
 """
@@ -45,8 +44,8 @@ class Read:
 
     Attributes:
         node: the operation.
-        source: what it reads from.
-        tokens: those in its result.
+        source: the tensor that it reads from.
+        tokens: the tokens in its result.
     """
 
     node: fx.Node
@@ -60,14 +59,14 @@ class Flow:
 
     Attributes:
         selection: the selection.
-        index_BK: int64, the indices that were made up for it.
-        reads: what reads tokens.
-        scores: what reads one number of each token, such as gates.
-        puts: what puts results back.
-        unknown: what indices go to where it is not known any more what becomes of them.
-        is_from: an earlier flow whose selected tokens these are, and their numbers in it, int64 (B, T); None where it
-            is the whole row.
-        follower: what follows the tokens from where they are read; None where nothing has to be followed.
+        index_BK: int64, made-up indices that stand for the selected ones.
+        reads: the operations that read tokens.
+        scores: the operations that read one number of each token, such as a gate.
+        puts: the operations that put results back.
+        unknown: the operations on indices that could not be followed.
+        is_from: the earlier flow whose selected tokens it selects from, and the numbers of its tokens there, int64
+            (B, T); None if it selects from the whole row.
+        follower: follows the tokens when `tokens` is first read; None afterwards, or if there is nothing to follow.
     """
 
     selection: Selection
@@ -85,7 +84,7 @@ class Flow:
     def tokens(self) -> dict[fx.Node, Any]:
         """Node -> labels of its tokens, from where they are read to where they are put back.
 
-        Where it is known without them that results are put back, they are only followed if they are asked for.
+        They are computed at the first access: a flow whose results are put back may never need them.
         """
         if self.follower is not None:
             follower, self.follower = self.follower, None
@@ -95,18 +94,18 @@ class Flow:
 
     @property
     def between(self) -> set[fx.Node]:
-        """What depends on tokens that were read, until they are put back."""
+        """The nodes that depend on read tokens, up to where these are put back."""
         if self._between is None:
-            found = list[tuple[fx.Node, fx.Node | None]]()
+            pairs = list[tuple[fx.Node, fx.Node | None]]()
             for read in self.reads:
                 after = behind(read.node)
-                found.append((read.node, next((one for one in self.puts if one in after), None)))
-            self._between = nodes_of(found)
+                pairs.append((read.node, next((node for node in self.puts if node in after), None)))
+            self._between = nodes_of(pairs)
         return self._between
 
     @property
     def positions_BT(self) -> Tensor | None:
-        """Where in the whole row the tokens stand that are selected from; None where they are the row."""
+        """Positions in the whole row of the tokens that it selects from; None if it selects from the whole row."""
         if self.is_from is None:
             return None
         outer, own_BT = self.is_from
@@ -115,51 +114,49 @@ class Flow:
 
     @property
     def tables(self) -> list[Tensor | None]:
-        """Every numbering in which the tokens can be meant: their own, and those of the selections before."""
-        found: list[Tensor | None] = [None]
+        """A table for each numbering that indices may use: None for the tokens' own, then those of outer selections."""
+        tables: list[Tensor | None] = [None]
         if self.is_from is not None:
             outer, own_BT = self.is_from
-            found += [own_BT if table is None else table.gather(1, own_BT) for table in outer.tables]
-        return found
+            tables += [own_BT if table is None else table.gather(1, own_BT) for table in outer.tables]
+        return tables
 
     @property
     def pairs(self) -> list[tuple[fx.Node, fx.Node | None]]:
-        """Every operation that reads tokens whose results are put back, and the first that does that; where none are
-        put back, the first that reads tokens.
+        """Each read whose results are put back, with the first operation that does so; if there is none, the first read
+        alone.
         """
-        found: list[tuple[fx.Node, fx.Node | None]] = []
+        pairs: list[tuple[fx.Node, fx.Node | None]] = []
         for read in self.reads:
             after = behind(read.node)
-            put = next((one for one in self.puts if one in after), None)
-            found += [] if put is None else [(read.node, put)]
-        return found or [(read.node, None) for read in self.reads[:1]]
+            put = next((node for node in self.puts if node in after), None)
+            pairs += [] if put is None else [(read.node, put)]
+        return pairs or [(read.node, None) for read in self.reads[:1]]
 
     @property
     def in_order(self) -> bool:
-        """Whether the tokens run in the order of positions."""
+        """Whether the selected tokens run in ascending order of position."""
         first = self.pairs[0][0]
-        read = next(one for one in self.reads if one.node is first)
+        read = next(entry for entry in self.reads if entry.node is first)
         return are_in_order(read.tokens.labels, self.selection.tokens)
 
     def computing(self) -> list[fx.Node]:
-        """The products that read the tokens one by one: none where they are just pooled or copied."""
+        """The products that read the tokens; there are none if the tokens are only pooled or copied."""
         return [use for node in self.tokens for use in node.users if is_product(use)]
 
     def sets_computed(self) -> list[set[int]]:
-        """The tokens of the first row that products compute with, different ones of several."""
-        found: list[set[int]] = []
+        """The different sets of tokens of the first row that products compute with."""
+        sets: list[set[int]] = []
         for node, labels in self.tokens.items():
             if isinstance(labels, Tensor) and any(is_product(use) for use in node.users):
-                own = tokens_by_row(labels, self.selection).get(0, set())
-                found += [] if own in found else [own]
-        return found
+                tokens = tokens_by_row(labels, self.selection).get(0, set())
+                sets += [] if tokens in sets else [tokens]
+        return sets
 
 
 def flows_of(program: ExportedProgram, selections: Sequence[Selection]) -> tuple[list[Flow], Known]:
-    """What a program does with the tokens of each of its selections, which come in the order of the program, and the
-    values behind indices that were made up for them.
-    """
-    made_up = {one.indices: one.some_indices() for one in selections if one.is_of_tokens}
+    """Returns the flow of each selection, in program order, and the values that depend on made-up indices."""
+    made_up = {selection.indices: selection.some_indices() for selection in selections if selection.is_of_tokens}
     with unnoticed():
         return _followed(program, selections, made_up)
 
@@ -168,22 +165,22 @@ def _followed(
     program: ExportedProgram, selections: Sequence[Selection], made_up: dict[fx.Node, Tensor]
 ) -> tuple[list[Flow], Known]:
     known, data = Known(program, made_up), behind_inputs(program)
-    found: list[Flow] = []
-    for one in selections:
-        if one.indices not in made_up:
-            found.append(Flow(one, torch.empty(0, 0, dtype=torch.int64)))
+    flows: list[Flow] = []
+    for selection in selections:
+        if selection.indices not in made_up:
+            flows.append(Flow(selection, torch.empty(0, 0, dtype=torch.int64)))
             continue
-        flow = Flow(one, one.by_row(made_up[one.indices]), is_from=_outer(one, found))
+        flow = Flow(selection, selection.by_row(made_up[selection.indices]), is_from=_outer(selection, flows))
         flow.follower = _Follower(program.graph, known, data, flow)
         flow.follower.run(None)
-        if one.is_order or not flow.puts:
-            _ = flow.tokens  # Only these can tell what is put back, or goes on alone.
-        found.append(flow)
-    return found, known
+        if selection.is_order or not flow.puts:
+            _ = flow.tokens  # Only labels show whether tokens are put back or continue alone.
+        flows.append(flow)
+    return flows, known
 
 
 def _outer(selection: Selection, before: Sequence[Flow]) -> tuple[Flow, Tensor] | None:
-    """The latest flow of whose selected tokens the scores are, one for each."""
+    """The latest flow whose selected tokens have one score each here, and the numbers (B, T) of these tokens there."""
     for flow in reversed(before):
         if selection.scores not in flow.between:
             continue
@@ -194,14 +191,14 @@ def _outer(selection: Selection, before: Sequence[Flow]) -> tuple[Flow, Tensor] 
         if bool((number < 0).any()) or number.numel() != selection.rows * selection.tokens:
             continue
         token_BT = selection.by_row(number)
-        own = (token_BT // flow.selection.tokens == torch.arange(selection.rows)[:, None]).all()
-        if bool(own):
+        same_row = (token_BT // flow.selection.tokens == torch.arange(selection.rows)[:, None]).all()
+        if bool(same_row):
             return flow, token_BT % flow.selection.tokens
     return None
 
 
 class _Follower:
-    """Walks through a graph for one selection: from its indices, or from its tokens as well."""
+    """Walks through a graph and follows the indices of one selection, and its tokens if they are needed."""
 
     def __init__(self, graph: fx.Graph, known: Known, data: set[fx.Node], flow: Flow) -> None:
         self._graph, self._known, self._data, self._flow = graph, known, data, flow
@@ -212,30 +209,30 @@ class _Follower:
         self._follows = False
 
     def run(self, tokens: dict[fx.Node, Any] | None) -> None:
-        """Finds what reads tokens and puts them back, and where they are between, in `tokens` if they are followed."""
+        """Finds the operations that read tokens and put them back. Fills `tokens` with labels unless it is None."""
         flow = self._flow
         self._follows, self._tokens = tokens is not None, {} if tokens is None else tokens
         self._after.clear()
-        for found in (flow.reads, flow.scores, flow.puts, flow.unknown):
-            found.clear()
+        for operations in (flow.reads, flow.scores, flow.puts, flow.unknown):
+            operations.clear()
         for node in self._graph.nodes:
-            # A check has no result.
+            # A check has no result to follow.
             if node in self._forms or node.op != "call_function" or (tensor_of(node) is None and not node.users):
                 continue
             inputs = node.all_input_nodes
-            indexed = any(one in self._forms for one in inputs)
+            indexed = any(source in self._forms for source in inputs)
             if indexed and not self._indexed(node):
                 flow.unknown.append(node)
-            elif not indexed and any(one in self._tokens for one in inputs):
+            elif not indexed and any(source in self._tokens for source in inputs):
                 self._goes_on(node, indexed=False)
-            if any(one in self._after for one in inputs):
+            if any(source in self._after for source in inputs):
                 self._after.add(node)
 
     def _indexed(self, node: fx.Node) -> bool:
-        """Whether it is known what is done here with indices."""
+        """Classifies a node that takes indices; False if its use of them is unknown."""
         if is_pointwise(node):
             return self._goes_on(node, indexed=True)
-        if any(one in self._after for one in node.all_input_nodes) and self._puts(node):
+        if any(source in self._after for source in node.all_input_nodes) and self._puts(node):
             self._flow.puts.append(node)
             return True
         read = self._read(node)
@@ -244,7 +241,7 @@ class _Follower:
             count = (narrowest(read.tokens.labels) > 0).sum()
             value = tensor_of(node)
             assert value is not None
-            # Tokens have features: what is as small as the indices are scores, or gates.
+            # Tokens have features, so a result as small as the indices holds scores or gates.
             if value.numel() <= max(int(count), selection.rows * selection.k):
                 self._flow.scores.append(read)
             else:
@@ -264,11 +261,11 @@ class _Follower:
                 if layout.one_row and not _is_of_one_row(source, self._flow.selection.rows):
                     continue
                 narrow = narrowest(layout.labels)
-                given = narrow.float() if value.dtype.is_floating_point else narrow.to(value.dtype)
-                if not torch.equal(given.long(), narrow):
-                    break  # Numbers that are too large for this dtype, or truths.
-                found = self._run(node, {source: given.expand(value.shape)}, 0.0)
-                if isinstance(found, Tensor) and (tokens := self._tokens_at(_whole(found), layout)) is not None:
+                numbers = narrow.float() if value.dtype.is_floating_point else narrow.to(value.dtype)
+                if not torch.equal(numbers.long(), narrow):
+                    break  # This dtype cannot hold the labels.
+                result = self._run(node, {source: numbers.expand(value.shape)}, 0.0)
+                if isinstance(result, Tensor) and (tokens := self._tokens_at(_whole(result), layout)) is not None:
                     return Read(node, source, tokens)
         return None
 
@@ -277,13 +274,13 @@ class _Follower:
         if places is None or bool((narrowest(places) > len(flow.index_BK) * layout.places).any()):
             return None
         for index_BK in self._parts(narrowest(places), layout):
-            found = tokens_at(places, layout, index_BK, flow.selection.tokens, flow.tables)
-            if found is not None:
-                return found
+            tokens = tokens_at(places, layout, index_BK, flow.selection.tokens, flow.tables)
+            if tokens is not None:
+                return tokens
         return None
 
     def _parts(self, places: Tensor, layout: Layout) -> list[Tensor]:
-        """The selected tokens; of a whole order those at either end, as many as there are places."""
+        """The selected tokens; for a complete order, as many tokens at either end as there are labelled places."""
         index_BK = self._flow.index_BK
         if not self._flow.selection.is_order:
             return [index_BK]
@@ -302,28 +299,28 @@ class _Follower:
         return ran(node, value_of)
 
     def _puts(self, node: fx.Node) -> bool:
-        """Whether results stand at the places of their tokens afterwards, or change exactly these."""
-        shape = tensor_of(node)
-        if shape is None:
+        """Whether the result holds tokens at their own places, or differs at exactly these places."""
+        output = tensor_of(node)
+        if output is None:
             return False
         for source in node.all_input_nodes:
             if source not in self._after:
                 continue
             labels = self._tokens.get(source)
             if isinstance(labels, Tensor):
-                found = self._run(node, {source: _floats(labels)}, 0.0)
-                whole = _whole(found) if isinstance(found, Tensor) else None
+                result = self._run(node, {source: _floats(labels)}, 0.0)
+                whole = _whole(result) if isinstance(result, Tensor) else None
                 if whole is not None and _any(whole) and is_among(whole, labels):
                     return self._stand_at_home(whole)
-            if self._changes_home(node, source, shape):
+            if self._changes_home(node, source, output):
                 return True
         return False
 
     def _stand_at_home(self, labels: Tensor) -> bool:
         narrow = narrowest(labels)
         for layout in layouts(labels.shape, [1] * labels.dim(), self._flow.selection):
-            held = torch.where(narrow > 0, narrowest(layout.labels), 0).expand(labels.shape)
-            home = self._tokens_at(held, layout)
+            places = torch.where(narrow > 0, narrowest(layout.labels), 0).expand(labels.shape)
+            home = self._tokens_at(places, layout)
             if home is not None and bool((narrowest(home.labels) == narrow).all()):
                 return True
         return False
@@ -332,10 +329,10 @@ class _Follower:
         value = tensor_of(source)
         if value is None or not value.dtype.is_floating_point or value.numel() >= shape.numel():
             return False
-        found = self._run(node, {source: filled(source, 1.0)}, 0.0)
-        if not isinstance(found, Tensor) or found.shape != shape.shape:
+        result = self._run(node, {source: filled(source, 1.0)}, 0.0)
+        if not isinstance(result, Tensor) or result.shape != shape.shape:
             return False
-        changed = narrowest((narrowest(found) != 0).to(torch.int64))
+        changed = narrowest((narrowest(result) != 0).to(torch.int64))
         if not bool(changed.any()) or bool(changed.all()):
             return False
         for layout in layouts(shape.shape, [1] * shape.dim(), self._flow.selection):
@@ -346,29 +343,29 @@ class _Follower:
         return False
 
     def _goes_on(self, node: fx.Node, *, indexed: bool) -> bool:
-        """Whether tokens still have a place of their own behind an operation."""
+        """Labels the result of an operation on tokens; False if its tokens cannot be told apart any more."""
         tokens = self._tokens
-        if not any(one in tokens for one in node.all_input_nodes):
+        if not any(source in tokens for source in node.all_input_nodes):
             return False
         labels = self._labels_behind(node, indexed)
         if labels is None:
             return False
         tokens[node] = labels
         if isinstance(labels, Tensor):
-            for base, whole in bases_after_write(node, _floats(labels), lambda one: _floats(tokens.get(one))):
+            for base, whole in bases_after_write(node, _floats(labels), lambda source: _floats(tokens.get(source))):
                 tokens[base] = whole.long()
                 self._after.add(base)
         return True
 
     def _labels_behind(self, node: fx.Node, indexed: bool) -> Any:
         tokens = self._tokens
-        labelled = [one for one in node.all_input_nodes if one in tokens]
+        labelled = [source for source in node.all_input_nodes if source in tokens]
         if node.target is operator.getitem:
             whole = tokens[labelled[0]]
             number: Any = node.args[1]
-            found = whole[number] if isinstance(whole, list) else None
-            return found if _any(found) else None
-        tensors = [(one, tokens[one]) for one in labelled if isinstance(tokens[one], Tensor)]
+            item = whole[number] if isinstance(whole, list) else None
+            return item if _any(item) else None
+        tensors = [(source, tokens[source]) for source in labelled if isinstance(tokens[source], Tensor)]
         shape = tensor_of(node)
         if not tensors:
             return None
@@ -383,15 +380,15 @@ class _Follower:
     def _moved(self, node: fx.Node, labels: Mapping[fx.Node, Tensor], indexed: bool) -> Any:
         selection = self._flow.selection
         last = selection.rows * selection.tokens + 1
-        found = self._run(node, {one: _as(one, each) for one, each in labels.items()}, 0.0)
+        result = self._run(node, {one: _as(one, each) for one, each in labels.items()}, 0.0)
         if not is_view(node) and not indexed:
-            other = {one: _as(one, _turned(each, last)) for one, each in labels.items()}
-            if not _agree(found, self._run(node, other, 0.0), last):
+            reversed_labels = {one: _as(one, _turned(each, last)) for one, each in labels.items()}
+            if not _agree(result, self._run(node, reversed_labels, 0.0), last):
                 return None
-        if isinstance(found, (tuple, list)):
-            several = [_whole(one) if isinstance(one, Tensor) else None for one in found]
+        if isinstance(result, (tuple, list)):
+            several = [_whole(one) if isinstance(one, Tensor) else None for one in result]
             return several if any(_any(one) for one in several) else None
-        whole = _whole(found) if isinstance(found, Tensor) else None
+        whole = _whole(result) if isinstance(result, Tensor) else None
         if whole is None or not _any(whole):
             return None
         known = torch.cat([narrowest(one).flatten() for one in labels.values()])
@@ -399,7 +396,7 @@ class _Follower:
 
 
 def _is_of_one_row(node: fx.Node, rows: int) -> bool:
-    """Whether it is one part of a tensor that is taken apart into rows, or what is written into such a part."""
+    """Whether a node is one part of a tensor that is split into rows, or is written into such a part."""
     seen: Any = node
     for _ in range(3):
         if not isinstance(seen, fx.Node) or not seen.all_input_nodes:
@@ -428,23 +425,23 @@ def _any(labels: Any) -> bool:
 
 
 def _whole(found: Tensor) -> Tensor | None:
-    """Labels, as int64 and without memory for dimensions along which they are the same; None where it holds others."""
+    """Labels as int64, without memory for dimensions along which they are equal; None if these are not labels."""
     if found.dtype is torch.bool or found.is_complex():
         return None
     narrow = narrowest(found)
     numbers = narrow.long()
-    same = bool((numbers == narrow).all()) and bool((numbers >= 0).all())
-    return numbers.expand(found.shape) if same else None
+    are_labels = bool((numbers == narrow).all()) and bool((numbers >= 0).all())
+    return numbers.expand(found.shape) if are_labels else None
 
 
 def _turned(labels: Tensor, last: int) -> Tensor:
-    """Other labels of the same tokens."""
+    """Reverses the order of the labels, so that each token gets another one."""
     narrow = narrowest(labels)
     return torch.where(narrow > 0, last - narrow, 0).expand(labels.shape)
 
 
 def _agree(found: Any, other: Any, last: int) -> bool:
-    """Whether an operation did the same with other labels, so that it does not choose by them."""
+    """Whether an operation did the same with reversed labels, so that it does not depend on their values."""
     if isinstance(found, (tuple, list)):
         return isinstance(other, (tuple, list)) and all(_agree(*pair, last) for pair in zip(found, other, strict=True))
     if not isinstance(found, Tensor):
@@ -453,24 +450,24 @@ def _agree(found: Any, other: Any, last: int) -> bool:
         return False
     if found.dtype is torch.bool or found.is_complex():
         return False
-    one, two = narrowest(_turned(found, last)), narrowest(other)
-    return one.shape == two.shape and torch.equal(one, two)
+    expected, actual = narrowest(_turned(found, last)), narrowest(other)
+    return expected.shape == actual.shape and torch.equal(expected, actual)
 
 
 def _broadcast(labels: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
-    """Where elements of several tensors meet, they belong to the token of the first that has one."""
+    """Labels of a pointwise result: an element belongs to the token of the first operand that has one there."""
     if len(labels) == 1 and labels[0].numel() != math.prod(shape):
         return None
     try:
-        wide = [one.expand(tuple(shape)) for one in labels]
+        wide = [operand.expand(tuple(shape)) for operand in labels]
     except RuntimeError:
-        return None  # A result of another shape, as of an operation in place that reports the base.
-    found = wide[0]
-    for one in wide[1:]:
-        if one is not found and not _is_same(found, one):
-            found = torch.where(found > 0, found, one)
-            found = narrowest(found).expand(tuple(shape))
-    return found
+        return None  # The result has another shape, for example because an operation in place returns the base.
+    result = wide[0]
+    for operand in wide[1:]:
+        if operand is not result and not _is_same(result, operand):
+            result = torch.where(result > 0, result, operand)
+            result = narrowest(result).expand(tuple(shape))
+    return result
 
 
 def _is_same(one: Tensor, two: Tensor) -> bool:
@@ -479,7 +476,7 @@ def _is_same(one: Tensor, two: Tensor) -> bool:
 
 
 def _kept(labels: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Labels behind an operation that computes, if the dimensions that tell tokens apart stay, in this order."""
+    """Labels of a computed result; None unless the dimensions along which tokens vary stay in their order."""
     narrow = narrowest(labels)
     varying = [dim for dim, size in enumerate(narrow.shape) if size > 1]
     last = varying[-1] + 1 if varying else 0
@@ -499,7 +496,7 @@ def _kept(labels: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 
 def nodes_of(pairs: Iterable[tuple[fx.Node, fx.Node | None]]) -> set[fx.Node]:
-    """What is computed of the tokens that were read, until results are put back."""
+    """The nodes that depend on each read, up to the operation that puts its results back."""
     nodes = set[fx.Node]()
     for read, put in pairs:
         nodes |= behind(read) - (set() if put is None else behind(put))

@@ -1,6 +1,6 @@
-"""Says what a program without routing sites selects all the same, and what becomes of it, with the lines of the model.
+"""Describes the selections of a program that are not routing sites: where their indices go, and in which line.
 
-What cannot be followed may still select tokens, so this is told instead of that there is nothing to select.
+A selection that cannot be followed may still select tokens, so saying that there is nothing to select would be wrong.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ NO_SELECTION = "the model has no top-k and no sort of scores"
 
 
 def unfollowed_selections(program: ExportedProgram) -> list[str]:
-    """A sentence for each top-k, and each sort of scores, that is no routing site; the same one is said once.
+    """Returns a sentence for each top-k and each sort of scores that is not a routing site. Equal sentences are merged.
 
-    A top-k that selects experts or words is among them: it is told where its indices go, and not what it is for.
+    A top-k that selects experts or words is included: the sentence says where its indices go, not what it is for.
 
     Args:
-        program: without markers.
+        program: a captured program without markers.
     """
-    found, others = judged_selections(program)
-    flows = {flow.selection.node: flow for flow in others}
-    sites = {site.selection.node for site in found}
-    selecting = [node for node in _selecting(program.graph) if node not in sites]
-    said = Counter(_said(node, flows.get(node)) for node in selecting)
-    said.update(f"{_named(node)}, which are whole numbers" for node in _of_whole_numbers(program.graph, selecting))
-    return [f"{text} ({count} times)" if count > 1 else text for text, count in said.items()] or [NO_SELECTION]
+    sites, other_flows = judged_selections(program)
+    flows = {flow.selection.node: flow for flow in other_flows}
+    site_nodes = {site.selection.node for site in sites}
+    selecting = [node for node in _selecting(program.graph) if node not in site_nodes]
+    counts = Counter(_said(node, flows.get(node)) for node in selecting)
+    counts.update(f"{_named(node)}, which are whole numbers" for node in _of_whole_numbers(program.graph, selecting))
+    return [f"{text} ({count} times)" if count > 1 else text for text, count in counts.items()] or [NO_SELECTION]
 
 
 def _selecting(graph: fx.Graph) -> Iterator[fx.Node]:
@@ -48,7 +48,7 @@ def _selecting(graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _of_whole_numbers(graph: fx.Graph, selecting: Sequence[fx.Node]) -> Iterator[fx.Node]:
-    """Such as a sort of what is above a threshold; not what brings indices into order."""
+    """Selections by integers or truth values, such as a sort of a threshold mask, but not sorts of selected indices."""
     ordered = {user for node in selecting for user in behind(node)}
     for node in graph.nodes:
         if node.op == "call_function" and node.target in SELECTS and node not in ordered and _has_indices(node):

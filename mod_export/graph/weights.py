@@ -1,11 +1,11 @@
-"""How weights are stored: in one file for every graph of a dtype, as floats or in eight or four bits.
+"""Stores weights in one file for all graphs of a dtype, as floats or as integers of eight or four bits.
 
 The format is safetensors: a header, and then the bytes of the tensors. ONNX external data is (file, offset, length), so
 one plain file serves ONNX Runtime, TensorRT's parser, AOTInductor and any reader of `safetensors`, and no bucket adds a
-copy. Names are those of the state_dict. The fingerprints prove that a file, or a graph, holds the checkpoint's numbers
-and no others. A server reads the header with this module, so it loads torch and onnx only where it needs them.
+copy. Names are those of the state_dict. Digests prove that a file, or a graph, holds the checkpoint's numbers and no
+others. A server reads the header with this module, so it imports torch and onnx only where it needs them.
 
-Shape legend: a weight is stored as (N, K); N columns of the result, K what is summed over.
+Shape legend: a weight is stored as (N, K); N columns of the result, K the summed dimension.
 """
 
 from __future__ import annotations
@@ -28,36 +28,34 @@ if TYPE_CHECKING:
     import torch
 
 MOST_SIZES = 16
-"""Elements of a constant that shapes can depend on."""
+"""The most elements of a constant that shapes can depend on."""
 
 ALIGNMENT = 8
 PIECE = 2**22
-"""Numbers that are cast and written at a time."""
+"""The number of elements that are cast and written at a time."""
 ONNX_TYPES = {
     "F64": "DOUBLE", "F32": "FLOAT", "F16": "FLOAT16", "BF16": "BFLOAT16", "I64": "INT64", "I32": "INT32",
     "I16": "INT16", "I8": "INT8", "U8": "UINT8", "BOOL": "BOOL",
 }  # fmt: skip
-"""Name of a dtype in safetensors -> in ONNX."""
+"""Name of a dtype in safetensors -> name in ONNX."""
 BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 FLOATS: dict[DType, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 NARROW = ("float16", "bfloat16")
 Form = Literal["float", "int8", "int8_blocks", "int8_blocks64", "int4"]
-"""How a file of whole numbers stores a weight (N, K): as floats, or as `rounding` says."""
+"""How a quantized file stores a weight (N, K): as floats, or in one of the forms that `rounding` describes."""
 FORMS: tuple[Form, ...] = get_args(Form)
 BITS: Mapping[Form, int] = {"int8_blocks": 8, "int8_blocks64": 8, "int4": 4}
-"""Of a number, in the forms that have a scale for each block."""
+"""Bits of a number, in the forms that have a scale for each block."""
 BLOCKS: Mapping[Form, int] = {"int8_blocks": 32, "int8_blocks64": 64, "int4": 32}
-"""Numbers of a block. Longer ones are faster, and lose more (docs/LOG.md)."""
+"""Numbers of a block. Longer blocks are faster, and lose more (docs/LOG.md)."""
 Forms = Mapping[str, Collection[Form]]
-"""Name of a weight -> the forms that it is stored in, floats alone where it is not named."""
+"""Name of a weight -> the forms that it is stored in; a weight that is not named is stored as floats alone."""
 NO_FORMS: Forms = {}
 MomentsOf = Callable[[str], "torch.Tensor | None"]
-"""Name of a weight (N, K) -> what it is multiplied with, float32 (K, K), as `rounding` takes it; None if unknown."""
+"""Name of a weight (N, K) -> second moments of its inputs, float32 (K, K), for `rounding`; None if unknown."""
 FLOATS_ALONE: tuple[Form, ...] = ("float",)
 BELOW = ".."
-"""Between the names of weights (N, K) that are stored as one, each below the one before it: no name in a state_dict has
-an empty part.
-"""
+"""Joins the names of weights (N, K) that are stored as one, stacked along N: no state_dict name has an empty part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +67,10 @@ class WeightsFile:
 
     @classmethod
     def open(cls, path: Path) -> WeightsFile:
-        """Reads the header only; nothing of the weights is loaded.
+        """Reads the header, and loads no weights.
 
         Raises:
-            BuildFolderError: not a regular file, or not a weights file.
+            BuildFolderError: the path is not a regular file, or not a weights file.
         """
         if path.is_symlink() or not path.is_file():
             raise BuildFolderError(f"{path}: expected a regular file of weights; links are refused by ONNX tools")
@@ -92,69 +90,69 @@ class WeightsFile:
         return cls(path.name, entries)
 
     def quantized_bytes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Weight -> bytes of its numbers and scales, of those of `tensors` that stand here as whole numbers; in blocks,
-        where both forms of int8 do.
+        """Weight -> bytes of its integers and scales, for the weights of `tensors` that this file quantizes. If it has
+        both forms of int8, the one in blocks counts.
         """
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, forms in forms_of(self.entries).items():
-            for form in sorted(forms - {"float"}):  # int8_blocks after int8.
+            for form in sorted(forms - {"float"}):  # int8_blocks comes after int8, and replaces its size.
                 for part in name.split(BELOW):
                     stored = quantized_tensors(part, tuple(tensors[part].shape), form).values()
-                    found[part] = sum(BYTES[kind] * math.prod(shape) for kind, shape in stored)
-        return found
+                    sizes[part] = sum(BYTES[kind] * math.prod(shape) for kind, shape in stored)
+        return sizes
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and all buffers by name.
 
-    Also the buffers that a state_dict leaves out (RoPE tables), so that no graph needs a copy of its own.
+    These include buffers that a state_dict leaves out (RoPE tables), so that no graph needs a copy of its own.
     """
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Name -> (safetensors dtype, shape) of what a weight (N, K) becomes: the whole numbers, their scales, and of four
-    bits their zero points.
+    """Name -> (safetensors dtype, shape) of the tensors that a weight (N, K) becomes: integers, scales, and for `int4`
+    zero points.
     """
     N, K = shape
     if form == "int8":
         return {f"{name}.int8": ("I8", (K, N)), f"{name}.int8_scale": ("F32", (N,))}
     blocks = -(-K // BLOCKS[form])
     whole = (N, blocks, BLOCKS[form] * BITS[form] // 8)
-    found = {f"{name}.{form}": ("U8", whole), f"{name}.{form}_scale": ("F32", (N, blocks))}
-    return found | {f"{name}.{form}_zero": ("U8", (N, -(-blocks // 2)))} if form == "int4" else found
+    tensors = {f"{name}.{form}": ("U8", whole), f"{name}.{form}_scale": ("F32", (N, blocks))}
+    return tensors | {f"{name}.{form}_zero": ("U8", (N, -(-blocks // 2)))} if form == "int4" else tensors
 
 
 def is_of_quantized(name: str) -> bool:
-    """Whether a tensor of this name holds whole numbers that stand for a weight, their scales, or their zero points."""
+    """Whether a tensor of this name holds the integers, the scales or the zero points of a quantized weight."""
     return name.rpartition(".")[2].removesuffix("_scale").removesuffix("_zero") in FORMS
 
 
 def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
-    """Which weights the tensors of these names hold, in a file or in a graph, and in which forms by themselves."""
-    found: dict[str, set[Form]] = {}
+    """Weight -> the forms in which the tensors of these names, of a file or a graph, store it by itself."""
+    result: dict[str, set[Form]] = {}
     for stored in names:
         name, _, kind = stored.rpartition(".")
         form = next((form for form in FORMS if kind == form), None)
         if form is not None:
-            found.setdefault(name, set()).add(form)
+            result.setdefault(name, set()).add(form)
         elif not is_of_quantized(stored):
-            found.setdefault(stored, set()).add("float")
-    # A weight that stands below others is stored there, and not by itself.
-    parts = [part for name in found if BELOW in name for part in name.split(BELOW)]
-    return found | {part: found.get(part, set()) for part in parts}
+            result.setdefault(stored, set()).add("float")
+    # A weight that is stored together with others may have no form by itself.
+    parts = [part for name in result if BELOW in name for part in name.split(BELOW)]
+    return result | {part: result.get(part, set()) for part in parts}
 
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor as a weights file holds it: its type and shape, and what makes its bytes when they are written."""
+    """A tensor of a weights file: its dtype and shape, and a function that makes its bytes when they are written."""
 
     dtype: str
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[memoryview]]
 
     def digest(self, write: Callable[[memoryview], object] = lambda piece: None) -> str:
-        """SHA-256 of its bytes, which are written a piece at a time."""
+        """SHA-256 of its bytes, which are passed to `write` a piece at a time."""
         digest = hashlib.sha256()
         for piece in self.pieces():
             digest.update(piece)
@@ -165,34 +163,34 @@ class _Stored:
 def _stored_tensors(
     tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Forms, moments: MomentsOf | None = None
 ) -> dict[str, _Stored]:
-    found: dict[str, _Stored] = {}
+    result: dict[str, _Stored] = {}
     for name in (*tensors, *(name for name in forms if BELOW in name)):
         for form in forms.get(name, FLOATS_ALONE):
             if form == "float":
                 kind = _kind(tensors[name], dtype)
-                found[name] = _Stored(kind, tuple(tensors[name].shape), partial(_plain_bytes, tensors[name], kind))
+                result[name] = _Stored(kind, tuple(tensors[name].shape), partial(_plain_bytes, tensors[name], kind))
                 continue
             parts = {part: tensors[part] for part in name.split(BELOW)}
             rows = sum(len(part_NK) for part_NK in parts.values())
             shape = (rows, *next(iter(parts.values())).shape[1:])
             (whole, of_whole), *ranges = quantized_tensors(name, shape, form).items()
-            found[whole] = _Stored(*of_whole, partial(_whole_bytes, parts, form, moments))
+            result[whole] = _Stored(*of_whole, partial(_whole_bytes, parts, form, moments))
             for index, (stored, of_range) in enumerate(ranges):
-                found[stored] = _Stored(*of_range, partial(_range_bytes, parts, form, index))
-    return found
+                result[stored] = _Stored(*of_range, partial(_range_bytes, parts, form, index))
+    return result
 
 
 def _kind(tensor: torch.Tensor, dtype: DType) -> str:
-    """The dtype that a tensor has in a file of this dtype, in safetensors' words."""
+    """The dtype of a tensor in a file of this dtype, by its name in safetensors."""
     if tensor.is_floating_point():
-        # A table in float64, such as angles, is not what a model's weights are: graphs read it as it is.
+        # A table in float64, such as angles, is not a weight: graphs read it as it is.
         return "F64" if tensor.dtype.itemsize == BYTES["F64"] and dtype not in NARROW else FLOATS.get(dtype, "F32")
     name = str(tensor.dtype).removeprefix("torch.")
     return "BOOL" if name == "bool" else name.replace("uint", "U").replace("int", "I")
 
 
 def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
-    """The bytes of a tensor, row-major and little-endian; what was read of a memory-mapped file is let go after it."""
+    """The bytes of a tensor, row-major and little-endian. Pages of a memory-mapped file are released after reading."""
     import torch
 
     floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -214,7 +212,7 @@ def _whole_bytes(parts: Mapping[str, torch.Tensor], form: Form, moments: Moments
 
 
 def _range_bytes(parts: Mapping[str, torch.Tensor], form: Form, index: int) -> Iterator[memoryview]:
-    """Of the scales, 0, or of the zero points, 1."""
+    """The bytes of the scales (`index` 0) or the zero points (1)."""
     import torch
 
     from mod_export.graph.rounding import range_of
@@ -231,15 +229,15 @@ def write_weights(
     forms: Forms = NO_FORMS,
     moments: MomentsOf | None = None,
 ) -> dict[str, str]:
-    """Writes tensors a piece at a time, so that it takes no more memory for a larger model.
+    """Writes tensors a piece at a time, so that a larger model takes no more memory.
 
     Args:
-        path: of the file.
-        tensors: by their names in the state_dict.
-        dtype: of the file's floats. In one of whole numbers everything that is not quantized is float32. Buffers of
-            whole numbers are stored as they are, and those of float64 in files of float32 and of whole numbers.
-        forms: of the weights (N, K) that become whole numbers and scales, see `quantized_tensors`.
-        moments: of weights of four bits, for `rounding`; they are asked for in the order of their names.
+        path: path of the file.
+        tensors: tensors by their names in the state_dict.
+        dtype: dtype of the file's floats. In a quantized file, everything that is not quantized is float32. Integer
+            buffers are stored as they are, and so are float64 buffers in float32 and quantized files.
+        forms: forms of the weights (N, K) that are quantized, see `quantized_tensors`.
+        moments: second moments for `int4` weights (`rounding`); it is called in the order of their names.
 
     Returns:
         Name -> SHA-256 of the tensor's bytes as they were handed to the file.
@@ -247,9 +245,9 @@ def write_weights(
     Raises:
         BuildFolderError: the file could not be written.
     """
-    # Wide numbers first, then by name: the order of the safetensors library, and every tensor is aligned.
-    found = _stored_tensors(tensors, dtype, forms, moments)
-    stored = dict(sorted(found.items(), key=lambda item: (-BYTES[item[1].dtype], item[0])))
+    # Wide dtypes come first, then names, as in the safetensors library, so that every tensor is aligned.
+    unsorted = _stored_tensors(tensors, dtype, forms, moments)
+    stored = dict(sorted(unsorted.items(), key=lambda item: (-BYTES[item[1].dtype], item[0])))
     try:
         with path.open("wb") as file:
             file.write(_header(stored))
@@ -259,7 +257,7 @@ def write_weights(
 
 
 def _header(tensors: Mapping[str, _Stored]) -> bytes:
-    """https://huggingface.co/docs/safetensors: the length of the table of contents, and the table."""
+    """The header by https://huggingface.co/docs/safetensors: the length of the table of contents, and the table."""
     end = 0
     table = {}
     for name, tensor in tensors.items():
@@ -271,16 +269,16 @@ def _header(tensors: Mapping[str, _Stored]) -> bytes:
 
 
 def digests_of_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
-    """What `write_weights` returns of tensors of which none is quantized, without writing."""
+    """The digests that `write_weights` would return for these tensors if none is quantized."""
     return {name: stored.digest() for name, stored in _stored_tensors(tensors, dtype, NO_FORMS).items()}
 
 
 def digests_expected(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
-    """The digests that the tensors of a file have if they are a checkpoint's. A number of four bits can be rounded in
-    several ways: those of the file count, where they are within what `rounding` allows.
+    """The digests that the tensors of a file have if they are a checkpoint's. An `int4` number can be rounded in
+    several ways, so the file's own digest counts if its numbers are within the limits of `rounding`.
 
     Raises:
-        BuildFolderError: not a weights file.
+        BuildFolderError: the file is not a weights file.
     """
     import torch
 
@@ -309,10 +307,10 @@ def _part_of(path: Path, offset: int, length: int) -> bytes:
 
 
 def digests_of_file(path: Path) -> dict[str, str]:
-    """The same for every tensor of a weights file, as it is stored.
+    """The digest of every tensor of a weights file, as it is stored.
 
     Raises:
-        BuildFolderError: not a weights file.
+        BuildFolderError: the file is not a weights file.
     """
     entries = WeightsFile.open(path).entries.items()
     return {
@@ -321,23 +319,23 @@ def digests_of_file(path: Path) -> dict[str, str]:
 
 
 def files_for(dtype: DType) -> tuple[DType, ...]:
-    """The weights files that a graph of this dtype points into. One of whole numbers holds all that it needs."""
+    """The dtypes of the weights files that a graph of this dtype reads; a quantized file holds all that it needs."""
     return (dtype,) if dtype in QUANTIZED or dtype == "float32" else (dtype, "float32")
 
 
 def is_in_graph(dtype: ir.DataType, shape: Sequence[int]) -> bool:
-    """Whether a constant of the model stands in the graph itself, and not in a file: ONNX Runtime infers shapes from
+    """Whether a constant of the model is stored in the graph itself, and not in a file: ONNX Runtime infers shapes from
     indices and sizes, and reads no file for that.
     """
     return (dtype.is_integer() or dtype.name == "BOOL") and math.prod(shape) <= MOST_SIZES
 
 
 def bind_weights(model: ir.Model, files: Iterable[WeightsFile], folder: Path) -> int:
-    """Points every initializer that is a weight at its bytes in the first file that has it in the initializer's dtype,
-    or gives it their value (`is_in_graph`).
+    """Points each initializer that is a weight at its bytes in the first file that has it in the initializer's dtype,
+    or copies its value into the graph (`is_in_graph`).
 
     Returns:
-        How many.
+        The number of these initializers.
     """
     import onnx_ir as ir
 
@@ -348,10 +346,10 @@ def bind_weights(model: ir.Model, files: Iterable[WeightsFile], folder: Path) ->
     }
     bound = 0
     for name, value in model.graph.initializers.items():
-        found = located.get((name, value.dtype)) if value.dtype is not None else None
-        if found is None or value.dtype is None:
+        entry = located.get((name, value.dtype)) if value.dtype is not None else None
+        if entry is None or value.dtype is None:
             continue
-        location, shape, offset, length = found
+        location, shape, offset, length = entry
         stored = ir.ExternalTensor(
             location, offset, length, value.dtype, shape=ir.Shape(shape), name=name, base_dir=folder
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint, an ONNX graph or a build folder holds: as text, and of a model as page and as picture too."""
+"""Describes a checkpoint, an ONNX graph, a .pt2 program or a build folder as text; a checkpoint also as HTML or PNG."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tells a checkpoint, an ONNX graph and a build folder apart, and says what each holds, as text."""
+"""Recognises a checkpoint, an ONNX graph, a .pt2 program or a build folder, and describes it as text."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ MOST_COLUMNS = 120
 
 
 def describe(path: Path, *, text: str | None = None, html: Path | None = None, png: Path | None = None) -> str:
-    """A build folder, an ONNX graph, a program of `torch.export.save`, or else a checkpoint.
+    """Describes a build folder, an ONNX graph, a program of `torch.export.save`, or else a checkpoint.
 
     Args:
-        path: what to look at.
-        text: of a checkpoint only: a text to route, or the name of a file that holds one. The map of it is part of what
-            is returned, and of the page and the picture, which show held-out text where none is given.
-        html: of a checkpoint only: where to write a page.
-        png: likewise a picture.
+        path: the file or folder.
+        text: a text to route, or the name of a file that holds one; only for a checkpoint. The result, the page and the
+            picture show its routing map. Without it, the page and the picture show that of held-out text.
+        html: where to write a page; only for a checkpoint.
+        png: where to write a picture; only for a checkpoint.
 
     Raises:
-        ModExportError: it is none of them, or it cannot be shown in the way that was asked for.
+        ModExportError: the path is none of these, or it does not support these options.
     """
     folder = (path / MANIFEST).exists()
     if not folder and path.suffix not in (".onnx", ".pt2"):
         return _model(path, text, html, png)
-    if asked := _named([("--text", text), ("--html", html), ("--png", png)]):
+    if options := _named([("--text", text), ("--html", html), ("--png", png)]):
         what = "a build folder, which report --format html shows" if folder else "a graph"
-        raise UsageError(f"{asked}: {path} is {what}; give the checkpoint of a model")
+        raise UsageError(f"{options}: {path} is {what}; give the checkpoint of a model")
     if path.suffix == ".pt2" and not folder:
         from mod_export.inspect.program import describe_program
 
@@ -62,7 +62,7 @@ def _named(options: Sequence[tuple[str, object]]) -> str:
 
 
 def _model(path: Path, text: str | None, html: Path | None, png: Path | None) -> str:
-    # What cannot be written is refused before the model is loaded and run.
+    # Output paths are checked before the model is loaded and run.
     for name, file in (("--html", html), ("--png", png)):
         if file is not None:
             check_place(file, name)
@@ -77,8 +77,8 @@ def _model(path: Path, text: str | None, html: Path | None, png: Path | None) ->
         "",
     ]
     if not (isinstance(loaded, DeclaredRouting) and isinstance(loaded, LayerCosts)):
-        if asked := _named([("--text", text), ("--html", html), ("--png", png)]):
-            raise UsageError(f"{asked}: {path} does not declare its layers; build it, and look at its report")
+        if options := _named([("--text", text), ("--html", html), ("--png", png)]):
+            raise UsageError(f"{options}: {path} does not declare its layers; build it, and look at its report")
         return "\n".join([*about, "its layers are not declared; build it, and inspect the build folder"]) + "\n"
     layers = layers_of(model, config_from_toml(None).bucket_list(token_ids(loaded).max_positions))
     routed = None if text is None and html is None and png is None else routed_text(loaded, text)
@@ -110,7 +110,7 @@ def _graph(path: Path) -> str:
 
 
 def _cost_line(model: ir.Model) -> str:
-    """FLOPs and bytes of weights, and what could not be counted: any graph may be given."""
+    """FLOPs and bytes of weights, and a note on what could not be counted, because the graph may be any graph."""
     from mod_export.measure.cost import cost_row
 
     ids = model.graph.inputs[0].shape if model.graph.inputs else None
@@ -148,14 +148,14 @@ def _folder(path: Path) -> str:
 
 
 def _beside(row: CostRow, dense: Mapping[str, CostRow]) -> list[str]:
-    """The FLOPs of the dense baseline and their ratio, as far as they are known; nothing where there is no baseline."""
+    """Cells with the FLOPs of the dense baseline and their ratio, or "-" if unknown; empty if there is no baseline."""
     if not dense:
         return []
-    other = dense.get(row.bucket)
-    if other is None:
+    baseline = dense.get(row.bucket)
+    if baseline is None:
         return ["-", "-"]
-    is_whole = row.flops and not row.not_counted and not other.not_counted
-    return [f"{other.flops:,}", f"{other.flops / row.flops:.2f}x" if is_whole else "-"]
+    is_whole = row.flops and not row.not_counted and not baseline.not_counted
+    return [f"{baseline.flops:,}", f"{baseline.flops / row.flops:.2f}x" if is_whole else "-"]
 
 
 def _spec_lines(spec: Mapping[str, Any]) -> list[str]:
@@ -168,7 +168,7 @@ def _spec_lines(spec: Mapping[str, Any]) -> list[str]:
 
 
 def _wrapped(start: str, fields: Mapping[str, Any]) -> list[str]:
-    """Fields side by side, in as many lines as they need; no field is cut in two."""
+    """Writes fields side by side, and wraps lines between fields only."""
     text = start + "  ".join(f"{name}={json.dumps(value)}".replace(" ", "\0") for name, value in fields.items())
     lines = textwrap.wrap(
         text, MOST_COLUMNS, subsequent_indent=" " * len(start), break_long_words=False, break_on_hyphens=False

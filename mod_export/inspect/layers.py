@@ -1,4 +1,4 @@
-"""A model layer by layer, beside its dense baseline: routing, tokens, FLOPs by part, weights, keys and values."""
+"""Compares a model with its dense baseline layer by layer: routing, slots, FLOPs by part, weights, keys and values."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ SHORT_NAMES = {"mlp": "MLP", "attention_projections": "projections"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """The rows of one model at one bucket, in order, and their sums."""
+    """The cost rows of one model at one bucket, in order, and their sums."""
 
     rows: Sequence[LayerCost]
 
     @property
     def flops_by_part(self) -> Mapping[str, int]:
-        """Of the parts that cost something, in the order of `PARTS`, others behind them."""
-        found: Counter[str] = Counter()
+        """Part -> FLOPs, for parts that have any, in the order of `PARTS`, followed by other parts."""
+        flops: Counter[str] = Counter()
         for row in self.rows:
-            found.update(row.flops)
-        return {part: found[part] for part in dict.fromkeys([*PARTS, *found]) if found[part]}
+            flops.update(row.flops)
+        return {part: flops[part] for part in dict.fromkeys([*PARTS, *flops]) if flops[part]}
 
     @property
     def flops(self) -> int:
@@ -37,7 +37,7 @@ class Costs:
 
     @property
     def needed_flops(self) -> int:
-        """Without the scores that a causal mask hides."""
+        """FLOPs without the attention scores that a causal mask hides."""
         return sum(row.needed_flops for row in self.rows)
 
     @property
@@ -51,13 +51,13 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """What the tables and figures are made of.
+    """Data of the tables and figures.
 
     Attributes:
-        buckets: ascending; the last one is the one that absolute numbers are given for.
-        mod: bucket -> rows of the model itself.
-        dense: bucket -> rows of its dense baseline, of the same names in the same order; None where no token skips a
-            block, so that the baseline would be the model itself, and where it has none.
+        buckets: buckets in ascending order; absolute numbers are shown for the last one.
+        mod: bucket -> costs of the model itself.
+        dense: bucket -> costs of its dense baseline, with the same row names in the same order. None if the model has
+            no baseline, or if no token skips a block, so that the baseline would equal the model.
     """
 
     buckets: tuple[Bucket, ...]
@@ -70,35 +70,35 @@ class Layers:
 
     @property
     def own(self) -> Costs:
-        """Of the model itself at the largest bucket."""
+        """Costs of the model itself at the largest bucket."""
         return self.mod[self.largest]
 
     @property
     def baseline(self) -> Costs | None:
-        """The same of the dense baseline."""
+        """Costs of the dense baseline at the largest bucket; None if there is no baseline."""
         return None if self.dense is None else self.dense[self.largest]
 
     @property
     def drawn(self) -> Sequence[tuple[int, LayerCost, LayerCost | None]]:
-        """Of each row that a chart shows its number, the row of `own`, and that of `baseline`."""
+        """(index, row of `own`, row of `baseline` or None) for each row that has FLOPs, as charts show them."""
         dense = self.baseline.rows if self.baseline else [None] * len(self.own.rows)
         rows = zip(self.own.rows, dense, strict=True)
-        return [(index, row, beside) for index, (row, beside) in enumerate(rows) if row.flops]
+        return [(index, row, dense_row) for index, (row, dense_row) in enumerate(rows) if row.flops]
 
     @property
     def most_flops(self) -> int:
-        """Of one row, the dense baseline's too."""
+        """The largest FLOPs of any single row, including rows of the dense baseline."""
         return max(flops_of(row) for _, *rows in self.drawn for row in rows if row)
 
     @property
     def parts(self) -> list[str]:
-        """Of the model and of its dense baseline, those that cost something."""
+        """Parts that have FLOPs in the model or in its dense baseline."""
         return list(dict.fromkeys([*self.own.flops_by_part, *(self.baseline.flops_by_part if self.baseline else ())]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTable:
-    """Cells as text, every row as long as the head. `total` sums the rows up. Numbers start at `numbers_from`."""
+    """A table of text cells. `total` holds the sums. Columns from index `numbers_from` on hold numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -106,12 +106,12 @@ class LayerTable:
     numbers_from: int
 
     def lines(self) -> list[str]:
-        """As plain text."""
+        """Returns the table as lines of plain text."""
         return table_lines(self.head, self.rows, numbers_from=self.numbers_from, total=self.total)
 
 
 def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers:
-    """`buckets`: one at least; those of a build by default."""
+    """Computes the costs of a model and its dense baseline for at least one bucket."""
 
     def costs(of: ExportableModel) -> dict[Bucket, Costs]:
         assert isinstance(of, LayerCosts)
@@ -125,23 +125,27 @@ def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers:
 
 
 def layer_lines(layers: Layers) -> list[str]:
-    """Both tables as text. With up to five buckets and six parts they fit 120 columns."""
+    """Returns both tables as text. With up to five buckets and six parts they fit into 120 columns."""
     shares = "" if layers.dense is None else "; % of a bucket: of what the dense baseline costs there"
     flops = [f"FLOPs of {layers.largest.name}{shares}", *flops_table(layers).lines(), "", flops_sentence(layers)]
     return [*routing_table(layers).lines(), "", *flops]
 
 
 def routing_table(layers: Layers) -> LayerTable:
-    """What is routed, the slots for a row, weights, and keys and values of the largest bucket."""
-    own, baseline = layers.own, layers.baseline
+    """Returns a table of each layer: routing, slots per row, weights, and keys and values at the largest bucket."""
+    costs, baseline = layers.own, layers.baseline
     lengths = dict.fromkeys(bucket.seq for bucket in layers.buckets)
     first = {bucket.seq: bucket for bucket in reversed(layers.buckets)}
     rows = []
-    for index, row in enumerate(own.rows):
+    for index, row in enumerate(costs.rows):
         selected = [tokens_text(layers.mod[first[seq]].rows[index].selected) for seq in lengths]
         dense = [] if baseline is None else [_bytes(baseline.rows[index].kv_bytes)]
         rows.append([row.name, row.routed or "-", *selected, _bytes(row.weight_bytes), _bytes(row.kv_bytes), *dense])
-    sums = [_bytes(own.weight_bytes), _bytes(own.kv_bytes), *([] if baseline is None else [_bytes(baseline.kv_bytes)])]
+    sums = [
+        _bytes(costs.weight_bytes),
+        _bytes(costs.kv_bytes),
+        *([] if baseline is None else [_bytes(baseline.kv_bytes)]),
+    ]
     return LayerTable(
         head=[
             "layer", "routed", *(f"k of {seq:,}" for seq in lengths), "weights", f"KV {layers.largest.name}",
@@ -154,17 +158,19 @@ def routing_table(layers: Layers) -> LayerTable:
 
 
 def flops_table(layers: Layers) -> LayerTable:
-    """FLOPs of the largest bucket by part; beside those of the dense baseline, the share of them in every bucket."""
-    own, dense = layers.own, layers.dense
-    parts = list(own.flops_by_part)
+    """Returns a table of the FLOPs of the largest bucket by part. If there is a dense baseline, the table adds its
+    FLOPs, and the share of them that the model needs in every bucket.
+    """
+    costs, dense = layers.own, layers.dense
+    parts = list(costs.flops_by_part)
     rows = []
-    for index, row, beside in layers.drawn:
+    for index, row, dense_row in layers.drawn:
         line = [row.name, *(_count(row.flops.get(part, 0)) for part in parts), _count(flops_of(row))]
-        if beside is not None:
-            line += [_count(flops_of(beside)), *(share_of(layers, bucket, index) for bucket in layers.buckets)]
+        if dense_row is not None:
+            line += [_count(flops_of(dense_row)), *(share_of(layers, bucket, index) for bucket in layers.buckets)]
         rows.append(line)
     head = ["layer", *map(part_name, parts), "FLOPs"]
-    total = ["all", *(_count(flops) for flops in own.flops_by_part.values()), _count(own.flops)]
+    total = ["all", *(_count(flops) for flops in costs.flops_by_part.values()), _count(costs.flops)]
     if dense is not None:
         head += ["dense", *(f"% {bucket.name}" for bucket in layers.buckets)]
         shares = [percent_text(layers.mod[bucket].flops / dense[bucket].flops) for bucket in layers.buckets]
@@ -173,38 +179,38 @@ def flops_table(layers: Layers) -> LayerTable:
 
 
 def flops_sentence(layers: Layers) -> str:
-    """All FLOPs of the largest bucket, beside those of the dense baseline, and the share that the causal mask hides."""
-    own = layers.own
-    hidden = percent_text((own.flops - own.needed_flops) / own.flops)
-    found = f"{layers.largest.name}: {flops_text(own.flops)}, of which the causal mask hides {hidden}"
+    """States the FLOPs of the largest bucket, the share that the causal mask hides, and those of the dense baseline."""
+    costs = layers.own
+    hidden = percent_text((costs.flops - costs.needed_flops) / costs.flops)
+    sentence = f"{layers.largest.name}: {flops_text(costs.flops)}, of which the causal mask hides {hidden}"
     if layers.baseline is None:
-        return found
+        return sentence
     dense = layers.baseline.flops
-    return f"{found}; the dense baseline {flops_text(dense)}, {ratio_text(dense / own.flops)}"
+    return f"{sentence}; the dense baseline {flops_text(dense)}, {ratio_text(dense / costs.flops)}"
 
 
 def share_of(layers: Layers, bucket: Bucket, index: int) -> str:
-    """What a row costs, as a share of its cost in the dense baseline: 12.4 %; a dash where that is nothing."""
+    """FLOPs of a row as a share of those in the dense baseline, such as 12.4 %; a dash if the baseline has none."""
     assert layers.dense is not None
-    own, baseline = flops_of(layers.mod[bucket].rows[index]), flops_of(layers.dense[bucket].rows[index])
-    return percent_text(own / baseline if baseline else None)
+    flops, baseline = flops_of(layers.mod[bucket].rows[index]), flops_of(layers.dense[bucket].rows[index])
+    return percent_text(flops / baseline if baseline else None)
 
 
 def tokens_text(selected: Mapping[Site, int]) -> str:
-    """Slots of the routing sites of one layer: 64, or 64 + 64, or 64, 8 x 10 with experts inside."""
+    """Slots of the routing sites of one layer: "64", "64 + 64", or with eight experts of 10 slots "64, 8 x 10"."""
     experts = Counter(k for site, k in selected.items() if is_expert(site))
     others = " + ".join(f"{k:,}" for site, k in selected.items() if ".expert" not in str(site))
-    found = ", ".join(filter(None, [others, *(f"{count} x {k:,}" for k, count in experts.items())]))
-    return found or "-"
+    text = ", ".join(filter(None, [others, *(f"{count} x {k:,}" for k, count in experts.items())]))
+    return text or "-"
 
 
 def part_name(part: str) -> str:
-    """The name of a part of the model in a heading: short."""
+    """Short name of a part of the model, for headings."""
     return SHORT_NAMES.get(part, part_text(part))
 
 
 def flops_of(row: LayerCost) -> int:
-    """Of all parts."""
+    """Sum of the FLOPs of all parts of a row."""
     return sum(row.flops.values())
 
 

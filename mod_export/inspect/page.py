@@ -1,4 +1,4 @@
-"""A model as one self-contained page: FLOPs by layer and part, tables, the routing of a text."""
+"""Renders a model as one self-contained page: FLOPs by layer and part, tables, and the routing of a text."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from mod_export.report.parity_figures import token_maps
 from mod_export.report.wording import causality_text, flops_text
 
 SCALES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
-"""FLOPs, and what so many are called; the largest first."""
+"""(FLOPs, name of the unit), largest first."""
 MOST_SITES = 64
-"""Routing sites in the map of a text: many layers of many experts would be more than a browser shows well."""
+"""Maximum number of routing sites in the map of a text: browsers cannot show many layers of many experts well."""
 
 
 def render_html(model: Model, layers: Layers, routed: RoutedText | None) -> str:
-    """The whole page; `routed` is the text whose map it shows."""
+    """Returns the page. It shows the routing map of `routed`, if given."""
     assert isinstance(model.loaded, DeclaredRouting)
     sites = routed.map.layers if routed else ()
     return render_page(
@@ -62,12 +62,12 @@ def render_html(model: Model, layers: Layers, routed: RoutedText | None) -> str:
 
 
 def flops_scale(flops: float) -> tuple[float, str]:
-    """FLOPs of the unit that suits so many, and its name: (1e9, "GFLOP")."""
+    """Returns the unit that suits a number of FLOPs, such as (1e9, "GFLOP")."""
     return next((scale for scale in SCALES if flops >= scale[0]), SCALES[-1])
 
 
 def flops_chart(layers: Layers) -> Markup:
-    """FLOPs of the largest bucket by layer and part; above each layer, paler, those of the dense baseline."""
+    """Draws the FLOPs of the largest bucket by layer and part, with a paler bar of the dense baseline above each."""
     size, unit = flops_scale(layers.most_flops)
     axis = axis_from_zero([layers.most_flops / size], smallest=1.0, unit=f" {unit}")
     lanes = []
@@ -92,7 +92,7 @@ def flops_chart(layers: Layers) -> Markup:
 
 
 def _parts(row: LayerCost, size: float) -> list[tuple[str, float]]:
-    """In units of `size` FLOPs; parts with a colour of their own first."""
+    """(part, FLOPs in units of `size`), starting with the parts that have their own colour."""
     others = [part for part in row.flops if part not in NODE_PARTS]
     ordered = [*(part for part in NODE_PARTS if part in row.flops), *others]
     return [(part, row.flops[part] / size) for part in ordered]

@@ -1,4 +1,4 @@
-"""A model as PNG: FLOPs by layer and part beside the dense baseline, and below it the routing of a text."""
+"""Draws a model as PNG: FLOPs by layer and part beside the dense baseline, and the routing of a text below."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, CHART_HEIGHT, LANE_HEIGHT = 13.0, 4.6, 0.16
-"""Inches."""
+"""Sizes in inches."""
 DOTS = 130
-"""Of an inch."""
+"""Dots per inch."""
 PIECE = 128
-"""Tokens in one row of the map."""
+"""Number of tokens in one row of the map."""
 BAR = 0.4
-"""Of the distance between two layers."""
+"""Width of a bar, as a fraction of the distance between two layers."""
 
 
 def check_matplotlib() -> None:
-    """Whether pictures can be drawn here.
+    """Checks that matplotlib can be imported.
 
     Raises:
-        UsageError: they cannot.
+        UsageError: it cannot be imported.
     """
     try:
         import_module("matplotlib")
@@ -42,7 +42,7 @@ def check_matplotlib() -> None:
 
 
 def render_png(model: Model, layers: Layers, routed: RoutedText | None) -> bytes:
-    """The picture; without `routed` the chart alone.
+    """Returns the picture; without `routed` only the chart.
 
     Raises:
         UsageError: matplotlib is not installed.
@@ -55,7 +55,7 @@ def render_png(model: Model, layers: Layers, routed: RoutedText | None) -> bytes
     row = LANE_HEIGHT * (len(lanes) + 2.5)
     colours = light_colours()
     heights = [CHART_HEIGHT, *([0.35] if pieces else []), *[row] * pieces]
-    # Not pyplot, which would look for a window system and keep the figure.
+    # Not pyplot: it looks for a window system and keeps a reference to the figure.
     figure = Figure(figsize=(WIDTH, sum(heights)), dpi=DOTS, facecolor=colours["card"], layout="constrained")
     axes = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     _flops(axes[0], model, layers, colours)
@@ -70,17 +70,17 @@ def render_png(model: Model, layers: Layers, routed: RoutedText | None) -> bytes
 
 def _flops(axes: Axes, model: Model, layers: Layers, colours: Any) -> None:
     size, unit = flops_scale(layers.most_flops)
-    own, dense = [row for _, row, _ in layers.drawn], [row for *_, row in layers.drawn if row]
-    for rows, offset, alpha in ((dense, -BAR / 2, 0.45), (own, BAR / 2 if dense else 0.0, 1.0)):
-        at, floor = [index + offset for index in range(len(rows))], [0.0] * len(rows)
+    mod, dense = [row for _, row, _ in layers.drawn], [row for *_, row in layers.drawn if row]
+    for rows, offset, alpha in ((dense, -BAR / 2, 0.45), (mod, BAR / 2 if dense else 0.0, 1.0)):
+        positions, floor = [index + offset for index in range(len(rows))], [0.0] * len(rows)
         for part in layers.parts if rows else ():
             heights = [row.flops.get(part, 0) / size for row in rows]
-            label = part_name(part) if rows is own else None
+            label = part_name(part) if rows is mod else None
             colour = colours.get(part, colours["other"])
-            axes.bar(at, heights, BAR * 0.95, floor, color=colour, alpha=alpha, label=label, linewidth=0)
+            axes.bar(positions, heights, BAR * 0.95, floor, color=colour, alpha=alpha, label=label, linewidth=0)
             floor = [below + height for below, height in zip(floor, heights, strict=True)]
-    axes.set_xticks(range(len(own)), [row.name for row in own])
-    axes.set_xlim(-0.6, len(own) - 0.4)
+    axes.set_xticks(range(len(mod)), [row.name for row in mod])
+    axes.set_xlim(-0.6, len(mod) - 0.4)
     axes.set_ylim(0, 1.06 * layers.most_flops / size)
     axes.set_ylabel(unit)
     axes.grid(axis="y", color=colours["line"])
@@ -96,13 +96,13 @@ def _flops(axes: Axes, model: Model, layers: Layers, colours: Any) -> None:
 def _head(axes: Axes, routed: RoutedText, colours: Any) -> None:
     axes.axis("off")
     cut = f"; {routed.left_out:,} more are left out" if routed.left_out else ""
-    found = f"Routing of {routed.source}, {len(routed.map.tokens):,} tokens{cut}"
-    text = f"{found}; coloured where a layer, or an expert, ran one"
+    summary = f"Routing of {routed.source}, {len(routed.map.tokens):,} tokens{cut}"
+    text = f"{summary}; coloured where a layer, or an expert, ran one"
     axes.text(0, 0.5, text, color=colours["ink"], fontsize=12, va="center", parse_math=False, transform=axes.transAxes)
 
 
 def _piece(axes: Axes, routed: RoutedText, lanes: tuple[Lane, ...], start: int, colours: Any) -> None:
-    """Tokens on top and a lane for each routing site; experts as their numerals."""
+    """Draws one row of the map: tokens on top, and below them a lane for each site or group of experts."""
     tokens = token_marks(routed.map)[start : start + PIECE]
     axes.set_xlim(0, PIECE)
     axes.set_ylim(len(lanes) + 1, 0)

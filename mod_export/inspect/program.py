@@ -1,5 +1,5 @@
-"""A program of `torch.export.save`, as text: its inputs and outputs, its FLOPs, and of its routing sites k, their share
-of the FLOPs, the gate and the order.
+"""Describes a program of `torch.export.save` as text: inputs, outputs, FLOPs, and for each routing site k, its share of
+the FLOPs, the gate and the order.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ NO_SITES = (
 
 
 def describe_program(path: Path) -> str:
-    """What a .pt2 file holds.
+    """Describes a .pt2 file.
 
     Raises:
-        CheckpointError: it is no program at fixed sizes, or could run code.
+        CheckpointError: it is not a program with fixed sizes, it could run code, or it cannot be described.
     """
     loaded = read_program(path)
     try:
         return _described(path.name, with_found_sites(loaded))
-    except Exception as error:  # A file that is given to us may hold any graph.
+    except Exception as error:  # A file from a user may hold any graph.
         what = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{path}: a program that cannot be described ({what})") from error
 
@@ -69,7 +69,7 @@ def _described(name: str, program: ExportedProgram) -> str:
 def _site_lines(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> list[str]:
     sites = routing_sites(program)
     if not sites:
-        return [NO_SITES, *(f"seen: {one}" for one in unfollowed_selections(program))]
+        return [NO_SITES, *(f"seen: {selection}" for selection in unfollowed_selections(program))]
     rows = [
         [str(site.name), str(site.k), f"{share:.1%}", gate, ORDERS[site.rule]]
         for site, (gate, share) in zip(sites, gates_and_flops(program, flops), strict=True)
@@ -84,7 +84,7 @@ def _inputs(program: ExportedProgram) -> list[fx.Node]:
 
 
 def _type(node: Any) -> str:
-    """Of an input or output: a tensor, or a number or None that is part of the program."""
+    """Dtype and shape of an input or output, or its value if it is not a tensor but a constant of the program."""
     value = node.meta["val"] if isinstance(node, fx.Node) else node
     if not isinstance(value, torch.Tensor):
         return repr(value)
@@ -92,7 +92,7 @@ def _type(node: Any) -> str:
 
 
 def _flops(program: ExportedProgram) -> dict[fx.Node, int] | str:
-    """FLOPs of each matrix product, two for each multiply-add (`torch.utils.flop_counter`); or why there are none."""
+    """FLOPs of each matrix product, two per multiply-add (`torch.utils.flop_counter`); or why they were not counted."""
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     mode = detect_fake_mode([node.meta.get("val") for node in program.graph.nodes])
     counter = FlopCounterMode(display=False)
@@ -106,7 +106,7 @@ def _flops(program: ExportedProgram) -> dict[fx.Node, int] | str:
 
 
 class _Counting(fx.Interpreter):
-    """Notes what each node of a program adds to a counter."""
+    """Runs a program and records how many FLOPs each node adds to a counter."""
 
     def __init__(self, module: fx.GraphModule, counter: FlopCounterMode) -> None:
         super().__init__(module)

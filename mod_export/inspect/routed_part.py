@@ -1,4 +1,4 @@
-"""What a captured program does with the tokens of a routing site: how scores weigh the results, and what it computes.
+"""Finds how scores weigh the results of a routing site in a captured program, and the FLOPs of its selected tokens.
 
 Shape legend: B rows, T tokens that a site can select from, K slots.
 """
@@ -28,28 +28,28 @@ WEIGHTED = {
     ATEN.einsum.default, ATEN.mul.Tensor, ATEN.mul_.Tensor, ATEN.addcmul.default, ATEN.addcmul_.default,
     ATEN.lerp.Tensor, ATEN.lerp_.Tensor,
 }  # fmt: skip
-"""What multiplies scores with results, beside products of matrices."""
+"""Operators, besides matrix products, that can multiply scores with results."""
 NO_GATE = "none found"
 
 
 def gates_and_flops(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> list[tuple[str, float]]:
-    """(gate, share of all FLOPs that the selected tokens take) of every site, in the order of `routing_sites`.
+    """Returns (gate, share of all FLOPs spent on selected tokens) for every site, in the order of `routing_sites`.
 
-    The gate is how the router's score weighs the results: the score itself, a function of it, or `none found`.
+    The gate says how the router's score weighs the results: the score itself, a function of it, or `none found`.
     """
     total = max(1, sum(flops.values()))
     markers = [node for node in program.graph.nodes if node.op == "call_function" and node.target is MARKER]
     marked = {node: _selection(node) for node in markers}
-    flows, known = flows_of(program, [one for one in marked.values() if one is not None])
+    flows, known = flows_of(program, [item for item in marked.values() if item is not None])
     by_marker = {flow.selection.node: flow for flow in flows}
-    found = []
+    results = []
     for node in markers:
         flow = by_marker.get(node)
         if flow is None or not flow.reads:
-            found += [(NO_GATE, 0.0)] * len(_marked(node).sites)
+            results += [(NO_GATE, 0.0)] * len(_marked(node).sites)
             continue
-        found.append((_gate(flow, known), sum(flops.get(one, 0) for one in nodes_of(flow.pairs)) / total))
-    return found
+        results.append((_gate(flow, known), sum(flops.get(item, 0) for item in nodes_of(flow.pairs)) / total))
+    return results
 
 
 def _marked(marker: fx.Node) -> Marked:
@@ -58,7 +58,7 @@ def _marked(marker: fx.Node) -> Marked:
 
 
 def _selection(marker: fx.Node) -> Selection | None:
-    """Of a marker of one site whose indices are used."""
+    """Selection of a marker; None if its indices are unused, or not of shape (rows, slots)."""
     index = next((use for use in marker.users if use.target is operator.getitem and use.args[1] == 0), None)
     if index is None or len(shape_of(index)) != 2:
         return None
@@ -71,15 +71,15 @@ def _selection(marker: fx.Node) -> Selection | None:
 
 
 def _shapes_of(node: fx.Node) -> list[fx.Node]:
-    """A node, and what only gives it another shape."""
-    found = [node]
-    for one in found:  # Which grows meanwhile.
-        found += [use for use in one.users if use.target in (ATEN.t.default, ATEN.reshape.default)]
-    return found
+    """Returns the node, and all nodes that only change its shape."""
+    nodes = [node]
+    for current in nodes:  # The loop appends to this list.
+        nodes += [use for use in current.users if use.target in (ATEN.t.default, ATEN.reshape.default)]
+    return nodes
 
 
 def _gate(flow: Flow, known: Known) -> str:
-    one_hot = {one for one in known.forms(flow.selection.indices) if _is_floating(known.value(one))}
+    one_hot = {form for form in known.forms(flow.selection.indices) if _is_floating(known.value(form))}
     results = set(flow.tokens) | one_hot | nodes_of(flow.pairs)
     for read in flow.scores:
         if not read.source.meta["val"].dtype.is_floating_point:
@@ -95,16 +95,16 @@ def _is_floating(value: Any) -> bool:
 
 
 def _until_product(value: fx.Node, results: set[fx.Node], known: Known) -> list[str] | None:
-    """The functions of the selected scores up to where they are multiplied with results; None where they never are."""
+    """Functions applied to the selected scores until they multiply results; None if they never multiply any."""
     waiting: list[tuple[fx.Node, list[str]]] = [(value, [])]
     seen = {value}
-    for node, names in waiting:  # Which grows meanwhile.
+    for node, names in waiting:  # The loop appends to this list.
         for use in node.users:
-            others = [one for one in use.all_input_nodes if one is not node]
-            if (use.target in WEIGHTED or is_product(use)) and any(one in results for one in others):
+            others = [operand for operand in use.all_input_nodes if operand is not node]
+            if (use.target in WEIGHTED or is_product(use)) and any(operand in results for operand in others):
                 return names
             name = _function(use, "the selected tokens")
-            reordered = not is_pointwise(use) and bool(others) and all(known.behind(one) for one in others)
+            reordered = not is_pointwise(use) and bool(others) and all(known.behind(operand) for operand in others)
             if use not in seen and (name is not None or reordered or moves(use) or _scales(use, others)):
                 seen.add(use)
                 waiting.append((use, [*names, name] if name else names))
@@ -112,7 +112,7 @@ def _until_product(value: fx.Node, results: set[fx.Node], known: Known) -> list[
 
 
 def _before(source: fx.Node, selection: Selection) -> list[str]:
-    """The functions that a router ends in."""
+    """Functions at the end of the router, in the order in which they run."""
     names: list[str] = []
     node: Any = source
     while isinstance(node, fx.Node) and node.op == "call_function":
@@ -135,5 +135,5 @@ def _function(node: fx.Node, over: str) -> str | None:
 
 
 def _scales(node: fx.Node, others: list[fx.Node]) -> bool:
-    """Whether it multiplies by a number, or adds one."""
+    """Whether a node only multiplies or divides by a number, or adds one."""
     return node.target in SCALES and not others

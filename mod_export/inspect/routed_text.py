@@ -1,4 +1,4 @@
-"""A text, routed by the eager model: which layer ran which token, and the same as lines for a terminal."""
+"""Routes a text with the eager model: which layer ran which token, as a map and as lines for a terminal."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ WIDTH = 96
 LEGEND = f"{RAN} ran, {SKIPPED} skipped"
 LEGEND_OF_EXPERTS = f"; of experts the numbers of those that ran it, {SEVERAL} for more of them"
 MOST_EXPERTS = 3
-"""Of one token that are shown."""
+"""How many experts of one token are shown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedText:
-    """A map of a text, and where the text is from, for a person to read.
+    """The routing map of a text, and the source of the text.
 
     Attributes:
         source: "held-out text", "the text that was given", or the name of a file.
-        left_out: tokens at the end of the text that the map is too short for.
-        map: its `bucket` is exactly as long as what was routed: k is a share of that.
+        left_out: number of tokens at the end of the text that do not fit into the map.
+        map: the routing map. Its `bucket` is exactly as long as the routed text, because k is a share of that length.
     """
 
     source: str
@@ -43,14 +43,14 @@ class RoutedText:
 
 
 def routed_text(loaded: ExportableModel, given: str | None) -> RoutedText | None:
-    """Runs the model on a text. None where nothing is routed, or where no text is given and the vocabulary has none.
+    """Runs the model on a text. Returns None if the model routes nothing, or no held-out text suits its vocabulary.
 
     Args:
         loaded: the model.
         given: the name of a file that holds a text, or else the text itself; None for a held-out sample.
 
     Raises:
-        UsageError: the text is empty, or cannot be read, or the model's ids stand for no text.
+        UsageError: the text is empty or cannot be read, or the model's ids do not represent text.
     """
     most = min(MOST_TOKENS, token_ids(loaded).max_positions)
     if given is None:
@@ -72,7 +72,7 @@ def _read(given: str) -> tuple[str, str]:
     if not _names_a_file(given):
         return given, "the text that was given"
     try:
-        # Any bytes: what is not UTF-8 comes out again as it was.
+        # Accepts any bytes: those that are not UTF-8 survive a round trip.
         return Path(given).read_bytes().decode(errors="surrogateescape"), given
     except OSError as error:
         raise UsageError(f"--text: {given}: cannot be read ({error.strerror})") from error
@@ -82,7 +82,7 @@ def _names_a_file(given: str) -> bool:
     try:
         return Path(given).is_file()
     except (OSError, ValueError):
-        return False  # Too long for a name, or with a null character in it: a text.
+        return False  # A text that is too long for a file name, or contains a null character.
 
 
 def _routed(loaded: ExportableModel, ids_S: np.ndarray, source: str, left_out: int) -> RoutedText | None:
@@ -91,19 +91,19 @@ def _routed(loaded: ExportableModel, ids_S: np.ndarray, source: str, left_out: i
     from mod_export.judge.reference import Reference, routing_map
 
     batch = Batch.of_tokens("text", ids_S[None], np.array([len(ids_S)], dtype=np.int64))
-    found = routing_map(Reference(loaded), Bucket(1, len(ids_S)), [batch])
-    if found is None:
+    routing = routing_map(Reference(loaded), Bucket(1, len(ids_S)), [batch])
+    if routing is None:
         return None
-    return RoutedText(source=source, left_out=left_out, map=RoutingMap.model_validate(found))
+    return RoutedText(source=source, left_out=left_out, map=RoutingMap.model_validate(routing))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """One routing site, or the n-th experts of a layer's tokens: a mark for each token of the text.
+    """One mark for each token of the text: for a routing site, or for the n-th expert of each token in a layer.
 
     Attributes:
-        name: of the site; empty where a lane goes on with the experts of the one above it.
-        marks: RAN or SKIPPED; of experts a numeral, SKIPPED, or SEVERAL.
+        name: name of the site; empty if the lane continues the experts of the lane above.
+        marks: RAN or SKIPPED for each token; in a lane of experts a numeral, SKIPPED, or SEVERAL.
         experts: whether this is a lane of experts.
     """
 
@@ -113,7 +113,9 @@ class Lane:
 
 
 def lanes_of(found: RoutingMap) -> tuple[Lane, ...]:
-    """In the order of the model. All experts of a layer share as many lanes as a token has experts."""
+    """Returns the lanes in the order of the model. The experts of a layer share as many lanes as a token has experts,
+    up to `MOST_EXPERTS`.
+    """
     count = len(found.tokens)
     grouped: dict[str, list[MapLayer]] = {}
     for layer in found.layers:
@@ -131,12 +133,12 @@ def lanes_of(found: RoutingMap) -> tuple[Lane, ...]:
 
 
 def token_marks(found: RoutingMap) -> str:
-    """One character for each token: its first one, or a dot in the middle of the line for what cannot be seen."""
+    """Returns one character for each token: its first one, or a middle dot if that is not printable."""
     return "".join(text[0] if text and text[0].isprintable() else UNSEEN for text in found.tokens)
 
 
 def lane_lines(routed: RoutedText) -> list[str]:
-    """The map for a terminal: pieces of the text, and under each what every lane did with it."""
+    """Returns the map for a terminal: pieces of the text, and the marks of every lane under each piece."""
     lanes, tokens = lanes_of(routed.map), token_marks(routed.map)
     legend = LEGEND + (LEGEND_OF_EXPERTS if any(lane.experts for lane in lanes) else "")
     cut = f", {routed.left_out:,} more are left out" if routed.left_out else ""
@@ -155,7 +157,7 @@ def _ran(layer: MapLayer, count: int) -> str:
 
 
 def _experts(sites: list[MapLayer], count: int) -> list[str]:
-    """The n-th lane holds the n-th expert of each token, in the order of their numbers."""
+    """Marks of each lane. Lane n holds the n-th expert of each token, in order of expert numbers."""
     ran_by: list[list[str]] = [[] for _ in range(count)]
     for layer in sites:
         number = int(str(layer.layer).rpartition("expert")[2])

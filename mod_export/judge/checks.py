@@ -27,7 +27,6 @@ from mod_export.rows.parity import (
 )
 from mod_export.types import QUANTIZED, DType, Site
 
-REFERENCE = "eager float32"
 MADE_OF_TIES = ("ties", "near_ties")
 """Kinds of input on which scores are equal, or nearly so, by design."""
 TEXT = "text"

@@ -232,6 +232,9 @@ class Holder:
         self._choices, self._outcomes = {choice.name: choice for choice in choices}, outcomes
         self._values = {} if values is None else values
         self._origins = {origin.name for choice in choices for origin in choice.origins}
+        self._divisors: dict[str, Any] = {
+            divisor.name: None for choice in choices if isinstance(divisor := _divisor(choice.node), fx.Node)
+        }
         self.spread: dict[str, float] = {}
         self.same: dict[str, Tensor] = {}
 
@@ -239,6 +242,9 @@ class Holder:
         value = compute()
         if node.name in self._origins and node.name in self._values:
             self._compare(node.name, value)
+        if node.name in self._divisors:
+            # In float64 a weight is still its float32 tensor, which is widened where it is used.
+            self._divisors[node.name] = getattr(value, "tensor", value)
         return self._held(node, value) if node.name in self._choices else value
 
     def _compare(self, name: str, value: Tensor) -> None:
@@ -256,11 +262,18 @@ class Holder:
             return type(value)(next(parts) if _is_discrete(part) else part for part in value)
         (before,) = outcome
         if node.target in WRAPS:
-            divisor: Any = node.args[1] if len(node.args) > 1 else 1.0
-            # The value of a tensor is not known here: a step of 1 is assumed.
-            step = 1.0 if isinstance(divisor, fx.Node) else abs(divisor)
+            divisor = _divisor(node)
+            step = abs(self._divisors[divisor.name] if isinstance(divisor, fx.Node) else divisor)
+            # A difference of more than half the divisor is a jump, and not the rounding of what is divided.
             return torch.where((value - before).abs() > step / 2, before.to(value.dtype), value)
         return before.to(value.dtype)
+
+
+def _divisor(node: fx.Node) -> Any:
+    """What a remainder is taken by: a number, or the node that computes it; None for other operations."""
+    if node.target not in WRAPS:
+        return None
+    return node.args[1] if len(node.args) > 1 else 1.0
 
 
 UNIT = 2.0**-24

@@ -118,7 +118,7 @@ def _cost(costs: Mapping[tuple[ModelKind, str], CostRow], model: ModelKind, buck
     if (model, bucket.name) not in costs:
         raise GraphError(
             f"{model} {bucket.name}: the FLOPs of this graph were not counted, so its latency has nothing to be held "
-            "against; count them with benchmark.cost.cost_row"
+            "against; count them with measure.cost.cost_row"
         )
     return costs[model, bucket.name]
 

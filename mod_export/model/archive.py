@@ -1,7 +1,7 @@
-"""The zip file of a .pt2, read as it was written by torch: records that are stored as they are, each once.
+"""Reads the zip archive of a .pt2 file, in which torch stores every record once and uncompressed.
 
-Only records that are read here are given to torch, so no second reader can see another file than the one that was
-checked. Tensors are mapped, not loaded: a program takes no memory for its weights until they are used.
+torch is given only the bytes that were checked here: another zip reader might see other content in the same file.
+Tensors are memory-mapped, so weights take no memory until they are used.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from typing import BinaryIO
 import torch
 
 LOCAL_HEADER = struct.Struct("<4s22xHH")
-"""Of a record: its signature, and the lengths of the name and the extra field behind which its bytes begin."""
+"""Local header of a record: signature, then the lengths of the name and of the extra field that precede its bytes."""
 SIGNATURE = b"PK\3\4"
 ENCRYPTED = 1
 SHOWN = 80
 
 
 class ArchiveError(Exception):
-    """The file is not an archive as torch writes it; the message is for the user, in one line."""
+    """The file is not an archive as torch writes it. The message is one line for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An open archive. `records`: name, without the archive's folder -> (where its bytes begin, how many they are)."""
+    """An open archive. `records` maps a name without the archive's top folder to (offset, length) in bytes."""
 
     records: Mapping[str, tuple[int, int]]
     whole: torch.Tensor
-    """The bytes of the file, uint8, mapped. What is written to them stays in memory."""
+    """All bytes of the file, uint8, memory-mapped. Writes to them stay in memory."""
 
     @classmethod
     def open(cls, path: Path) -> Archive:
         """Reads the table of contents.
 
         Raises:
-            ArchiveError: not a zip file, or not as torch writes it.
+            ArchiveError: the file is not a zip file, or not as torch writes it.
         """
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -47,33 +47,33 @@ class Archive:
         return cls(records, torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8))
 
     def read(self, name: str) -> bytes:
-        """The bytes of a record."""
+        """Returns the bytes of a record."""
         return self.mapped(name).numpy().tobytes()
 
     def mapped(self, name: str) -> torch.Tensor:
-        """The bytes of a record as a part of `whole`."""
+        """Returns the bytes of a record as a view of `whole`."""
         begin, size = self.records[name]
         return self.whole[begin : begin + size]
 
 
 def records_of(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
-    """`Archive.records` of an open file of `size` bytes.
+    """Returns `Archive.records` of an open file of `size` bytes.
 
     Raises:
-        ArchiveError: not a zip file, or not as torch writes it.
+        ArchiveError: the file is not a zip file, or not as torch writes it.
     """
     try:
         with zipfile.ZipFile(file) as table:
             entries = table.infolist()
-    except Exception as error:  # Of any type: a file that is given to us may be anything.
+    except Exception as error:  # Any type of error: the user's file may hold anything.
         raise ArchiveError(f"not a program of torch.export.save ({error or type(error).__name__})") from error
     folders = {entry.filename.partition("/")[0] for entry in entries}
     if len(folders) != 1:
         raise ArchiveError("not a program of torch.export.save (an archive of several folders)")
-    found: dict[str, tuple[int, int]] = {}
+    records: dict[str, tuple[int, int]] = {}
     for entry in entries:
         name = entry.filename.partition("/")[2]
-        if name in found:
+        if name in records:
             raise ArchiveError(f"holds {shown(name)} twice")
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise ArchiveError(f"{shown(name)} is compressed, which torch.export.save does not do")
@@ -87,14 +87,14 @@ def records_of(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
         begin = entry.header_offset + LOCAL_HEADER.size + name_length + extra_length
         if begin + entry.file_size > size:
             raise ArchiveError(f"{shown(name)} of {entry.file_size:,} bytes ends behind the end of the file")
-        found[name] = (begin, entry.file_size)
-    if sum(length for _, length in found.values()) > size:
+        records[name] = (begin, entry.file_size)
+    if sum(length for _, length in records.values()) > size:
         raise ArchiveError("its records share their bytes")
-    return found
+    return records
 
 
 def shown(text: object) -> str:
-    """Text from a file, which may hold anything, for a message of one line."""
+    """Returns text from an untrusted file as one printable line of at most SHOWN characters."""
     plain = str(text).encode("ascii", "backslashreplace").decode()
-    printable = "".join(one if one.isprintable() else repr(one)[1:-1] for one in plain)
+    printable = "".join(character if character.isprintable() else repr(character)[1:-1] for character in plain)
     return printable if len(printable) <= SHOWN else printable[: SHOWN - 3] + "..."

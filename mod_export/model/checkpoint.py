@@ -1,4 +1,4 @@
-"""From a checkpoint to a model: finds its architecture and reads its weights.
+"""Turns a checkpoint into a model: finds its architecture and reads its weights.
 
 Architectures are defined in other packages, which register them in the entry-point group `mod_export.architectures`. A
 checkpoint names an architecture, never a module or a file, so reading a checkpoint runs no code from it.
@@ -28,16 +28,16 @@ GGUF = ".gguf"
 
 
 def architectures() -> dict[str, Architecture]:
-    """Every registered architecture by name.
+    """Returns every registered architecture by name.
 
     Raises:
-        CheckpointError: no package registers any, or one that does is broken.
+        CheckpointError: no package registers an architecture, or a registered one cannot be loaded.
         ImportError: a module of one of mod-export's extras is missing; the command line says which extra.
     """
-    found: dict[str, Architecture] = {}
+    loaded: dict[str, Architecture] = {}
     for entry in entry_points(group=GROUP):
         try:
-            found[entry.name] = entry.load()
+            loaded[entry.name] = entry.load()
         except (ImportError, AttributeError) as error:
             if isinstance(error, ImportError) and extra_of_import(error) is not None:
                 raise  # The architecture is not broken; an extra of mod-export is not installed.
@@ -45,13 +45,13 @@ def architectures() -> dict[str, Architecture]:
                 f"architecture {entry.name!r} cannot be loaded from {entry.value} ({error}); repair or remove the "
                 "package that registers it"
             ) from error
-    if not found:
+    if not loaded:
         raise CheckpointError(f"no architecture is registered in the entry-point group {GROUP}; reinstall mod-export")
-    return found
+    return loaded
 
 
 def look_at_checkpoint(path: Path) -> None:
-    """Refuses a path that cannot be a checkpoint before PyTorch is loaded.
+    """Refuses, before PyTorch is loaded, a path that cannot be a checkpoint.
 
     Raises:
         CheckpointError: the path does not exist, or is neither a folder with a config.json nor an archive as torch.save
@@ -69,9 +69,9 @@ def _problem(path: Path) -> str:
     if not path.exists():
         return "no such file or folder"
     if path.is_dir():
-        found = (path / "config.json").is_file()
+        has_config = (path / "config.json").is_file()
         expected = "expected config.json and model.safetensors, or a model.pt"
-        return "" if found else f"no config.json in this folder; {expected}"
+        return "" if has_config else f"no config.json in this folder; {expected}"
     if path.suffix == ".safetensors":
         return "weights without a spec; give the folder that holds it beside its config.json"
     if path.is_file() and not is_gguf(path):
@@ -85,12 +85,12 @@ def _problem(path: Path) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is named as a file of llama.cpp, which holds a whole model with its tokenizer."""
+    """Returns whether the path is a file of llama.cpp, which holds a whole model with its tokenizer."""
     return path.suffix == GGUF and path.is_file()
 
 
 def model_from_checkpoint(path: Path) -> Model:
-    """Reads a model.pt, a folder of config.json and model.safetensors, or what an architecture can convert.
+    """Reads a model.pt, a folder of config.json and model.safetensors, or a format that an architecture can convert.
 
     Raises:
         CheckpointError: the path does not exist, or is not a usable checkpoint.
@@ -126,9 +126,9 @@ def convert(
     """Writes a model in another format as a checkpoint folder; see `protocol.Converter`.
 
     Raises:
-        CheckpointError: no architecture that is installed here converts, or the model cannot be converted.
+        CheckpointError: no installed architecture converts models, or the model cannot be converted.
     """
-    converters = [one for one in architectures().values() if isinstance(one, Converter)]
+    converters = [architecture for architecture in architectures().values() if isinstance(architecture, Converter)]
     if not converters:
         raise CheckpointError(f"{source}: no architecture that is installed here converts models of other formats")
     try:
@@ -138,23 +138,23 @@ def convert(
 
 
 def write_companions(source: Path, folder: Path) -> Converted | None:
-    """Writes the tokenizer and other files of a model in another format into a folder.
+    """Writes the tokenizer and other companion files of a model in another format into a folder.
 
     Returns:
-        The model; None where no architecture that is installed here converts.
+        The model, or None if no installed architecture converts models.
 
     Raises:
         CheckpointError: the model cannot be converted.
     """
-    for one in architectures().values():
-        if isinstance(one, Converter):
+    for architecture in architectures().values():
+        if isinstance(architecture, Converter):
             try:
-                found = one.look(source)
+                converted = architecture.look(source)
             except ValueError as error:
                 raise CheckpointError(str(error)) from error
-            for companion in found.companions:
+            for companion in converted.companions:
                 (folder / companion.name).write_bytes(companion.read_bytes())
-            return found
+            return converted
     return None
 
 
@@ -164,7 +164,7 @@ def model_from_weights(
     """Restores the model of a build folder from its spec and weights.
 
     Raises:
-        CheckpointError: the architecture is not installed here, or cannot use the spec.
+        CheckpointError: the architecture is not installed, or cannot use the spec.
     """
     known = architectures()
     if architecture not in known:
@@ -177,9 +177,9 @@ def model_from_weights(
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, or of a folder's files in the order of their names (names included).
+    """SHA-256 of a file, or of a folder's files in order of their names. The names are part of the digest.
 
-    Build folders inside it are left out: that of `mod-export build .` is in the checkpoint's own folder by default.
+    Build folders inside it are left out, because `mod-export build .` writes into the checkpoint's folder by default.
     """
     if path.is_file():
         return sha256_of_file(path)

@@ -1,14 +1,14 @@
-"""Complex numbers of a captured program as two real ones each, because no engine has them.
+"""Rewrites complex numbers of a captured program as pairs of real numbers, because no engine supports them.
 
-Rotary positions are often written so, as in Llama 2: `view_as_complex`, a product with a table of `polar(1, angle)`,
-`view_as_real`. Every complex tensor becomes two real ones of its shape, its real and its imaginary part. Which operator
-may be applied to the parts is not listed but tried, on small random integers (`_RULES`):
+Rotary positions are often complex, as in Llama 2: `view_as_complex`, a product with a table of `polar(1, angle)`,
+`view_as_real`. Every complex tensor becomes two real tensors of its shape, its real and its imaginary part. No table
+says how an operator treats the parts. Instead, the rules in `_RULES` are tried on small random integers:
 
-* an operator that moves, copies, adds or scales numbers does the same to each part;
-* an operator that is linear in each of two complex operands gives (ac - bd, ad + bc);
+* an operator that moves, copies, adds or scales numbers is applied to each part;
+* an operator that is linear in each of two complex operands gives (ac - bd, ad + bc).
 
-A product may differ from PyTorch's own in the last bit. The few operators that are neither (polar, exp, a quotient, an
-absolute value) have a rule of their own, and whatever has no rule at all is refused.
+A product may differ from PyTorch's own in the last bit. A few other operators (polar, exp, division, absolute value)
+have their own rules in `_OWN`. Operators without a rule are refused.
 """
 
 from __future__ import annotations
@@ -38,64 +38,64 @@ IN_PARTS = (
     'See "Complex numbers and float64" in docs/porting.md'
 )
 CLOSE = 1e-5
-"""Two roundings of numbers below LARGEST are nearer than this; a wrong rule is wrong by more."""
+"""Tolerance of a trial with numbers below LARGEST: two roundings differ by less, a wrong rule is off by more."""
 LARGEST = 5
 
 
 class Parts(NamedTuple):
-    """The nodes, or in a trial the tensors, of the real and of the imaginary part of one value."""
+    """The real and the imaginary part of one value: nodes of the graph, or tensors in a trial."""
 
     real: Any
     imaginary: Any
 
 
 Evaluate = Callable[..., Any]
-"""Applies an operator to arguments: adds a node to the graph, or computes it in a trial."""
+"""Applies an operator to arguments: adds a node to the graph, or computes the result in a trial."""
 
 
 def as_real_parts(module: fx.GraphModule, held: Mapping[fx.Node, Any], where: str) -> dict[fx.Node, Tensor]:
-    """Rewrites a graph in place, if it has complex numbers at all.
+    """Rewrites a graph in place if it has complex numbers.
 
     Args:
-        module: of a captured program, without operators that write into their arguments; its nodes have their values in
-            `meta["val"]`. Values of new nodes are not inferred.
-        held: placeholder -> the tensor that it reads; not of inputs.
-        where: what messages call the program.
+        module: graph of a captured program, without operators that write into their arguments. Its nodes have their
+            values in `meta["val"]`. Values of new nodes are not inferred.
+        held: placeholder -> the tensor that it reads, without the program's inputs.
+        where: name of the program in messages.
 
     Returns:
-        What complex weights and buffers (...) are instead: (..., 2), the real part first.
+        Placeholder of each complex weight or buffer (...) -> its new tensor (..., 2), the real part first.
 
     Raises:
-        CaptureError: a complex input or output, or an operation that has no rule here.
+        CaptureError: an input or output is complex, or an operation has no rule here.
     """
     if not any(_is_complex(node) for node in module.graph.nodes):
         return {}
-    found: dict[fx.Node, Tensor] = {}
+    tensors: dict[fx.Node, Tensor] = {}
     parts: dict[fx.Node, Parts] = {}
     for node in list(module.graph.nodes):
         if node.op == "placeholder" and _is_complex(node):
             if node not in held:
                 raise CaptureError(f"{where}: its input {node.name} is complex; give real and imaginary parts apart")
-            found[node] = torch.view_as_real(held[node].detach().resolve_conj()).contiguous()
+            tensors[node] = torch.view_as_real(held[node].detach().resolve_conj()).contiguous()
             with module.graph.inserting_after(node):
                 imaginary = module.graph.call_function(ATEN.select.int, (node, -1, 1))
                 real = module.graph.call_function(ATEN.select.int, (node, -1, 0))
             parts[node] = Parts(real, imaginary)
         elif node.op == "output":
-            if any(one in parts for one in node.all_input_nodes):
+            if any(arg in parts for arg in node.all_input_nodes):
                 raise CaptureError(f"{where}: returns complex numbers; return torch.view_as_real of them")
-        elif (_is_complex(node) or any(one in parts for one in node.all_input_nodes)) and not _rewrite(node, parts):
+        elif (_is_complex(node) or any(arg in parts for arg in node.all_input_nodes)) and not _rewrite(node, parts):
             instead = IN_PARTS if "fft" in str(node.target) else INSTEAD
             raise CaptureError(
                 f"{where}: {node.target} of complex numbers, which no engine has,{place_of(node)}\n{instead}"
             )
     _erase(parts)
     module.recompile()
-    return found
+    return tensors
 
 
 def _erase(parts: Mapping[fx.Node, Parts]) -> None:
-    """Removes what nothing reads any more; weights and buffers get the values that they have now."""
+    """Removes complex nodes that nothing reads any more. Weights and buffers get the `val` of their new tensors."""
     for node in reversed(list(parts)):
         if node.op == "placeholder":
             node.meta["val"] = torch.view_as_real(node.meta["val"])
@@ -104,11 +104,11 @@ def _erase(parts: Mapping[fx.Node, Parts]) -> None:
 
 
 def _is_complex(node: fx.Node) -> bool:
-    return any(isinstance(one, Tensor) and one.is_complex() for one in pytree.tree_leaves(node.meta.get("val")))
+    return any(isinstance(value, Tensor) and value.is_complex() for value in pytree.tree_leaves(node.meta.get("val")))
 
 
 def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
-    """Puts real operations in the place of a node; False where no rule holds."""
+    """Replaces a node by real operations. Returns False if no rule fits."""
     graph = node.graph
 
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -124,24 +124,24 @@ def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
     leaves = [given(one) for one in leaves]
     with graph.inserting_before(node):
         if node.target is operator.getitem:
-            found: Any = Parts(*(add(operator.getitem, one, node.args[1]) for one in leaves[0]))
+            result: Any = Parts(*(add(operator.getitem, one, node.args[1]) for one in leaves[0]))
         elif node.target in TRANSFORMS:
             source = leaves[0] if isinstance(leaves[0], Parts) else (leaves[0], None)
             pair = transformed(add, node, *source)
-            found = pair[0] if pair[1] is None else Parts(*pair)
+            result = pair[0] if pair[1] is None else Parts(*pair)
         elif node.target in _OWN:
             args, kwargs = pytree.tree_unflatten(leaves, tree)
-            found = _OWN[node.target](add, *args, **kwargs)
+            result = _OWN[node.target](add, *args, **kwargs)
         else:
             rule = next((one for one in _RULES if _holds(one, node)), None)
-            found = None if rule is None else rule(add, node.target, leaves, tree)
-    if found is None:
+            result = None if rule is None else rule(add, node.target, leaves, tree)
+    if result is None:
         return False
-    if isinstance(found, Parts):
-        parts[node] = found
+    if isinstance(result, Parts):
+        parts[node] = result
     else:
-        found.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(found)
+        result.meta["val"] = node.meta["val"]
+        node.replace_all_uses_with(result)
         graph.erase_node(node)
     return True
 
@@ -150,14 +150,14 @@ Rule = Callable[[Evaluate, Any, list[Any], pytree.TreeSpec], Parts | None]
 
 
 def _each_part(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Parts:
-    """The operator does the same to both parts; a real operand is the same for both, as a factor is."""
-    return Parts(*(_applied(evaluate, target, [_part(one, n) for one in leaves], tree) for n in (0, 1)))
+    """Applies the operator to each part. A real operand, such as a factor, is the same for both parts."""
+    return Parts(*(_applied(evaluate, target, [_part(leaf, n) for leaf in leaves], tree) for n in (0, 1)))
 
 
 def _each_part_beside_real(
     evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec, numbers: tuple[type, ...] = (float,)
 ) -> Parts:
-    """As `_each_part`; a real operand has the imaginary part 0, as a summand has."""
+    """Like `_each_part`, but a real operand, such as a summand, has the imaginary part 0."""
 
     def imaginary(one: Any) -> Any:
         if isinstance(one, (Parts, complex, torch.dtype)):
@@ -171,13 +171,13 @@ def _each_part_beside_real(
 
 
 def _product(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Parts | None:
-    """The operator is linear in each of two complex operands."""
-    if sum(isinstance(one, (Parts, complex)) for one in leaves) != 2:
+    """Applies an operator that is linear in each of two complex operands; None unless there are two."""
+    if sum(isinstance(leaf, (Parts, complex)) for leaf in leaves) != 2:
         return None
 
     def of(first: int, second: int) -> Any:
         wanted = iter((first, second))
-        chosen = [_part(one, next(wanted) if isinstance(one, (Parts, complex)) else 0) for one in leaves]
+        chosen = [_part(leaf, next(wanted) if isinstance(leaf, (Parts, complex)) else 0) for leaf in leaves]
         return _applied(evaluate, target, chosen, tree)
 
     return Parts(
@@ -189,11 +189,11 @@ def _product(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.Tr
 _RULES: tuple[Rule, ...] = (
     _each_part,
     _each_part_beside_real,
-    # An integer may be a summand as well as a dimension.
+    # An integer is a summand in this rule, and an argument such as a dimension in the one before.
     partial(_each_part_beside_real, numbers=(float, int)),
     _product,
 )
-"""Tried in this order; the first that gives what the operator gives is the rule of that operation."""
+"""Rules in the order in which they are tried. The first rule that reproduces an operator's result is used."""
 
 
 def _part(one: Any, number: int) -> Any:
@@ -215,7 +215,7 @@ def _applied(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.Tr
 
 
 def _holds(rule: Rule, node: fx.Node) -> bool:
-    """Whether a rule gives what the operator itself gives, on random numbers of the sizes that it has here."""
+    """Returns whether a rule reproduces the operator's result on random numbers of the node's shapes."""
     generator, seeds = torch.Generator(), count()
     leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
 
@@ -226,23 +226,23 @@ def _holds(rule: Rule, node: fx.Node) -> bool:
         if value.dtype is torch.bool:
             return torch.randint(0, 2, value.shape, generator=generator).bool()
         if not value.dtype.is_floating_point and not value.dtype.is_complex:
-            # Indices: 0 is one of every dimension.
+            # Integers may be indices: 0 is valid in every dimension.
             return torch.zeros(value.shape, dtype=value.dtype)
         numbers = torch.randint(1, LARGEST, (*value.shape, 2), generator=generator).float()
         numbers *= torch.randint(0, 2, numbers.shape, generator=generator) * 2 - 1
         return torch.view_as_complex(numbers) if value.is_complex() else numbers[..., 0].to(value.dtype)
 
-    values = [pytree.tree_map(drawn, one.meta["val"]) if isinstance(one, fx.Node) else one for one in leaves]
-    halves = [Parts(one.real, one.imag) if isinstance(one, Tensor) and one.is_complex() else one for one in values]
+    values = [pytree.tree_map(drawn, arg.meta["val"]) if isinstance(arg, fx.Node) else arg for arg in leaves]
+    halves = [Parts(arg.real, arg.imag) if isinstance(arg, Tensor) and arg.is_complex() else arg for arg in values]
     try:
         args, kwargs = pytree.tree_unflatten(values, tree)
         expected = pytree.tree_leaves(node.target(*args, **kwargs))  # type: ignore[operator]  # An operator is called.
-        found = rule(lambda target, *args, **kwargs: target(*args, **kwargs), node.target, halves, tree)
+        result = rule(lambda target, *args, **kwargs: target(*args, **kwargs), node.target, halves, tree)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
-        return False  # The operator does not take the parts in such places.
-    if found is None:
+        return False  # The operator does not accept the parts at these arguments.
+    if result is None:
         return False
-    real, imaginary = (pytree.tree_leaves(one) for one in found)
+    real, imaginary = (pytree.tree_leaves(arg) for arg in result)
     return len(real) == len(imaginary) == len(expected) and all(map(_is_same, expected, real, imaginary))
 
 
@@ -252,7 +252,7 @@ def _is_same(expected: Any, real: Any, imaginary: Any) -> bool:
     if not expected.is_complex() or real.shape != expected.shape or imaginary.shape != expected.shape:
         return False
     parts = ((expected.real, real), (expected.imag, imaginary))
-    return all(torch.allclose(one, other.to(one.dtype), rtol=CLOSE, atol=CLOSE) for one, other in parts)
+    return all(torch.allclose(reference, part.to(reference.dtype), rtol=CLOSE, atol=CLOSE) for reference, part in parts)
 
 
 def _as_parts(add: Evaluate, one: Any) -> Parts:
@@ -264,7 +264,7 @@ def _as_parts(add: Evaluate, one: Any) -> Parts:
 
 
 def _turned(add: Evaluate, length: Any, angle: Any, **_out: Any) -> Parts:
-    return Parts(*(add(ATEN.mul.Tensor, length, add(one, angle)) for one in (ATEN.cos.default, ATEN.sin.default)))
+    return Parts(*(add(ATEN.mul.Tensor, length, add(op, angle)) for op in (ATEN.cos.default, ATEN.sin.default)))
 
 
 def _squares(add: Evaluate, one: Parts) -> Any:
@@ -295,10 +295,10 @@ def _inverse(add: Evaluate, one: Parts) -> Parts:
 def _power(add: Evaluate, one: Parts, exponent: Any) -> Parts | None:
     if not isinstance(exponent, int) or exponent < 1:
         return None
-    found = one
+    result = one
     for _ in range(exponent - 1):
-        found = _times(add, found, one)
-    return found
+        result = _times(add, result, one)
+    return result
 
 
 def _conjugate(add: Evaluate, one: Parts) -> Parts:
@@ -306,7 +306,7 @@ def _conjugate(add: Evaluate, one: Parts) -> Parts:
 
 
 def _cast(add: Evaluate, one: Any, dtype: torch.dtype | None = None, **_how: Any) -> Any:
-    """To another complex dtype; to a real one, which leaves the real part; or of a real tensor to a complex dtype."""
+    """Casts to another complex dtype, to a real dtype (keeps the real part), or a real tensor to a complex dtype."""
     if dtype is None or not isinstance(one, Parts):
         return one if isinstance(one, Parts) else _as_parts(add, one)
     if dtype.is_complex:
@@ -316,31 +316,31 @@ def _cast(add: Evaluate, one: Any, dtype: torch.dtype | None = None, **_how: Any
 
 def _ones(target: Any) -> Callable[..., Parts]:
     def made(add: Evaluate, *args: Any, **kwargs: Any) -> Parts:
-        kwargs = {name: REAL.get(one, one) if isinstance(one, torch.dtype) else one for name, one in kwargs.items()}
-        real = add(target, *(one.real if isinstance(one, Parts) else one for one in args), **kwargs)
+        kwargs = {name: REAL.get(arg, arg) if isinstance(arg, torch.dtype) else arg for name, arg in kwargs.items()}
+        real = add(target, *(arg.real if isinstance(arg, Parts) else arg for arg in args), **kwargs)
         return Parts(real, add(ATEN.mul.Scalar, real, 0))
 
     return made
 
 
 _OWN: dict[Any, Callable[..., Any]] = {
-    ATEN.view_as_complex.default: lambda add, one: Parts(*(add(ATEN.select.int, one, -1, n) for n in (0, 1))),
-    ATEN.view_as_real.default: lambda add, one: add(ATEN.stack.default, list(one), -1),
+    ATEN.view_as_complex.default: lambda add, z: Parts(*(add(ATEN.select.int, z, -1, n) for n in (0, 1))),
+    ATEN.view_as_real.default: lambda add, z: add(ATEN.stack.default, list(z), -1),
     ATEN.complex.default: lambda add, real, imaginary: Parts(real, imaginary),
     ATEN.polar.default: _turned,
-    ATEN.real.default: lambda add, one: one.real,
-    ATEN.imag.default: lambda add, one: one.imaginary,
-    ATEN.abs.default: lambda add, one: add(ATEN.sqrt.default, _squares(add, one)),
-    ATEN.angle.default: lambda add, one: add(ATEN.atan2.default, one.imaginary, one.real),
+    ATEN.real.default: lambda add, z: z.real,
+    ATEN.imag.default: lambda add, z: z.imaginary,
+    ATEN.abs.default: lambda add, z: add(ATEN.sqrt.default, _squares(add, z)),
+    ATEN.angle.default: lambda add, z: add(ATEN.atan2.default, z.imaginary, z.real),
     ATEN._conj.default: _conjugate,
     ATEN.conj_physical.default: _conjugate,
-    ATEN.exp.default: lambda add, one: _turned(add, add(ATEN.exp.default, one.real), one.imaginary),
+    ATEN.exp.default: lambda add, z: _turned(add, add(ATEN.exp.default, z.real), z.imaginary),
     ATEN.div.Tensor: _quotient,
     ATEN.reciprocal.default: _inverse,
     ATEN.pow.Tensor_Scalar: _power,
-    ATEN.square.default: lambda add, one: _times(add, one, one),
+    ATEN.square.default: lambda add, z: _times(add, z, z),
     ATEN._to_copy.default: _cast,
     ATEN.ones.default: _ones(ATEN.ones.default),
     ATEN.ones_like.default: _ones(ATEN.ones_like.default),
 }
-"""Operators that are neither linear nor products."""
+"""Rules of operators that `_RULES` does not cover."""

@@ -1,4 +1,4 @@
-"""A model from a function in the user's code, named as in `uvicorn module:app`."""
+"""Makes a model with a function in the user's code, named as in `uvicorn module:app`."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ def model_from_factory(
 ) -> tuple[Model, Model | None]:
     """Imports the code that `target` names, and captures the model that its function returns.
 
-    The function returns `module, inputs` or `module, inputs, baseline`: the module and
-    its inputs as `model_from_module` takes them, and a dense module of the same inputs. A function that returns no
-    baseline and has a parameter `capacity` is called once more with `capacity=1.0`: with every token in every block the
-    same module is its own baseline.
+    The function returns `module, inputs` or `module, inputs, baseline`: the module and its inputs as
+    `model_from_module` takes them, and a dense module with the same inputs. A function that returns no baseline but has
+    a parameter `capacity` is called again with `capacity=1.0`: a model that runs every token in every block is its own
+    dense baseline.
 
     Args:
-        target: `my_model.py:make_model`, a file, or `package.module:make_model`, which is looked for in the working
-            directory too.
-        buckets: rows, and tokens of a row.
-        capacity: what the function is called with, if it is given; else it is called without arguments.
+        target: a file as in `my_model.py:make_model`, or a module as in `package.module:make_model`, which is also
+            searched for in the working directory.
+        buckets: shapes to capture the modules at.
+        capacity: the function's argument `capacity`; None calls it without arguments.
 
     Returns:
-        The model, named after the file or module, and its dense baseline.
+        The model, named after the file or module, and its dense baseline or None.
 
     Raises:
         UsageError: there is no such function, its code raised an error, or it returned something else.
@@ -66,12 +66,12 @@ def model_from_factory(
 def _imported(place: str, target: str) -> ModuleType:
     if not place.endswith(".py"):
         _first_in_path(Path.cwd())
-        found: ModuleType = _run(lambda: importlib.import_module(place), target, "cannot be imported")
-        return found
+        imported: ModuleType = _run(lambda: importlib.import_module(place), target, "cannot be imported")
+        return imported
     path = Path(place).resolve()
     if not path.is_file():
         raise UsageError(f"{place}: no such file")
-    # As when Python runs the file: it can import what lies beside it.
+    # As when Python runs the file: it can import modules beside it.
     _first_in_path(path.parent)
     name = path.stem
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
@@ -80,7 +80,7 @@ def _imported(place: str, target: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look for their module there.
+    # Dataclasses look up their module in sys.modules.
     sys.modules[name] = module
     loader = spec.loader
     _run(lambda: loader.exec_module(module), target, "cannot be imported")
@@ -93,30 +93,30 @@ def _first_in_path(folder: Path) -> None:
 
 
 def _function(module: ModuleType, name: str, target: str) -> Callable[..., Any]:
-    found = getattr(module, name, None)
-    if found is None:
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        near = difflib.get_close_matches(name, own)
-        hint = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(own) or 'no function'}"
+    function = getattr(module, name, None)
+    if function is None:
+        callables = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = difflib.get_close_matches(name, callables)
+        hint = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(callables) or 'no function'}"
         raise UsageError(f"{target}: no {name} there{hint}")
-    if not callable(found):
+    if not callable(function):
         raise UsageError(
-            f"{target}: is {type(found).__name__}; expected a function that returns a module and its inputs"
+            f"{target}: is {type(function).__name__}; expected a function that returns a module and its inputs"
         )
-    return found  # type: ignore[no-any-return]  # Callable, as was just asked.
+    return function  # type: ignore[no-any-return]  # Callable, as was just asked.
 
 
 def _called(factory: Callable[..., Any], target: str, **arguments: float) -> tuple[Any, ...]:
     call = f"{target.rpartition(':')[2]}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
-    made = _run(lambda: factory(**arguments), target, f"{call} raised")
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not isinstance(made[0], nn.Module):
-        got = f"({', '.join(type(one).__name__ for one in made)})" if isinstance(made, tuple) else type(made).__name__
+    result = _run(lambda: factory(**arguments), target, f"{call} raised")
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        got = f"({', '.join(type(x).__name__ for x in result)})" if isinstance(result, tuple) else type(result).__name__
         raise UsageError(f"{target}: {call} returned {got}; {EXPECTED}")
-    return made
+    return result
 
 
 def _run(run: Callable[[], Any], target: str, what: str) -> Any:
-    """The user's own code, whose errors are shown with the line that raised them."""
+    """Runs the user's code. An error becomes a UsageError that shows the line that raised it."""
     try:
         return run()
     except (Exception, SystemExit) as error:

@@ -1,10 +1,10 @@
-"""A captured program in functional form: no operator writes into a tensor, and no graph stands inside it.
+"""Converts a captured program to functional form: no operator writes into a tensor, and it has no nested graphs.
 
 torch itself makes a program functional (`run_decompositions` without decompositions): operators that write into a
-tensor become operators that return a new one, and what stood in graphs of its own (autocast, no_grad, checkpoints,
-vmap) stands in the program itself. Of `torch.cond` both branches are computed, and the condition selects between their
-results: a static graph has one way through it. Only then no value shares its memory with another, so `view`, which
-fails where strides do not fit, may be `reshape`.
+tensor become operators that return a new one, and the content of nested graphs (autocast, no_grad, checkpoints, vmap)
+moves into the program itself. A static graph has only one path, so both branches of a `torch.cond` are computed, and
+the condition selects between their results. In functional form no value shares memory with another, so `view`, which
+fails if strides do not fit, can become `reshape`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION, OutputKi
 STOPPED = re.compile(r"While executing %(?P<name>\w+) :")
 METHODS = {name for name in dir(torch.nn.Module) if not name.startswith("_")}
 DRAWS = 2
-"""Other values of state that a program may depend on."""
+"""Number of random states that are tried, to see whether results depend on the state."""
 
 
 def functional_program(
     program: ExportedProgram, where: str, samples: Sequence[Sequence[torch.Tensor]]
 ) -> ExportedProgram:
-    """The program without operators that write into a tensor, and without graphs inside it but those of flex_attention.
-    It computes the same bits. Tensors are not copied.
+    """Returns the program without operators that write into a tensor, and without nested graphs except those of
+    flex_attention. It computes the same bits. Tensors are not copied.
 
-    State that a run writes and no run reads, such as a cache that is filled anew, is not written any more.
+    State that a run writes and no run reads, such as a cache that is filled anew, is no longer written.
 
     Args:
-        program: from `torch.export`, at fixed sizes, on the CPU.
-        where: what messages call it.
-        samples: inputs, on which it is tried whether results depend on what the run before has written.
+        program: a program of `torch.export` at fixed sizes, on the CPU.
+        where: name of the program in messages.
+        samples: inputs of runs that test whether results depend on state from an earlier run.
 
     Raises:
-        CaptureError: it draws random numbers, changes its inputs, depends on state that it changes, or holds a loop.
+        CaptureError: the program draws random numbers, changes its inputs, depends on state that it changes, or has a
+            loop.
     """
     _check_names(program, where)
     _check_operators(program, where)
@@ -63,30 +64,30 @@ def functional_program(
         if node.target in VIEWS:
             node.target = ATEN.reshape.default
         elif node.target is ATEN._assert_tensor_metadata.default:
-            node.graph.erase_node(node)  # It asserts the dtype that the model had.
-    for inner in (one for one in program.graph_module.modules() if isinstance(one, fx.GraphModule)):
+            node.graph.erase_node(node)  # It asserts the dtype of the original model.
+    for inner in (item for item in program.graph_module.modules() if isinstance(item, fx.GraphModule)):
         for node in inner.graph.nodes:
-            # The history of a node names graphs by numbers, which another process gives otherwise.
-            node.meta = {key: one for key, one in node.meta.items() if key in ("val", *METADATA)}
+            # Other metadata names graphs by numbers that differ from process to process.
+            node.meta = {key: item for key, item in node.meta.items() if key in ("val", *METADATA)}
     _check_mutation(program, where, samples)
     return _without_state(program)
 
 
 def without_writes(program: ExportedProgram, where: str) -> ExportedProgram:
-    """The program as torch itself makes it functional.
+    """Returns the program as torch itself makes it functional.
 
     Raises:
-        CaptureError: it writes into a tensor in a way that torch cannot follow.
+        CaptureError: the program writes into a tensor in a way that torch cannot follow.
     """
     try:
         with warnings.catch_warnings():
-            # torch warns of its own doings.
+            # torch warns about its own code.
             warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
             functional: ExportedProgram = program.run_decompositions({})
     except RuntimeError as error:
-        # torch names the node that it stopped at.
+        # torch's message names the node at which it stopped.
         stopped = STOPPED.search(str(error))
-        node = next((one for one in program.graph.nodes if stopped and one.name == stopped["name"]), None)
+        node = next((call for call in program.graph.nodes if stopped and call.name == stopped["name"]), None)
         if node is None:
             raise
         raise CaptureError(
@@ -97,8 +98,8 @@ def without_writes(program: ExportedProgram, where: str) -> ExportedProgram:
 
 
 def _compute_both_branches(module: fx.GraphModule) -> None:
-    """Inner graphs come first, so that there is no condition in what is put into an outer one."""
-    for inner in reversed([one for one in module.modules() if isinstance(one, fx.GraphModule)]):
+    """Replaces each condition by both branches. Inner graphs come first, so no condition moves into an outer graph."""
+    for inner in reversed([part for part in module.modules() if isinstance(part, fx.GraphModule)]):
         for node in inner.graph.find_nodes(op="call_function", target=COND):
             replace_by(inner.graph, node, _both)
         inner.graph.eliminate_dead_code()
@@ -110,9 +111,7 @@ def _both(condition: Any, true: Callable[..., Any], false: Callable[..., Any], g
     if not isinstance(condition, torch.Tensor):
         return list(true(*given) if condition else false(*given))
     pairs = zip(true(*given), false(*given), strict=True)
-    return [
-        torch.where(condition.reshape(()), one, other) if isinstance(one, torch.Tensor) else one for one, other in pairs
-    ]
+    return [torch.where(condition.reshape(()), yes, no) if isinstance(yes, torch.Tensor) else yes for yes, no in pairs]
 
 
 def _refuse_loops(module: fx.GraphModule, where: str) -> None:
@@ -127,15 +126,15 @@ def _refuse_loops(module: fx.GraphModule, where: str) -> None:
 
 
 def _without_state(program: ExportedProgram) -> ExportedProgram:
-    """The program that returns its own outputs only."""
+    """Returns the program with only the model's outputs, without the state that it writes."""
     module, signature = program.graph_module, program.graph_signature
     output = module.graph.output_node()
     values: Any = output.args[0]
-    own = [(one, spec) for one, spec in zip(values, signature.output_specs, strict=True) if spec.kind not in MUTATIONS]
-    output.args = (tuple(one for one, _ in own),)
-    # The result of a condition has another name now.
+    kept = [(out, spec) for out, spec in zip(values, signature.output_specs, strict=True) if spec.kind not in MUTATIONS]
+    output.args = (tuple(out for out, _ in kept),)
+    # The result of a condition has a new name.
     specs = [
-        replace(spec, arg=replace(spec.arg, name=one.name)) if isinstance(one, fx.Node) else spec for one, spec in own
+        replace(spec, arg=replace(spec.arg, name=out.name)) if isinstance(out, fx.Node) else spec for out, spec in kept
     ]
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -144,32 +143,32 @@ def _without_state(program: ExportedProgram) -> ExportedProgram:
 
 
 def _check_mutation(program: ExportedProgram, where: str, samples: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Of what a program writes, state may be left as it was that is written with the values that it has, or that no run
-    reads before it has written it.
+    """Refuses a program whose writes matter. A write can be left out if it does not change the state, or if no run
+    reads the state before writing it.
     """
     specs = program.graph_signature.output_specs
     nodes: Any = program.graph.output_node().args[0]
     written = {n: str(spec.target) for n, spec in enumerate(specs) if spec.kind in MUTATIONS}
     if not written:
         return
-    held = {**program.state_dict, **program.constants}
-    runs = [_results(program, held, inputs) for inputs in samples]
+    state = {**program.state_dict, **program.constants}
+    runs = [_results(program, state, inputs) for inputs in samples]
     changed = {
         n: name
         for n, name in written.items()
-        if name not in held or not runs or not all(_same_bits(run[n], held[name]) for run in runs)
+        if name not in state or not runs or not all(_same_bits(run[n], state[name]) for run in runs)
     }
-    others = [{**held, **_drawn(held, [*changed.values()], seed)} for seed in range(DRAWS)]
+    drawn_states = [{**state, **_drawn(state, [*changed.values()], seed)} for seed in range(DRAWS)]
     results = [n for n, spec in enumerate(specs) if spec.kind is OutputKind.USER_OUTPUT]
-    found = [_results(program, other, inputs) for other in others for inputs in samples]
-    pairs = list(zip(found, runs * DRAWS, strict=True))
-    is_unread = bool(pairs) and all(_same_bits(one[n], run[n]) for one, run in pairs for n in results)
+    drawn_runs = [_results(program, drawn, inputs) for drawn in drawn_states for inputs in samples]
+    pairs = list(zip(drawn_runs, runs * DRAWS, strict=True))
+    is_unread = bool(pairs) and all(_same_bits(drawn_run[n], run[n]) for drawn_run, run in pairs for n in results)
     for n, name in changed.items():
-        if name in held and is_unread:
+        if name in state and is_unread:
             continue
         is_weight = specs[n].kind is OutputKind.PARAMETER_MUTATION
-        what = "weight" if is_weight else "buffer" if name in held else "input"
-        reason = "each run begins with the same weights" if name in held else "what they are given is read alone"
+        what = "weight" if is_weight else "buffer" if name in state else "input"
+        reason = "each run begins with the same weights" if name in state else "what they are given is read alone"
         raise CaptureError(
             f"{where}: changes its {what} {name} in place,{place_of(nodes[n])}\n"
             f"which engines do not: {reason}. Return the new value as an output, or write to a copy"
@@ -177,27 +176,27 @@ def _check_mutation(program: ExportedProgram, where: str, samples: Sequence[Sequ
 
 
 def _results(program: ExportedProgram, state: Mapping[str, Any], inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """Everything that a run gives: what it writes into its state, then its outputs."""
-    given = iter(inputs)
-    read: list[Any] = []
+    """Returns all results of a run: the state that it writes, then its outputs."""
+    feeds = iter(inputs)
+    arguments: list[Any] = []
     for spec in program.graph_signature.input_specs:
         if spec.kind is not InputKind.USER_INPUT:
-            read.append(state[str(spec.target)])
+            arguments.append(state[str(spec.target)])
         else:
-            read.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else next(given))
+            arguments.append(spec.arg.value if isinstance(spec.arg, ConstantArgument) else next(feeds))
     with torch.no_grad():
-        return list(fx.Interpreter(program.graph_module).run(*read, enable_io_processing=False))
+        return list(fx.Interpreter(program.graph_module).run(*arguments, enable_io_processing=False))
 
 
 def _drawn(held: Mapping[str, torch.Tensor], names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
-    """Other values of some state."""
+    """Returns random values for the named tensors of the state."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    values = {}
     for name in dict.fromkeys(names):
         if name in held:
             noise = torch.randint(0, 100, held[name].shape, generator=generator)
-            found[name] = noise > 50 if held[name].dtype is torch.bool else noise.to(held[name].dtype)
-    return found
+            values[name] = noise > 50 if held[name].dtype is torch.bool else noise.to(held[name].dtype)
+    return values
 
 
 def _same_bits(one: Any, other: Any) -> bool:
@@ -214,7 +213,7 @@ def program_of(
     constants: Mapping[str, Any],
     calls: Sequence[ModuleCallEntry] | None = None,
 ) -> ExportedProgram:
-    """A program of another graph, or of other tensors, in the place of one."""
+    """Returns a program like `program` with this graph and these tensors."""
     return ExportedProgram(
         root=module,
         graph=module.graph,
@@ -256,11 +255,11 @@ def _check_operators(program: ExportedProgram, where: str) -> None:
 
 
 def calls_of(module: fx.GraphModule) -> Iterator[fx.Node]:
-    """Every call of an operator, in graphs inside the module as well."""
+    """Yields every operator call of the module, including those in nested graphs."""
     graphs = [inner.graph for inner in module.modules() if isinstance(inner, fx.GraphModule)]
     return (node for graph in graphs for node in graph.nodes if node.op == "call_function")
 
 
 def _is_off(node: fx.Node) -> bool:
-    """Whether it is dropout that drops nothing."""
+    """Returns whether the node is dropout that drops nothing."""
     return argument_of(node, "train", "training") is False or argument_of(node, "dropout_p", "p") in (0, 0.0)

@@ -1,9 +1,9 @@
-"""Models of the Hugging Face hub, hf://ORG/NAME[@REVISION]: fetched into the hub's own cache, and then a folder.
+"""Fetches models of the Hugging Face hub, hf://ORG/NAME[@REVISION], into folders of the hub's own cache.
 
-What is fetched is what a model is read from: its config, its weights (safetensors, or pickles of tensors where there
-are none) and the files of its tokenizer; of a repository of GGUF files the one that is named, hf://ORG/NAME/FILE.gguf.
-The package `huggingface_hub` knows the endpoint, the cache, tokens and whether it is offline (HF_ENDPOINT, HF_HOME,
-HF_TOKEN, HF_HUB_OFFLINE).
+Only files that a model is read from are fetched: its config, its weights (safetensors, or pickles of tensors if there
+are none) and the files of its tokenizer. From a repository of GGUF files, the named one is fetched:
+hf://ORG/NAME/FILE.gguf. The package `huggingface_hub` handles the endpoint, the cache, tokens and offline mode
+(HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE).
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ WEIGHTS = (
     ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"),
 )
-"""In order of preference; the first kind that a repository has is fetched."""
+"""Kinds of weights in order of preference. The first kind that a repository has is fetched."""
 
 
 def fetched(source: str) -> str:
-    """The folder or file of a model on the hub; anything else stays as it is.
+    """Fetches a model of the hub and returns its folder or file. Other sources are returned unchanged.
 
     Raises:
-        CheckpointError: not such a name, no such repository, revision or file, no access to it, or no network.
+        CheckpointError: the name is malformed, the repository, revision or file does not exist, access is denied, or
+            there is no network.
         ImportError: the package `huggingface_hub` is missing, which comes with the extra `convert`.
     """
     if not source.startswith(PREFIX):
         return source
-    named = NAMED.fullmatch(source)
-    if named is None:
+    match = NAMED.fullmatch(source)
+    if match is None:
         raise CheckpointError(f"{source}: expected hf://ORG/NAME or hf://ORG/NAME@REVISION")
     from huggingface_hub.errors import FileMetadataError, HfHubHTTPError, HFValidationError
 
     try:
-        return _fetched(named["repo"], named["file"], named["revision"])
+        return _fetched(match["repo"], match["file"], match["revision"])
     except (HfHubHTTPError, HFValidationError, FileMetadataError, OSError) as error:
         raise CheckpointError(f"{source}: {_reason(error)}") from error
 
@@ -64,23 +65,23 @@ def _fetched(repo: str, file: str | None, revision: str | None) -> str:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, for a person; the library's own messages are paragraphs."""
+    """Returns the reason of a failure in one line; the library's own messages are paragraphs."""
     from huggingface_hub import errors
 
     known: dict[type[Exception], str] = {
-        # The first that fits; the hub's errors are subclasses of each other.
+        # The first match counts: the hub's errors are subclasses of each other.
         errors.GatedRepoError: "access has to be asked for on the hub; then set HF_TOKEN",
         errors.RepositoryNotFoundError: "no such repository on the hub, or a private one without its HF_TOKEN",
         errors.RevisionNotFoundError: "the repository has no such revision",
         errors.RemoteEntryNotFoundError: "the repository has no such file",
     }
-    said = next((text for kind, text in known.items() if isinstance(error, kind)), None)
+    reason = next((text for kind, text in known.items() if isinstance(error, kind)), None)
     first = (str(error.__cause__ or error).strip().splitlines() or [type(error).__name__])[0]
-    return said or f"cannot be fetched, and is not in the hub's cache ({first})"
+    return reason or f"cannot be fetched, and is not in the hub's cache ({first})"
 
 
 def name_of(path: Path) -> str:
-    """What the model at a path is called: its folder or file, and in the hub's cache the repository."""
+    """Returns the name of the model at a path: its folder or file, or its repository in the hub's cache."""
     resolved = path.resolve()
     if path.parent.name == "snapshots" and path.parents[1].name.startswith("models--"):
         return path.parents[1].name.rpartition("--")[2]
@@ -88,5 +89,5 @@ def name_of(path: Path) -> str:
 
 
 def _in_blobs(path: Path) -> bool:
-    """A file of the hub's cache is a link to one that is named after its content."""
+    """Returns whether a path is in the hub's `blobs`. Files in the hub's cache are links to blobs named by content."""
     return path.parent.name == "blobs"

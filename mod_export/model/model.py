@@ -1,4 +1,4 @@
-"""A model to export and where it comes from, and what can be asked of every one whatever its capabilities."""
+"""A model to export with its origin, and functions that work for every model, whatever its capabilities."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class Model:
 
     @property
     def package(self) -> str:
-        """The package that provides the architecture; of a program, whose spec says all, the one that reads it."""
+        """The package that provides the architecture. For a captured program it is mod_export, which reads it."""
         if self.architecture == PROGRAM:
             return "mod_export"
         return entry_points(group=GROUP)[self.architecture].module.partition(".")[0]
 
     @property
     def code_sha256(self) -> str:
-        """Of the source code of that package, because graphs depend on it."""
+        """SHA-256 of the source code of `package`, because graphs depend on it."""
         return source_digest(self.package)
 
     @property
     def kinds(self) -> tuple[ModelKind, ...]:
-        """`mod`, and `dense` if it has a dense baseline of its own that is another model than itself."""
+        """`mod`, and `dense` if the model has a dense baseline of its own that is a different model."""
         return KINDS if self.routes_depth and isinstance(self.loaded, DenseBaseline) else ("mod",)
 
     def of_kind(self, kind: ModelKind) -> ExportableModel:
-        """The model itself for `mod`, its dense baseline for `dense`; one of `kinds`."""
+        """Returns the model itself for `mod`, or its dense baseline for `dense`. `kind` must be one of `kinds`."""
         if kind == "mod":
             return self.loaded
         assert isinstance(self.loaded, DenseBaseline), f"{self.name}: the caller asks `kinds` first"
@@ -65,16 +65,16 @@ class Model:
 
     @property
     def routes_depth(self) -> bool:
-        """Whether tokens skip blocks in it, as far as it declares; else its captured graphs tell."""
+        """Whether tokens skip blocks. True if the model does not declare it; its captured graphs then decide."""
         return not isinstance(self.loaded, DeclaredRouting) or self.loaded.routes_depth
 
     @property
     def capacity(self) -> float | None:
-        """That of every routed layer; None where layers differ, or where it cannot be changed."""
+        """Capacity of every routed layer; None if layers differ or the capacity cannot be changed."""
         return self.loaded.capacity if isinstance(self.loaded, AdjustableCapacity) else None
 
     def with_capacity(self, capacity: float) -> Model:
-        """The same checkpoint with another capacity in every routed layer.
+        """Returns the same checkpoint with another capacity in every routed layer.
 
         Raises:
             ConfigError: the model cannot have this capacity.
@@ -93,8 +93,8 @@ class Model:
 
 
 def sample_of(model: ExportableModel, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
-    """Inputs of one run by name, in the order of the module's arguments: full rows of random ids, or what the model
-    says itself.
+    """Returns inputs of one run by name, in the order of the module's arguments: the model's own sample, or full rows
+    of random ids.
     """
     if isinstance(model, SampledInputs):
         return model.sample(bucket, seed)
@@ -102,25 +102,25 @@ def sample_of(model: ExportableModel, bucket: Bucket, seed: int) -> Mapping[str,
 
 
 def tokens_sample(vocab_size: int, bucket: Bucket, seed: int) -> dict[str, np.ndarray]:
-    """Full rows of random ids, for a model of token ids."""
+    """Returns full rows of random ids, for a model of token ids."""
     ids_BS = np.random.default_rng(seed).integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
     return dict(zip(TOKEN_INPUTS, (ids_BS, np.full(bucket.batch, bucket.seq, dtype=np.int64)), strict=True))
 
 
 def token_ids(model: ExportableModel) -> TokenIds:
-    """The same model, of which is known that it reads token ids."""
+    """Returns the model itself, which must read token ids."""
     assert isinstance(model, TokenIds), "neither TokenIds nor SampledInputs"
     return model
 
 
 def output_names(model: ExportableModel, outputs: Outputs) -> tuple[str, ...]:
-    """Of what its module returns, in order."""
+    """Names of the outputs of the model's module, in order."""
     return tuple(model.output_names) if isinstance(model, SampledInputs) else (PRIMARY[outputs],)
 
 
 def stored_state(loaded: ExportableModel) -> dict[str, torch.Tensor]:
-    """The same of a model whose module is not made: weights as the checkpoint stores them, in float32 where that is
-    float64, and the other buffers.
+    """State dict without building the module: weights as the checkpoint stores them, except float64, which becomes
+    float32, and the other buffers.
 
     Raises:
         CheckpointError: the module has a parameter that the checkpoint holds nothing for.
@@ -129,5 +129,5 @@ def stored_state(loaded: ExportableModel) -> dict[str, torch.Tensor]:
     missing = [name for name, tensor in state.items() if tensor.is_meta]
     if missing:
         raise CheckpointError(f"the checkpoint holds no value for {', '.join(missing[:3])}")
-    wide = {name for name, one in loaded.weights.items() if one.is_floating_point() and one.dtype.itemsize > 4}
+    wide = {name for name, weight in loaded.weights.items() if weight.is_floating_point() and weight.dtype.itemsize > 4}
     return {name: tensor.float() if name in wide else tensor for name, tensor in state.items()}

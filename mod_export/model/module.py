@@ -1,4 +1,4 @@
-"""A model from a PyTorch module: captured at each shape, and compared with the module."""
+"""Makes a model from a PyTorch module: captures it at each shape, and compares the program with the module."""
 
 from __future__ import annotations
 
@@ -35,37 +35,37 @@ from mod_export.model.pt2_models import sample_tensors
 from mod_export.types import Bucket
 
 INSTALLED = ("<frozen ", sysconfig.get_path("stdlib"), str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""Where lines of a traceback are that are not the user's."""
+"""Prefixes of file names in a traceback that are not the user's code."""
 ROUNDINGS = 8
-"""By which a captured program may differ from its module, of the largest number that is returned."""
+"""A captured program may differ from its module by this many roundings of the largest number that is returned."""
 SAMPLES = 4
-"""Inputs of each bucket that are asked for, seeds 0 to 3."""
+"""Number of inputs that are requested for each bucket, with seeds 0 to 3."""
 Given: TypeAlias = "torch.Tensor | Sequence[Any] | Mapping[str, Any]"
-"""The arguments of `forward`: the only one, the positional ones, or all of them by name."""
+"""Arguments of `forward`: its only argument, its positional arguments, or all arguments by name."""
 Inputs: TypeAlias = "Given | Callable[..., Given]"
-"""`inputs(batch, seq)` or `inputs(batch, seq, seed)`, or what that returns where there is one bucket."""
+"""A function `inputs(batch, seq)` or `inputs(batch, seq, seed)`, or its result if there is only one bucket."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucket], name: str) -> Model:
-    """Captures a module on the CPU. The module is as before when this returns, and shares its weights with the model.
+    """Captures a module on the CPU. Afterwards the module is unchanged, and it shares its weights with the model.
 
-    `inputs` is called several times with torch's generator at another seed, so that it may just draw; with a third
-    parameter it is given the seed. What it returns for a bucket has the same shapes every time.
+    `inputs` is called several times, each time with another seed in torch's generator, so it may simply draw random
+    numbers. A function with a third parameter gets the seed. The shapes of one bucket must be the same in every call.
 
     Args:
-        module: it is captured in eval mode, and need not be in it.
+        module: the module; it is captured in eval mode but need not be in that mode.
         inputs: see `Inputs`.
-        buckets: rows, and tokens of a row, as `inputs` understands them.
-        name: of the model, in messages and reports.
+        buckets: shapes to capture the module at; `inputs` gets batch and sequence of each.
+        name: name of the model in messages and reports.
 
     Raises:
-        UsageError: this is no module on the CPU, or the inputs are none of it.
-        CaptureError: the module is not one static graph, or does what no engine can do.
+        UsageError: the module is not on the CPU, or the inputs do not fit it.
+        CaptureError: the module is not one static graph, or does something that no engine can do.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"{name}: got {type(module).__name__}; expected a torch.nn.Module")
-    if isinstance(module, OptimizedModule):  # What torch.compile returns.
+    if isinstance(module, OptimizedModule):  # The result of torch.compile.
         module = module._orig_mod
     devices = {tensor.device.type for tensor in (*module.parameters(), *module.buffers())} - {"cpu"}
     if devices:
@@ -101,17 +101,17 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
 
 
 def _different(samples: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:
-    """Without those that were there before."""
-    found: list[list[torch.Tensor]] = []
+    """Returns the samples without duplicates."""
+    distinct: list[list[torch.Tensor]] = []
     for sample in samples:
-        if not any(all(map(torch.equal, sample, other)) for other in found):
-            found.append(sample)
-    return found
+        if not any(all(map(torch.equal, sample, earlier)) for earlier in distinct):
+            distinct.append(sample)
+    return distinct
 
 
 @contextmanager
 def _plain_outputs(module: nn.Module) -> Iterator[None]:
-    """Inside, a dataclass that the module returns is a dictionary of what it holds: torch.export takes no classes."""
+    """Within this context, the module returns dataclasses as dictionaries, because torch.export accepts no classes."""
     hook = module.register_forward_hook(lambda _module, _inputs, output: _without_dataclasses(output))
     try:
         yield
@@ -121,36 +121,36 @@ def _plain_outputs(module: nn.Module) -> Iterator[None]:
 
 def _without_dataclasses(value: Any) -> Any:
     if type(value) in pytree.SUPPORTED_NODES and not isinstance(value, (tuple, list, dict)):
-        return value  # Known to torch, such as the outputs of transformers.
+        return value  # torch knows this type, such as the outputs of transformers.
     if dataclasses.is_dataclass(value):
-        return {one.name: _without_dataclasses(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {item.name: _without_dataclasses(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if type(value) in (tuple, list):
-        return type(value)([_without_dataclasses(one) for one in value])
-    return {key: _without_dataclasses(one) for key, one in value.items()} if type(value) is dict else value
+        return type(value)([_without_dataclasses(item) for item in value])
+    return {key: _without_dataclasses(item) for key, item in value.items()} if type(value) is dict else value
 
 
 def _calls(module: nn.Module, inputs: Inputs, bucket: Bucket, where: str) -> list[Call]:
-    """The arguments of several runs, at least two, all of one shape."""
-    found: list[Call] = []
+    """Returns the arguments of SAMPLES runs, all of the same shapes."""
+    calls: list[Call] = []
     for seed in range(SAMPLES):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            given = _asked(inputs, bucket, seed, where) if callable(inputs) else inputs
-        found.append(_call(module, given, where))
-    shapes = [[tuple(one.shape) for one in _tensors(call)] for call in found]
+            arguments = _asked(inputs, bucket, seed, where) if callable(inputs) else inputs
+        calls.append(_call(module, arguments, where))
+    shapes = [[tuple(tensor.shape) for tensor in _tensors(call)] for call in calls]
     different = [shape for shape in shapes if shape != shapes[0]]
     if different:
         raise UsageError(f"{where}: inputs have the shapes {shapes[0]} and then {different[0]}; a bucket has one shape")
     if not shapes[0]:
         raise UsageError(f"{where}: inputs hold no tensor")
-    return found
+    return calls
 
 
 def _asked(inputs: Callable[..., Given], bucket: Bucket, seed: int, where: str) -> Given:
     arguments = (bucket.batch, bucket.seq, seed) if _takes_seed(inputs) else (bucket.batch, bucket.seq)
     try:
         return inputs(*arguments)
-    except Exception as error:  # Whatever the user's code raises is told to the user.
+    except Exception as error:  # Any type of error: this runs the user's code.
         raise UsageError(f"{where}: inputs{arguments} raised {own_line(error)}") from error
 
 
@@ -163,7 +163,7 @@ def _takes_seed(inputs: Callable[..., Given]) -> bool:
 
 
 def _call(module: nn.Module, given: Any, where: str) -> Call:
-    """The arguments of `forward`, by name where they have one, because that is what inputs are then called."""
+    """Returns the arguments of `forward`, by name if all of them have one, because inputs are named after them."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if isinstance(given, Mapping):
@@ -179,71 +179,72 @@ def _call(module: nn.Module, given: Any, where: str) -> Call:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
         raise UsageError(f"{where}: inputs do not fit forward{signature}: {error}") from error
-    if all(one.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for one in signature.parameters.values()):
+    if all(x.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD for x in signature.parameters.values()):
         args, kwargs = (), dict(bound.arguments)
-    # Copies: a tensor that is given twice would be taken for one input.
-    copied: Call = pytree.tree_map_only(torch.Tensor, lambda one: one.detach().cpu().clone(), (args, kwargs))
+    # Copies: torch.export would treat a tensor that is given twice as one input.
+    copied: Call = pytree.tree_map_only(torch.Tensor, lambda x: x.detach().cpu().clone(), (args, kwargs))
     return copied
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [one for one in pytree.tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 class _Called(nn.Module):
-    """A module as a function of the tensors among its arguments."""
+    """Wraps a module as a function of the tensors among its arguments."""
 
     def __init__(self, module: nn.Module, call: Call) -> None:
         super().__init__()
         self.module = module
         leaves, self._tree = pytree.tree_flatten(call)
-        self._given = [isinstance(one, torch.Tensor) for one in leaves]
-        self._others = [None if isinstance(one, torch.Tensor) else one for one in leaves]
+        self._given = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+        self._others = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        given = iter(tensors)
-        leaves = [next(given) if is_given else one for is_given, one in zip(self._given, self._others, strict=True)]
+        rest = iter(tensors)
+        leaves = [next(rest) if is_given else value for is_given, value in zip(self._given, self._others, strict=True)]
         args, kwargs = pytree.tree_unflatten(leaves, self._tree)
         return self.module(*args, **kwargs)
 
 
 def _eager(module: nn.Module, call: Call) -> Any:
-    """What the module gives without torch.compile, which rounds otherwise, also where it was compiled before."""
+    """Runs the module without torch.compile, which rounds differently, even if it was compiled before."""
     args, kwargs = call
     with torch.compiler.set_stance("force_eager"):
         return module(*args, **kwargs)
 
 
 def _run_once(module: nn.Module, call: Call, where: str) -> None:
-    """Because a module that fails by itself is told so in its own words, which capture does not give."""
+    """Runs the module before capture, so that the message has the module's own error. Checks what `forward` returns."""
     try:
-        found = _eager(module, call)
-    except Exception as error:  # As above.
+        result = _eager(module, call)
+    except Exception as error:  # Any type of error: this runs the user's code.
         raise UsageError(f"{where}: the module itself fails on these inputs: {own_line(error)}") from error
-    for place, one in pytree.tree_leaves_with_path(found):
-        if not isinstance(one, (torch.Tensor, bool, int, float, complex, str, type(None))):
-            name = pytree.keystr(place)
+    for path, leaf in pytree.tree_leaves_with_path(result):
+        if not isinstance(leaf, (torch.Tensor, bool, int, float, complex, str, type(None))):
+            name = pytree.keystr(path)
             at = f" at {name}" if name else ""
             raise UsageError(
-                f"{where}: forward returns an object of the class {type(one).__qualname__}{at}, and a graph returns "
+                f"{where}: forward returns an object of the class {type(leaf).__qualname__}{at}, and a graph returns "
                 "tensors only; leave it out of what forward returns (in transformers, a cache: give use_cache=False)"
             )
 
 
 def own_line(error: BaseException) -> str:
-    """An error in the user's code, in one line, with the line of that code that it comes from."""
+    """Returns an error in the user's code as one line, with the line of code that raised it."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [one for one in frames if not one.filename.startswith(INSTALLED)]
-    if own and not isinstance(error, SyntaxError):
-        text += f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})"
+    user_frames = [frame for frame in frames if not frame.filename.startswith(INSTALLED)]
+    if user_frames and not isinstance(error, SyntaxError):
+        text += f" ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno}: {user_frames[-1].line})"
     return text
 
 
 def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedProgram:
-    """The program that torch.export makes of it. torch.compile looks at it before, because it sees more: what the next
-    call finds changed, and where a number depends on the data. What it cannot capture, torch.export may.
+    """Returns the program that torch.export captures. torch.compile checks the module first, because it sees more:
+    state that differs in the next call, and where a number depends on the data. torch.export may still capture a module
+    that torch.compile cannot.
     """
     called, examples = _Called(module, calls[0]).eval(), [_tensors(call) for call in calls[:2]]
     refused: CaptureError | None = None
@@ -257,17 +258,17 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
         if attributes_read(module, lambda: _tensors(_eager(module, calls[0]))) != ():
             raise
     except CaptureError as error:
-        # Unless torch.export has the values that a size depends on, such as those of a mask that is a buffer.
+        # Raised only if torch.export fails too: torch.export knows buffers, such as a mask that a size depends on.
         refused = error
     args, kwargs = calls[0]
     try:
         with attributes_kept(module), without_dumps(), lines_of_helpers(), warnings.catch_warnings():
-            # They are put back, and what a later call would read of them is looked for.
+            # Attributes are put back, and `attributes_read` checks whether a later call would read them.
             warnings.filterwarnings(
                 "ignore", message="The tensor attribute.* assigned during export", category=UserWarning
             )
             program = torch.export.export(module, args, kwargs, strict=False)
-    except Exception as error:  # Of any type: it runs the model's own code.
+    except Exception as error:  # Any type of error: this runs the model's own code.
         raise refused or refusal(error, called, examples[0], where) from error
     program = with_fixed_sizes(program, where)
     try:
@@ -278,22 +279,22 @@ def _captured(module: nn.Module, calls: Sequence[Call], where: str) -> ExportedP
 
 
 def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[Call], where: str) -> None:
-    """Runs both on every sample, in the dtypes that they have. They may differ by a few roundings: a program has no
-    tensors that share memory, and kernels go by the layout of what they are given.
+    """Compares program and module on every sample, in their own dtypes. A few roundings of difference are allowed,
+    because tensors of a program share no memory, and kernels depend on the memory layout of their inputs.
     """
     runs = program.module()
     for args, kwargs in calls:
-        expected, found = _tensors(_eager(module, (args, kwargs))), _tensors(runs(*args, **kwargs))
-        if all(map(_is_same, expected, found)):
+        expected, actual = _tensors(_eager(module, (args, kwargs))), _tensors(runs(*args, **kwargs))
+        if all(map(_is_same, expected, actual)):
             continue
-        # A module may name the kernel of its attention (`sdpa_kernel`), which rounds otherwise and is in no program.
+        # A module may choose an attention kernel (`sdpa_kernel`), which rounds differently and is not captured.
         with sdpa_kernel(SDPBackend.MATH):
             if all(map(_is_same, expected, _tensors(runs(*args, **kwargs)))):
                 continue
         if not all(map(_is_same, expected, _tensors(_eager(module, (args, kwargs))))):
             raise CaptureError(f"{where}: the module returns something else each time it gets the same inputs")
-        for number, (one, other) in enumerate(zip(expected, found, strict=True)):
-            _compare(one, other, f"{where}: output {number}")
+        for number, (reference, value) in enumerate(zip(expected, actual, strict=True)):
+            _compare(reference, value, f"{where}: output {number}")
 
 
 def _is_same(expected: torch.Tensor, found: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""Which operators a program may call: those that compute tensors of what they are given, and nothing else.
+"""Decides which operators a program may call: those that compute tensors from their arguments and do nothing else.
 
-What is left out runs other code, reads or writes files, or trusts its arguments about memory: operators that set sizes
-and strides (`as_strided`, `set_`, `resize_`), private ones, whose callers check for them, and those of the backward
-pass, which take indices for granted. ATen itself checks them where it runs eagerly; compiled engines do not.
+Other operators run other code, read or write files, or trust their arguments about memory. Such trust is found in
+operators that set sizes and strides (`as_strided`, `set_`, `resize_`), in private operators, whose callers check the
+arguments, and in operators of the backward pass, which do not check indices. ATen checks these arguments when it runs
+eagerly; compiled engines do not.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ PRIVATE = {
     "_upsample_bilinear2d_aa", "_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d",
     "_weight_norm", "_weight_norm_interface",
 }  # fmt: skip
-"""Operators with a private name that exported programs have, such as `mask & other`, and that check their arguments."""
+"""Private names of operators that exported programs contain, such as `__and__`, and that check their arguments."""
 PARTS = ("as_strided", "empty_strided", "resize", "sparse", "nested", "jagged", "mkldnn", "cudnn", "miopen", "backward")
-"""Of names: of operators that trust sizes, strides or indices, or that belong to a layout or a vendor's library."""
+"""Parts of names of operators that trust sizes, strides or indices, or belong to a layout or a vendor's library."""
 SETTERS = {"set", "set_", "set_data", "segment_reduce"}
 WRITERS = ("out", "filename")
-"""Arguments that are written to, or name a file."""
+"""Names of arguments that are written to or name a file."""
 
 
 def is_operator(target: str) -> bool:
-    """Whether a program may call it; the name is that in a file, such as `torch.ops.aten.topk.default`."""
+    """Returns whether a program may call an operator, named as in a file: `torch.ops.aten.topk.default`."""
     if target in BEYOND_ATEN:
         return True
     start, _, rest = target.rpartition("torch.ops.")
@@ -57,7 +58,7 @@ def is_operator(target: str) -> bool:
     if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in ["default", *packet._overload_names]:
         return False
     schema = getattr(packet, overload)._schema
-    if any(one.name in WRITERS or one.is_out for one in schema.arguments):
+    if any(arg.name in WRITERS or arg.is_out for arg in schema.arguments):
         return False
-    tensors = all(str(one.type) in ("Tensor", "List[Tensor]", "Optional[Tensor]") for one in schema.returns)
+    tensors = all(str(arg.type) in ("Tensor", "List[Tensor]", "Optional[Tensor]") for arg in schema.returns)
     return (tensors and bool(schema.returns)) or name.startswith("_assert")

@@ -1,6 +1,6 @@
-"""A captured program as everything behind it expects one: tensors in, tensors out, weights in float32, nothing kept.
+"""Turns a captured program into the form that all later code expects: tensors in, tensors out, operations in float32.
 
-What a program of `torch.export` may have beside that is removed where nothing is lost by it, and refused where it is.
+Anything else in a program of `torch.export` is removed if nothing is lost by that, and refused otherwise.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainProgram:
-    """A program that reads and returns tensors only, and the names of what it reads and returns, in order.
+    """A program that reads and returns only tensors, with the names of its inputs and outputs in order.
 
-    An input is called as the key of the dictionary that holds it, or as the parameter of `forward`. An output is called
-    as the keys above it, `aux_0` for the first of a tuple under `aux`; without keys `output`, or `output_0` and so on;
-    the only output of a model is called `logits` if it is floating point, has a first dimension of the size of the
-    batch, and at least one and at most two more. An output that has the name of an input or of a weight gets `_out`
-    after it, because graphs have one name for each value; an input with the name of a weight gets `_in`.
+    An input is named after the key of the dictionary that holds it, or after the parameter of `forward`. An output is
+    named after the keys above it, such as `aux_0` for the first of a tuple under `aux`. Several outputs without keys
+    are called `output_0` and so on. A single output without keys is called `logits` if it is floating point and has the
+    batch dimension and one or two more dimensions, else `output`. Graphs have one name for each value: an output with
+    the name of an input or of a weight gets the suffix `_out`, and an input with the name of a weight gets `_in`.
 
-    Its parameters and buffers in floating point are in the state_dict, as they are stored, each tensor under one name;
-    everything else that it reads is among its constants, float64 buffers included, which stay so. Complex numbers are
-    pairs of real ones. Its operations are those of float32 where they were of 16 bit:
-    narrower engines are made of that.
+    Floating-point parameters and buffers are in the state_dict in the dtype in which they are stored, each tensor under
+    one name. The constants hold everything else that the program reads, including float64 buffers, which stay float64.
+    Complex numbers are pairs of real numbers. Operations in 16 bits become operations in float32, and engines in
+    narrower dtypes are made from those.
     """
 
     program: ExportedProgram
@@ -60,81 +60,82 @@ class PlainProgram:
 
 
 def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
-    """A copy; tensors are not copied.
+    """Returns a plain copy of a program. Tensors are not copied.
 
     Args:
-        program: of `functional_program`.
-        where: what messages call it.
+        program: a result of `functional_program`.
+        where: name of the program in messages.
 
     Raises:
-        CaptureError: it computes with complex numbers in a way that has no real form, reads what is no tensor, or
-            returns what is no result of its inputs.
+        CaptureError: the program computes with complex numbers in a way that has no real form, has a float64 weight,
+            reads an object that is not a tensor, returns something that does not depend on its inputs, or uses a
+            reserved output name.
     """
     module = with_arguments(program.graph_module, dict.fromkeys(NARROW, torch.float32))
     write_out_flex_attention(module)
     specs = list(program.graph_signature.input_specs)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    own = [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+    input_nodes = [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
     assert program.call_spec.in_spec is not None
-    names = dict(zip(own, input_names(own, program.call_spec.in_spec), strict=True))
-    held = {**program.state_dict, **program.constants}
+    names = dict(zip(input_nodes, input_names(input_nodes, program.call_spec.in_spec), strict=True))
+    tensors = {**program.state_dict, **program.constants}
     targets = {node: str(spec.target) for node, spec in zip(nodes, specs, strict=True) if spec.kind in STATE}
-    reals = as_real_parts(module, {node: held[target] for node, target in targets.items()}, where)
-    held |= {targets[node]: tensor for node, tensor in reals.items()}
+    reals = as_real_parts(module, {node: tensors[target] for node, target in targets.items()}, where)
+    tensors |= {targets[node]: tensor for node, tensor in reals.items()}
     kept: list[tuple[fx.Node, InputSpec]] = []
     first: dict[Any, tuple[fx.Node, str]] = {}
     for node, spec in zip(nodes, specs, strict=True):
-        same = first.setdefault(_memory(held[str(spec.target)]), (node, "")) if spec.kind in STATE else (node, "")
+        same = first.setdefault(_memory(tensors[str(spec.target)]), (node, "")) if spec.kind in STATE else (node, "")
         if isinstance(spec.arg, ConstantArgument):
             _replace(node, spec.arg.value)
         elif same[0] is not node:
-            node.replace_all_uses_with(same[0])  # Tied weights are one.
+            node.replace_all_uses_with(same[0])  # Tied weights become one weight.
         else:
             kept.append((node, spec))
             continue
         module.graph.erase_node(node)
-    _check_state(kept, held, where)
-    given = {node for node, spec in kept if spec.kind is InputKind.USER_INPUT}
-    outputs, returned = _outputs(program, module, given, where)
-    _infer(module, kept, held, where)
+    _check_state(kept, tensors, where)
+    feeds = {node for node, spec in kept if spec.kind is InputKind.USER_INPUT}
+    outputs, returned = _outputs(program, module, feeds, where)
+    _infer(module, kept, tensors, where)
     taken = {str(spec.target) for _, spec in kept if spec.kind in STATE}
     if returned == [""]:
-        returned = [only_output(outputs[0].meta["val"], next(node.meta["val"] for node, _ in kept if node in given))]
+        returned = [only_output(outputs[0].meta["val"], next(node.meta["val"] for node, _ in kept if node in feeds))]
     inputs = free_names([names[node] for node, spec in kept if spec.kind is InputKind.USER_INPUT], taken, "_in")
-    found = free_names(returned, {*taken, *inputs}, "_out")
-    for name in found:
+    result_names = free_names(returned, {*taken, *inputs}, "_out")
+    for name in result_names:
         if name.startswith(ROUTED):
             raise CaptureError(
                 f"{where}: returns {name}; names that begin with {ROUTED} are those of routing sites. Rename the output"
             )
-    return PlainProgram(program=_made(program, module, kept, held, outputs), inputs=inputs, outputs=found)
+    return PlainProgram(program=_made(program, module, kept, tensors, outputs), inputs=inputs, outputs=result_names)
 
 
 def copied(program: ExportedProgram) -> ExportedProgram:
-    """The same program with a graph of its own, and the same tensors."""
+    """Returns the same program with a copy of its graph and the same tensors."""
     module = copy.deepcopy(program.graph_module)
     return program_of(program, module, program.graph_signature, program.state_dict, program.constants)
 
 
 def input_values(program: ExportedProgram) -> list[torch.Tensor]:
-    """The shapes and dtypes of what it reads, as tensors without values."""
+    """Returns the shapes and dtypes of the program's inputs, as tensors without values."""
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     specs = program.graph_signature.input_specs
     return [node.meta["val"] for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
 
 
 def without_tensors(program: ExportedProgram) -> ExportedProgram:
-    """The same graph; weights and constants are empty."""
+    """Returns the program with the same graph, and with empty weights and constants."""
     state = {
-        name: torch.nn.Parameter(torch.empty(0)) if isinstance(one, torch.nn.Parameter) else torch.empty(0)
-        for name, one in program.state_dict.items()
+        name: torch.nn.Parameter(torch.empty(0)) if isinstance(tensor, torch.nn.Parameter) else torch.empty(0)
+        for name, tensor in program.state_dict.items()
     }
     constants = {name: torch.empty(0) for name in program.constants}
     return program_of(program, program.graph_module, program.graph_signature, state, constants)
 
 
 def _memory(tensor: Any) -> Any:
-    """The same for tensors that are one."""
+    """Returns a key that is equal for tensors that view the same memory in the same way."""
     if not isinstance(tensor, torch.Tensor) or tensor.numel() == 0:
         return id(tensor)
     return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -142,7 +143,7 @@ def _memory(tensor: Any) -> Any:
 
 def _replace(node: fx.Node, value: Any) -> None:
     for use in list(node.users):
-        use.args, use.kwargs = fx.map_arg((use.args, use.kwargs), lambda one: value if one is node else one)
+        use.args, use.kwargs = fx.map_arg((use.args, use.kwargs), lambda arg: value if arg is node else arg)
 
 
 def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, Any], where: str) -> None:
@@ -161,21 +162,21 @@ def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, A
 def _outputs(
     program: ExportedProgram, module: fx.GraphModule, given: set[fx.Node], where: str
 ) -> tuple[list[fx.Node], list[str]]:
-    """The nodes that are returned, each another one and none of them an input, and the names that they have by their
-    keys, empty without any.
+    """Returns the output nodes and their names. The nodes are all different, and none of them is an input. The name of
+    a single output without keys is empty.
     """
     tree = program.call_spec.out_spec
     assert tree is not None
     output = module.graph.output_node()
     values: Any = output.args[0]
-    own = [
+    returned = [
         value
         for value, spec in zip(values, program.graph_signature.output_specs, strict=True)
         if spec.kind is OutputKind.USER_OUTPUT
     ]
     nodes: list[fx.Node] = []
     names: list[str] = []
-    for value, name in zip(own, output_names(own, tree), strict=True):
+    for value, name in zip(returned, output_names(returned, tree), strict=True):
         if value is None:
             continue
         if not isinstance(value, fx.Node):
@@ -188,7 +189,7 @@ def _outputs(
         if value.op == "placeholder" or value in nodes:
             with module.graph.inserting_before(output):
                 copied = module.graph.call_function(ATEN.clone.default, (value,))
-            copied.meta = {key: one for key, one in value.meta.items() if key != "val"}
+            copied.meta = {key: item for key, item in value.meta.items() if key != "val"}
             value = copied
         nodes.append(value)
         names.append(name)
@@ -201,19 +202,19 @@ def _outputs(
 
 
 def _reads(node: fx.Node, given: set[fx.Node]) -> bool:
-    """Whether it depends on one of these."""
-    found, waiting = {node}, [node]
-    for one in waiting:  # Which grows meanwhile.
-        new = [source for source in one.all_input_nodes if source not in found]
-        found.update(new)
+    """Returns whether a node depends on one of the nodes in `given`."""
+    seen, waiting = {node}, [node]
+    for current in waiting:  # The loop appends to this list.
+        new = [source for source in current.all_input_nodes if source not in seen]
+        seen.update(new)
         waiting += new
-    return not found.isdisjoint(given)
+    return not seen.isdisjoint(given)
 
 
 def _infer(
     module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, Any], where: str
 ) -> None:
-    """Gives every node the value that it has now, of float32 where it was of 16 bit."""
+    """Infers the values of all nodes again, with float32 in place of 16-bit dtypes."""
     mode = detect_fake_mode([node.meta["val"] for node, _ in kept])
     for node, _ in kept:
         value = node.meta["val"]
@@ -224,7 +225,7 @@ def _infer(
     try:
         for node, value in inferred_values(module, [node.meta["val"] for node, _ in kept]):
             node.meta["val"] = value
-    except Exception as error:  # Of any type: operators say in their own ways that a dtype does not fit.
+    except Exception as error:  # Any type of error: operators report a wrong dtype in different ways.
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise CaptureError(f"{where}: cannot be computed in float32: {reason}") from error
 
@@ -240,17 +241,17 @@ def _made(
     constants: dict[str, torch.Tensor] = {}
     specs = []
     for node, spec in kept:
-        # Where a name is one of Python's own, the copy of a graph calls the node otherwise.
+        # The node has another name in the copied graph if its name is one of Python's own.
         spec = replace(spec, arg=TensorArgument(name=node.name))
         if spec.kind is not InputKind.USER_INPUT:
             name = str(spec.target)
             tensor = held[name]
             if not tensor.is_contiguous():
-                # What writes files reads memory from its beginning to its end.
+                # Code that writes files reads a tensor's memory from its beginning to its end.
                 is_parameter = isinstance(tensor, torch.nn.Parameter)
                 tensor = tensor.detach().contiguous()
                 tensor = torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-            # What programs hold by themselves is read as it is; weights become what an engine's dtype is.
+            # The state_dict is converted to the dtype of an engine; constants are read as they are.
             if name in program.state_dict and tensor.is_floating_point() and tensor.dtype is not torch.float64:
                 state[name] = tensor
             else:
@@ -258,17 +259,17 @@ def _made(
                 if spec.kind is not InputKind.CONSTANT_TENSOR:
                     spec = replace(spec, kind=InputKind.BUFFER, persistent=False)
         specs.append(spec)
-    own = [node for node, spec in kept if spec.kind is InputKind.USER_INPUT]
+    inputs = [node for node, spec in kept if spec.kind is InputKind.USER_INPUT]
     root = program.module_call_graph[0]
     assert root.signature is not None
     call = copy.copy(root.signature)
-    call.inputs = [TensorArgument(name=node.name) for node in own]
+    call.inputs = [TensorArgument(name=node.name) for node in inputs]
     call.outputs = [TensorArgument(name=node.name) for node in outputs]
-    call.in_spec = pytree.tree_structure(((0,) * len(own), {}))
+    call.in_spec = pytree.tree_structure(((0,) * len(inputs), {}))
     call.out_spec = pytree.tree_structure((0,) * len(outputs))
     call.forward_arg_names = None
     signature = ExportGraphSignature(
         input_specs=specs,
-        output_specs=[OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=one.name), None) for one in outputs],
+        output_specs=[OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(name=output.name), None) for output in outputs],
     )
     return program_of(program, module, signature, state, constants, [ModuleCallEntry(fqn=root.fqn, signature=call)])

@@ -1,4 +1,4 @@
-"""A model that is captured already: programs of torch.export, one for each shape, with the same weights."""
+"""A model that is already captured: programs of torch.export, one for each shape, with the same weights."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ SAME_IDS = {
     ATEN.contiguous.default, ATEN.detach.default, ATEN.view.default, ATEN.reshape.default, ATEN.flatten.using_ints,
     ATEN.slice.Tensor, ATEN.unsqueeze.default, ATEN.squeeze.dim, ATEN.transpose.int,
 }  # fmt: skip
-"""What leaves token ids what they are, on their way to an embedding."""
+"""Operators that leave token ids unchanged on their way to an embedding."""
 
 
 class ProgramModel:
     """An `ExportableModel` with `SampledInputs`, made of programs (`plain_programs.py`).
 
-    Its weights are stored as they were; its module computes in float32.
+    Its weights keep the dtype in which they are stored; its module computes in float32.
     """
 
     def __init__(
         self, programs: Mapping[Bucket, PlainProgram], samples: Mapping[Bucket, Sequence[Sequence[torch.Tensor]]]
     ) -> None:
-        """`samples` are inputs of each shape, at least one, in the order of the program's inputs.
+        """`samples` holds at least one sample for each shape, its tensors in the order of the program's inputs.
 
         Raises:
-            CheckpointError: the programs are not those of one model.
+            CheckpointError: the programs do not belong to one model.
         """
         self.buckets = tuple(sorted(programs))
         self.programs = {bucket: programs[bucket] for bucket in self.buckets}
@@ -53,16 +53,17 @@ class ProgramModel:
         self.input_names, self.output_names = first.inputs, first.outputs
         self.samples = {
             bucket: [
-                {name: _array(tensor) for name, tensor in zip(self.input_names, one, strict=True)}
-                for one in samples[bucket]
+                {name: _array(tensor) for name, tensor in zip(self.input_names, sample, strict=True)}
+                for sample in samples[bucket]
             ]
             for bucket in self.buckets
         }
 
     @cached_property
     def spec(self) -> Mapping[str, Any]:
-        """Plain data: `buckets`, `inputs` of each (name, dtype, shape), `outputs`, and SHA-256 of each `programs` graph
-        and of its `samples`, so that what is built of this model is built again when one of them changes.
+        """Plain data: `buckets`, `inputs` of each (name, dtype, shape), `outputs`, and the SHA-256 of each graph
+        (`programs`), of the `constants` and of the `samples`. If one of them changes, everything made from this model
+        is built again.
         """
         return {
             "buckets": [bucket.name for bucket in self.buckets],
@@ -81,21 +82,21 @@ class ProgramModel:
 
     @cached_property
     def graph_texts(self) -> Mapping[Bucket, bytes]:
-        """The graph of each program as JSON, as a .pt2 holds it, without tensors."""
+        """The graph of each program as JSON, as in a .pt2, without tensors."""
         return {bucket: _graph_text(plain.program) for bucket, plain in self.programs.items()}
 
     @property
     def constants(self) -> dict[str, np.ndarray]:
-        """What programs read beside weights and inputs, by name: see `constant_names`."""
-        found = {}
-        for bucket, names in constant_names({key: one.program for key, one in self.programs.items()}).items():
-            held = self.programs[bucket].program.constants
-            found.update({stored: held[name].numpy() for name, stored in names.items()})
-        return found
+        """Arrays that programs read beside weights and inputs, by name (see `constant_names`)."""
+        arrays = {}
+        for bucket, names in constant_names({key: plain.program for key, plain in self.programs.items()}).items():
+            tensors = self.programs[bucket].program.constants
+            arrays.update({stored: tensors[name].numpy() for name, stored in names.items()})
+        return arrays
 
     @property
     def named_samples(self) -> dict[str, np.ndarray]:
-        """Every given sample: `b1s512/ids.0` is the input `ids` of the first sample of that bucket."""
+        """Arrays of all given samples: `b1s512/ids.0` is the input `ids` of the first sample of that bucket."""
         return {
             f"{bucket.name}/{name}.{number}": array
             for bucket, samples in self.samples.items()
@@ -104,48 +105,48 @@ class ProgramModel:
         }
 
     def sample(self, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
-        """Inputs of one run. Seeds from 0 give the samples that came with the model; further ones are drawn.
+        """Returns inputs of one run. The first seeds, from 0, give the samples of the model; higher ones draw values.
 
-        * token ids, which are integers that an embedding is read at: uniform in its rows;
-        * floating point: normal with mean and standard deviation of the given sample, unless that has two values at
-          most (a mask), or infinities;
-        * everything else (masks, lengths, positions) is that of the given sample.
+        * token ids, which are integers that index an embedding: uniform in its rows;
+        * floating point: normal with the mean and standard deviation of a given sample, unless that sample has at most
+          two different values (a mask) or infinities;
+        * everything else (masks, lengths, positions) is copied from the given sample.
         """
         samples = self.samples[bucket]
-        given = samples[seed % len(samples)]
+        base = samples[seed % len(samples)]
         if seed < len(samples):
-            return given
+            return base
         rng = np.random.default_rng(seed)
         rows = self._embedding_rows[bucket]
-        return {name: _drawn(array, rows.get(name, 0), rng) for name, array in given.items()}
+        return {name: _drawn(array, rows.get(name, 0), rng) for name, array in base.items()}
 
     @cached_property
     def _embedding_rows(self) -> Mapping[Bucket, Mapping[str, int]]:
         return {bucket: _embedding_rows(plain) for bucket, plain in self.programs.items()}
 
     def module(self, outputs: Outputs = "logits") -> nn.Module:
-        return self._module({name: _widened(one) for name, one in self.weights.items()})
+        return self._module({name: _widened(tensor) for name, tensor in self.weights.items()})
 
     def skeleton(self, outputs: Outputs = "logits") -> nn.Module:
-        return self._module({name: _widened(one.to("meta")) for name, one in self.weights.items()})
+        return self._module({name: _widened(tensor.to("meta")) for name, tensor in self.weights.items()})
 
     def _module(self, weights: Mapping[str, torch.Tensor]) -> nn.Module:
         return _Programs({bucket: plain.program for bucket, plain in self.programs.items()}, weights)
 
 
 def constant_names(programs: Mapping[Bucket, ExportedProgram]) -> dict[Bucket, dict[str, str]]:
-    """Bucket -> constant -> the name that it has for all programs together: its own where those that have it agree
-    about its value, else with the bucket before it, as in `b1s512.name`.
+    """Returns bucket -> constant -> its name among the constants of all programs. A constant keeps its name if all
+    programs that have it agree on its value; otherwise the bucket is put before it, as in `b1s512.name`.
     """
-    found: dict[str, torch.Tensor] = {}
-    other = set()
+    values: dict[str, torch.Tensor] = {}
+    differing = set()
     for program in programs.values():
         for name, tensor in program.constants.items():
-            if name in found and not _same(found[name], tensor):
-                other.add(name)
-            found[name] = tensor
+            if name in values and not _same(values[name], tensor):
+                differing.add(name)
+            values[name] = tensor
     return {
-        bucket: {name: f"{bucket.name}.{name}" if name in other else name for name in program.constants}
+        bucket: {name: f"{bucket.name}.{name}" if name in differing else name for name in program.constants}
         for bucket, program in programs.items()
     }
 
@@ -153,8 +154,8 @@ def constant_names(programs: Mapping[Bucket, ExportedProgram]) -> dict[Bucket, d
 class _Programs(nn.Module):
     """Runs the program that was captured for the shapes of the inputs.
 
-    When it is captured again, as every module is, it gives the same operations with the same module paths and lines of
-    source. Its state is the weights and the programs' constants.
+    Like every module it is captured for export, which gives the same operations again, with the same module paths and
+    source lines. Its state is the weights and the programs' constants.
     """
 
     def __init__(self, programs: Mapping[Bucket, ExportedProgram], weights: Mapping[str, torch.Tensor]) -> None:
@@ -183,23 +184,23 @@ class _Programs(nn.Module):
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         shapes = [tuple(tensor.shape) for tensor in inputs]
-        found = [one for one in self._graphs if one.shapes == shapes]
-        if not found:
-            known = "; ".join(str(one.shapes) for one in self._graphs)
+        matching = [g for g in self._graphs if g.shapes == shapes]
+        if not matching:
+            known = "; ".join(str(g.shapes) for g in self._graphs)
             raise ValueError(f"inputs of the shapes {shapes}; this model was captured at {known}")
-        graph = found[0]
+        graph = matching[0]
         state = {**dict(self.named_parameters(remove_duplicate=False)), **dict(self.named_buffers())}
-        given = iter(inputs)
-        values = [next(given) if name is None else state[name] for name in graph.inputs]
+        feeds = iter(inputs)
+        values = [next(feeds) if name is None else state[name] for name in graph.inputs]
         if torch.compiler.is_dynamo_compiling():
             return graph.module(*values)
-        # Operations keep the module paths that sites and messages are named after.
+        # Keeps the module paths of operations, because sites and messages are named after them.
         with traceback.preserve_node_meta():
             return fx.Interpreter(graph.module).run(*values, enable_io_processing=False)
 
 
 class _Graph:
-    """The operations of a program. `inputs` are names in the state, None for the program's own inputs."""
+    """The operations of a program. `inputs` holds names in the state, or None for the program's own inputs."""
 
     def __init__(self, program: ExportedProgram, constants: Mapping[str, str]) -> None:
         specs = program.graph_signature.input_specs
@@ -212,14 +213,14 @@ class _Graph:
 
 
 def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tensor]:
-    """The weights of all, of which those of the first program are kept."""
+    """Checks that the programs belong to one model. All then share the weights of the first, which are returned."""
     (bucket, first), *others = programs.items()
     weights = {name: tensor.detach() for name, tensor in sorted(first.program.state_dict.items())}
-    for other, plain in others:
-        both = f"{bucket.name} and {other.name}"
+    for other_bucket, plain in others:
+        both = f"{bucket.name} and {other_bucket.name}"
         state = plain.program.state_dict
         for name in sorted(weights.keys() ^ state.keys()):
-            has, lacks = (bucket, other) if name in weights else (other, bucket)
+            has, lacks = (bucket, other_bucket) if name in weights else (other_bucket, bucket)
             raise CheckpointError(f"{both}: the weight {name} is in {has.name} and not in {lacks.name}")
         for name, tensor in weights.items():
             if not _same(tensor, state[name].detach()):
@@ -240,13 +241,13 @@ def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tenso
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same bytes in the same shape."""
+    """Returns whether two tensors have the same dtype, shape and bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
     if one.numel() == 0 or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()):
         return True
     equal = torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
-    let_go([one, other])  # Of files, if they are mapped.
+    let_go([one, other])  # Gives back pages of mapped files.
     return equal
 
 
@@ -267,42 +268,42 @@ def digest_of_arrays(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 def _graph_text(program: ExportedProgram) -> bytes:
-    """Without the lines of source that operations come from: they name files of the machine that it was captured on."""
+    """Returns the graph as JSON without source lines, because they name files of the machine that captured it."""
     buffer = io.BytesIO()
     torch.export.save(without_tensors(program), buffer)
     buffer.seek(0)
-    found = json.loads(PT2ArchiveReader(buffer).read_bytes("models/model.json"))
-    _forget_sources(found)
-    return json.dumps(found, separators=(",", ":")).encode()
+    graph = json.loads(PT2ArchiveReader(buffer).read_bytes("models/model.json"))
+    _forget_sources(graph)
+    return json.dumps(graph, separators=(",", ":")).encode()
 
 
 def _forget_sources(value: Any) -> None:
     if isinstance(value, dict):
         if isinstance(value.get("metadata"), dict):
             value["metadata"].pop("stack_trace", None)
-        for one in value.values():
-            _forget_sources(one)
+        for item in value.values():
+            _forget_sources(item)
     elif isinstance(value, list):
-        for one in value:
-            _forget_sources(one)
+        for item in value:
+            _forget_sources(item)
 
 
 def _embedding_rows(plain: PlainProgram) -> dict[str, int]:
-    """Inputs that an embedding is read at -> the smallest number of rows of such an embedding."""
-    found: dict[str, int] = {}
-    own = plain.program.graph_signature.user_inputs
-    nodes = [node for node in plain.program.graph.nodes if node.op == "placeholder" and node.name in own]
+    """Returns each input that indexes embeddings -> the smallest number of rows of these embeddings."""
+    smallest: dict[str, int] = {}
+    user_inputs = plain.program.graph_signature.user_inputs
+    nodes = [node for node in plain.program.graph.nodes if node.op == "placeholder" and node.name in user_inputs]
     for name, node in zip(plain.inputs, nodes, strict=True):
         ids = [node]
-        for one in ids:  # Which grows meanwhile.
-            for use in one.users:
+        for value in ids:  # The loop appends to this list.
+            for use in value.users:
                 if use.target in SAME_IDS and use not in ids:
                     ids.append(use)
-                if use.target is ATEN.embedding.default and argument_of(use, "indices") is one:
+                if use.target is ATEN.embedding.default and argument_of(use, "indices") is value:
                     weight: Any = use.args[0]
                     rows = weight.meta["val"].shape[0]
-                    found[name] = min(found.get(name, rows), rows)
-    return found
+                    smallest[name] = min(smallest.get(name, rows), rows)
+    return smallest
 
 
 def _drawn(given: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:

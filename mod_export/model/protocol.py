@@ -1,5 +1,5 @@
-"""What a model has to provide: `ExportableModel`, which export needs from every model, and capabilities that only some
-models have and that are asked for by type. A function's argument has the narrowest of these protocols that is enough.
+"""Protocols of models: `ExportableModel`, which export needs from every model, and capabilities that only some models
+have, tested with isinstance. The type of a function's argument is the narrowest protocol that is enough.
 """
 
 from __future__ import annotations
@@ -16,55 +16,56 @@ if TYPE_CHECKING:
 
 
 class GraphSource(Protocol):
-    """What a graph is captured from."""
+    """The source that a graph is captured from."""
 
     @property
     def module(self) -> torch.nn.Module:
-        """In eval mode, on the meta device, so without values."""
+        """Module in eval mode on the meta device, so its tensors have no values."""
 
     @property
     def examples(self) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Two sets of inputs for it, with equal shapes and different values."""
+        """Two sets of inputs for the module, with equal shapes and different values."""
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Their names, in order."""
+        """Names of the module's inputs, in order."""
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of what it returns, in order."""
+        """Names of the module's outputs, in order."""
 
     @property
     def conditions(self) -> bool:
-        """Whether parts of it stand in conditions on the data."""
+        """Whether parts of the module run only under conditions on the data."""
 
 
 class ExportableModel(Protocol):
-    """What export itself needs, beside one of `TokenIds` and `SampledInputs`, which say what the model reads. Routing
-    sites and their slots are read from the captured program (`graph/routing_sites.py`).
+    """A model that can be exported. It also needs to be `TokenIds` or `SampledInputs`, which say what the model reads.
+    Routing sites and their slots are read from the captured program (`graph/routing_sites.py`).
     """
 
     @property
     def spec(self) -> Mapping[str, Any]:
-        """Everything but the weights, as plain data: what `Architecture.restore` needs."""
+        """Everything but the weights, as plain data; `Architecture.restore` needs it."""
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """state_dict name -> tensor, as stored."""
+        """state_dict name -> tensor, in the dtype in which it is stored."""
 
     def module(self, outputs: Outputs = "logits") -> torch.nn.Module:
-        """Eager float32 module in eval mode, with its weights: a tuple of tensors of its inputs."""
+        """Returns the eager float32 module in eval mode, with its weights. It computes a tuple of tensors."""
 
     def skeleton(self, outputs: Outputs = "logits") -> torch.nn.Module:
-        """The same module with its parameters on the meta device, where they have shapes and no values. Graphs are
-        captured from it, so that capturing needs no memory for weights. Buffers that `weights` does not contain have
+        """Returns the same module with its parameters on the meta device, where they have shapes and no values. Graphs
+        are captured from it, so capture needs no memory for weights. Buffers that `weights` does not contain have
         values.
         """
 
 
 @runtime_checkable
 class TokenIds(Protocol):
-    """A model that reads (input_ids int64 (B, S), lengths int64 (B,)), the real tokens of each row, at any length.
+    """A model that reads token ids at any length: input_ids int64 (B, S), and lengths int64 (B,), the number of real
+    tokens in each row.
 
     For the outputs `logits` its module returns logits (B, S, V); for `last`, logits (B, V) of each row's last real
     token; for `none`, hidden states (B, S, D) after the final norm. It returns nothing else.
@@ -76,45 +77,45 @@ class TokenIds(Protocol):
 
     @property
     def max_positions(self) -> int:
-        """Tokens of the longest row."""
+        """Number of tokens of the longest row that the model can read."""
 
 
 @runtime_checkable
 class SampledInputs(Protocol):
-    """A model of any inputs and outputs, at the shapes that it was captured at."""
+    """A model with any inputs and outputs, at the shapes at which it was captured."""
 
     @property
     def buckets(self) -> Sequence[Bucket]:
-        """These shapes, ascending: rows, and the tokens of a row that its routing selects from."""
+        """These shapes, ascending: rows, and the number of tokens in a row that routing selects from."""
 
     @property
     def output_names(self) -> Sequence[str]:
-        """Of what its module returns, in order."""
+        """Names of the module's outputs, in order."""
 
     def sample(self, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
-        """Inputs of one run, by name, in the order of the module's arguments. Other seeds give other values."""
+        """Returns inputs of one run by name, in the order of the module's arguments. Other seeds give other values."""
 
 
 @runtime_checkable
 class DeclaredRouting(Protocol):
-    """What a spec declares about routing. A captured program that marks other sites or numbers of slots is refused."""
+    """A model whose spec declares its routing. A captured program with other sites or numbers of slots is refused."""
 
     def k_by_layer(self, seq: int) -> dict[Site, int]:
-        """Slots of each routing site in a row of `seq` tokens, in the order in which the model decides; empty for a
-        dense model. Sites with k = 0 are included.
+        """Returns the number of slots of each routing site in a row of `seq` tokens, in the order in which the model
+        decides. Sites with k = 0 are included. Empty for a dense model.
         """
 
     @property
     def looks_ahead(self) -> Sequence[str]:
-        """What in the spec makes a token's logits depend on later tokens, as readable text; empty if causal."""
+        """Parts of the spec that make a token's logits depend on later tokens, as readable text; empty if causal."""
 
     @property
     def routes_depth(self) -> bool:
         """Whether tokens skip blocks, so that the dense baseline is another model. Experts alone skip no blocks."""
 
     def router_weights(self) -> Mapping[str, Sequence[Site]]:
-        """Weight -> the routing sites whose scores are computed with it, as `k_by_layer` names them. If all weights of
-        a site are zero, all tokens have equal scores there. Empty for a dense model.
+        """Returns weight -> the routing sites whose scores are computed with it, named as in `k_by_layer`. If all
+        weights of a site are zero, all tokens have equal scores there. Empty for a dense model.
         """
 
 
@@ -123,7 +124,7 @@ class DenseBaseline(Protocol):
     """A model that has a dense baseline of its own."""
 
     def dense(self) -> ExportableModel:
-        """The dense baseline: every token through every block, without routers."""
+        """Returns the dense baseline: every token through every block, without routers."""
 
 
 @runtime_checkable
@@ -135,40 +136,40 @@ class OutputHead(Protocol):
         """Width of the residual stream."""
 
     def head(self, hidden_ND: np.ndarray) -> np.ndarray:
-        """Float32 logits (N, V) of float32 hidden states (N, D) after the final norm."""
+        """Returns float32 logits (N, V) of float32 hidden states (N, D) after the final norm."""
 
 
 class LayerCost(Protocol):
-    """The calculated cost of one layer, or of what comes before or after all layers. Bytes are those of float32."""
+    """The calculated cost of one layer, or of the part before or after all layers. Bytes are bytes in float32."""
 
     @property
     def name(self) -> str:
-        """The number of the layer, or `embedding`, `head`."""
+        """Number of the layer, or `embedding` or `head`."""
 
     @property
     def routed(self) -> str:
-        """What is routed and how; empty where every token runs."""
+        """Text that says what is routed and how; empty if every token runs."""
 
     @property
     def selected(self) -> Mapping[Site, int]:
-        """Routing site -> tokens of a row that it selects."""
+        """Routing site -> number of tokens that it selects in a row."""
 
     @property
     def flops(self) -> Mapping[str, int]:
-        """Part (`benchmark.model_parts.PARTS`) -> FLOPs of its matrix products, two for each multiply-add, attention as
-        the full square, as `torch.utils.flop_counter` counts the eager module.
+        """Part (`measure.model_parts.PARTS`) -> FLOPs of its matrix products: two for each multiply-add, and attention
+        as the full square, as `torch.utils.flop_counter` counts the eager module.
         """
 
     @property
     def needed_flops(self) -> int:
-        """The sum of `flops` without the scores that the causal mask hides."""
+        """Sum of `flops` without the scores that the causal mask hides."""
 
     @property
     def weight_bytes(self) -> int: ...
 
     @property
     def kv_bytes(self) -> int:
-        """Keys and values of the tokens that attention reads."""
+        """Bytes of the keys and values that attention reads."""
 
 
 @runtime_checkable
@@ -176,7 +177,7 @@ class LayerCosts(Protocol):
     """A model whose costs can be calculated from its spec."""
 
     def layers(self, batch: int, seq: int) -> Sequence[LayerCost]:
-        """The cost of each layer, in order, with what comes before and after them; together the whole model."""
+        """Returns the costs of the whole model in order: the part before the layers, each layer, the part after."""
 
 
 @runtime_checkable
@@ -185,15 +186,15 @@ class AdjustableCapacity(Protocol):
 
     @property
     def capacity(self) -> float | None:
-        """Share of a row's tokens, or number of tokens, that every routed layer selects; None where layers differ, and
-        for a dense model.
+        """Share of a row's tokens, or number of tokens, that every routed layer selects. None if layers differ, and for
+        a dense model.
         """
 
     def with_capacity(self, capacity: float) -> ExportableModel:
-        """The same weights and the same declarations, with this capacity in every routed layer.
+        """Returns a model with the same weights and declarations, and with this capacity in every routed layer.
 
         Raises:
-            ValueError: the model is dense, or its rule does not allow this capacity; with a message for the user.
+            ValueError: the model is dense, or its rule does not allow this capacity; the message is for the user.
         """
 
 
@@ -202,20 +203,20 @@ class Text(Protocol):
     """A model whose token ids can represent text."""
 
     def sample_ids(self, batch: int, seq: int, seed: int) -> np.ndarray | None:
-        """Inputs of the kind the model was trained on, from text that was not used in training.
+        """Returns ids int64 (batch, seq) of text like the model's training data that was not used in training.
 
-        int64 (batch, seq), or None if there is no such text for the model's vocabulary.
+        None if there is no such text for the model's vocabulary.
         """
 
     def token_texts(self, ids_S: np.ndarray) -> Sequence[str] | None:
-        """Readable text for each of the ids int64 (S,), or None if they do not represent text."""
+        """Returns readable text for each of the ids int64 (S,), or None if ids do not represent text."""
 
     def ids_of_text(self, text: str) -> np.ndarray | None:
-        """The ids int64 (S,) of a text, or None if ids do not represent text."""
+        """Returns the ids int64 (S,) of a text, or None if ids do not represent text."""
 
 
 class GeneratingModel(Protocol):
-    """A model that writes texts of up to `window` tokens.
+    """A model that generates texts of up to `window` tokens.
 
     Its graphs use the weights of the checkpoint, by name. Shape legend: B rows, S tokens of a prompt, V vocabulary, G
     key and value heads, L slots of a layer's cache, E head width, N routing sites.
@@ -226,7 +227,7 @@ class GeneratingModel(Protocol):
 
     @property
     def loaded(self) -> ExportableModel:
-        """The same weights as a model that reads whole texts and makes the same decisions: the reference for parity."""
+        """A model of the same weights that reads whole texts and decides in the same way: the reference for parity."""
 
     @property
     def sites(self) -> Sequence[Site]:
@@ -234,61 +235,62 @@ class GeneratingModel(Protocol):
 
     @property
     def capacity(self) -> Mapping[Site, int]:
-        """Routing site -> slots for the tokens of one text."""
+        """Routing site -> number of slots for the tokens of one text."""
 
     def prefill(self, rows: int, seq: int) -> GraphSource:
-        """Reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) -> `last_logits` (B, V), of each last token;
-        `keys_<layer>` and `values_<layer>` (B, G, L, E), the content of the cache; and in a model that routes `counts`
-        int64 (B, N), slots in use, and `wanted` int64 (B, N), tokens that wanted a slot.
+        """Returns the source of the graph that reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) ->
+        `last_logits` (B, V) of each row's last token; `keys_<layer>` and `values_<layer>` (B, G, L, E), the content of
+        the cache. A model that routes also returns int64 (B, N) `counts`, the slots in use, and `wanted`, the tokens
+        that wanted a slot.
         """
 
     def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
-        """Reads a token of each row: (input_ids int64 (B,), positions int64 (B,), negative for a row without a token,
-        keys_0, values_0, ..., counts) -> `logits` (B, V); `keys_row_<layer>` and `values_row_<layer>` (B, G, E);
-        `slots` int64 (B, layers), the slots that these belong to, -1 for none; and in a model that routes `new_counts`
-        int64 (B, N), `wanted` and `ran` bool (B, N).
+        """Returns the source of the graph that reads one token of each row: (input_ids int64 (B,), positions int64
+        (B,), negative for a row without a token, keys_0, values_0, ..., counts) -> `logits` (B, V); `keys_row_<layer>`
+        and `values_row_<layer>` (B, G, E); `slots` int64 (B, layers), the cache slots for these, -1 for none. A model
+        that routes also returns `new_counts` int64 (B, N), and `wanted` and `ran` bool (B, N).
 
         Args:
-            rows: texts at once.
-            length: tokens that a text can have in this cache.
+            rows: number of texts that are generated at once.
+            length: number of tokens that a text can have in this cache.
             slots: how many rows can run at each routing site in one step: `all`, or a `fair` share of them.
             skip: whether routed parts are inside conditions, so that a part in which no row runs is not executed.
         """
 
     def kv_bytes(self, length: int) -> Mapping[int, int]:
-        """Layer -> float32 bytes of one row's keys and values."""
+        """Returns layer -> float32 bytes of one row's keys and values."""
 
     def least_bytes(
         self, rows: int, length: int, executed: Mapping[Site, float], stored: Mapping[str, int] | None = None
     ) -> int:
-        """Bytes that a step has to read: weights that it multiplies by, and slots of the cache.
+        """Returns the bytes that a step has to read: weights that it multiplies by, and slots of the cache.
 
         Args:
-            rows: texts at once.
-            length: tokens that a text can have in the cache.
+            rows: number of texts that are generated at once.
+            length: number of tokens that a text can have in the cache.
             executed: for each routing site, the share of the steps in which some row runs there.
-            stored: name of a weight -> bytes that it is stored in, where that is not float32.
+            stored: name of a weight -> bytes in which it is stored, if that is not float32.
         """
 
     def write(self, prompt_ids: Sequence[int], max_new_tokens: int) -> list[int]:
-        """The eager model's own greedy continuation of one text."""
+        """Returns the eager model's own greedy continuation of one text."""
 
 
 @runtime_checkable
 class Generation(Protocol):
-    """A model that can say whether it is able to write text token by token."""
+    """A model that knows whether it can generate text token by token."""
 
     def why_not_generating(self) -> str | None:
-        """The reason why it cannot, and what to do about it; None if it can."""
+        """Returns why the model cannot generate, and what to do about it; None if it can."""
 
     def generating(self, window: int, slack: int = 0) -> GeneratingModel:
-        """The form of the model that decides about one token at a time, for texts of up to `window` tokens, prompt and
-        answer.
+        """Returns the form of the model that decides about one token at a time, for texts of up to `window` tokens,
+        including the prompt.
 
         Each routed layer has `slack` slots more than its capacity in a row of `window` tokens.
 
         Raises:
-            ValueError: it cannot generate, or not in this window, with a message for the user.
+            ValueError: the model cannot generate, or not in this window; the message is for the user.
         """
 
 
@@ -303,24 +305,24 @@ class Architecture(Protocol):
 
         Raises:
             LookupError: the checkpoint names another architecture (the error's text is that name).
-            ValueError: the checkpoint is unusable for any other reason, with a message for the user.
+            ValueError: the checkpoint is unusable for any other reason; the message is for the user.
         """
 
     def restore(self, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> ExportableModel:
-        """The inverse of `ExportableModel.spec` and `.weights`."""
+        """Returns the model with this `ExportableModel.spec` and these `ExportableModel.weights`."""
 
     def demo_checkpoint(self) -> Path | None:
-        """A small trained checkpoint that ships with the package, or None."""
+        """Returns a small trained checkpoint that ships with the package, or None."""
 
     def timed_spec(self) -> Mapping[str, Any] | None:
-        """A spec that is large enough to measure a speed-up, for the demo, or None."""
+        """Returns a spec for the demo that is large enough to measure a speed-up, or None."""
 
     def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:
-        """Writes a checkpoint with initial weights, to measure a size before it is trained."""
+        """Writes a checkpoint with initial weights, so that a model size can be measured before training."""
 
 
 class Companion(Protocol):
-    """A file that belongs to a model in another format; a `Path` is one, and it may be made for the purpose."""
+    """A file that belongs to a model in another format: a `Path`, or an object that is made for this."""
 
     @property
     def name(self) -> str: ...
@@ -333,7 +335,7 @@ class Converted(Protocol):
 
     @property
     def family(self) -> str:
-        """What the other format calls the model's architecture."""
+        """Name of the model's architecture in the other format."""
 
     @property
     def parameters(self) -> int:
@@ -345,18 +347,18 @@ class Converted(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What a person should know of it, a sentence each."""
+        """Facts about the model that the user should know, each one sentence."""
 
 
 @runtime_checkable
 class Converter(Protocol):
-    """An architecture that knows models in other formats as its own. Its `read` reads them too."""
+    """An architecture that can convert models of other formats to its own. Its `read` reads them too."""
 
     def look(self, source: Path) -> Converted:
-        """A model in another format, of which no weights are read.
+        """Describes a model in another format without reading its weights.
 
         Raises:
-            ValueError: the model cannot be converted, with a message for the user.
+            ValueError: the model cannot be converted; the message is for the user.
         """
 
     def convert(
@@ -369,17 +371,17 @@ class Converter(Protocol):
         dialect: str | None = None,
         capacity: float | None = None,
     ) -> Converted:
-        """Writes a model in another format as a checkpoint folder, whole or not at all.
+        """Writes a model in another format as a checkpoint folder, completely or not at all.
 
         Args:
             source: the model.
-            out: a folder that does not exist yet, or is empty.
-            max_positions: the longest row, where it shall be shorter than the model allows.
+            out: a folder that does not exist yet or is empty.
+            max_positions: length of the longest row, if it shall be shorter than the model allows.
             ignored: fields of the model's configuration that change nothing.
-            written: is told how many bytes of weights are written, and how many there will be.
-            dialect: the implementation that stored the model, where its files do not say what its tensors mean.
-            capacity: of routed layers, where it is not what the model or the dialect says.
+            written: called with the number of bytes of weights written so far, and with their total.
+            dialect: the implementation that stored the model, if its files do not say what its tensors mean.
+            capacity: capacity of routed layers, if it differs from that of the model or the dialect.
 
         Raises:
-            ValueError: the model cannot be converted, or not be written there, with a message for the user.
+            ValueError: the model cannot be converted, or cannot be written there; the message is for the user.
         """

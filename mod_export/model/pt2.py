@@ -1,13 +1,13 @@
 """Reads a program of `torch.export.save` without running code from it.
 
-What torch 2.13 does with such a file (`torch/export/pt2_archive/_package.py`, `torch/_export/serde/serialize.py`) runs
-code that the file brings along, when it is loaded or later when the program is run: sample inputs and weights are
-unpickled where a safe load fails or the file asks for it, custom and opaque objects always; expressions of dynamic
-sizes and guards are evaluated; names of values are pasted into generated Python; structures of inputs import the
-modules that they name; and a node calls whatever attribute of `torch` it names. It also believes the file about sizes.
-So the archive is read here (`archive.py`), and torch is given what has been checked, and nothing else: mapped tensors
-whose shapes are those of their bytes, and a graph at fixed sizes in which every name is a plain name, every call a
-tensor operator (`operators.py`), and every size what torch itself infers.
+torch 2.13 runs code that such a file brings along (`torch/export/pt2_archive/_package.py`,
+`torch/_export/serde/serialize.py`), when it loads the file or later when the program runs. Sample inputs and weights
+are unpickled if a safe load fails or the file asks for it; custom and opaque objects always are. Expressions of dynamic
+sizes and guards are evaluated. Names of values are pasted into generated Python. Structures of inputs import the
+modules that they name. A node calls any attribute of `torch` that it names. torch also believes the file about sizes.
+So the archive is read here (`archive.py`), and torch is given only what has been checked: mapped tensors whose shapes
+fit their bytes, and a graph at fixed sizes in which every name is a plain name, every call is a tensor operator
+(`operators.py`), and every size is what torch itself infers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECORDS = {
     MODEL, SAMPLES, *TABLES.values(), "archive_format", "archive_version", "byteorder", "version", ".data/version",
     ".data/serialization_id", ".format_version", ".storage_alignment",
 }  # fmt: skip
-"""What `torch.export.save` writes of a program, beside raw tensors."""
+"""Records that `torch.export.save` writes for a program, beside raw tensors."""
 FORMAT = {
     "archive_format": ARCHIVE_FORMAT_VALUE.encode(),
     "archive_version": ARCHIVE_VERSION_VALUE.encode(),
@@ -54,16 +54,16 @@ TENSOR = re.compile(r"data/(weights/weight|constants/tensor)_[0-9]+")
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
 PATHS = ("parameter_name", "buffer_name", "tensor_constant_name", "fqn")
-"""Where a string is a name in the state_dict, or the path of a module."""
+"""Keys whose string is a name in the state_dict or the path of a module."""
 FREE = ("metadata", "torch_version", "opset_version", "schema_version")
-"""What torch neither evaluates nor calls: where a node comes from, and versions."""
+"""Keys that torch neither evaluates nor calls: the origin of a node, and versions."""
 SPECS = ("in_spec", "out_spec")
 CONTAINERS = ("builtins.tuple", "builtins.list", "builtins.dict")
 NUMBERS = ("Infinity", "NaN")
 WIDEST = 16
-"""Bytes of a complex number, the widest there is."""
+"""Bytes of a complex128 number, the widest dtype."""
 LARGEST = 2**38
-"""Bytes of a value in a graph: no machine holds one of 256 GiB, and a file of a few lines can ask for it."""
+"""Largest allowed value in a graph, in bytes. No machine holds 256 GiB, and a file of a few lines can ask for it."""
 UNSAFE_SAMPLES = "its sample inputs are more than plain tensors, and could run code; export it with tensors as inputs"
 DYNAMIC = (
     "has a dynamic size, and a k such as int(c * T) was fixed at the length of the example; export it at one length, "
@@ -72,10 +72,11 @@ DYNAMIC = (
 
 
 def read_program(path: Path) -> ExportedProgram:
-    """The program of a .pt2 file. Its weights are mapped from the file.
+    """Returns the program of a .pt2 file. Its weights are mapped from the file.
 
     Raises:
-        CheckpointError: it cannot be read, is not a program of `torch.export.save` at fixed sizes, or could run code.
+        CheckpointError: the file cannot be read, is not a program of `torch.export.save` at fixed sizes, or could run
+            code.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file")
@@ -88,7 +89,7 @@ def read_program(path: Path) -> ExportedProgram:
         samples = _samples(archive)
     except ArchiveError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    except Exception as error:  # Of any type: a file that is given to us may be anything.
+    except Exception as error:  # Any type of error: the user's file may hold anything.
         raise CheckpointError(f"{path}: not a program of torch.export.save ({first_line(error)})") from error
     try:
         if samples is not None:
@@ -103,24 +104,24 @@ def read_program(path: Path) -> ExportedProgram:
 def program_of(
     text: bytes, weights: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
 ) -> ExportedProgram:
-    """The program whose graph is stored as this JSON, without sample inputs.
+    """Returns the program whose graph is stored as this JSON, without sample inputs.
 
     Raises:
-        ArchiveError: it is not at fixed sizes, could run code, or is not a graph that torch can restore.
+        ArchiveError: the program is not at fixed sizes, could run code, or has a graph that torch cannot restore.
     """
     stored = json.loads(text)
     problem = next(_problems_of_program(stored), None)
     if problem is not None:
         raise ArchiveError(problem)
     try:
-        # Not torch.export.load, which reads tensors and sample inputs on its own, and older formats that are pickles.
+        # torch.export.load is not used: it reads tensors and sample inputs itself, and older formats that are pickles.
         program = ExportedProgramDeserializer().deserialize(
             _dict_to_dataclass(schema.ExportedProgram, stored),  # type: ignore[no-untyped-call]  # As it is in torch.
             dict(weights),
             dict(constants),
         )
         problem = next(_problems_of_values(program), None)
-    except Exception as error:  # Whatever torch makes of a graph that it did not write.
+    except Exception as error:  # Any type of error: torch may not have written this graph.
         raise ArchiveError(f"torch cannot read this program ({first_line(error)})") from error
     if problem is not None:
         raise ArchiveError(problem)
@@ -128,13 +129,13 @@ def program_of(
 
 
 def first_line(error: BaseException) -> str:
-    """Of the text of an error that a file has caused, in printable characters."""
+    """Returns the first line of an error that a file has caused, in printable characters."""
     lines = (line.strip() for line in str(error).splitlines() if line.strip())
     return shown(next(lines, type(error).__name__))
 
 
 def _problems_of_records(archive: Archive) -> Iterator[str]:
-    """Why this is no archive of a program, or one that brings more along."""
+    """Yields reasons why this is not the archive of a program, or contains more than a program."""
     for name in archive.records:
         if name not in RECORDS and TENSOR.fullmatch(name) is None:
             yield f"holds {shown(name)}, which is no part of a program; save the program alone"
@@ -148,14 +149,14 @@ def _problems_of_records(archive: Archive) -> Iterator[str]:
 
 
 def _tensors(archive: Archive, folder: str) -> dict[str, torch.Tensor]:
-    """Weights or constants by name, mapped. Those that shared memory do so again."""
+    """Returns weights or constants by name, mapped. Tensors that shared memory when saved share it again."""
     entries = json.loads(archive.read(TABLES[folder]))["config"].items()
     mapped = {record: _aligned(archive.mapped(record)) for record in archive.records if TENSOR.fullmatch(record)}
     return {name: _tensor(mapped, f"{folder}{entry['path_name']}", name, entry) for name, entry in entries}
 
 
 def _aligned(mapped: torch.Tensor) -> torch.Tensor:
-    """Bytes at an address where numbers can begin, which is where torch writes them."""
+    """Returns the bytes at an address that is aligned for numbers. torch writes them aligned; others are copied."""
     return mapped.clone() if mapped.storage_offset() % WIDEST else mapped
 
 
@@ -172,20 +173,20 @@ def _tensor(mapped: Mapping[str, torch.Tensor], record: str, name: str, entry: M
             f"{shown(name)}: is on {shown(about['device']['type'])}; export the model from the CPU, or move the "
             "program: torch.export.passes.move_to_device_pass(program, 'cpu')"
         )
-    sizes, strides = ([one["as_int"] for one in about[key]] for key in ("sizes", "strides"))
+    sizes, strides = ([n["as_int"] for n in about[key]] for key in ("sizes", "strides"))
     offset, dtype = about["storage_offset"]["as_int"], _SERIALIZE_TO_TORCH_DTYPE[about["dtype"]]
     numbers = len(mapped[record]) // dtype.itemsize
     last = offset
-    if not all(isinstance(one, int) and one >= 0 for one in (*sizes, *strides, offset)) or len(sizes) != len(strides):
+    if not all(isinstance(n, int) and n >= 0 for n in (*sizes, *strides, offset)) or len(sizes) != len(strides):
         raise ArchiveError(f"{shown(name)}: has the shape {shown(sizes)} at strides {shown(strides)}")
     count = 1
     for size, stride in zip(sizes, strides, strict=True):
         count, last = count * size, last + max(0, size - 1) * stride
     if count and (count > numbers or last >= numbers):
-        # More numbers than there is data for are an expanded tensor: a file of a few bytes could ask for any memory.
-        held = "no data" if numbers == 0 else f"data for {numbers:,} numbers"
-        raise ArchiveError(f"{shown(name)}: has the shape {shown(sizes)} and {held}; save it with .contiguous()")
-    # Without the last bytes where they make no number.
+        # A tensor with more numbers than data is an expanded one: a file of a few bytes could ask for any memory.
+        stored = "no data" if numbers == 0 else f"data for {numbers:,} numbers"
+        raise ArchiveError(f"{shown(name)}: has the shape {shown(sizes)} and {stored}; save it with .contiguous()")
+    # Leaves out trailing bytes that are too few for a number.
     tensor = mapped[record][: numbers * dtype.itemsize].view(dtype)
     offset = offset + tensor.storage_offset() if count else 0
     tensor = tensor.as_strided(sizes, strides, offset)
@@ -193,30 +194,30 @@ def _tensor(mapped: Mapping[str, torch.Tensor], record: str, name: str, entry: M
 
 
 def _samples(archive: Archive) -> Any:
-    """The positional and named arguments that the program was captured with, None if the file holds none."""
+    """Returns the positional and named arguments that the program was captured with; None if the file holds none."""
     data = archive.read(SAMPLES)
     if not data:
         return None
     try:
         records_of(io.BytesIO(data), len(data))
-        found = torch.load(io.BytesIO(data), weights_only=True)
-    except Exception as error:  # Of any type: the unpickler is given bytes that may be anything.
+        samples = torch.load(io.BytesIO(data), weights_only=True)
+    except Exception as error:  # Any type of error: the unpickler reads untrusted bytes.
         raise ArchiveError(UNSAFE_SAMPLES) from error
     plain = (type(None), bool, int, float, str)
-    if not all(_is_plain_tensor(one) or isinstance(one, plain) for one in pytree.tree_leaves(found)):
+    if not all(_is_plain_tensor(leaf) or isinstance(leaf, plain) for leaf in pytree.tree_leaves(samples)):
         raise ArchiveError(UNSAFE_SAMPLES)
-    return found
+    return samples
 
 
 def _is_plain_tensor(value: Any) -> bool:
-    """Whether it is a tensor on the CPU, every number of which is stored."""
+    """Returns whether a value is a tensor on the CPU whose numbers are all stored."""
     if type(value) is not torch.Tensor or value.layout is not torch.strided or value.device.type != "cpu":
         return False
     return value.numel() * value.itemsize <= value.untyped_storage().nbytes()
 
 
 def _problems_of_program(program: dict[str, Any]) -> Iterator[str]:
-    """Why this graph, as JSON, must not be given to torch."""
+    """Yields reasons why torch must not be given this graph, as JSON."""
     if program["range_constraints"]:
         yield DYNAMIC
     if program.get("guards_code"):
@@ -225,32 +226,32 @@ def _problems_of_program(program: dict[str, Any]) -> Iterator[str]:
 
 
 def _problems_of_values(program: ExportedProgram) -> Iterator[str]:
-    """Values of the graph that are not what the file says, or that no machine can hold."""
+    """Yields values of the graph that differ from what the file says, or that no machine can hold."""
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     for node, spec in zip(nodes, program.graph_signature.input_specs, strict=True):
-        held = program.state_dict.get(str(spec.target), program.constants.get(str(spec.target)))
-        if isinstance(held, torch.Tensor) and _type(held) != _type(node.meta.get("val")):
-            yield f"{shown(spec.target)}: is {_type(held)}, and the graph reads {_type(node.meta.get('val'))}"
+        tensor = program.state_dict.get(str(spec.target), program.constants.get(str(spec.target)))
+        if isinstance(tensor, torch.Tensor) and _type(tensor) != _type(node.meta.get("val")):
+            yield f"{shown(spec.target)}: is {_type(tensor)}, and the graph reads {_type(node.meta.get('val'))}"
     yield from _problems_of_graph(program.graph_module, [node.meta.get("val") for node in nodes])
 
 
 def _problems_of_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[str]:
-    found = dict(zip((node for node in module.graph.nodes if node.op == "placeholder"), inputs, strict=True))
+    values = dict(zip((node for node in module.graph.nodes if node.op == "placeholder"), inputs, strict=True))
     for node, value in inferred_values(module, inputs):
-        found[node] = value
-        for one in pytree.tree_leaves(value):
-            if isinstance(one, torch.Tensor) and one.numel() * one.itemsize > LARGEST:
-                yield f"{shown(node.name)}: is {_type(one)}, which no machine can hold"
-        said = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and said is not None and _type(value) != _type(said):
-            yield f"{shown(node.name)}: is {_type(value)}, and the file says {_type(said)}"
-        inner = [one for one in node.all_input_nodes if isinstance(found[one], fx.GraphModule)]
+        values[node] = value
+        for item in pytree.tree_leaves(value):
+            if isinstance(item, torch.Tensor) and item.numel() * item.itemsize > LARGEST:
+                yield f"{shown(node.name)}: is {_type(item)}, which no machine can hold"
+        stored = node.meta.get("val")
+        if isinstance(value, torch.Tensor) and stored is not None and _type(value) != _type(stored):
+            yield f"{shown(node.name)}: is {_type(value)}, and the file says {_type(stored)}"
+        inner = [item for item in node.all_input_nodes if isinstance(values[item], fx.GraphModule)]
         if inner:
-            given = [one for one in node.all_input_nodes if one not in inner]
-            # A condition reads its predicate first, which its branches do not.
-            given = given[1:] if node.target is torch.ops.higher_order.cond else given
-            for one in inner:
-                yield from _problems_of_graph(found[one], [found[other] for other in given])
+            operands = [item for item in node.all_input_nodes if item not in inner]
+            # A condition's first operand is its predicate, which its branches do not read.
+            operands = operands[1:] if node.target is torch.ops.higher_order.cond else operands
+            for item in inner:
+                yield from _problems_of_graph(values[item], [values[operand] for operand in operands])
 
 
 def _type(value: Any) -> str:
@@ -260,15 +261,15 @@ def _type(value: Any) -> str:
 
 
 def _problems_of(value: Any, key: str, *, in_nodes: bool) -> Iterator[str]:
-    """Of a part of the graph as JSON: `key` is the nearest key above it."""
+    """Yields the problems of a part of the graph as JSON. `key` is the nearest key above it."""
     if isinstance(value, list):
-        for one in value:
-            yield from _problems_of(one, key, in_nodes=in_nodes)
+        for item in value:
+            yield from _problems_of(item, key, in_nodes=in_nodes)
     elif isinstance(value, dict):
-        for name, one in value.items():
-            if name in FREE and _is_flat(one):
-                # A value of the graph may have such a name, and then holds more.
-                yield from _problems_of_notes(name, one)
+        for name, item in value.items():
+            if name in FREE and _is_flat(item):
+                # A nested item is a value of the graph with such a name, and is checked below.
+                yield from _problems_of_notes(name, item)
                 continue
             if name in ("as_expr", "expr_str"):
                 yield DYNAMIC
@@ -276,7 +277,7 @@ def _problems_of(value: Any, key: str, *, in_nodes: bool) -> Iterator[str]:
                 yield f"uses an object ({name}) that only Python can restore, which could run code"
             elif not _is_name(name):
                 yield f"{shown(name)}: no name of a value"
-            yield from _problems_of(one, name, in_nodes=in_nodes or name == "nodes")
+            yield from _problems_of(item, name, in_nodes=in_nodes or name == "nodes")
     elif isinstance(value, str):
         yield from _problems_of_text(value, key, in_nodes=in_nodes)
 
@@ -295,15 +296,15 @@ def _problems_of_text(text: str, key: str, *, in_nodes: bool) -> Iterator[str]:
 
 
 def _problems_of_notes(name: str, notes: Any) -> Iterator[str]:
-    """Nobody calls them, but module paths and lines of source are shown, and a terminal obeys control characters."""
+    """Refuses control characters. Nothing calls notes, but they are printed, and a terminal obeys such characters."""
     texts = notes.values() if isinstance(notes, dict) else [notes]
-    if not all(one.isprintable() or one in "\n\t" for text in texts for one in str(text)):
+    if not all(char.isprintable() or char in "\n\t" for text in texts for char in str(text)):
         yield f"{name} holds control characters"
 
 
 def _is_flat(value: Any) -> bool:
     inner = value.values() if isinstance(value, dict) else [value]
-    return not any(isinstance(one, (dict, list)) for one in inner)
+    return not any(isinstance(item, (dict, list)) for item in inner)
 
 
 def _is_name(text: str) -> bool:
@@ -311,7 +312,7 @@ def _is_name(text: str) -> bool:
 
 
 def _is_plain(spec: Any) -> bool:
-    """Whether a structure (`torch.utils._pytree.treespec_dumps`) is made of the containers of Python alone."""
+    """Returns whether a structure (`torch.utils._pytree.treespec_dumps`) consists of Python's own containers alone."""
     if isinstance(spec, list):
         return len(spec) == 2 and spec[0] == 1 and _is_plain(spec[1])
     if not isinstance(spec, dict) or set(spec) != {"type", "context", "children_spec"}:
@@ -321,7 +322,5 @@ def _is_plain(spec: Any) -> bool:
         return context is None and spec["children_spec"] == []
     keys: Any = json.loads(context) if isinstance(context, str) else False
     is_dict = kind == "builtins.dict" and isinstance(keys, list)
-    known = keys is None or (is_dict and all(isinstance(one, str) and _is_name(one) for one in keys))
-    return (
-        kind in CONTAINERS and known and all(isinstance(one, dict) and _is_plain(one) for one in spec["children_spec"])
-    )
+    known = keys is None or (is_dict and all(isinstance(x, str) and _is_name(x) for x in keys))
+    return kind in CONTAINERS and known and all(isinstance(x, dict) and _is_plain(x) for x in spec["children_spec"])

@@ -1,4 +1,4 @@
-"""What a person asks to build, and the models that it names: a checkpoint, programs, or a factory in Python."""
+"""A user's request to build, and the models that it names: a checkpoint, programs, or a factory in Python."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Way = Literal["checkpoint", "programs", "factory"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to build.
+    """A request to build a model.
 
     Attributes:
         sources: a checkpoint; or programs of `torch.export.save`, a .pt2 for each shape; or `my_model.py:make_model`.
-        baseline: likewise of a dense model; empty for the model's own dense baseline, if it has one.
+        baseline: sources of the dense baseline; if empty, the model's own dense baseline is used if it has one.
         samples: a safetensors file of inputs for programs.
-        capacity: of every routed layer, in place of the checkpoint's own; a factory is called with it.
+        capacity: capacity of every routed layer, in place of the checkpoint's own; a factory is called with it.
     """
 
     sources: tuple[str, ...]
@@ -34,14 +34,15 @@ class Request:
 
     @classmethod
     def checkpoint(cls, path: Path, baseline: Path | None = None, capacity: float | None = None) -> Request:
-        """A checkpoint, and that of a dense baseline."""
+        """Returns a request for a checkpoint, and for that of a dense baseline if given."""
         return cls(sources=(str(path),), baseline=() if baseline is None else (str(baseline),), capacity=capacity)
 
     def check(self) -> None:
-        """Refuses what cannot be right before PyTorch is loaded.
+        """Refuses, before PyTorch is loaded, sources that cannot be right.
 
         Raises:
-            CheckpointError: a path that cannot be what it is named as, or several where one is expected.
+            CheckpointError: a path cannot be the kind of source that its name says, several paths are given where one
+                is expected, or samples are given for a model that has its own.
         """
         for sources in filter(None, (self.sources, self.baseline)):
             way = way_of(sources)
@@ -56,16 +57,16 @@ class Request:
             raise CheckpointError(f"{self.samples}: no such file")
 
     def models(self, buckets: Sequence[Bucket] = (), like: Model | None = None) -> tuple[Model, Model | None]:
-        """The model, and the dense model that it is compared with, if one was named or came along.
+        """Returns the model and its dense baseline. The latter is None if neither request nor factory gives one.
 
         Args:
-            buckets: shapes that a factory's module is captured at.
-            like: the model whose dense baseline this one is.
+            buckets: shapes at which a factory's module is captured.
+            like: the model that this model is the dense baseline of.
 
         Raises:
-            CheckpointError: one of them cannot be read, or is not what it is named as.
+            CheckpointError: a source cannot be read, or is not what its name says.
             CaptureError: a factory's module cannot be captured.
-            ConfigError: a capacity that the model cannot have, or a factory without shapes.
+            ConfigError: the model cannot have this capacity, or a factory has no shapes.
         """
         model, baseline = self._one(self.sources, buckets, like)
         if self.baseline:
@@ -73,7 +74,7 @@ class Request:
         return model, baseline
 
     def _one(self, sources: Sequence[str], buckets: Sequence[Bucket], like: Model | None) -> tuple[Model, Model | None]:
-        # Capacity and samples are those of the model that is built; its baseline is `like` it.
+        # Capacity and samples do not apply to a baseline, for which `like` is the model that is built.
         way, capacity = way_of(sources), self.capacity if like is None else None
         if way == "checkpoint":
             model = model_from_checkpoint(Path(sources[0]))
@@ -93,15 +94,15 @@ class Request:
 
 
 def way_of(sources: Sequence[str]) -> Way:
-    """What these name.
+    """Returns the kind of the sources.
 
     Raises:
-        CheckpointError: several that are not all programs.
+        CheckpointError: there are several sources and not all are programs.
     """
     if all(source.endswith(".pt2") for source in sources):
         return "programs"
     if len(sources) > 1:
-        other = next(source for source in sources if not source.endswith(".pt2"))
-        raise CheckpointError(f"{other}: only programs (.pt2), one for each shape, are built together")
+        unexpected = next(source for source in sources if not source.endswith(".pt2"))
+        raise CheckpointError(f"{unexpected}: only programs (.pt2), one for each shape, are built together")
     (source,) = sources
     return "factory" if ":" in source and not Path(source).exists() else "checkpoint"

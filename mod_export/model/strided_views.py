@@ -1,7 +1,7 @@
-"""`as_strided` as a selection of elements: a program behind this point knows of shapes, and of no memory.
+"""Writes `as_strided` out as a selection of elements, because later code knows only shapes, not memory.
 
-It reads the memory of a tensor, whatever part of it the tensor itself shows, so elements are counted in that of the
-nearest tensor behind it that fills its memory, in the order in which they lie there.
+`as_strided` reads the whole memory of a tensor, even elements that the tensor itself does not show. Elements are
+therefore numbered by their order in memory, in the nearest source tensor that fills its memory.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ AS_STRIDED = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.
 
 
 def write_out_strided_views(graph: fx.Graph, where: str) -> None:
-    """Changes the graph of a captured program in place.
+    """Replaces `as_strided` in the graph of a captured program, in place.
 
     Args:
-        graph: of operators that write into no tensor; `meta["val"]` has the strides of tensors as the model runs.
-        where: what messages call the program.
+        graph: a graph without operators that write into a tensor; `meta["val"]` has the strides of the running model.
+        where: name of the program in messages.
 
     Raises:
-        CaptureError: it reads memory of which nothing is known.
+        CaptureError: an operator reads memory about which nothing is known.
     """
-    for node in [one for one in graph.nodes if one.target in AS_STRIDED]:
+    for node in [n for n in graph.nodes if n.target in AS_STRIDED]:
         source: Any = node.args[0]
         offset = argument_of(node, "storage_offset")
         offset = source.meta["val"].storage_offset() if offset is None else offset
@@ -40,7 +40,7 @@ def write_out_strided_views(graph: fx.Graph, where: str) -> None:
         value = source.meta["val"]
         size, stride = argument_of(node, "size"), argument_of(node, "stride")
         offset -= value.storage_offset()
-        last = offset + sum((one - 1) * step for one, step in zip(size, stride, strict=True))
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
         if not _fills_its_memory(value) or offset < 0 or (math.prod(size) and last >= value.numel()):
             raise CaptureError(
                 f"{where}: calls aten.as_strided,{place_of(node)}\nwhich reads memory that is none of its tensor's; "
@@ -55,13 +55,13 @@ def _fills_its_memory(value: Tensor) -> bool:
 
 
 def _in_memory(value: Tensor) -> list[int]:
-    """The dimensions, the one with the largest steps first."""
+    """Returns the dimensions, the one with the largest stride first."""
     return sorted(range(value.dim()), key=value.stride, reverse=True)
 
 
 def _selected(source: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
     index = torch.full((), offset, device=source.device)
-    for one, step in zip(size, stride, strict=True):
-        index = index[..., None] + torch.arange(one, device=source.device) * step
+    for length, step in zip(size, stride, strict=True):
+        index = index[..., None] + torch.arange(length, device=source.device) * step
     elements = source.permute(_in_memory(source)).reshape(-1)
     return elements.index_select(0, index.reshape(-1)).reshape(list(size))

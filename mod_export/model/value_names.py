@@ -1,4 +1,4 @@
-"""What the inputs and outputs of a captured program are called: `PlainProgram` has the rules."""
+"""Names the inputs and outputs of a captured program; `PlainProgram` documents the rules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 
 def input_names(placeholders: Sequence[fx.Node], structure: pytree.TreeSpec) -> list[str]:
-    """Of inputs in the order of the structure of the arguments."""
+    """Returns the names of inputs, in the order of the structure of the arguments."""
     keys = [_keys(path)[-1:] for path in _paths(structure)]
     return [
         _plain(key[0] if key and keys.count(key) == 1 else _parameter(node.name))
@@ -22,30 +22,32 @@ def input_names(placeholders: Sequence[fx.Node], structure: pytree.TreeSpec) -> 
 
 
 def output_names(returned: Sequence[Any], structure: pytree.TreeSpec) -> list[str]:
-    """Of what is returned, which may be None, in the order of the structure; empty for an only output without keys."""
+    """Returns the names of the returned values, which may be None, in the order of the structure. The name of a single
+    output without keys is empty.
+    """
     several = sum(value is not None for value in returned) > 1
-    found = []
+    names = []
     for path in _paths(structure):
         name = "_".join(_plain(_text(key)) for key in path) if several or _keys(path) else ""
-        found.append(f"output_{name}" if name and not _keys(path) else name)
-    return found
+        names.append(f"output_{name}" if name and not _keys(path) else name)
+    return names
 
 
 def only_output(value: torch.Tensor, first_input: torch.Tensor) -> str:
-    """The name of the only output of a program, by its shape."""
+    """Returns the name of a program's single output, by its shape."""
     rows = value.dim() in (2, 3) and value.shape[:1] == first_input.shape[:1]
     return "logits" if rows and value.is_floating_point() else "output"
 
 
 def free_names(names: Sequence[str], taken: Collection[str], suffix: str) -> tuple[str, ...]:
-    """Names that are neither taken nor given twice: with the suffix, as often as it needs."""
-    found: list[str] = []
+    """Returns unique names that are not taken; the suffix is added to a name as often as necessary."""
+    unique: list[str] = []
     for name in names:
         free = name
-        while free in taken or free in found:
+        while free in taken or free in unique:
             free += suffix
-        found.append(free)
-    return tuple(found)
+        unique.append(free)
+    return tuple(unique)
 
 
 def _paths(structure: pytree.TreeSpec) -> list[tuple[Any, ...]]:
@@ -54,7 +56,7 @@ def _paths(structure: pytree.TreeSpec) -> list[tuple[Any, ...]]:
 
 
 def _keys(path: Sequence[Any]) -> list[str]:
-    """The names in a path to a leaf: keys of dictionaries, and attributes."""
+    """Returns the names in a path to a leaf: dictionary keys and attributes."""
     return [_text(key) for key in path if not isinstance(key, pytree.SequenceKey)]
 
 
@@ -65,7 +67,7 @@ def _text(key: Any) -> str:
 
 
 def _parameter(name: str) -> str:
-    """The parameter that a placeholder is of: `input_1` is of `input`, because that name is one of Python's own."""
+    """Returns the parameter of a placeholder: `input_1` stands for `input`, because that name is a Python builtin."""
     bare = name.removesuffix("_1")
     return bare if hasattr(builtins, bare) else name
 

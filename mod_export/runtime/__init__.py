@@ -1,1 +1,1 @@
-"""Runs a finished build folder without PyTorch: logits of whole rows (`deployment`), and text (`generate/`)."""
+"""Runs a finished build folder without PyTorch: logits of whole rows (`deployment`), and text (`generator`)."""

@@ -1,7 +1,7 @@
-"""A conversation as the text that a model was trained on, by the chat template that comes with its tokenizer.
+"""Renders a conversation as the text format that a model was trained on, with the chat template of its tokenizer.
 
-A template is code of whoever published the model. It runs in jinja2's sandbox and sees plain data only, and it renders
-what `apply_chat_template` of transformers renders: the same environment, the same functions, the same variables.
+A template is code written by the publisher of the model. It runs in jinja2's sandbox and sees plain data only. The
+result equals that of `apply_chat_template` in transformers: same environment, same functions, same variables.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ NO_TEMPLATE = (
 
 
 class ChatTemplate:
-    """A template, ready to render.
+    """A compiled chat template.
 
     Raises:
-        UsageError: it is no template.
+        UsageError: the source is not a valid template.
     """
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
-        """`special` are the special tokens by name, `bos_token` and others, which templates use as variables."""
+        """`special` maps names such as `bos_token` to special tokens; templates use them as variables."""
         self._special = dict(special)
         try:
             self._template = _environment().from_string(source)
@@ -46,10 +46,12 @@ class ChatTemplate:
 
     @classmethod
     def of_folder(cls, folder: Path, configured: Any, special: Mapping[str, str]) -> ChatTemplate:
-        """That of chat_template.jinja, else the one in tokenizer_config.json: a text, or a list of named ones.
+        """Loads chat_template.jinja, or else the template in tokenizer_config.json (`configured`).
+
+        `configured` is a string, or a list of {name, template}, of which the one named "default" is used.
 
         Raises:
-            UsageError: there is none, or none that is meant for plain conversations.
+            UsageError: there is no template, or no default one, or it cannot be read.
         """
         file = folder / TEMPLATE
         if file.is_file():
@@ -62,34 +64,34 @@ class ChatTemplate:
         if isinstance(configured, str):
             return cls(configured, special)
         try:
-            named = {str(one["name"]): str(one["template"]) for one in configured}
+            by_name = {str(entry["name"]): str(entry["template"]) for entry in configured}
         except (TypeError, KeyError) as error:
             raise UsageError(
                 "chat_template in tokenizer_config.json: expected a text, or a list of {name, template}"
             ) from error
-        if DEFAULT not in named:
+        if DEFAULT not in by_name:
             raise UsageError(
-                f"the model has chat templates for {', '.join(named)}, and none is the default; write the one to use "
+                f"the model has chat templates for {', '.join(by_name)}, and none is the default; write the one to use "
                 f"to {TEMPLATE} beside its tokenizer.json, and build again"
             )
-        return cls(named[DEFAULT], special)
+        return cls(by_name[DEFAULT], special)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] | None = None) -> str:
-        """The text of a conversation, and the beginning of the answer.
+        """Returns the text of a conversation, up to and including the marker that starts the answer.
 
         Args:
-            messages: each with a `role`, such as system, user or assistant, and a `content`; further keys, of plain
-                data, are given to the template as they are.
-            variables: further ones that the template knows, of plain data, such as `enable_thinking` and `tools`.
+            messages: each has a `role` (such as system, user or assistant) and a `content`. Other keys hold plain
+                data and reach the template unchanged.
+            variables: more variables for the template, as plain data, such as `enable_thinking` and `tools`.
 
         Raises:
-            UsageError: a message is none, a variable is more than plain data, or the template refuses the conversation.
+            UsageError: a message is invalid, a variable is not plain data, or the template refuses the conversation.
         """
-        known = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special}
-        told = {**known, **_plain(variables or {}, "a variable of the template"), "messages": _messages(messages)}
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special}
+        context = {**defaults, **_plain(variables or {}, "a variable of the template"), "messages": _messages(messages)}
         try:
-            return self._template.render(told)
-        except Exception as error:  # A template is a program: it may fail with whatever Python raises.
+            return self._template.render(context)
+        except Exception as error:  # A template is a program: it may raise any exception.
             raise UsageError(f"the model's chat template refuses this conversation: {error}") from error
 
 
@@ -97,7 +99,7 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         if not all(isinstance(message.get(name), str) for name in ("role", "content")):
             raise UsageError(f"a message has a role and a content, both text, got {dict(message)!r}")
-    # Keys without a value are left out, as transformers does: templates ask whether there is one.
+    # Keys whose value is None are removed, as transformers does: templates check whether a key is defined.
     return [
         {name: value for name, value in _plain(message, "a message").items() if value is not None}
         for message in messages
@@ -105,18 +107,18 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _plain(given: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The same as new lists, dicts and scalars, which have no methods that reach further."""
+    """Copies the data into new lists, dicts and scalars, so that a template cannot reach methods of other objects."""
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(given)))
+        copy: dict[str, Any] = json.loads(json.dumps(dict(given)))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{what} holds more than plain data ({error}); leave it out") from error
-    return found
+    return copy
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks answers for training; here it is only its content."""
+    """Renders only the content of `{% generation %}`, which marks answers for training."""
 
-    tags = {"generation"}  # noqa: RUF012  # As jinja2 declares it.
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it this way.
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)
@@ -124,11 +126,11 @@ class _Generation(Extension):
 
 
 class _Namespace(Namespace):
-    """Without names that begin with an underscore, which the sandbox does not look at in here."""
+    """jinja2's namespace, but without names that begin with an underscore: the sandbox does not check them here."""
 
-    def __init__(*args: Any, **values: Any) -> None:  # `self` is a name that a template may set.
-        self, *given = args
-        values = dict(*given, **values)
+    def __init__(*args: Any, **values: Any) -> None:  # A template may set a name `self`.
+        self, *mappings = args
+        values = dict(*mappings, **values)
         for name in values:
             _check_name(name)
         Namespace.__init__(self, values)
@@ -147,7 +149,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    # jinja2's own would escape characters of HTML.
+    # jinja2's own `tojson` escapes HTML characters.
     environment.filters["tojson"] = _tojson
     environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now, "namespace": _Namespace}
     return environment

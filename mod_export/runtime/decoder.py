@@ -1,11 +1,11 @@
-"""The prefill and decode engines of a build folder, and the cache of a decode bucket that they read into.
+"""The prefill and decode engines of a build folder, and the cache of a decode bucket that they fill.
 
 Shape legend: B rows (texts), S tokens of a prompt, V vocabulary, G key/value heads, L slots of a layer, E head width,
 N routing sites.
 
-The cache belongs to the decoder and not to the engine. The engine reads it in place and returns the new key and value
-row of each layer, which are then written into their slots. So for each token only its new rows are copied, and the
-cache is never copied or allocated again.
+The decoder owns the cache, not the engine. The engine reads it in place and returns the new key and value row of each
+layer, and the decoder writes these rows into their slots. So each token costs a copy of its new rows only; the cache
+is never copied or reallocated.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ PARTS = ("keys", "values")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The cached state of one row after its first `length` tokens, copied out of a cache.
+    """A copy of the cached state of one row after its first `length` tokens.
 
     Attributes:
-        length: tokens that were read.
-        rows: name of a tensor of the cache -> (G, L, E), its first slots, as many as are used.
-        count_N: int64, slots that are used at each site; None where the model routes nothing.
-        overflow_N: int64, how many tokens wanted a slot and found none; likewise.
-        logits_V: of the token that comes next.
+        length: number of tokens read.
+        rows: name of a cache tensor -> (G, L, E), its first L slots, which include all used ones.
+        count_N: int64, used slots of each site; None if the model has no routing sites.
+        overflow_N: int64, tokens that wanted a slot of each site but found none left; None as above.
+        logits_V: logits of the next token.
     """
 
     length: int
@@ -44,18 +44,18 @@ class Kept:
 
 
 class Prompts:
-    """Prefill engines of one row, by length: each reads a prompt of up to its own length."""
+    """The prefill engines for one row, keyed by the longest prompt that each can read."""
 
     def __init__(self, runners: Mapping[int, Runner]) -> None:
         self._runners = dict(sorted(runners.items()))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt that is read at once."""
+        """Length in tokens of the longest prompt that one engine call can read."""
         return max(self._runners)
 
     def read(self, ids: Sequence[int]) -> Kept:
-        """Reads a prompt of 1 to `longest` tokens in the smallest bucket that holds it.
+        """Reads a prompt of 1 to `longest` tokens in the smallest bucket that fits.
 
         Raises:
             EngineError: the engine failed.
@@ -63,7 +63,7 @@ class Prompts:
         return kept_from_prefill(self.found(ids, routed=False), 0, len(ids))
 
     def found(self, ids: Sequence[int], *, routed: bool = True) -> dict[str, np.ndarray]:
-        """The engine's outputs for a prompt in one row, with the selected positions of every site if `routed`."""
+        """Returns the engine's outputs for one prompt; `routed` adds the selected positions of every site."""
         n = len(ids)
         bucket = next(length for length in self._runners if length >= n)
         ids_1S = np.zeros((1, bucket), dtype=np.int64)
@@ -75,7 +75,7 @@ class Prompts:
 
 
 def kept_from_prefill(found: Mapping[str, np.ndarray], row: int, length: int) -> Kept:
-    """The cached state of one row of a prefill engine's outputs, after `length` tokens."""
+    """Extracts the cached state of one row, which holds `length` tokens, from the outputs of a prefill engine."""
     rows = {name: array[row] for name, array in found.items() if name.partition("_")[0] in PARTS}
     count_N = found["counts"][row] if "counts" in found else None
     overflow_N = found["wanted"][row] - found["counts"][row] if "counts" in found else None
@@ -86,16 +86,16 @@ class Decoder:
     """The cache of one decode bucket, and its engine.
 
     Attributes:
-        batch: rows.
-        length: tokens that a row can hold.
+        batch: number of rows.
+        length: number of tokens that a row can hold.
         cache: name -> array: `keys_<layer>` and `values_<layer>` (B, G, L, E), and `counts` int64 (B, N).
-        ran_BN: bool, which rows ran at which site in the last step; None where the model routes nothing.
-        wanted_BN: bool, which rows wanted to; likewise.
-        overflow_BN: int64, how many tokens of each row wanted a slot and found none; likewise.
+        ran_BN: bool, whether the last token of each row ran at each site; None if the model has no routing sites.
+        wanted_BN: bool, whether that token wanted a slot of the site; None as above.
+        overflow_BN: int64, tokens of each row that wanted a slot of a site but found none left; None as above.
     """
 
     def __init__(self, runner: BindableRunner, length: int, where: str) -> None:
-        """Allocates the whole cache, once.
+        """Allocates the whole cache; it is never reallocated.
 
         Raises:
             EngineError: the engine is not a decode engine.
@@ -104,7 +104,7 @@ class Decoder:
         if not {"input_ids", "positions", "slots"} <= set(ports):
             raise EngineError(f"{where}: has {', '.join(ports)}, expected input_ids, positions and slots; build again")
         self.cache = {name: np.zeros(*ports[name]) for name in runner.inputs}
-        # What an engine updates itself is at the address that it reads.
+        # An output named present_* is the cache tensor itself: such an engine updates the cache in place.
         self._outputs = outputs = {
             name: self.cache.get(name.removeprefix("present_"), np.zeros(0))
             if name.startswith("present_")
@@ -126,27 +126,27 @@ class Decoder:
 
     @property
     def kv_bytes(self) -> dict[int, int]:
-        """Bytes of keys and values by layer."""
-        found: dict[int, int] = {}
+        """Layer -> bytes of its keys and values."""
+        sizes: dict[int, int] = {}
         for name, array in self.cache.items():
             if name != "counts":
                 layer = int(name.rpartition("_")[2])
-                found[layer] = found.get(layer, 0) + array.nbytes
-        return found
+                sizes[layer] = sizes.get(layer, 0) + array.nbytes
+        return sizes
 
     def clear(self, row: int) -> None:
-        """Empties a row. What its slots hold is left there: an unused slot has weight 0 in attention."""
+        """Empties a row. Old keys and values stay in its slots: an unused slot has weight 0 in attention."""
         if self.overflow_BN is not None:
             self.cache["counts"][row] = 0
             self.overflow_BN[row] = 0
 
     def wipe(self) -> None:
-        """Clears every row after a failure: an unused slot has weight 0 in attention, but 0 x NaN is NaN."""
+        """Zeroes the whole cache after a failure: an unused slot has weight 0 in attention, but 0 x NaN is NaN."""
         for cache in self.cache.values():
             cache.fill(0)
 
     def put(self, row: int, kept: Kept) -> None:
-        """Gives a row the cached state of another one."""
+        """Overwrites a row with a kept state."""
         self.clear(row)
         for name, cache in self.cache.items():
             if name in kept.rows:
@@ -158,14 +158,14 @@ class Decoder:
             self.overflow_BN[row] = kept.overflow_N
 
     def keep(self, row: int, length: int, logits_V: np.ndarray) -> Kept:
-        """Copies out the cached state of a row of `length` tokens."""
+        """Copies the cached state of a row that has read `length` tokens."""
         rows = {name: array[row, :, :length].copy() for name, array in self.cache.items() if name != "counts"}
         if self.overflow_BN is None:
             return Kept(length, rows, None, None, logits_V.copy())
         return Kept(length, rows, self.cache["counts"][row].copy(), self.overflow_BN[row].copy(), logits_V.copy())
 
     def read_on(self, kept: Kept, ids: Sequence[int]) -> Kept:
-        """The cached state after further tokens, at least one, which are read in the first row."""
+        """Returns the cached state after reading more tokens (at least one). This overwrites row 0."""
         self.put(0, kept)
         ids_B, position_B = np.zeros(self.batch, dtype=np.int64), np.full(self.batch, -1, dtype=np.int64)
         for position, token in enumerate(ids, kept.length):
@@ -178,10 +178,10 @@ class Decoder:
 
         Args:
             ids_B: int64.
-            position_B: int64, how many tokens the row has read before; -1 for a row without a token.
+            position_B: int64, how many tokens each row has read before; -1 for a row without a token.
 
         Returns:
-            logits_BV, in memory that the next step writes to; those of rows without a token are meaningless.
+            logits_BV. The next step overwrites this memory. Rows without a token hold meaningless values.
 
         Raises:
             EngineError: the engine failed, or a row is full.
@@ -214,8 +214,8 @@ class DecodingEngines:
     """The prefill and decode engines of a build folder.
 
     Attributes:
-        engines: all of them.
-        load: opens one.
+        engines: the engines.
+        load: opens an engine.
         config: the resolved configuration.
     """
 
@@ -224,23 +224,23 @@ class DecodingEngines:
     config: BuildConfig
 
     def prefills(self, kind: ModelKind, target: str, dtype: DType) -> list[Engine]:
-        """All prefill engines of a model, of one target and dtype."""
+        """Returns the prefill engines of one model, target and dtype."""
         wanted = ("prefill", kind, target, dtype)
-        return [one for one in self.engines if (one.role, one.model, one.target, one.dtype) == wanted]
+        return [engine for engine in self.engines if (engine.role, engine.model, engine.target, engine.dtype) == wanted]
 
     @contextlib.contextmanager
     def prompts(self, kind: ModelKind, target: str, dtype: DType) -> Iterator[Prompts]:
-        """All prefill engines of a model, of one target and dtype, as one reader of prompts."""
+        """Opens all prefill engines of one model, target and dtype."""
         with contextlib.ExitStack() as opened:
             engines = self.prefills(kind, target, dtype)
-            yield Prompts({one.bucket.seq: opened.enter_context(self.load(one)) for one in engines})
+            yield Prompts({engine.bucket.seq: opened.enter_context(self.load(engine)) for engine in engines})
 
     @contextlib.contextmanager
     def decoder(self, engine: Engine) -> Iterator[Decoder]:
-        """A decode engine with its cache.
+        """Opens a decode engine and allocates its cache.
 
         Raises:
-            TargetError: engines of its target cannot keep a cache on this machine.
+            TargetError: engines of this target cannot be bound to a cache on this machine.
         """
         with self.load(engine) as runner:
             if not isinstance(runner, BindableRunner):

@@ -1,4 +1,4 @@
-"""What generation_config.json says of a model: the tokens that end its texts, and how it is meant to be sampled."""
+"""Defaults from a model's generation_config.json: the tokens that end its texts, and how to sample."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ GENERATION_CONFIG = "generation_config.json"
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What holds unless a request says otherwise.
+    """Generation settings that apply unless a request overrides them.
 
     Attributes:
         stop_ids: tokens that end a text.
-        temperature: 0, which is greedy, unless `do_sample` is true in the file; then as it says, else 1.
-        top_k: of the file, else 0, which is all.
-        top_p: of the file, else 1, which is all.
+        temperature: 0 (greedy), unless `do_sample` is true in the file; then the file's value, or 1.
+        top_k: the file's value, or 0 (all tokens).
+        top_p: the file's value, or 1 (all tokens).
     """
 
     stop_ids: frozenset[int]
@@ -30,10 +30,10 @@ class GenerationDefaults:
     top_p: float
 
     def sampling_of(self, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
-        """That of a request, in which None stands for what the model says.
+        """Returns the sampling of a request, with the model's default in place of each None.
 
         Raises:
-            UsageError: one of them is out of its range.
+            UsageError: a value is out of range.
         """
         return Sampling(
             self.temperature if temperature is None else temperature,
@@ -43,26 +43,26 @@ class GenerationDefaults:
 
 
 def defaults_of(folder: Path, end: int | None) -> GenerationDefaults:
-    """Of the file in a folder; `end`, the end-of-text token of the tokenizer, counts where the file names none.
+    """Reads the defaults from a folder. `end`, the tokenizer's end-of-text token, is used if the file names none.
 
     Raises:
-        UsageError: the file cannot be read, or says something else than tokens and numbers.
+        UsageError: the file cannot be read, or holds a value that is invalid.
     """
     path = folder / GENERATION_CONFIG
     config = read_json(path)
     listed = config.get("eos_token_id")
     ids = [end] if listed is None else listed if isinstance(listed, list) else [listed]
-    wrong = [one for one in ids if one is not None and not _is_id(one)]
+    wrong = [token for token in ids if token is not None and not _is_id(token)]
     if wrong:
         raise UsageError(f"{path}: eos_token_id: expected a token id, or a list of them, got {wrong[0]!r}")
-    given = {name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None}
+    settings = {name: config[name] for name in ("temperature", "top_k", "top_p") if config.get(name) is not None}
     try:
-        sampled = Sampling(**{"temperature": 1.0, **given})
+        sampling = Sampling(**{"temperature": 1.0, **settings})
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    stop_ids = frozenset(one for one in ids if one is not None)
-    temperature = sampled.temperature if config.get("do_sample") is True else 0.0
-    return GenerationDefaults(stop_ids, temperature, sampled.top_k, sampled.top_p)
+    stop_ids = frozenset(token for token in ids if token is not None)
+    temperature = sampling.temperature if config.get("do_sample") is True else 0.0
+    return GenerationDefaults(stop_ids, temperature, sampling.top_k, sampling.top_p)
 
 
 def _is_id(value: Any) -> bool:

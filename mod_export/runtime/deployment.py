@@ -1,5 +1,5 @@
 """Loads a build folder and runs it. A server needs mod-export with its base dependencies and one engine library
-(`pip install "mod-export[ort]"`). It does not need the checkpoint, and PyTorch only for an AOTInductor engine.
+(`pip install "mod-export[ort]"`). It does not need the checkpoint. Only an AOTInductor engine needs PyTorch.
 
     import mod_export
     with mod_export.load("build/demo") as deployment:
@@ -38,11 +38,17 @@ def runnable_engines(
     texts: bool = False,
     failed: Sequence[FailedRow] = (),
 ) -> list[Engine]:
-    """The engines of a folder that run here, of all targets or of those named; with `texts`, those that keep a cache.
-    `failed` is what the build could not build, for the message.
+    """Returns those of `engines` that run on this machine, of the named targets, or of all targets if none is named.
+
+    Args:
+        folder: the build folder, for messages.
+        engines: the engines to choose from.
+        targets: names of targets; each must be present and runnable.
+        texts: whether the engines must also be able to use a cache in host memory, which writing text needs.
+        failed: failures of the build, which explain in messages why a target is missing.
 
     Raises:
-        TargetError: nothing in it runs here, or a named target is not in it or cannot run.
+        TargetError: no engine runs here, or a named target is not in the folder or cannot run.
     """
     what = f"engine{' that writes text' if texts else ''}"
     names = list(dict.fromkeys(engine.target for engine in engines))
@@ -51,37 +57,38 @@ def runnable_engines(
         lost = _why_missing([row for row in failed if row.target in (None, *missing)])
         built = f"built for {', '.join(names)}" if names else "built for none"
         raise TargetError(f"{folder}: holds no {what} for {', '.join(missing)}{lost}; {built}")
-    found = {name: ENGINES[name].availability() for name in (targets or names)}
-    reasons = {name: one.refusal(e for e in engines if e.target == name) for name, one in found.items()}
+    availability = {name: ENGINES[name].availability() for name in (targets or names)}
+    reasons = {name: status.refusal(e for e in engines if e.target == name) for name, status in availability.items()}
     if texts:
         reasons = {name: reason or ("" if ENGINES[name].binds else NO_CACHE) for name, reason in reasons.items()}
     refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
-    if refused and (targets or len(refused) == len(found)):
+    if refused and (targets or len(refused) == len(availability)):
         raise TargetError(f"{folder}: no {what} runs here: {'; '.join(refused)}")
     here = [name for name, reason in reasons.items() if not reason]
-    return [engine for engine in engines if engine.target in here and found[engine.target].can_run(engine)]
+    return [engine for engine in engines if engine.target in here and availability[engine.target].can_run(engine)]
 
 
 def _why_missing(failed: Iterable[FailedRow]) -> str:
-    """The first reason, in brackets; empty where nothing failed."""
+    """Returns the first failure in brackets, or "" if there is none."""
     return next((f" ({row.sentence})" for row in failed), "")
 
 
 def served_engines(
     folder: Path, manifest: Manifest, model: ModelKind, target: str | None, dtype: str | None, *, texts: bool = False
 ) -> list[Engine]:
-    """Engines of one model, target and dtype that run here and met their gates, and read whole rows or write `texts`.
+    """Chooses the engines to serve: all of one model, target and dtype, which run here and met their gates.
 
-    Where no target is named, they are the fastest that met their gates, as the build measured them, of the dtype if one
-    is named; where nothing was measured, the first. Of a named target no dtype is the first built. There is no fallback
-    to another dtype where a gate was missed: the user has to name it.
+    With `texts` these are prefill and decode engines, otherwise forward engines. Without a target, the choice is the
+    fastest pair of target and dtype that met its gates in the build's measurements (of `dtype`, if given), or the first
+    pair if nothing was measured. With a target but no dtype, it is the first dtype built. Engines that missed a gate
+    are never replaced by another dtype: the user has to name one.
 
     Raises:
-        UsageError: there is no engine of this model.
-        TargetError: nothing runs here, the target or the dtype is not among them, or they missed their gates.
+        UsageError: the folder has no engine of this model.
+        TargetError: nothing runs here, the target or dtype is missing, or the engines missed their gates.
     """
     what = f"engine{' that writes text' if texts else ''}"
-    engines = [one for one in manifest.engines if one.model == model and one.writes_text == texts]
+    engines = [engine for engine in manifest.engines if engine.model == model and engine.writes_text == texts]
     failed = [
         row
         for row in manifest.failed
@@ -94,15 +101,15 @@ def served_engines(
             f"{folder}: holds no {what} of model {model!r}; expected {' or '.join(map(repr, manifest.models))}"
         )
     here = runnable_engines(folder, engines, [target] if target else [], texts=texts, failed=failed)
-    wanted = [one for one in here if dtype in (None, one.dtype)]
+    wanted = [engine for engine in here if dtype in (None, engine.dtype)]
     if not wanted:
         lost = _why_missing(row for row in failed if row.target in (None, target) and row.dtype in (None, dtype))
-        names = ", ".join(dict.fromkeys(engine.target for engine in here))
+        names = ", ".join(dict.fromkeys(candidate.target for candidate in here))
         raise TargetError(f"{folder}: holds no {dtype} {what} for {names}{lost}")
     first = (wanted[0].target, wanted[0].dtype)
     pair = first if target else _fastest(manifest, wanted, texts=texts) or first
-    served = [one for one in wanted if (one.target, one.dtype) == pair]
-    missed = [reason for one in served for reason in manifest.refused.get(one.path, ())]
+    served = [engine for engine in wanted if (engine.target, engine.dtype) == pair]
+    missed = [reason for engine in served for reason in manifest.refused.get(engine.path, ())]
     if missed:
         raise TargetError(
             f"{folder}: the {served[0].dtype} engines for {served[0].target} missed their gates and are not served "
@@ -113,17 +120,19 @@ def served_engines(
 
 
 def _fastest(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:
-    """Target and dtype of those of `engines` that were measured and met their gates; None where none was."""
+    """Target and dtype of the fastest of `engines` that met their gates; None if none was measured."""
     refused = {
-        (one.model, one.writes_text, one.target, one.dtype) for one in manifest.engines if one.path in manifest.refused
+        (entry.model, entry.writes_text, entry.target, entry.dtype)
+        for entry in manifest.engines
+        if entry.path in manifest.refused
     }
-    here = {(one.model, one.target, one.dtype) for one in engines}
+    here = {(entry.model, entry.target, entry.dtype) for entry in engines}
     measured = [
-        one
-        for one in manifest.measured
-        if (one.model, one.target, one.dtype) in here and writes_text(one.role) == texts
+        entry
+        for entry in manifest.measured
+        if (entry.model, entry.target, entry.dtype) in here and writes_text(entry.role) == texts
     ]
-    return next(((one.target, one.dtype) for one in served_of(measured, refused)), None)
+    return next(((entry.target, entry.dtype) for entry in served_of(measured, refused)), None)
 
 
 def load(
@@ -137,16 +146,16 @@ def load(
 
     Args:
         root: the folder.
-        target: an engine family; None is that of the fastest engines that run on this machine and met their gates, as
-            the build measured them, or the first in the folder where nothing was measured.
-        dtype: of the engine; None is that of the fastest, and of a named target the first built.
+        target: an engine family. None selects the fastest engines that run here and met their gates, by the build's
+            measurements, or the first in the folder if nothing was measured.
+        dtype: dtype of the engines. None selects the fastest, or the first dtype built if `target` is given.
         model: `mod`, or `dense` for the dense baseline.
-        threads: of a CPU engine inside one operator; None is every physical core that this process may use
-            (`environment.usable_cores`), 0 is the library's own choice.
+        threads: threads of a CPU engine inside one operator. None uses every physical core that this process may use
+            (`environment.usable_cores`); 0 leaves the choice to the library.
 
     Raises:
-        BuildFolderError: not a complete build folder, or a needed file is missing or has another size. The content of
-            a file is compared with its hash when a bucket that needs it is first run.
+        BuildFolderError: not a complete build folder, or a needed file is missing or has the wrong size. Hashes are
+            checked later, when a bucket that needs the file first runs.
         TargetError: nothing in it runs here, or the target is not in it, or its engines missed their gates.
     """
     folder = Path(root)
@@ -157,7 +166,7 @@ def load(
 
 
 def warn_unverified(folder: Path, manifest: Manifest) -> None:
-    """Says, on behalf of the caller's caller, that a folder was built without evidence; Python shows it once."""
+    """Warns that a folder was built without evidence. The warning points at the caller's caller."""
     if not manifest.verified:
         warnings.warn(
             f"{folder}: nothing of it was verified: it was built with --no-evidence. `mod-export validate {folder}` "
@@ -168,28 +177,32 @@ def warn_unverified(folder: Path, manifest: Manifest) -> None:
 
 
 def threads_to_use(threads: int | None) -> int:
-    """Every physical core that this process may use for None; a UsageError for a negative number."""
+    """Returns `threads`, or the number of physical cores that this process may use for None.
+
+    Raises:
+        UsageError: the number is negative.
+    """
     if threads is not None and threads < 0:
         raise UsageError(f"threads: expected 1 or more, or 0 for the library's own choice, got {threads}")
     return usable_cores() if threads is None else threads
 
 
 class Deployment:
-    """The buckets of one model, target and dtype. Engines are opened when first needed; several threads may run them.
+    """The buckets of one model, target and dtype. Engines are opened on first use; several threads may run them.
 
     Attributes:
-        target: of the engines.
-        dtype: likewise.
-        threads: of a CPU engine inside one operator; 0 is the library's own choice.
-        vocab_size: of a model of token ids; None of a model that reads other things.
-        buckets: smallest first.
+        target: target of the engines.
+        dtype: dtype of the engines.
+        threads: threads of a CPU engine inside one operator; 0 leaves the choice to the library.
+        vocab_size: vocabulary size; None if the model does not read token ids.
+        buckets: the buckets, smallest first.
     """
 
     def __init__(self, root: Path, manifest: Manifest, engines: Sequence[Engine], threads: int) -> None:
-        """`engines`: one for each bucket.
+        """`engines` holds one engine for each bucket.
 
         Raises:
-            BuildFolderError: a file that they need is missing or has another size.
+            BuildFolderError: a file that they need is missing or has the wrong size.
         """
         self.target, self.dtype, self.threads = engines[0].target, engines[0].dtype, threads
         self.vocab_size = manifest.models[engines[0].model].vocab_size
@@ -205,12 +218,12 @@ class Deployment:
 
     @property
     def inputs(self) -> dict[Bucket, dict[str, tuple[str, tuple[int, ...]]]]:
-        """Of each bucket: name of an input -> its dtype and shape, what `infer` takes."""
+        """Bucket -> input name -> dtype and shape, as `infer` expects them."""
         return {bucket: dict(graph.inputs) for bucket, graph in self._graphs.items() if graph is not None}
 
     @property
     def outputs(self) -> dict[Bucket, dict[str, tuple[int, ...]]]:
-        """Of each bucket: name of an output of the model -> its shape."""
+        """Bucket -> output name -> shape, for the model's own outputs."""
         return {bucket: dict(graph.results) for bucket, graph in self._graphs.items() if graph is not None}
 
     def __repr__(self) -> str:
@@ -218,33 +231,33 @@ class Deployment:
         return f"<Deployment of {self.target} in {self.dtype}: {buckets}>"
 
     def bucket_for(self, batch: int, seq: int) -> Bucket:
-        """The smallest bucket that holds a request.
+        """Returns the smallest bucket that fits a request.
 
         Raises:
-            UsageError: none does.
+            UsageError: no bucket is large enough.
         """
         for bucket in self.buckets:
             if bucket.batch >= batch and bucket.seq >= seq:
                 return bucket
-        known = ", ".join(bucket.name for bucket in self.buckets)
-        raise UsageError(f"no bucket holds a batch of {batch} x {seq} tokens; built: {known}. Build a larger one")
+        built = ", ".join(bucket.name for bucket in self.buckets)
+        raise UsageError(f"no bucket holds a batch of {batch} x {seq} tokens; built: {built}. Build a larger one")
 
     def run(self, ids_BS: np.ndarray, lengths_B: np.ndarray | None = None) -> np.ndarray:
-        """Logits of a batch, or the output that the folder was built for (`outputs` of its configuration).
+        """Returns logits of a batch, or the output that the folder was built for (`outputs` of its configuration).
 
-        The request is padded to its bucket. Padding never gets a slot while real tokens are left, but the number of
-        slots k is that of the bucket: a larger share of the tokens of a short request is selected in a long bucket.
+        The request is padded to its bucket. Padding gets a slot only after every real token has one. But the number of
+        slots k belongs to the bucket, so a long bucket selects a larger share of the tokens of a short request.
 
         Args:
             ids_BS: int64 (B, S).
-            lengths_B: int64 (B,), real tokens of each row; all of them by default.
+            lengths_B: int64 (B,), number of real tokens of each row; S by default.
 
         Returns:
-            float32 logits (B, S, V), or hidden states (B, S, D), of which positions at or after a row's length are
-            meaningless; or logits (B, V) of each row's last real token.
+            float32 logits (B, S, V) or hidden states (B, S, D), meaningless at positions at or after a row's length;
+            or logits (B, V) of each row's last real token.
 
         Raises:
-            UsageError: not a batch of token ids, or larger than every bucket; or the model reads other things.
+            UsageError: the input is not a batch of token ids or fits no bucket, or the model does not read token ids.
             BuildFolderError: a file has changed since the build.
         """
         if self.vocab_size is None:
@@ -255,12 +268,14 @@ class Deployment:
                 f"expected token ids as whole numbers (batch, sequence), got {ids_BS.dtype} {ids_BS.shape}"
             )
         B, S = ids_BS.shape
-        found = ids_BS
+        given_ids = ids_BS
         # Engines treat ids outside the vocabulary differently: some index from the end of the table, some read past
-        # it, some fail. As unsigned numbers, negative ids are the largest.
+        # it, some fail. Viewed as unsigned, negative ids are the largest, so one comparison finds both kinds.
         ids_BS = np.ascontiguousarray(ids_BS, dtype=np.int64)
         if ids_BS.view(np.uint64).max() >= self.vocab_size:
-            raise UsageError(f"expected token ids from 0 to {self.vocab_size - 1}, got {found.min()} to {found.max()}")
+            raise UsageError(
+                f"expected token ids from 0 to {self.vocab_size - 1}, got {given_ids.min()} to {given_ids.max()}"
+            )
         real = S if lengths_B is None else _checked(lengths_B, B, S)
         bucket = self.bucket_for(B, S)
         runner = self._runner(bucket)
@@ -275,27 +290,27 @@ class Deployment:
         return result[:B] if primary == PRIMARY["last"] else result[:B, :S]
 
     def infer(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The model's own outputs, by name, for inputs of exactly the shapes of a bucket.
+        """Returns the model's own outputs by name, for inputs whose shapes are exactly those of a bucket.
 
         Args:
-            feeds: every input by name. Numbers of the same kind are converted to the dtype that the model reads.
+            feeds: every input by name. Arrays are cast to the dtype that the model reads ("same_kind" casts of numpy).
 
         Raises:
-            UsageError: a name, shape or dtype that no bucket has.
+            UsageError: the names, shapes or dtypes fit no bucket.
             BuildFolderError: a file has changed since the build.
         """
-        given = {name: np.asarray(array) for name, array in feeds.items()}
-        shapes = {name: array.shape for name, array in given.items()}
+        arrays = {name: np.asarray(array) for name, array in feeds.items()}
+        shapes = {name: array.shape for name, array in arrays.items()}
         ports = self.inputs
-        known = {bucket: {name: shape for name, (_, shape) in inputs.items()} for bucket, inputs in ports.items()}
-        bucket = next((bucket for bucket, expected in known.items() if expected == shapes), None)
+        by_bucket = {bucket: {name: shape for name, (_, shape) in inputs.items()} for bucket, inputs in ports.items()}
+        bucket = next((bucket for bucket, expected in by_bucket.items() if expected == shapes), None)
         if bucket is None:
-            built = "; ".join(map(_shapes, known.values()))
+            built = "; ".join(map(_shapes, by_bucket.values()))
             raise UsageError(f"no bucket was built for {_shapes(shapes)}; built: {built}")
         runner = self._runner(bucket)
         used = {
             name: _of_dtype(name, array, np.dtype(ports[bucket][name][0]))
-            for name, array in given.items()
+            for name, array in arrays.items()
             if name in runner.inputs
         }
         return runner.run(used, [name for name in runner.outputs if not name.startswith(ROUTED)])

@@ -1,5 +1,5 @@
 """Loads a build folder and writes text with it. A server needs mod-export with its base dependencies and one engine
-library (`pip install "mod-export[ort]"`), neither PyTorch nor the checkpoint.
+library (`pip install "mod-export[ort]"`). It needs neither PyTorch nor the checkpoint.
 
     import mod_export
     with mod_export.load_generator("build/demo") as generator:
@@ -45,14 +45,12 @@ def load_generator(
     model: ModelKind = "mod",
     threads: int | None = None,
 ) -> Generator:
-    """Opens a build folder for writing text.
-
-    The arguments are those of `load`.
+    """Opens a build folder for writing text. Takes the arguments of `load`.
 
     Raises:
         BuildFolderError: not a complete build folder, or a damaged file.
-        UsageError: the folder's model cannot generate, with the reason and what to do, or was not built for it.
-        TargetError: no engine for generation runs here, or its engines missed their gates.
+        UsageError: the folder's model cannot generate (the message says why and what to do), or has no such engines.
+        TargetError: no engine for generation runs here, or the engines missed their gates.
     """
     folder = Path(root)
     manifest = open_folder(folder, verify=False)
@@ -68,31 +66,31 @@ def load_generator(
 
 
 def tokens_read(prompt: int, new: int) -> int:
-    """Tokens that a row has to hold: the last one that is written is never read."""
+    """Returns the number of tokens that a row must hold: all but the last new token, which is never read."""
     return prompt + max(0, new - 1)
 
 
 class Generator:
     """The prefill and decode buckets of one model, target and dtype.
 
-    One text, or one batch of texts, is written at a time; open another generator to write two at once. Engines share
+    It writes one text, or one batch of texts, at a time; open another generator to write two at once. Engines share
     the memory of the weights.
 
     Attributes:
         vocabulary: converts between text and ids; None if ids do not represent text.
-        defaults: what the model's generation_config.json says: stop tokens and sampling.
-        target: of the engines.
-        dtype: likewise.
-        threads: of a CPU engine inside one operator; 0 is the library's own choice.
-        window: the longest text in tokens, prompt and answer together.
+        defaults: stop tokens and sampling from the model's generation_config.json.
+        target: target of the engines.
+        dtype: dtype of the engines.
+        threads: threads of a CPU engine inside one operator; 0 leaves the choice to the library.
+        window: maximum number of tokens of a text, prompt and answer together.
     """
 
     def __init__(self, root: Path, manifest: Manifest, engines: Sequence[Engine], threads: int) -> None:
-        """`engines` are of prefill and decode buckets. They are opened when they are first needed.
+        """`engines` are prefill and decode engines, which are opened on first use.
 
         Raises:
             BuildFolderError: a file of the tokenizer has changed since the build.
-            UsageError: it needs a package that is not installed.
+            UsageError: the tokenizer needs a package that is not installed.
         """
         assert isinstance(manifest.generation, GenerationFacts)
         first = engines[0]
@@ -106,13 +104,13 @@ class Generator:
         assert vocab_size is not None, "only a model of token ids writes text"
         self._requests = RequestReader(self.vocabulary, vocab_size, self.defaults)
         self._kv_bytes = {
-            # Beside weights in whole numbers it is float32.
+            # kv_bytes are counted for float32. With int8 and int4 weights the cache stays float32.
             length: size * FLOAT_BYTES.get(first.dtype, FLOAT_BYTES["float32"]) // FLOAT_BYTES["float32"]
             for length, size in manifest.generation.kv_bytes[first.model].items()
         }
         self._sites = manifest.generation.sites[first.model]
         self._decode = {engine.bucket: engine for engine in engines if engine.role == "decode"}
-        # Capacities are counted for the window of the build, and a text ends where the longest cache does.
+        # Capacities are counted for the window of the build, but a text cannot be longer than the longest cache.
         self.window = max(bucket.seq for bucket in self._decode)
         self._engines = DecodingEngines(engines, self._load, manifest.config)
         self._identity = f"{first.path} of {root.resolve()}"
@@ -124,19 +122,19 @@ class Generator:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """What can be written at once: (texts, tokens of a text), smallest first."""
+        """The decode buckets, smallest first: how many texts can be written at once, and of how many tokens."""
         return tuple(sorted(self._decode))
 
     def cache_bytes(self, bucket: Bucket) -> int:
-        """Bytes of the keys and values that the tokens of a decode bucket can have, however long its texts are."""
+        """Returns the bytes that keys and values take in a decode bucket, however long its texts are."""
         return bucket.batch * self._kv_bytes[bucket.seq]
 
     def bucket_for(self, texts: int, tokens: int) -> Bucket:
-        """The bucket that a request is written in: the shortest cache that holds its texts; of those buckets, the one
-        with the fewest rows that hold all texts at once, or else the one with the most rows.
+        """Returns the bucket for a request. It has the shortest cache that fits the texts. Of such buckets it is the
+        one with the fewest rows that still hold all texts at once, or else the one with the most rows.
 
         Raises:
-            TooLongError: the texts are longer than every cache.
+            TooLongError: the texts are longer than the longest cache.
         """
         if tokens > self.window:
             raise TooLongError(
@@ -151,7 +149,7 @@ class Generator:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], max_new_tokens: int = 128, **options: Any
     ) -> list[Completion]:
-        """Writes whole texts; see `stream` for the arguments."""
+        """Writes texts and returns them when all are complete; see `stream` for the arguments."""
         with self.stream(prompts, max_new_tokens, **options) as stream:
             for _ in stream:
                 pass
@@ -169,25 +167,25 @@ class Generator:
         """Writes texts piece by piece.
 
         Args:
-            prompts: one prompt, or several of any lengths; each text, token ids, or a list of messages.
-            max_new_tokens: of each text; with `prompt_logprobs` it may be 0.
+            prompts: one prompt, or several of any lengths; each is a text, token ids, or a list of messages.
+            max_new_tokens: limit of new tokens for each text; it may be 0 only with `prompt_logprobs`.
             prefix: a result of `prefix`, which every prompt continues.
-            rolling: a text that fills the window continues as if its second half were the whole text, instead of
-                being refused.
-            options: as follows.
-            temperature: 0 always chooses the most probable token; see `Sampling`. None: that of `defaults`, which is 0
-                unless the model's generation_config.json says `do_sample`.
-            top_k: sample among this many most probable tokens; 0 is all. None: that of `defaults`, which is that of
-                generation_config.json, else all.
-            top_p: sample among the most probable tokens that have this probability together. None: likewise.
-            seed: text i of a request has its own random numbers, from (seed, i).
-            stop: strings that end a text, and are not part of it; or token ids.
-            ignore_eos: whether a text goes on after the tokens at which the model ends its texts (`defaults.stop_ids`).
-            add_special_tokens: whether a text begins and ends as the tokenizer says, such as with `<s>`; not one that
-                continues a prefix. The template of a conversation says so itself.
-            template: further variables of the chat template, of plain data, such as {"enable_thinking": False}.
-            logprobs: how many of the most probable tokens are recorded beside each new token; None records nothing.
-            prompt_logprobs: whether the same is recorded of the tokens of the prompt, which are then read one by one.
+            rolling: whether a text that fills the window continues as if its second half were the whole text, instead
+                of being refused.
+            options: the following arguments.
+            temperature: 0 always chooses the most probable token; see `Sampling`. None uses `defaults`, which is 0
+                unless the model's generation_config.json sets `do_sample`.
+            top_k: samples among this many most probable tokens; 0 means all. None uses `defaults`, which holds the
+                value of generation_config.json, or else means all.
+            top_p: samples among the most probable tokens whose probabilities sum to this. None as for `top_k`.
+            seed: text i of a request draws its own random numbers, seeded with (seed, i).
+            stop: strings that end a text and are not part of it, or token ids.
+            ignore_eos: whether a text continues after the model's end tokens (`defaults.stop_ids`).
+            add_special_tokens: whether the tokenizer adds its special tokens, such as `<s>`, to a text. Prompts that
+                continue a prefix never get them, and the template of a conversation writes its own.
+            template: more variables for the chat template, as plain data, such as {"enable_thinking": False}.
+            logprobs: how many of the most probable tokens are recorded with each new token; None records nothing.
+            prompt_logprobs: whether log probabilities of the prompt are recorded; its tokens are then read one by one.
 
         Raises:
             UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
@@ -200,7 +198,7 @@ class Generator:
     def ids(
         self, prompts: Prompt | Sequence[Prompt], template: Mapping[str, Any] | None = None, *, special: bool = True
     ) -> list[list[int]]:
-        """The tokens of each prompt as `stream` reads them.
+        """Returns the token ids of each prompt, as `stream` reads them.
 
         Raises:
             UsageError: a prompt cannot be read by this model.
@@ -216,10 +214,10 @@ class Generator:
         rolling: bool = False,
         **options: Any,
     ) -> list[Text]:
-        """What `stream` would write, for callers that write it in rows of their own (`open_rows`).
+        """Prepares the texts of a request without starting them, for callers that run them in `open_rows`.
 
         Raises:
-            UsageError: as those of `stream`.
+            UsageError: as for `stream`.
         """
         if prefix is not None and prefix.engines != self._identity:
             raise UsageError(
@@ -238,17 +236,17 @@ class Generator:
 
     @contextlib.contextmanager
     def open_rows(self, *buckets: Bucket, rolling: bool = False) -> Iterator[Rows]:
-        """The rows of decode buckets of one length, for one caller at a time.
+        """Gives one caller exclusive use of the rows of decode buckets, all of the same length.
 
         Raises:
-            UsageError: they are in use, or there is no memory for their cache.
+            UsageError: this generator is in use, or there is not enough memory for the caches.
         """
         with self._exclusive(*buckets) as decoders:
             yield Rows(decoders, self._reads(), self._sites, rolling=rolling)
 
     def prefix(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prefix:
-        """Reads the common beginning of several texts once. The prompts after it are read token by token, so this
-        saves time if the beginning is long and what follows is short.
+        """Reads the common beginning of several texts once. Prompts that continue it are read token by token, so this
+        saves time if the beginning is long and the continuations are short.
 
         Raises:
             UsageError: the prompt is empty, or fills the window.
@@ -271,10 +269,10 @@ class Generator:
 
     @contextlib.contextmanager
     def _exclusive(self, *buckets: Bucket) -> Iterator[list[Decoder]]:
-        """The decoders of buckets, for one caller at a time.
+        """Gives one caller exclusive use of the decoders of these buckets; opens them if needed.
 
         Raises:
-            UsageError: it is in use, or there is no memory for its cache.
+            UsageError: this generator is in use, or there is not enough memory for the caches.
         """
         if not self._writing.acquire(blocking=False):
             raise UsageError("this generator is writing another text; finish or close that stream, or open another one")

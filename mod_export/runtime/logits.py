@@ -1,8 +1,8 @@
-"""From logits to the next token, drawn at a temperature or the most probable one; and how probable a text was.
+"""Chooses the next token from logits, greedily or by sampling, and computes how probable a text is.
 
-A draw uses exactly one number of the random generator of its row, so the same seed, row and logits give the same
-tokens, whatever other rows are generated in the same batch. Tokens are ranked by their logits, and among equal logits
-the lower id comes first, so the result does not depend on a library's sort order.
+Each draw takes exactly one number from the random generator of its row. So the same seed, row and logits give the same
+tokens, independent of the other rows in the batch. Tokens are ranked by their logits, and among equal logits the lower
+id comes first, so the result does not depend on a library's sort order.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     from mod_export.runtime.deployment import Deployment
 
 SHOWN = 5
-"""Next tokens of a `Score`."""
+"""Number of next tokens that a `Score` lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen. The cuts are made one after the other: top_k, then top_p of what is left.
+    """How the next token is chosen. top_k is applied first, then top_p to the remaining tokens.
 
     Attributes:
-        temperature: logits are divided by it. 0 is greedy: the largest logit, the lowest id among equals.
-        top_k: draw among this many largest logits, the lowest ids among equals; 0 draws among all.
-        top_p: only the smallest set of most probable tokens whose probabilities sum to this can be drawn, one at least
-            (nucleus sampling: Holtzman et al. 2020, arXiv 1904.09751); 1 is all.
+        temperature: divisor of the logits. 0 is greedy: the largest logit, with the lowest id among equals.
+        top_k: draw among this many largest logits, with the lowest ids among equals; 0 draws among all.
+        top_p: draw among the smallest set of most probable tokens whose probabilities sum to this, at least one token
+            (nucleus sampling: Holtzman et al. 2020, arXiv 1904.09751); 1 draws among all.
 
     Raises:
-        UsageError: one of them is out of its range.
+        UsageError: a value is out of range.
     """
 
     temperature: float = 0.0
@@ -59,7 +59,7 @@ class Sampling:
 
 
 def rng_of(seed: int, row: int) -> np.random.Generator:
-    """The generator of one row of a request.
+    """Returns the random generator of one row of a request.
 
     Raises:
         UsageError: the seed is not a whole number of at least 0.
@@ -70,32 +70,32 @@ def rng_of(seed: int, row: int) -> np.random.Generator:
 
 
 def draw(logits_V: np.ndarray, sampling: Sampling, rng: np.random.Generator) -> int:
-    """The next token, with one `random()` of the row's generator, or none if greedy.
+    """Chooses the next token. Calls `random()` of the row's generator once, or not at all if greedy.
 
-    The logits are float32 (V,); -inf is a token that cannot be drawn.
+    The logits are float32 (V,). A token with logit -inf cannot be drawn.
 
     Raises:
-        EngineError: there is no finite largest logit.
+        EngineError: the largest logit is not finite.
     """
     if sampling.temperature == 0:
         _peak(logits_V)
         return int(np.argmax(logits_V))
     reached_V = np.cumsum(probabilities(logits_V, sampling))
-    # Scaled by the rounded sum and not by 1: a float below 1 times the last sum is below the last sum, so the search
-    # never runs past the end. side="right" skips tokens of probability 0, which add nothing to the sum.
+    # The random number is scaled by the rounded sum, which may differ from 1. A float below 1 times this sum is below
+    # the sum, so the search never runs past the end. side="right" skips tokens of probability 0.
     return int(np.searchsorted(reached_V, rng.random() * reached_V[-1], side="right"))
 
 
 def probabilities(logits_V: np.ndarray, sampling: Sampling) -> np.ndarray:
-    """The distribution that `draw` draws from: float64 (V,), 0 for tokens that are cut off, with sum 1 up to rounding.
+    """Returns the distribution that `draw` samples: float64 (V,), 0 for excluded tokens, with sum 1 up to rounding.
 
     Raises:
-        EngineError: there is no finite largest logit.
+        EngineError: the largest logit is not finite.
     """
     peak = _peak(logits_V)
     if sampling.temperature == 0:
         return np.asarray(np.eye(1, len(logits_V), int(np.argmax(logits_V)))[0])
-    # The largest is subtracted before the division, so that only logits of weight 0 overflow, to -inf.
+    # The largest logit is subtracted before the division, so only logits of weight 0 can overflow, to -inf.
     with np.errstate(over="ignore"):
         weight_V = np.exp((logits_V.astype(np.float64) - peak) / sampling.temperature)
     if 0 < sampling.top_k < len(logits_V):
@@ -110,7 +110,7 @@ def _is_number(value: object) -> bool:
 
 
 def _peak(logits_V: np.ndarray) -> float:
-    """The largest logit; NaN if any is NaN."""
+    """Returns the largest logit, which must be finite."""
     peak = float(logits_V.max())
     if not np.isfinite(peak):
         raise EngineError(
@@ -121,7 +121,7 @@ def _peak(logits_V: np.ndarray) -> float:
 
 
 def _largest(logits_V: np.ndarray, k: int) -> np.ndarray:
-    """Bool (V,): True for exactly the k largest, the lowest ids among equals. Sorting would take ten times as long."""
+    """Bool (V,): True for exactly the k largest logits, lowest ids first among equals. Sorting is ten times slower."""
     edge = np.partition(logits_V, len(logits_V) - k)[len(logits_V) - k]
     kept_V: np.ndarray = logits_V > edge
     kept_V[np.flatnonzero(logits_V == edge)[: k - np.count_nonzero(kept_V)]] = True
@@ -129,12 +129,12 @@ def _largest(logits_V: np.ndarray, k: int) -> np.ndarray:
 
 
 def _nucleus(logits_V: np.ndarray, weight_V: np.ndarray, top_p: float) -> np.ndarray:
-    """Bool (V,): True for the fewest of the largest whose weights reach top_p of all weight; at least one.
+    """Bool (V,): True for the smallest set of largest logits whose weights reach top_p of the total; at least one.
 
-    The order is that of the logits: at a high temperature different logits may weigh the same.
+    Tokens are ordered by logit, not by weight: at a high temperature different logits may have equal weights.
     """
     total = weight_V.sum()
-    # All tokens below this weight have together at most half of what may be left out, so none of them is needed.
+    # All tokens below this weight together have at most half of the weight that may be left out, so none is needed.
     candidate_N = np.flatnonzero(weight_V >= (1 - top_p) * total / (2 * len(weight_V)))
     order_N = candidate_N[np.argsort(-logits_V[candidate_N], kind="stable")]
     count = int(np.searchsorted(np.cumsum(weight_V[order_N]), top_p * total)) + 1
@@ -144,12 +144,12 @@ def _nucleus(logits_V: np.ndarray, weight_V: np.ndarray, top_p: float) -> np.nda
 
 
 class Logprob(NamedTuple):
-    """How probable a token was, before temperature and cuts.
+    """The log probability of a token, before temperature, top_k and top_p.
 
     Attributes:
-        token: its id.
+        token: id of the token.
         logprob: natural logarithm of its probability.
-        top: (id, logprob) of the most probable tokens, the lowest ids first among equals.
+        top: (id, logprob) of the most probable tokens, in descending order, lowest ids first among equals.
     """
 
     token: int
@@ -158,22 +158,22 @@ class Logprob(NamedTuple):
 
 
 def logprob_of(logits_V: np.ndarray, token: int, top: int) -> Logprob:
-    """Of a token, with that of the `top` most probable ones."""
-    found_V = log_softmax(logits_V)
-    # Ranked by the logits, as greedy text is: different logits may have equal logarithms.
+    """Returns the log probability of a token, and those of the `top` most probable tokens."""
+    logprob_V = log_softmax(logits_V)
+    # Ranked by logits, as in greedy decoding: different logits may have equal log probabilities after rounding.
     largest = np.flatnonzero(_largest(logits_V, min(top, len(logits_V)))) if top else np.zeros(0, dtype=np.int64)
     best = largest[np.argsort(-logits_V[largest], kind="stable")]
-    return Logprob(token, float(found_V[token]), tuple((int(one), float(found_V[one])) for one in best))
+    return Logprob(token, float(logprob_V[token]), tuple((int(i), float(logprob_V[i])) for i in best))
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One prompt.
+    """How probable a prompt is.
 
     Attributes:
-        tokens: of the prompt.
-        nll: mean of -log p of all its tokens but the first, in nats; NaN for a prompt of one token.
-        following: the most probable next tokens, (id, probability).
+        tokens: number of tokens of the prompt.
+        nll: mean of -log p over all its tokens but the first, in nats; NaN for a prompt of one token.
+        following: (id, probability) of the most probable next tokens.
     """
 
     tokens: int
@@ -187,13 +187,12 @@ class Score:
 
 
 def score(deployment: Deployment, ids: Sequence[int]) -> Score:
-    """Reads a prompt in the smallest forward bucket that holds it. Routing is that of the bucket: see `Deployment.run`.
+    """Scores a prompt in the smallest forward bucket that fits. The bucket decides routing: see `Deployment.run`.
 
-    So a model that cannot generate, because it selects tokens by looking at the whole prompt, can say how probable the
-    tokens of a prompt are, and which may come next.
+    This also works for a model that cannot generate because it needs the whole prompt to select tokens.
 
     Raises:
-        UsageError: no tokens, more than the largest bucket holds, or a folder that gives no logits of every token.
+        UsageError: the prompt is empty or fits no bucket, or the folder does not return logits of every token.
     """
     if not ids:
         raise UsageError("an empty prompt has no score; expected at least one token")
@@ -211,7 +210,7 @@ def score(deployment: Deployment, ids: Sequence[int]) -> Score:
 
 
 def negative_log_likelihood(logits_BSV: np.ndarray, ids_BS: np.ndarray) -> tuple[float, int]:
-    """Sum of -log p(token | the tokens before it), in nats, over all tokens but the first, and their number.
+    """Returns the sum of -log p(token | tokens before it), in nats, over all but each first token, and their count.
 
     Perplexity is exp(sum / count).
     """
@@ -221,7 +220,7 @@ def negative_log_likelihood(logits_BSV: np.ndarray, ids_BS: np.ndarray) -> tuple
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Over the last axis, in float64."""
+    """Log-softmax over the last axis, in float64."""
     shifted = logits.astype(np.float64)
     with np.errstate(invalid="ignore"):
         shifted -= shifted.max(-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""From what a caller asks for to texts that can be written: prompts as ids, sampling, stops, and refusals."""
+"""Checks the requests of callers and turns them into texts that can be written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mod_export.runtime.texts import StopText, Vocabulary
 Message = Mapping[str, Any]
 """`role` and `content` of one turn of a conversation."""
 Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or the messages of a conversation that the model answers."""
+"""A text, token ids, or the messages of a conversation that the model answers."""
 
 
 def _is_whole(value: object) -> bool:
@@ -24,8 +24,8 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_conversation(value: object) -> bool:
-    """Whether these are the messages of one."""
-    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(one, Mapping) for one in value)
+    """Whether the value is a list of messages."""
+    return isinstance(value, Sequence) and len(value) > 0 and all(isinstance(item, Mapping) for item in value)
 
 
 class RequestReader:
@@ -33,8 +33,8 @@ class RequestReader:
 
     Attributes:
         vocabulary: converts between text and ids; None if ids do not represent text.
-        vocab_size: ids are below it.
-        defaults: what holds unless a request says otherwise.
+        vocab_size: upper bound of ids, exclusive.
+        defaults: settings that apply unless a request overrides them.
     """
 
     def __init__(self, vocabulary: Vocabulary | None, vocab_size: int, defaults: GenerationDefaults) -> None:
@@ -57,14 +57,12 @@ class RequestReader:
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
     ) -> list[Text]:
-        """One text for each prompt, ready to begin.
-
-        The arguments are those of `Generator.stream`.
+        """Returns one text for each prompt, ready to begin. Takes the arguments of `Generator.stream`.
 
         Raises:
             UsageError: an argument is out of range, or a prompt cannot be read by this model.
         """
-        found = self.ids(prompts, template or {}, special=add_special_tokens, continued=prefix is not None)
+        ids_by_row = self.ids(prompts, template or {}, special=add_special_tokens, continued=prefix is not None)
         least = 0 if prompt_logprobs else 1
         if not _is_whole(max_new_tokens) or max_new_tokens < least:
             raise UsageError(f"max_new_tokens: expected a whole number of at least {least}, got {max_new_tokens!r}")
@@ -84,11 +82,11 @@ class RequestReader:
                 rng=rng_of(seed, row),
                 stop_ids=stop_ids,
                 reader=self.vocabulary.reader() if self.vocabulary else None,
-                stops=StopText([one for one in stop if isinstance(one, str)]),
+                stops=StopText([item for item in stop if isinstance(item, str)]),
                 logprobs=logprobs,
                 score_prompt=prompt_logprobs,
             )
-            for row, ids in enumerate(found)
+            for row, ids in enumerate(ids_by_row)
         ]
         empty = next((text.row for text in texts if not text.completion.prompt_ids), None)
         if empty is not None:
@@ -103,10 +101,10 @@ class RequestReader:
         special: bool = True,
         continued: bool = False,
     ) -> list[list[int]]:
-        """The ids of each prompt.
+        """Returns the token ids of each prompt.
 
         Args:
-            prompts: one, or a list of them.
+            prompts: one prompt, or a list of prompts.
             template: variables of the chat template.
             special: whether the tokenizer adds its special tokens to a text.
             continued: whether the prompts continue a prefix.
@@ -118,13 +116,13 @@ class RequestReader:
             raise UsageError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
         if not isinstance(prompts, str) and len(prompts) == 0:
             raise UsageError("expected at least one prompt")
-        # A single prompt, text, ids or messages, need not be in a list.
-        one = isinstance(prompts, str) or all(map(_is_whole, prompts)) or _is_conversation(prompts)
-        several = cast("Sequence[Prompt]", [prompts] if one else prompts)
-        if continued and any(map(_is_conversation, several)):
+        # A single prompt (text, ids or messages) need not be in a list.
+        is_single = isinstance(prompts, str) or all(map(_is_whole, prompts)) or _is_conversation(prompts)
+        prompt_list = cast("Sequence[Prompt]", [prompts] if is_single else prompts)
+        if continued and any(map(_is_conversation, prompt_list)):
             raise UsageError("a conversation is a whole text, which cannot continue a prefix; leave the prefix out")
         special = special and not continued
-        return [self._ids(row, prompt, template, special=special) for row, prompt in enumerate(several)]
+        return [self._ids(row, prompt, template, special=special) for row, prompt in enumerate(prompt_list)]
 
     def _ids(self, row: int, prompt: Prompt, template: Mapping[str, Any], *, special: bool) -> list[int]:
         if isinstance(prompt, str) or _is_conversation(prompt):
@@ -133,30 +131,30 @@ class RequestReader:
             if isinstance(prompt, str):
                 ids = self.vocabulary.ids(prompt, special)
             else:
-                # The template writes every special token itself.
-                told = self.vocabulary.chat_template.render(cast("Sequence[Message]", prompt), template)
-                ids = self.vocabulary.ids(told, special=False)
+                # The template writes all special tokens itself.
+                text = self.vocabulary.chat_template.render(cast("Sequence[Message]", prompt), template)
+                ids = self.vocabulary.ids(text, special=False)
         else:
-            given: Any = prompt
-            ids = list(given) if isinstance(given, Sequence | np.ndarray) else [given]
-        wrong = [one for one in ids if not self._is_id(one)]
+            values: Any = prompt
+            ids = list(values) if isinstance(values, Sequence | np.ndarray) else [values]
+        wrong = [token for token in ids if not self._is_id(token)]
         if wrong:
             raise UsageError(
                 f"prompt {row}: expected text, or token ids from 0 to {self.vocab_size - 1}, got {wrong[0]!r}"
             )
-        return [int(one) for one in ids]
+        return [int(token) for token in ids]
 
     def _is_id(self, value: Any) -> bool:
         return _is_whole(value) and 0 <= value < self.vocab_size
 
     def _stop_ids(self, stop: Sequence[str | int]) -> frozenset[int]:
-        """The ids among the stops, and those of special tokens, which no text shows."""
+        """Returns the ids among the stops, and the ids of stop strings that are special tokens, which no text shows."""
         if isinstance(stop, str):
             raise UsageError(f"stop: got the string {stop!r}, expected a list of strings and ids; write [{stop!r}]")
-        odd = [one for one in stop if not isinstance(one, str) and not self._is_id(one)]
-        if odd:
-            raise UsageError(f"stop: expected strings and ids from 0 to {self.vocab_size - 1}, got {odd[0]!r}")
-        if self.vocabulary is None and any(isinstance(one, str) for one in stop):
+        wrong = [item for item in stop if not isinstance(item, str) and not self._is_id(item)]
+        if wrong:
+            raise UsageError(f"stop: expected strings and ids from 0 to {self.vocab_size - 1}, got {wrong[0]!r}")
+        if self.vocabulary is None and any(isinstance(item, str) for item in stop):
             raise UsageError("stop: this model's ids stand for no text; give ids to stop at")
-        ids = [self.vocabulary.special_id(one) if isinstance(one, str) and self.vocabulary else one for one in stop]
-        return frozenset(one for one in ids if one is not None and not isinstance(one, str))
+        ids = [self.vocabulary.special_id(item) if isinstance(item, str) and self.vocabulary else item for item in stop]
+        return frozenset(item for item in ids if item is not None and not isinstance(item, str))

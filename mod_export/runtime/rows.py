@@ -1,11 +1,11 @@
-"""The rows of decoders and the texts that are being written in them: one step reads one token of every text.
+"""Writes texts in the rows of decoders. One step reads one token of every text.
 
-A text that has ended leaves its row, and another one can begin there while the others go on (continuous batching), so
-no text waits for the longest. What is written depends on a text's own prompt alone: it has its own cache and random
-numbers. The caller decides which text begins when: `Stream` has a fixed list of them, a server what has come in.
+When a text ends, another can begin in its row while the others continue (continuous batching), so no text waits for
+the longest one. The output of a text depends on its own request alone: it has its own cache and random numbers. The
+caller decides which text begins when: `Stream` has a fixed list of texts, a server takes requests as they arrive.
 
-Of several decoders the smallest that has a row for every text takes the steps, so one text alone is written at the
-speed of an engine for one text.
+If there are several decoders, the smallest one with a row for every text runs the steps. So a single text is written at
+the speed of an engine for one text.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ NO_LOGITS = np.zeros(0, dtype=np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Tokens that were read once and start several texts.
+    """A common beginning of several texts, read once.
 
     Attributes:
         ids: the tokens.
-        kept: the cached state after them.
-        engines: which engines read them; the cached state is meaningless to others.
+        kept: the cached state after these tokens.
+        engines: identifies the engines that read them; for other engines the cached state is meaningless.
     """
 
     ids: tuple[int, ...]
@@ -47,10 +47,10 @@ class Piece(NamedTuple):
     """One new token of one text.
 
     Attributes:
-        row: number of the prompt.
-        token: its id; None for the end of a text that was held back until it was certain.
-        text: the characters that are certain by now; a token may complete none, or several.
-        logprob: of the token, where it was asked for.
+        row: index of the prompt.
+        token: id of the token; None if the piece only holds characters that were held back until the text ended.
+        text: the characters that became certain with this piece; a token may complete none, or several.
+        logprob: log probability of the token, if requested.
     """
 
     row: int
@@ -61,21 +61,21 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Completion:
-    """What was written after one prompt.
+    """The text written after one prompt, and statistics.
 
     Attributes:
-        prompt_ids: the prompt with its prefix.
-        ids: the new tokens: without an id that it stopped at, and up to the token that completed a stop string.
-        text: the new characters, up to the stop string; empty where the model's ids stand for no text.
-        finish: "length", "stop", or "cancelled"; empty while it is being written.
-        stop: the stop string or id that ended it.
-        first_token_s: seconds from when the text was asked for to its first token, time in the queue included.
-        ran: routing site -> how many tokens of the text were selected there.
-        overflow: routing site -> how many tokens wanted a slot there and found none.
-        read: how many tokens of the text the model has read, its prefix and what was read again by rolling included.
-        logprobs: one for each of `ids`, where they were asked for.
-        stop_logprob: of the id that it stopped at, likewise.
-        prompt_logprobs: one for each of `prompt_ids` but the first, where they were asked for.
+        prompt_ids: the prompt, including its prefix.
+        ids: the new tokens, without a stop id, and up to the token that completed a stop string.
+        text: the new characters, up to the stop string; empty if the model's ids do not represent text.
+        finish: "length", "stop", or "cancelled"; empty while the text is being written.
+        stop: the stop string or stop id that ended the text.
+        first_token_s: seconds from the request to the first token, including time in the queue.
+        ran: routing site -> number of tokens of the text that it selected.
+        overflow: routing site -> number of tokens that wanted a slot but found none left.
+        read: number of tokens that the model has read, including the prefix and tokens read again by rolling.
+        logprobs: log probability of each of `ids`, if requested.
+        stop_logprob: log probability of the stop id, if requested.
+        prompt_logprobs: log probability of each of `prompt_ids` but the first, if requested.
     """
 
     prompt_ids: tuple[int, ...]
@@ -94,22 +94,22 @@ class Completion:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Text:
-    """A prompt, how to continue it, and how far that is.
+    """A prompt, how to continue it, and its progress.
 
     Attributes:
-        row: number of the prompt in its request.
-        ids: of the prompt, without the prefix.
-        max_new_tokens: 0 only reads the prompt.
-        rng: the text's own random numbers.
+        row: index of the prompt in its request.
+        ids: token ids of the prompt, without the prefix.
+        max_new_tokens: limit of new tokens; 0 only reads the prompt.
+        rng: the text's own random generator.
         stop_ids: ids that end the text.
-        reader: of the new tokens; None where ids stand for no text.
-        stops: the stop strings.
-        logprobs: how many of the most probable tokens are recorded beside each token; None records nothing.
-        score_prompt: whether that is recorded of the tokens of the prompt too.
-        since: when it was asked for, of `time.perf_counter`.
-        b: the row of the decoder that has it.
-        position: tokens that this row has read.
-        pending: tokens of the prompt that are left to steps.
+        reader: decodes the new tokens; None if ids do not represent text.
+        stops: finds the stop strings.
+        logprobs: how many of the most probable tokens are recorded with each new token; None records nothing.
+        score_prompt: whether log probabilities of the prompt are recorded too.
+        since: time of the request, from `time.perf_counter`.
+        b: row of the decoder that holds the text.
+        position: number of tokens that this row has read.
+        pending: tokens of the prompt that steps still have to read.
     """
 
     row: int
@@ -138,23 +138,23 @@ Written = tuple[Text, Piece]
 
 
 class Rows:
-    """The rows of decoders. Only one thread may use it, but any thread may set `cancelled` of a text.
+    """The rows of decoders. Only one thread may use an instance, but any thread may set `cancelled` of a text.
 
     Attributes:
-        size: how many texts are written at once.
-        steps: how many there were.
-        step_seconds: in them.
-        prompt_seconds: in which prompts alone were read.
-        from_prompts: new tokens that came right after a prompt.
+        size: maximum number of texts written at once.
+        steps: number of steps so far.
+        step_seconds: time spent in steps.
+        prompt_seconds: time spent only on reading prompts.
+        from_prompts: number of new tokens that directly followed a prompt.
     """
 
     def __init__(
         self, decoders: Sequence[Decoder], prompts: Prompts, sites: Sequence[Site], *, rolling: bool = False
     ) -> None:
-        """The decoders hold texts of the same length, and their counts are of `sites`; with `rolling`, a text that
-        fills the cache continues from its second half.
+        """All decoders have the same length, and their counts refer to `sites`. With `rolling`, a text that fills the
+        cache continues from its second half.
         """
-        self._decoders = sorted(decoders, key=lambda one: one.batch)
+        self._decoders = sorted(decoders, key=lambda decoder: decoder.batch)
         self._decoder = self._decoders[0]
         self.size = self._decoders[-1].batch
         self.steps = 0
@@ -166,14 +166,14 @@ class Rows:
 
     @property
     def busy(self) -> list[Text]:
-        """The texts that are being written. A text that has ended, or was cancelled, is none of them any more."""
+        """The texts that are being written. Removes texts that have ended or were cancelled from their rows."""
         for b, text in enumerate(self._texts):
             if text is not None and self._is_over(text):
                 self._texts[b] = None
         return [text for text in self._texts if text is not None]
 
     def begin(self, text: Text) -> Iterator[Written]:
-        """Gives a free row to a text: reads its prompt, and yields the first token if it follows right after.
+        """Gives a text a free row and reads its prompt; yields the first token if no steps are needed to read the rest.
 
         Raises:
             EngineError: the engine failed, or its logits are not finite.
@@ -186,14 +186,14 @@ class Rows:
         if text.prefix is not None:
             yield from self._resume(text, text.prefix.kept, text.ids)
         elif text.score_prompt:
-            # Prefill engines give the logits of the last token only. Steps give those of every token.
+            # Prefill engines return logits of the last token only. Steps return logits of every token.
             self._decoder.clear(text.b)
             text.pending.extend(text.ids)
         else:
             yield from self._read(text, text.ids)
 
     def step(self) -> Iterator[Written]:
-        """Reads one token of every text that is being written, and yields those that follow.
+        """Reads one token of every text that is being written, and yields the new tokens.
 
         Raises:
             EngineError: the engine failed, or its logits are not finite.
@@ -230,25 +230,25 @@ class Rows:
                 text.completion.prompt_logprobs.append(logprob)
 
     def cancel(self) -> None:
-        """Ends every text that is being written. What was read until then is counted."""
+        """Cancels every text that is being written. The tokens read so far are counted."""
         for text in self.busy:
             text.cancelled = True
         assert not self.busy
 
     def reset(self) -> None:
-        """Ends every text, and clears the caches, after the engine has failed."""
+        """Cancels every text and clears the caches, after an engine failure."""
         self.cancel()
         for decoder in self._decoders:
             decoder.wipe()
 
     def _make_room(self, texts: int) -> None:
-        """Goes on with a larger decoder if the one that takes the steps has no row left, and with the smallest one
-        where nothing is being written.
+        """Switches to a larger decoder if the current one has no free row. If no text is being written, switches to the
+        smallest one that is large enough.
         """
         busy = self.busy
-        fitting = next(one for one in self._decoders if one.batch >= texts)
+        fitting = next(decoder for decoder in self._decoders if decoder.batch >= texts)
         if busy and fitting.batch <= self._decoder.batch:
-            return  # To move texts to a smaller one would cost a copy of their caches whenever a text ends.
+            return  # Moving texts to a smaller decoder would copy their caches whenever a text ends.
         before, self._decoder = self._decoder, fitting
         self._texts = [*busy, *[None] * (fitting.batch - len(busy))]
         for b, text in enumerate(busy):
@@ -263,7 +263,7 @@ class Rows:
         return self._resume(text, kept, ids[longest:])
 
     def _resume(self, text: Text, kept: Kept, rest: Sequence[int]) -> Iterator[Written]:
-        """Continues after tokens that were read; the rest of the prompt is left to steps."""
+        """Continues from a kept state; steps read the rest of the prompt."""
         self._decoder.put(text.b, kept)
         text.position = kept.length
         text.completion.read += kept.length
@@ -273,7 +273,7 @@ class Rows:
             yield from self._accept(text, kept.logits_V)
 
     def _roll(self, text: Text) -> Iterator[Written]:
-        """Continues as if the second half were the whole text. Positions start at 0 again, so it is read again."""
+        """Continues as if the second half were the whole text. It is read again because positions restart at 0."""
         assert self._rolling
         self._count(text)
         whole = [*text.completion.prompt_ids, *text.completion.ids]
@@ -309,13 +309,13 @@ class Rows:
             yield from self._rest(text)
 
     def _rest(self, text: Text) -> Iterator[Written]:
-        """Yields what was held back, at the end of a text."""
+        """Yields the characters that were held back, at the end of a text."""
         if text.reader is None:
             return
-        held = text.stops.feed(text.reader.close()) + text.stops.close()
-        text.completion.text += held
-        if held:
-            yield text, Piece(text.row, None, held)
+        rest = text.stops.feed(text.reader.close()) + text.stops.close()
+        text.completion.text += rest
+        if rest:
+            yield text, Piece(text.row, None, rest)
 
     def _is_over(self, text: Text) -> bool:
         if text.cancelled and not text.completion.finish:

@@ -1,4 +1,4 @@
-"""A fixed list of texts, written in the rows of a decoder: a row whose text has ended is given to the next one."""
+"""Writes a fixed list of texts in the rows of a decoder. When a text ends, the next one gets its row."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from mod_export.types import Bucket
 
 
 class Stream(Iterator[Piece]):
-    """An iterator over the pieces of all texts in the order in which they are written.
+    """An iterator over the pieces of all texts, in the order in which they are written.
 
-    `completions` holds what has been written so far, one for each prompt. Leaving the `with` block, or `close`, ends
-    what is not finished.
+    `completions` holds one completion for each prompt, with the text so far. Leaving the `with` block, or `close`,
+    cancels unfinished texts.
     """
 
     def __init__(
         self, texts: Sequence[Text], open_rows: Callable[[], AbstractContextManager[Rows]], bucket: Bucket
     ) -> None:
-        """Nothing is computed until the first piece is asked for. `open_rows` gives exclusive use of the rows of
+        """Computes nothing until the first piece is requested. `open_rows` gives exclusive use of the rows of
         `bucket`.
         """
         self.completions = [text.completion for text in texts]
@@ -45,15 +45,15 @@ class Stream(Iterator[Piece]):
 
     @property
     def prompt_seconds(self) -> float:
-        """In which prompts alone were read."""
+        """Time spent only on reading prompts."""
         return self._rows.prompt_seconds if self._rows else 0.0
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens of all texts a second, the first ones and the time in which prompts alone were read left out; None
-        before the end, and where no text has a second token.
+        """New tokens of all texts per second, without tokens that directly followed a prompt and without time spent
+        only on reading prompts. None before the end, or if no text has a second token.
         """
-        tokens = sum(len(one.ids) for one in self.completions) - (self._rows.from_prompts if self._rows else 0)
+        tokens = sum(len(text.ids) for text in self.completions) - (self._rows.from_prompts if self._rows else 0)
         seconds = self.seconds - self.prompt_seconds
         return tokens / seconds if tokens > 0 and seconds > 0 else None
 
@@ -64,12 +64,12 @@ class Stream(Iterator[Piece]):
         self.close()
 
     def cancel(self, row: int | None = None) -> None:
-        """Ends one text, or all of them, before its next token; from any thread."""
+        """Cancels one text, or all texts, before the next token. Any thread may call it."""
         for text in self._texts if row is None else [self._texts[row]]:
             text.cancelled = True
 
     def close(self) -> None:
-        """Ends all texts. Only for the thread that iterates."""
+        """Cancels all unfinished texts. Only the iterating thread may call it."""
         self._pieces.close()
         for completion in self.completions:
             completion.finish = completion.finish or "cancelled"
@@ -90,4 +90,4 @@ class Stream(Iterator[Piece]):
                         yield piece
             finally:
                 self.seconds = time.perf_counter() - begun
-                rows.cancel()  # Where it was closed, or failed.
+                rows.cancel()  # Needed if the stream was closed or failed.

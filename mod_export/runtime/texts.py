@@ -1,10 +1,9 @@
-"""Between text and token ids: bytes, which need nothing, or the model's own tokenizer; and stop strings.
+"""Converts between text and token ids, with bytes as ids or the model's own tokenizer; and finds stop strings.
 
-A vocabulary gives the ids of a text or of a conversation, and a reader for each text that is written. A character may
-take several tokens, so the text that can be shown after a token may be empty, or longer than the token itself. Readers
-and `StopText` take a text piece by piece (`feed`) and return the characters that are certain so far; what is left when
-the text ends, an incomplete character as U+FFFD, comes with `close`. Joined together the pieces do not depend on where
-the text was cut.
+A vocabulary returns the ids of a text, the chat template, and a reader that decodes one new text. A character may take
+several tokens, so the characters to show after a token may be none, or more than those of the token. Readers and
+`StopText` take a text in pieces (`feed`) and return the new characters that are certain. `close` returns the rest when
+the text ends, with U+FFFD for an incomplete character. The joined result does not depend on where the text was cut.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from mod_export.runtime.tokenizer import FileReader, TokenizersFile
 
 
 def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:
-    """The vocabulary of a build folder's model; None if its ids do not represent text.
+    """Loads the vocabulary of a build folder's model; None if its ids do not represent text.
 
     Raises:
         BuildFolderError: a file of the tokenizer has changed since the build.
-        UsageError: the package `tokenizers` is needed and not installed.
+        UsageError: the package `tokenizers` is needed but not installed.
     """
     if manifest.tokenizer is None or manifest.tokenizer == "bytes":
         return None if manifest.tokenizer is None else Bytes()
@@ -35,18 +34,18 @@ def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:
 
 
 class Bytes:
-    """The bytes of UTF-8 are the ids 0 to 255. There are no special tokens and no template for conversations."""
+    """A vocabulary in which UTF-8 bytes are the ids 0 to 255. It has no special tokens and no chat template."""
 
     end: int | None = None
 
     def ids(self, text: str, special: bool = True) -> list[int]:
-        """The bytes of a text, with nothing to add to them.
+        """Returns the bytes of a text; there are no special tokens to add.
 
         Raises:
-            UsageError: no bytes stand for it.
+            UsageError: the text holds half of a surrogate pair.
         """
         try:
-            # Bytes of a command line that are not UTF-8 reach Python as escapes; the model gets the original bytes.
+            # Python escapes command-line bytes that are not UTF-8. Here they become the original bytes again.
             return list(text.encode(errors="surrogateescape"))
         except UnicodeEncodeError as error:
             where = f"U+{ord(text[error.start]):04X} at character {error.start}"
@@ -56,7 +55,7 @@ class Bytes:
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """Refused.
+        """Not available.
 
         Raises:
             UsageError: always.
@@ -67,11 +66,11 @@ class Bytes:
         return None
 
     def is_shown(self, token: int) -> bool:
-        """Whether it stands for a part of a text."""
+        """Whether a token represents a part of a text."""
         return 0 <= token < 256
 
     def token_bytes(self, token: int) -> bytes | None:
-        """What a token stands for; None for an id that is no byte."""
+        """Returns the byte of a token; None if the id is not a byte."""
         return bytes([token]) if 0 <= token < 256 else None
 
     def reader(self) -> Reader:
@@ -83,7 +82,7 @@ class _ByteReader:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token: int) -> str:
-        """The new characters that are certain with this token; it may complete none.
+        """Returns the characters that become certain with this token, possibly none.
 
         Raises:
             UsageError: the token is not a byte.
@@ -103,19 +102,19 @@ Vocabulary = Bytes | TokenizersFile
 
 
 class StopText:
-    """Ends a text before the first of several strings, wherever the text is cut into pieces.
+    """Ends a text before the first stop string, independent of how the text is cut into pieces.
 
-    The stop string that is complete first counts, so that no token is computed in search of a longer one. If several
-    end at the same character, the longest counts, so that no part of any of them is shown.
+    The stop string that is complete first wins, so no extra token is computed to look for a longer one. If several end
+    at the same character, the longest wins, so no part of any of them is shown.
 
     Args:
-        stops: each of at least one character; the list may be empty.
+        stops: the stop strings, each of at least one character; the list may be empty.
 
     Attributes:
         stopped: the string that ended the text; None until then.
 
     Raises:
-        UsageError: a stop is empty.
+        UsageError: a stop string is empty.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -126,13 +125,13 @@ class StopText:
         self._held = ""
 
     def feed(self, piece: str) -> str:
-        """The characters that can be shown now: none that might begin a stop string, and none once `stopped`."""
+        """Returns the characters that can be shown now: none that may begin a stop string, and none once `stopped`."""
         if self.stopped is not None:
             return ""
         text = self._held + piece
-        found = [(text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
-        if found:
-            end, _, self.stopped = min(found)
+        matches = [(text.index(stop) + len(stop), -len(stop), stop) for stop in self._stops if stop in text]
+        if matches:
+            end, _, self.stopped = min(matches)
             self._held = ""
             return text[: end - len(self.stopped)]
         shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
@@ -140,12 +139,12 @@ class StopText:
         return text[:shown]
 
     def close(self) -> str:
-        """What was held back, for a text that ends for another reason."""
+        """Returns the characters that were held back, for a text that ends without a stop string."""
         rest, self._held = self._held, ""
         return rest
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of the text that are the beginning of the stop string, but not all of it."""
+    """Returns how many characters at the end of the text form an incomplete beginning of the stop string."""
     longest = min(len(text), len(stop) - 1)
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,8 +1,8 @@
 """A model's own tokenizer: a tokenizer.json of the package `tokenizers`, used as transformers uses it.
 
-Which special tokens a text begins or ends with is said by the post-processor of tokenizer.json alone; transformers
-(release 5) does not ask `add_bos_token` of tokenizer_config.json where there is a tokenizer.json. What the
-configuration names as special tokens is special also where tokenizer.json does not say so.
+Only the post-processor of tokenizer.json decides which special tokens a text begins or ends with; transformers
+(release 5) ignores `add_bos_token` of tokenizer_config.json if there is a tokenizer.json. Tokens that the configuration
+names as special are special even if tokenizer.json does not say so.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
 
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that transformers knows by name, and chat templates too."""
+"""Names of special tokens that transformers and chat templates know."""
 CONFIG, SPECIAL_TOKENS_MAP = "tokenizer_config.json", "special_tokens_map.json"
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
 
 
 class TokenizersFile:
-    """A tokenizer.json, and what says beside it how it is used: tokenizer_config.json, special_tokens_map.json and
+    """A tokenizer.json, and the files beside it that configure it: tokenizer_config.json, special_tokens_map.json and
     chat_template.jinja.
 
     Ids that are not in the file represent no text: many models have a few more ids than their tokenizer.
 
     Attributes:
-        size: the smallest vocabulary of a model that can read every id of the file. Ids may have gaps, so this is not a
-            count.
-        special: the special tokens that have a name: `bos_token` ... -> their text.
-        end: the id of `eos_token`; None where there is none.
+        size: largest id plus one, the smallest vocabulary that a model needs to read every id. Ids may have gaps, so
+            this is not a count.
+        special: name of a special token, such as `bos_token` -> its text.
+        end: id of `eos_token`; None if there is none.
 
     Raises:
-        UsageError: the package is missing, or one of the files is not what it ought to be.
+        UsageError: the package is missing, or one of the files is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class TokenizersFile:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the Rust side raises nothing narrower
             raise UsageError(f"{path}: not a tokenizer.json of the package tokenizers ({error})") from error
-        # Truncation and padding that were set for training would silently change a prompt.
+        # Truncation and padding, if set for training, would silently change a prompt.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -67,22 +67,23 @@ class TokenizersFile:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """How the model is told a conversation.
+        """The model's chat template.
 
         Raises:
-            UsageError: it has none, or one that is no template.
+            UsageError: it has no template, or an invalid one.
         """
         return ChatTemplate.of_folder(self._folder, self._config.get("chat_template"), self.special)
 
     def ids(self, text: str, special: bool = True) -> list[int]:
-        """The tokens of a text; special tokens that stand in it are read as such.
+        """Returns the token ids of a text. Special tokens written in the text become special tokens, unless the
+        configuration says `split_special_tokens`.
 
         Args:
-            text: any.
-            special: whether what the tokenizer begins and ends a text with is added, such as `<s>`.
+            text: the text.
+            special: whether to add the tokens that the tokenizer puts around a text, such as `<s>`.
 
         Raises:
-            UsageError: the vocabulary has none for it.
+            UsageError: the vocabulary cannot represent the text.
         """
         try:
             return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
@@ -92,13 +93,13 @@ class TokenizersFile:
             ) from error
 
     def special_id(self, text: str) -> int | None:
-        """The id of a special token, which no text shows; None for any other text."""
+        """Returns the id of a special token, which texts never show; None if the text is not a special token."""
         token = self._tokenizer.token_to_id(text)
         return token if token in self._special_ids else None
 
     def token_bytes(self, token: int) -> bytes | None:
-        """UTF-8 of what a token stands for inside a text, which may be a part of a character; of a special token its
-        name; None for an id that is not in the file.
+        """Returns the UTF-8 bytes of a token inside a text, which may be a part of a character. For a special token it
+        is the name; for an id that is not in the file it is None.
         """
         if token not in self._token_bytes:
             self._token_bytes[token] = self._bytes_of(token)
@@ -113,28 +114,28 @@ class TokenizersFile:
         if self.is_byte(token):
             return bytes([int(name[3:-1], 16)])
         if self._is_byte_level:
-            # Every character of a name is one byte (GPT-2's `bytes_to_unicode`).
+            # Each character of a name encodes one byte (GPT-2's `bytes_to_unicode`).
             table = _byte_of_character()
-            if all(one in table for one in name):
-                return bytes(table[one] for one in name)
-        # Alone it would lose the space that a decoder drops before the first word of a text.
+            if all(character in table for character in name):
+                return bytes(table[character] for character in name)
+        # Decoded alone, a token would lose its leading space: decoders drop the space before the first word of a text.
         before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         return self.decode([*before, token]).removeprefix(self.decode(before)).encode()
 
     def reader(self) -> FileReader:
-        """Of a text that is written."""
+        """Returns a decoder for one new text."""
         return FileReader(self)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids without special tokens, as `decode(ids, skip_special_tokens=True)` of transformers."""
+        """Returns the text of ids without special tokens: `decode(ids, skip_special_tokens=True)` of transformers."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def is_shown(self, token: int) -> bool:
-        """Whether a decoder sees it: special tokens and unknown ids are left out before."""
+        """Whether decoded text includes this token: special tokens and unknown ids are left out."""
         return token not in self._special_ids and self._tokenizer.id_to_token(token) is not None
 
     def is_byte(self, token: int) -> bool:
-        """Whether it stands for a byte, in a vocabulary that falls back to bytes for characters it has no token for."""
+        """Whether the token is a byte, in a vocabulary that uses bytes for characters without a token of their own."""
         return self._has_bytes and BYTE.fullmatch(self._tokenizer.id_to_token(token) or "") is not None
 
     @cached_property
@@ -144,7 +145,7 @@ class TokenizersFile:
 
     @cached_property
     def _is_byte_level(self) -> bool:
-        """Whether the characters of a token's name are bytes."""
+        """Whether each character of a token's name encodes a byte."""
         decoder = self._tokenizer.decoder
         return decoder is not None and decoder.decode(["\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}a"]) == " a"
 
@@ -154,7 +155,7 @@ class TokenizersFile:
         return frozenset(token for token, about in added.items() if about.special)
 
     def _add_special_tokens(self) -> None:
-        """What the configuration names and tokenizer.json does not know as an added token, in transformers' order."""
+        """Adds tokens that the configuration names but tokenizer.json does not list, in transformers' order."""
         from tokenizers import AddedToken
 
         known = {token.content: repr(token) for token in self._tokenizer.get_added_tokens_decoder().values()}
@@ -171,25 +172,24 @@ class TokenizersFile:
 
 
 class FileReader:
-    """Decodes the last tokens again with each new one. What it returns, joined, is `decode` of all tokens, wherever the
-    text ends.
+    """Decodes a text token by token. The joined results equal `decode` of all tokens, wherever the text ends.
 
-    So a character is certain when no later token can change it. In a run of bytes none is: where one byte of a run is
-    part of no character, a decoder that falls back to bytes shows all of the run as unreadable. (`DecodeStream` of the
-    package `tokenizers` shows them at once and fails at the byte that takes them back. It does not return what it still
-    holds when a text ends, either.)
+    It decodes the last few tokens again with each new one, and returns a character only when no later token can change
+    it. Characters of a run of byte tokens are never certain before the run ends: if one byte of the run is invalid, a
+    decoder with byte fallback shows the whole run as unreadable. (`DecodeStream` of the package `tokenizers` shows such
+    characters at once and fails at the byte that invalidates them. It also loses held-back characters at the end.)
     """
 
     def __init__(self, file: TokenizersFile) -> None:
         self._file = file
-        # The tokens of the piece that was shown last, and all tokens since. New tokens are never decoded alone, because
-        # a decoder drops the space before the first word.
+        # The tokens of the last piece shown, and all tokens after it. New tokens are never decoded alone, because a
+        # decoder drops the space before the first word.
         self._ids: list[int] = []
         self._before = 0
         self._shown = 0
 
     def feed(self, token: int) -> str:
-        """The new characters that are certain with this token."""
+        """Returns the characters that become certain with this token."""
         if not self._file.is_shown(token):
             return ""
         self._ids.append(token)
@@ -209,7 +209,7 @@ class FileReader:
         return new
 
     def close(self) -> str:
-        """What was held back."""
+        """Returns the characters that were held back."""
         rest = self._file.decode(self._ids)[self._shown :]
         self._ids, self._before, self._shown = [], 0, 0
         return rest
@@ -217,48 +217,48 @@ class FileReader:
 
 @cache
 def _byte_of_character() -> dict[str, int]:
-    """The characters that byte-level vocabularies write for bytes, as GPT-2 chose them: printable ones for themselves,
-    the others in their order from U+0100.
+    """Character -> byte, as in byte-level vocabularies (GPT-2): printable bytes map to their own character, the others
+    to the characters from U+0100 on, in order.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file beside a tokenizer; empty where there is no such file.
+    """Reads a JSON object from a file; empty if there is no such file.
 
     Raises:
-        UsageError: it cannot be read as one.
+        UsageError: the file cannot be read, or is not a JSON object.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, and the tokens of special_tokens_map.json, which older releases of transformers wrote."""
+    """Reads tokenizer_config.json, and also special_tokens_map.json of older transformers if tokens are missing."""
     config = read_json(folder / CONFIG)
     return config if "added_tokens_decoder" in config else config | read_json(folder / SPECIAL_TOKENS_MAP)
 
 
 def _further(config: Mapping[str, Any]) -> list[str]:
-    """Special tokens that have no name that transformers knows, or one of the model's own (`image_token`)."""
+    """Special tokens beyond `NAMED`: unnamed ones, and those under a name of the model's own, such as `image_token`."""
     listed = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    own = [
+    own_names = [
         value
         for name, value in config.items()
         if name.endswith("_token") and name not in NAMED and isinstance(value, str)
     ]
-    return [_content(one) for one in [*own, *(listed.values() if isinstance(listed, dict) else listed)]]
+    return [_content(token) for token in [*own_names, *(listed.values() if isinstance(listed, dict) else listed)]]
 
 
 def _content(token: Any) -> str:
-    """The text of a token, which stands alone or with its properties."""
+    """The text of a token, which is given as a string or as an object with properties."""
     return str(token["content"]) if isinstance(token, dict) and "content" in token else str(token)

@@ -1,11 +1,11 @@
-"""Build folders as services: an OpenAI-compatible server, and the same application on Ray Serve.
+"""Serves build folders: an OpenAI-compatible server, and the same application on Ray Serve.
 
-Here stands only what holds unless somebody says otherwise, on a command line, on Ray or in Triton.
+This module holds only the defaults of options, which the command line, Ray and Triton share.
 """
 
 MAX_QUEUE = 64
-"""Texts that may wait for a row."""
+"""How many texts may wait for a row."""
 MAX_WAIT_S = 30.0
-"""Seconds that a request may wait for its first row."""
+"""How many seconds a request may wait for its first row."""
 DRAIN_S = 30.0
-"""Seconds that texts have to end after a server was told to."""
+"""How many seconds texts have to finish after a server was told to stop."""

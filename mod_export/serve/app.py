@@ -1,4 +1,4 @@
-"""The ASGI application of an open build folder: which address does what, who may use it, and how errors are told."""
+"""The ASGI application of an open build folder: routes, access control and error responses."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from mod_export.serve.service import Service
 
 HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?", re.ASCII)
 CLIENT_LEFT = 499
-"""The status that nginx logs; nobody receives it."""
+"""The status that nginx logs for a client that disconnected; it is never sent."""
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[str] | None = None) -> Starlette:
-    """The application.
+    """Creates the application.
 
     Args:
-        service: an open build folder, which stays open as long as the application is used.
-        keys: API keys, of which a request has to bring one; empty: it needs none.
-        hosts: names under which the server may be addressed; None: any. Of a server that asks for no key this keeps out
-            foreign web pages that the reader's browser shows: those whose name points at this machine, and by the
-            header Origin all others.
+        service: an open build folder, which must stay open while the application is used.
+        keys: API keys, of which each request must send one. If empty, no key is needed.
+        hosts: host names that the server answers to; None means any. Without API keys this keeps out other web pages
+            in a user's browser: the Host check stops pages whose domain name resolves to this machine, and the Origin
+            check stops all others.
     """
     secured, open_to_all = Guard(keys, hosts), Guard((), hosts)
     routes = [
@@ -66,14 +66,14 @@ def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[s
 
 
 class Guard:
-    """Lets requests through to an endpoint, and turns its errors into answers."""
+    """Checks requests before they reach an endpoint, and turns errors into responses."""
 
     def __init__(self, keys: Collection[str], hosts: Collection[str] | None) -> None:
         self._keys = [key.encode() for key in keys]
         self._hosts = hosts
 
     def __call__(self, path: str, endpoint: Endpoint) -> Endpoint:
-        """The endpoint of a path, guarded."""
+        """Wraps the endpoint of a path."""
 
         @wraps(endpoint)
         async def guarded(request: Request) -> Response:
@@ -83,7 +83,7 @@ class Guard:
                 response = await endpoint(request)
             except ClientDisconnect:
                 response = Response(status_code=CLIENT_LEFT)
-            except Exception as error:  # Whatever it is, the client gets an answer in its API's shape.
+            except Exception as error:  # For any error, the client gets a response in the format of its API.
                 problem = problem_of(error)
                 metrics.refused(problem.code or str(problem.status))
                 response = problem.response(_path(request))
@@ -97,21 +97,21 @@ class Guard:
             self._check_hosts(request, self._hosts)
         if not self._keys:
             return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        found = given.strip().encode("latin-1")  # As it came: headers are bytes.
-        # Every key is compared, in constant time, so that the time tells nothing.
-        known = [hmac.compare_digest(found, key) for key in self._keys]
-        if scheme.lower() != "bearer" or not any(known):
+        scheme, _, key_text = request.headers.get("authorization", "").partition(" ")
+        key_bytes = key_text.strip().encode("latin-1")  # The original bytes: Starlette decodes headers as latin-1.
+        # Compares with every key, each in constant time, so that timing reveals nothing.
+        matches = [hmac.compare_digest(key_bytes, known_key) for known_key in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
             raise ApiError(401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
 
     def _check_hosts(self, request: Request, hosts: Collection[str]) -> None:
         with_key = "give it API keys (--api-key-file, on Ray api_key_file)"
-        said = request.headers.get("host", "")
-        found = HOST.fullmatch(said)
-        if found is None or found["name"].strip("[]").lower() not in hosts:
+        host = request.headers.get("host", "")
+        match = HOST.fullmatch(host)
+        if match is None or match["name"].strip("[]").lower() not in hosts:
             raise ApiError(
                 403,
-                f"Host {said[:80]!r}: without an API key this server answers as "
+                f"Host {host[:80]!r}: without an API key this server answers as "
                 f"{', '.join(sorted(hosts))} only; {with_key} to be reached by other names",
             )
         origin = request.headers.get("origin")
@@ -122,15 +122,15 @@ class Guard:
 
 
 def _path(request: Request) -> str:
-    """Of the address, without what it is mounted at."""
+    """Path of the request, without the prefix at which the application is mounted."""
     path: str = request.scope["path"]
     return path.removeprefix(request.scope.get("root_path", ""))
 
 
 async def _no_such_address(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "no such address", 405: f"{request.method}: not a method of this address"}
-    message = f"{_path(request)[:80]}: {said.get(error.status_code, error.detail)}"
+    reasons = {404: "no such address", 405: f"{request.method}: not a method of this address"}
+    message = f"{_path(request)[:80]}: {reasons.get(error.status_code, error.detail)}"
     response = ApiError(error.status_code, message).response(_path(request))
     response.headers.update(error.headers or {})
     service: Service = request.app.state.service

@@ -1,4 +1,4 @@
-"""The body of a request, bounded in size and time, and clients that leave before they are answered."""
+"""Reads request bodies with limits of size and time, and detects clients that disconnect before the response."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from starlette.types import Receive
 from mod_export.serve.problems import ApiError
 
 BODY_S = 30.0
-"""Seconds in which a body has to come."""
+"""How many seconds a body may take to arrive."""
 DISCARDED = 8
-"""Times what a body may have that is read of it all the same: a client that is still sending does not see an answer."""
+"""A body that is too large is read up to this multiple of the limit: clients see no response while they send."""
 Result = TypeVar("Result")
 
 
 async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The whole body, of at most so many bytes.
+    """Returns the whole body, if it has at most `most_bytes`.
 
     Raises:
-        ApiError: it is too large, or did not come in time.
-        ClientDisconnect: the client has left.
+        ApiError: the body is too large, or did not arrive in time.
+        ClientDisconnect: the client has disconnected.
     """
     try:
         async with asyncio.timeout(BODY_S):
@@ -33,36 +33,36 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
 
 async def _read(request: Request, most_bytes: int) -> bytes:
-    found, size = bytearray(), 0
+    body, size = bytearray(), 0
     async for chunk in request.stream():
         size += len(chunk)
         if size <= most_bytes:
-            found += chunk
+            body += chunk
         elif size > DISCARDED * most_bytes:
             break
     if size > most_bytes:
         raise ApiError(413, f"the body of the request is larger than {most_bytes:,} bytes; ask for less at once")
-    return bytes(found)
+    return bytes(body)
 
 
 async def gone(receive: Receive) -> None:
-    """Returns when the client has left. Only for requests whose body has been read."""
+    """Returns when the client has disconnected. Use it only after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of some work, which ends when the client leaves.
+    """Returns the result of `work`; cancels it if the client disconnects first.
 
     Raises:
-        ClientDisconnect: it has left.
+        ClientDisconnect: the client has disconnected.
     """
-    left, working = asyncio.create_task(gone(receive)), asyncio.create_task(work)
+    leaving, working = asyncio.create_task(gone(receive)), asyncio.create_task(work)
     try:
-        await asyncio.wait({left, working}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
         raise ClientDisconnect
     finally:
-        left.cancel()
+        leaving.cancel()
         working.cancel()

@@ -1,7 +1,8 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol over llhttp (the package httptools), with what it leaves open.
+"""HTTP/1.1 on one connection: uvicorn's protocol over llhttp (the package httptools), with more checks and limits.
 
-A connection has one request at a time. What comes before that is answered is not read, and ends the connection after
-the answer (RFC 9112, 9.3.2): nothing can be queued without a bound, and a client that leaves is seen at once.
+A connection handles one request at a time. A request that arrives before the previous one is answered is not read, and
+the connection closes after the answer (RFC 9112, 9.3.2). So no queue grows without limit, and a disconnect is seen at
+once.
 """
 
 from __future__ import annotations
@@ -12,31 +13,31 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 15.0
-"""Seconds in which the head of a request has to come."""
+"""How many seconds the head of a request may take to arrive."""
 MOST_HEAD_BYTES = 1 << 16
-"""Counted after each read, which brings a few hundred kilobytes at most."""
+"""Limit of a request head. It is checked after each read, and one read returns a few hundred kilobytes at most."""
 MOST_HEADERS = 100
 FOR_AN_UPGRADE = (b"connection", b"upgrade", b"http2-settings")
 
 
 class _BadRequestError(Exception):
-    """Says what is wrong with a head."""
+    """A request head is invalid; the message says why."""
 
 
 class Connection(HttpToolsProtocol):
-    """Bounds the head of a request and the time in which it comes, and refuses what servers read in different ways.
+    """Limits the size and time of a request head, and refuses heads that different servers interpret differently.
 
-    An offer to go on in another protocol, as HTTP clients of Java and `curl --http2` send with every first request, is
-    not taken (RFC 9110, 7.8). llhttp then leaves out the body, so the request is read again without the offer.
+    An offer to upgrade to another protocol is ignored (RFC 9110, 7.8). Java's HTTP client and `curl --http2` send one
+    with every first request. llhttp skips the body of such a request, so it is parsed again without the offer.
     """
 
     _head_timer: asyncio.TimerHandle | None = None
     _bytes_of_head = 0
-    """Bytes since a head was complete or a piece of a body came, so those of trailers too."""
+    """Bytes received since the last complete head or piece of a body, so trailers count too."""
     _in_head = False
     _reads = True
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # As uvicorn has it.
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # Same signature as in uvicorn.
         super().connection_made(transport)
         self._watch_head()
 
@@ -58,8 +59,8 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as offer:
             self._read_again(data[offer.args[0] :])
         except (httptools.HttpParserError, _BadRequestError) as error:
-            known = next((one for one in (error, error.__context__) if isinstance(one, _BadRequestError)), None)
-            self._stop_reading(f"Bad request: {known or 'not HTTP/1.1'}\n")
+            reason = next((e for e in (error, error.__context__) if isinstance(e, _BadRequestError)), None)
+            self._stop_reading(f"Bad request: {reason or 'not HTTP/1.1'}\n")
         self._watch_head()
 
     def on_message_begin(self) -> None:
@@ -69,7 +70,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:  # Trailers are no headers.
+        if not self._in_head:  # Trailers are not headers.
             return
         if len(self.headers) >= MOST_HEADERS:
             raise _BadRequestError(f"more than {MOST_HEADERS} headers")
@@ -92,11 +93,11 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether no request waits for an answer."""
+        """Whether no request is waiting for its response."""
         return self.cycle is None or self.cycle.response_complete
 
     def _check_head(self) -> None:
-        """Refuses what a proxy in front of the server might read in another way (RFC 9112, 3.2, 6.1 and 6.3)."""
+        """Refuses heads that a proxy in front of the server may interpret differently (RFC 9112, 3.2, 6.1 and 6.3)."""
         version = self.parser.get_http_version()
         values: dict[bytes, list[bytes]] = {}
         for name, value in self.headers:
@@ -109,7 +110,7 @@ class Connection(HttpToolsProtocol):
             raise _BadRequestError("Transfer-Encoding other than chunked")
 
     def _read_again(self, rest: bytes) -> None:
-        """Reads a head without the offer of another protocol, and what came after it."""
+        """Parses the head again without the upgrade offer, and then the bytes after it."""
         closes = any(name == b"connection" and b"close" in value.lower() for name, value in self.headers)
         lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
         lines += [b"%s: %s" % pair for pair in self.headers if pair[0] not in FOR_AN_UPGRADE]
@@ -118,7 +119,7 @@ class Connection(HttpToolsProtocol):
         self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
 
     def _stop_reading(self, why: str) -> None:
-        """Of what comes next, nothing can be read. The connection ends as soon as nobody waits for an answer."""
+        """Ignores all further input. Closes the connection once no request is waiting for its response."""
         self._reads = False
         if self.transport.is_closing():
             return

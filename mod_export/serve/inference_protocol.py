@@ -1,7 +1,6 @@
-"""/v2: whole rows through the Open Inference Protocol, as KServe and Triton speak it.
+"""/v2: runs whole rows through the Open Inference Protocol of KServe and Triton.
 
-Numbers come as JSON, or as raw bytes after the JSON (the extension `binary_tensor_data`), which is how `tritonclient`
-sends them.
+Numbers are sent as JSON, or as raw bytes after the JSON (the extension `binary_tensor_data`), as `tritonclient` does.
 
 Source: https://github.com/kserve/open-inference-protocol, and Triton Inference Server, "Binary Tensor Data Extension".
 """
@@ -32,17 +31,17 @@ DTYPES: Mapping[str, str] = {
     "INT8": "int8", "INT16": "int16", "INT32": "int32", "INT64": "int64",
     "FP16": "float16", "FP32": "float32", "FP64": "float64",
 }  # fmt: skip
-"""Name of a type in the protocol -> NumPy's."""
+"""Name of a data type in the protocol -> name in NumPy."""
 NAMES = {numpy: name for name, numpy in DTYPES.items()}
 JSON_LENGTH = "Inference-Header-Content-Length"
 BYTES_OF_A_NUMBER = 32
-"""At most, as JSON."""
+"""Upper limit for a number written as JSON."""
 BESIDE_NUMBERS = 1 << 20
 MOST_DIGITS = 20
 MOST_DIMENSIONS = 8
 MOST_TENSORS = 64
 MOST_JSON_NUMBERS = 1 << 20
-"""Of an output. To write more of them as text takes seconds in which no text of others is written."""
+"""Limit for an output. Writing more numbers as JSON takes seconds, during which the texts of other clients stop."""
 
 
 class _Tensor(BaseModel):
@@ -77,13 +76,13 @@ async def server_metadata(_: Request) -> Response:
 
 
 async def live(request: Request) -> Response:
-    """GET /v2/health/live: 200 unless a restart would help."""
+    """GET /v2/health/live: 200, or 503 if the server must be restarted."""
     service: Service = request.app.state.service
     return JSONResponse({"live": service.live}, 200 if service.live else 503)
 
 
 async def ready(request: Request) -> Response:
-    """GET /v2/health/ready: 200 while requests are taken."""
+    """GET /v2/health/ready: 200 while the server accepts requests, otherwise 503."""
     service: Service = request.app.state.service
     return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
@@ -95,12 +94,12 @@ async def model_ready(request: Request) -> Response:
 
 
 async def model_metadata(request: Request) -> Response:
-    """GET /v2/models/NAME. A size of -1 is whatever fits a bucket."""
+    """GET /v2/models/NAME. A size of -1 means any size that fits a bucket."""
     service, scoring = _scoring(request)
     deployment = scoring.deployment
     outputs = {
-        bucket: {name: ("float32", shape) for name, shape in found.items()}
-        for bucket, found in deployment.outputs.items()
+        bucket: {name: ("float32", shape) for name, shape in shapes.items()}
+        for bucket, shapes in deployment.outputs.items()
     }
     about = {"name": service.name, "versions": ["1"], "platform": f"mod_export_{deployment.target}"}
     ids = deployment.vocab_size is not None
@@ -111,10 +110,10 @@ async def infer(request: Request) -> Response:
     """POST /v2/models/NAME/infer."""
     service, scoring = _scoring(request)
     body = await read_body(request, _most_bytes(scoring.deployment))
-    asked, rest = _parsed(body, request.headers.get(JSON_LENGTH))
+    inference, rest = _parsed(body, request.headers.get(JSON_LENGTH))
 
     def run() -> tuple[bytes, int | None]:
-        return _encoded(service.name, asked, _run(scoring.deployment, _feeds(asked.inputs, rest)))
+        return _encoded(service.name, inference, _run(scoring.deployment, _feeds(inference.inputs, rest)))
 
     async def ran() -> tuple[bytes, int | None]:
         return await asyncio.get_running_loop().run_in_executor(scoring.pool, run)
@@ -139,18 +138,18 @@ def _scoring(request: Request) -> tuple[Service, Scoring]:
 
 
 def _ports(buckets: Mapping[Bucket, Mapping[str, tuple[str, tuple[int, ...]]]], *, ids: bool) -> list[dict[str, Any]]:
-    """Inputs or outputs of all buckets as one: -1 where sizes differ, and for rows of `ids`, which may be fewer and
-    shorter than any bucket.
+    """Merges the inputs or outputs of all buckets. A size is -1 if it differs between buckets, or, with `ids`, if it is
+    the batch or sequence size: requests of token ids may be smaller than any bucket.
     """
-    found: dict[str, tuple[str, list[int]]] = {}
+    merged: dict[str, tuple[str, list[int]]] = {}
     for bucket, ports in buckets.items():
         for name, (dtype, shape) in ports.items():
             sizes = [-1 if ids and axis < 2 and size == (bucket.batch, bucket.seq)[axis] else size
                      for axis, size in enumerate(shape)]  # fmt: skip
-            before = found.get(name, (dtype, sizes))[1]
-            found[name] = dtype, [a if a == b else -1 for a, b in zip(before, sizes, strict=True)]
+            before = merged.get(name, (dtype, sizes))[1]
+            merged[name] = dtype, [a if a == b else -1 for a, b in zip(before, sizes, strict=True)]
     return [
-        {"name": name, "datatype": NAMES.get(dtype, dtype), "shape": shape} for name, (dtype, shape) in found.items()
+        {"name": name, "datatype": NAMES.get(dtype, dtype), "shape": shape} for name, (dtype, shape) in merged.items()
     ]
 
 
@@ -160,7 +159,7 @@ def _most_bytes(deployment: Deployment) -> int:
 
 
 def _parsed(body: bytes, json_length: str | None) -> tuple[_InferRequest, bytes]:
-    """The JSON of a body, and the raw bytes after it."""
+    """Parses the JSON of a body; returns it and the raw bytes after it."""
     size = len(body)
     if json_length is not None:
         number = json_length.isascii() and json_length.isdigit() and len(json_length) <= MOST_DIGITS
@@ -172,22 +171,24 @@ def _parsed(body: bytes, json_length: str | None) -> tuple[_InferRequest, bytes]
 
 def _feeds(inputs: Sequence[_Tensor], rest: bytes) -> dict[str, np.ndarray]:
     feeds: dict[str, np.ndarray] = {}
-    for one in inputs:
-        if one.datatype not in DTYPES:
-            raise ApiError(400, f"{one.name}: datatype {one.datatype[:80]!r}, expected one of {', '.join(DTYPES)}")
-        dtype = np.dtype(DTYPES[one.datatype])
-        size = one.parameters.get("binary_data_size")
+    for port in inputs:
+        if port.datatype not in DTYPES:
+            raise ApiError(400, f"{port.name}: datatype {port.datatype[:80]!r}, expected one of {', '.join(DTYPES)}")
+        dtype = np.dtype(DTYPES[port.datatype])
+        size = port.parameters.get("binary_data_size")
         if size is None:
-            array = _numbers(one, dtype)
-        elif not isinstance(size, int) or size != dtype.itemsize * math.prod(one.shape) or size > len(rest):
-            expected = dtype.itemsize * math.prod(one.shape)
-            found = f"binary_data_size {str(size)[:80]}, expected {expected} for its shape"
-            raise ApiError(400, f"{one.name}: {found}, and {len(rest)} bytes are left in the body")
+            array = _numbers(port, dtype)
+        elif not isinstance(size, int) or size != dtype.itemsize * math.prod(port.shape) or size > len(rest):
+            expected = dtype.itemsize * math.prod(port.shape)
+            problem = f"binary_data_size {str(size)[:80]}, expected {expected} for its shape"
+            raise ApiError(400, f"{port.name}: {problem}, and {len(rest)} bytes are left in the body")
         else:
             array, rest = np.frombuffer(rest[:size], dtype), rest[size:]
-        if array.size != math.prod(one.shape):
-            raise ApiError(400, f"{one.name}: shape {one.shape} has {math.prod(one.shape)} numbers, got {array.size}")
-        feeds[one.name] = array.reshape(one.shape)
+        if array.size != math.prod(port.shape):
+            raise ApiError(
+                400, f"{port.name}: shape {port.shape} has {math.prod(port.shape)} numbers, got {array.size}"
+            )
+        feeds[port.name] = array.reshape(port.shape)
     if rest:
         raise ApiError(400, f"{len(rest)} bytes of the body belong to no input")
     return feeds
@@ -197,32 +198,32 @@ def _numbers(tensor: _Tensor, dtype: np.dtype[Any]) -> np.ndarray:
     if tensor.data is None:
         raise ApiError(400, f"{tensor.name}: expected data, or binary_data_size among its parameters")
     try:
-        # Of texts NumPy would make an array in which each has the room of the longest.
+        # NumPy would store strings in an array in which each takes as much memory as the longest.
         if not _are_numbers(tensor.data, MOST_DIMENSIONS):
             raise ValueError("expected numbers in at most 8 dimensions")
-        found = np.asarray(tensor.data)
-        whole = found.dtype.kind in "iu" or not found.size
+        array = np.asarray(tensor.data)
+        whole = array.dtype.kind in "iu" or not array.size
         fits = dtype.kind == "f" if not whole else dtype.kind in "iuf"
-        if not fits and not (found.dtype.kind == dtype.kind == "b"):
+        if not fits and not (array.dtype.kind == dtype.kind == "b"):
             raise ValueError(f"numbers of another kind than {tensor.datatype}")
-        if whole and dtype.kind in "iu" and found.size:
+        if whole and dtype.kind in "iu" and array.size:
             limits = np.iinfo(dtype)
-            if int(found.min()) < limits.min or int(found.max()) > limits.max:
+            if int(array.min()) < limits.min or int(array.max()) > limits.max:
                 raise ValueError(f"a number outside {limits.min} to {limits.max}")
         with np.errstate(over="ignore"):
-            return found.astype(dtype).reshape(-1)
+            return array.astype(dtype).reshape(-1)
     except (ValueError, TypeError, OverflowError) as error:
         raise ApiError(400, f"{tensor.name}: data that is no {tensor.datatype} ({str(error)[:200]})") from error
 
 
 def _are_numbers(values: list[Any], depth: int) -> bool:
     return depth > 0 and all(
-        _are_numbers(one, depth - 1) if isinstance(one, list) else isinstance(one, int | float) for one in values
+        _are_numbers(v, depth - 1) if isinstance(v, list) else isinstance(v, int | float) for v in values
     )
 
 
 def _run(deployment: Deployment, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Ids of any length that fits a bucket; inputs of a model of its own in exactly the shapes of one."""
+    """Runs token ids of any shape that fits a bucket, or other inputs with exactly the shapes of a bucket."""
     if deployment.vocab_size is None:
         return deployment.infer(feeds)
     if "input_ids" not in feeds or feeds.keys() - {"input_ids", "lengths"}:
@@ -232,25 +233,25 @@ def _run(deployment: Deployment, feeds: Mapping[str, np.ndarray]) -> dict[str, n
 
 
 def _encoded(model: str, asked: _InferRequest, results: Mapping[str, np.ndarray]) -> tuple[bytes, int | None]:
-    """The body of an answer, and how many bytes of it are JSON; None where all are."""
+    """Returns the body of a response, and the length of its JSON part; None if the body is only JSON."""
     wanted = asked.outputs or [_Wanted(name=name) for name in results]
-    unknown = [one.name for one in wanted if one.name not in results]
+    unknown = [item.name for item in wanted if item.name not in results]
     if unknown:
         raise ApiError(400, f"output {unknown[0][:80]!r}: this model has {', '.join(results)}")
     outputs: list[dict[str, Any]] = []
     blobs: list[bytes] = []
-    for one in wanted:
-        array = np.ascontiguousarray(results[one.name])
-        about = {"name": one.name, "datatype": NAMES[array.dtype.name], "shape": list(array.shape)}
-        if one.parameters.get("binary_data", asked.parameters.get("binary_data_output", False)) is True:
+    for item in wanted:
+        array = np.ascontiguousarray(results[item.name])
+        about = {"name": item.name, "datatype": NAMES[array.dtype.name], "shape": list(array.shape)}
+        if item.parameters.get("binary_data", asked.parameters.get("binary_data_output", False)) is True:
             blobs.append(array.tobytes())
             outputs.append({**about, "parameters": {"binary_data_size": array.nbytes}})
         elif array.size > MOST_JSON_NUMBERS:
-            raise ApiError(400, f"{one.name}: has {array.size:,} numbers, too many for JSON; ask for binary_data")
+            raise ApiError(400, f"{item.name}: has {array.size:,} numbers, too many for JSON; ask for binary_data")
         elif not np.isfinite(array).all():
-            raise ApiError(400, f"{one.name}: has numbers that are not finite, which JSON lacks; ask for binary_data")
+            raise ApiError(400, f"{item.name}: has numbers that are not finite, which JSON lacks; ask for binary_data")
         else:
             outputs.append({**about, "data": array.reshape(-1).tolist()})
     head = {"model_name": model, "model_version": "1", "outputs": outputs}
-    said = json.dumps(head if asked.id is None else {**head, "id": asked.id}).encode()
-    return said + b"".join(blobs), len(said) if blobs else None
+    json_bytes = json.dumps(head if asked.id is None else {**head, "id": asked.id}).encode()
+    return json_bytes + b"".join(blobs), len(json_bytes) if blobs else None

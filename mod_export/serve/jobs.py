@@ -1,4 +1,4 @@
-"""What a scheduler is given, what it tells of it, and why it refuses."""
+"""Requests, events and errors of a scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class QueueFullError(ModExportError):
     """There is no room for a request now.
 
     Attributes:
-        retry_after_s: when there may be, in whole seconds, at least 1.
+        retry_after_s: whole seconds until there may be room, at least 1.
     """
 
     def __init__(self, message: str, retry_after_s: int) -> None:
@@ -28,15 +28,15 @@ class WaitedTooLongError(ModExportError):
 
 
 class ClosingError(ModExportError):
-    """The scheduler takes no more requests, or ended before this one was done."""
+    """The scheduler accepts no more requests, or ended before this one was done."""
 
 
 class Ended(NamedTuple):
     """A text is complete, or was cancelled.
 
     Attributes:
-        row: number of the prompt.
-        completion: all of it.
+        row: index of the prompt.
+        completion: the whole text.
     """
 
     row: int
@@ -44,10 +44,10 @@ class Ended(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A request failed as a whole, and no further event comes.
+    """A request failed as a whole; no further event follows.
 
     Attributes:
-        error: `WaitedTooLongError`, `ClosingError` or EngineError; anything else is a bug.
+        error: `WaitedTooLongError`, `ClosingError` or EngineError; any other type is a bug.
     """
 
     error: Exception
@@ -57,23 +57,23 @@ Event = Piece | Ended | Failed
 
 
 class Observer(Protocol):
-    """What is told about the work of a scheduler, on its thread."""
+    """Receives events of a scheduler, on the scheduler's thread."""
 
     def began(self, text: Text, waited_s: float) -> None:
-        """A text got a row after it had waited."""
+        """A text got a row after it waited `waited_s` seconds."""
 
     def wrote(self, text: Text, since_s: float | None) -> None:
-        """A new token, and the seconds since the one before it; None for the first of a text."""
+        """A token was written, `since_s` seconds after the previous one; None for the first token of a text."""
 
     def ended(self, text: Text) -> None:
         """A text is complete, or was cancelled."""
 
     def failed(self, error: Exception, texts: int) -> None:
-        """A request failed that had this many texts left."""
+        """A request failed while `texts` of its texts were unfinished."""
 
 
 class Silent:
-    """Observes nothing."""
+    """An observer that ignores everything."""
 
     def began(self, text: Text, waited_s: float) -> None: ...
     def wrote(self, text: Text, since_s: float | None) -> None: ...
@@ -86,10 +86,11 @@ class Job:
     """The texts of one request.
 
     Attributes:
-        texts: all of them.
-        waiting: those that have no row yet.
-        begin_by: of `time.monotonic`; a request none of whose texts has begun by then fails.
-        begun: whether one has.
+        tell: receives the events of the request.
+        texts: all texts.
+        waiting: the texts that have no row yet.
+        begin_by: deadline for the first text to begin, from `time.monotonic`; after it the request fails.
+        begun: whether a text has begun.
     """
 
     tell: Callable[[Event], None]
@@ -99,6 +100,6 @@ class Job:
     begun: bool = False
 
     def cancel(self) -> None:
-        """Ends what is left of it before its next token; from any thread, and as often as one likes."""
+        """Cancels unfinished texts before their next token. Any thread may call it, any number of times."""
         for text in self.texts:
             text.cancelled = True

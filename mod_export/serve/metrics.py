@@ -1,4 +1,4 @@
-"""What a server tells Prometheus. Each server has a registry of its own, so several can be in one process."""
+"""Prometheus metrics of a server. Each server has its own registry, so one process can hold several servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """Observes a scheduler, and counts what HTTP refuses."""
+    """Observes a scheduler, and counts HTTP responses and refused requests."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -35,22 +35,22 @@ class Metrics:
         self._all_read = self._counter("read_tokens", "Tokens that the model has read, whose share is selected")
 
     def gauge(self, name: str, explained: str, value: Callable[[], float]) -> None:
-        """Adds a number that is looked up whenever somebody asks."""
+        """Adds a gauge whose value is computed at each scrape."""
         self._gauges[f"{name}\n{explained}"] = value
 
     def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """Returns all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def answered(self, path: str, status: int) -> None:
-        """A request got its status; `path` is that of the route, or empty for none of ours."""
+        """Counts a response. `path` is that of the route, or empty if no route matched."""
         self._requests.labels(path, str(status)).inc()
 
     def refused(self, reason: str) -> None:
-        """A request got no text."""
+        """Counts a request that got no text."""
         self._refused.labels(reason).inc()
 
-    # Of the scheduler's thread.
+    # The following methods run on the scheduler's thread.
 
     def began(self, text: Text, waited_s: float) -> None:
         self._queued.observe(waited_s)
@@ -86,7 +86,7 @@ class Metrics:
 
 
 class _Live(Collector):
-    """Numbers that are looked up when somebody asks."""
+    """Gauges whose values are computed at each scrape."""
 
     def __init__(self, gauges: dict[str, Callable[[], float]], shares: Callable[[], dict[str, float]]) -> None:
         self._gauges, self._shares = gauges, shares
@@ -98,6 +98,6 @@ class _Live(Collector):
         share = GaugeMetricFamily(
             "mod_export_site_selected_share", "Share of the read tokens that a routing site ran", labels=["site"]
         )
-        for site, found in self._shares().items():
-            share.add_metric([site], found)
+        for site, value_of_site in self._shares().items():
+            share.add_metric([site], value_of_site)
         yield share

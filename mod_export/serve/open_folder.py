@@ -1,4 +1,4 @@
-"""A build folder that is open in a process that may have to close it while it has requests."""
+"""An open build folder that a process may have to close while requests are running."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from mod_export.serve.service import Service, ServiceOptions, open_service
 
 
 class OpenFolder:
-    """The application of a build folder, which is closed when the requests that it has are answered.
+    """The application of a build folder, which closes after its current requests are answered.
 
     Attributes:
-        service: what the application serves.
-        closed: whether it was closed.
+        service: the service behind the application.
+        closed: whether the folder was closed.
     """
 
     def __init__(self, opened: contextlib.ExitStack, service: Service, app: ASGIApp, drain_s: float) -> None:
-        """`opened` closes the service; `drain_s`: seconds that requests have to end before it does."""
+        """`opened` closes the service. Requests have `drain_s` seconds to finish before that."""
         self._changed = threading.Condition()
         self._requests = 0
         self._opened, self._app, self._drain_s = opened, app, drain_s
@@ -52,26 +52,26 @@ class OpenFolder:
                 self._changed.notify_all()
 
     def check(self) -> None:
-        """Finds out whether only a new process would help.
+        """Raises an error if the process must be replaced.
 
         Raises:
-            EngineError: its engine failed several times in a row, or its scheduler ended.
+            EngineError: the engine failed several times in a row, or the scheduler ended.
         """
         if not self.closed and not self.service.live:
             raise EngineError(f"{self.service.name}: writes no text any more; the log says why. Start another process")
 
     def close(self) -> None:
-        """Waits for its requests, as long as they may take, and closes the build folder. Blocks."""
+        """Waits up to `drain_s` for current requests, then closes the build folder. Blocks."""
         end = time.monotonic() + self._drain_s
         with self._changed:
             self._changed.wait_for(lambda: not self._requests, self._drain_s)
             if self.closed:
                 return
             self.closed = True
-        # A prompt is scored to its end although the client has left, and needs the engine as long.
+        # Scoring of a prompt continues even if its client has disconnected, and needs the engine until it is done.
         self.service.drain(max(0.0, end - time.monotonic()))
         self._opened.close()
 
-    # Ray Serve calls it when it takes a folder out of its cache, and Python when a load was given up.
+    # Ray Serve calls this when it evicts a folder from its cache; Python calls it if a load was abandoned.
     def __del__(self) -> None:
         self.close()

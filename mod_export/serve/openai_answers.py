@@ -1,6 +1,6 @@
-"""What clients of OpenAI's API get: whole answers, and the chunks of a stream.
+"""Responses of the OpenAI API: whole answers, and the chunks of a stream.
 
-Both APIs have the same course and other shapes, so each is a class with the same methods.
+Completions and chat completions follow the same steps in different formats, so each is a class with the same methods.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ Json = dict[str, Any]
 
 
 class Answer(Protocol):
-    """The shape of the answer to one request."""
+    """Formats the answer to one request."""
 
     def opening(self, row: int) -> list[Json]:
-        """Chunks before the first piece of a choice."""
+        """Returns the chunks before the first piece of a choice."""
 
     def piece(self, piece: Piece) -> Json | None:
-        """The chunk of a piece; None where there is nothing to show."""
+        """Returns the chunk of a piece; None if there is nothing to show."""
 
     def closing(self, row: int, done: Completion) -> Json:
-        """The last chunk of a choice."""
+        """Returns the last chunk of a choice."""
 
     def usage(self) -> Json:
-        """The chunk with the number of tokens."""
+        """Returns the chunk with the token counts."""
 
     def whole(self) -> Json:
-        """The answer to a request without a stream, when all texts are complete."""
+        """Returns the answer to a request that does not stream, after all texts are complete."""
 
 
 class _Base:
-    """What both shapes know: the request's texts, the names of tokens, and the head of every chunk."""
+    """Common parts of both formats: the texts of the request, token names, and the head of every chunk."""
 
     def __init__(self, prefix: str, kind: str, model: str, texts: Sequence[Text], names: TokenNames, n: int) -> None:
-        """`n` texts one after the other have the same prompt."""
+        """Each prompt has `n` consecutive texts."""
         self._texts, self._names, self._n = texts, names, n
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
         self._head["model"] = model
@@ -56,19 +56,19 @@ class _Base:
         return {**self._head, "choices": [choice]}
 
     def _counted(self) -> Json:
-        """A prompt that is continued several times counts once."""
-        prompt = sum(len(one.prompt_ids) for one in self.completions[:: self._n])
-        new = sum(len(one.ids) for one in self.completions)
+        """Token counts of the request. A prompt with several continuations counts once."""
+        prompt = sum(len(completion.prompt_ids) for completion in self.completions[:: self._n])
+        new = sum(len(completion.ids) for completion in self.completions)
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 class TextAnswer(_Base):
-    """Of /v1/completions. With `echo` each text begins with its prompt."""
+    """Answer of /v1/completions. With `echo`, each text begins with its prompt."""
 
     def __init__(
         self, model: str, texts: Sequence[Text], names: TokenNames, n: int, echo: Sequence[str] | None
     ) -> None:
-        """`echo`: the text of each prompt."""
+        """`echo` holds the text of each prompt, or None."""
         super().__init__("cmpl", "text_completion", model, texts, names, n)
         self._echo = echo
         self._offset = [0] * len(texts)
@@ -90,20 +90,20 @@ class TextAnswer(_Base):
 
     def whole(self) -> Json:
         choices = []
-        for row, one in enumerate(self.completions):
+        for row, completion in enumerate(self.completions):
             before = "" if self._echo is None else self._echo[row // self._n]
             listed = self._of_prompt(row) if self._echo is not None else None
-            new = self._listed(row, [*one.logprobs, *_stop(one)])
+            new = self._listed(row, [*completion.logprobs, *_stop(completion)])
             if listed is not None and new is not None:
                 listed = {name: listed[name] + new[name] for name in listed}
-            choices.append(self._choice(row, before + one.text, listed or new, one.finish))
+            choices.append(self._choice(row, before + completion.text, listed or new, completion.finish))
         return {**self._head, "choices": choices, "usage": self._counted()}
 
     def _choice(self, row: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
         return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def _of_prompt(self, row: int) -> Json | None:
-        """Of every token of a prompt. Nothing comes before the first, so it has no probability."""
+        """Log probabilities of all prompt tokens. The first token has none, because nothing comes before it."""
         text = self._texts[row]
         if text.logprobs is None:
             return None
@@ -117,28 +117,28 @@ class TextAnswer(_Base):
         if self._texts[row].logprobs is None:
             return None
         return {
-            "tokens": [self._names.of(one.token) for one in logprobs],
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [self._names.by_name(one) for one in logprobs],
-            "text_offset": self._offsets(row, [one.token for one in logprobs]),
+            "tokens": [self._names.of(entry.token) for entry in logprobs],
+            "token_logprobs": [entry.logprob for entry in logprobs],
+            "top_logprobs": [self._names.by_name(entry) for entry in logprobs],
+            "text_offset": self._offsets(row, [entry.token for entry in logprobs]),
         }
 
     def _offsets(self, row: int, ids: Sequence[int]) -> list[int]:
-        """Where each token begins in the text, were it the names of its tokens."""
-        found = []
+        """Returns the character offset of each token in the text of its choice, and advances the offset of the row."""
+        offsets = []
         for token in ids:
-            found.append(self._offset[row])
+            offsets.append(self._offset[row])
             self._offset[row] += self._names.length(token)
-        return found
+        return offsets
 
 
 def _stop(done: Completion) -> list[Logprob]:
-    """Of the id that a text stopped at, which clients that score continuations look for after those of the text."""
+    """Log probability of the stop id, if any. Clients that score continuations expect it after those of the text."""
     return [] if done.stop_logprob is None else [done.stop_logprob]
 
 
 class ChatAnswer(_Base):
-    """Of /v1/chat/completions."""
+    """Answer of /v1/chat/completions."""
 
     def __init__(self, model: str, texts: Sequence[Text], names: TokenNames, n: int, *, streamed: bool) -> None:
         super().__init__("chatcmpl", f"chat.completion{'.chunk' if streamed else ''}", model, texts, names, n)
@@ -159,11 +159,11 @@ class ChatAnswer(_Base):
         choices = [
             {
                 "index": row,
-                "message": {"role": "assistant", "content": one.text, "refusal": None},
-                "logprobs": None if self._texts[row].logprobs is None else self._listed(one.logprobs),
-                "finish_reason": one.finish,
+                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "logprobs": None if self._texts[row].logprobs is None else self._listed(completion.logprobs),
+                "finish_reason": completion.finish,
             }
-            for row, one in enumerate(self.completions)
+            for row, completion in enumerate(self.completions)
         ]
         return {**self._head, "choices": choices, "usage": self._counted()}
 
@@ -171,7 +171,7 @@ class ChatAnswer(_Base):
         return {"index": row, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
     def _listed(self, logprobs: Sequence[Logprob]) -> Json:
-        return {"content": [{**self._token(*one[:2]), "top_logprobs": self._top(one)} for one in logprobs]}
+        return {"content": [{**self._token(*entry[:2]), "top_logprobs": self._top(entry)} for entry in logprobs]}
 
     def _top(self, logprob: Logprob) -> list[Json]:
         return [self._token(token, value) for token, value in logprob.top]
@@ -182,40 +182,40 @@ class ChatAnswer(_Base):
 
 
 class TokenNames:
-    """How tokens are written where one stands alone: as their text, or in a form that says what they are."""
+    """Names of single tokens: their text, or another form if the token is not a whole text."""
 
     def __init__(self, vocabulary: Vocabulary | None) -> None:
         self._vocabulary = vocabulary
 
     def of(self, token: int) -> str:
-        r"""Its text; `bytes:\xe2\x82` for a part of a character, as OpenAI writes it; else `token_id:7`."""
-        found = self.bytes_of(token)
-        if found is None:
+        r"""Returns its text, or `bytes:\xe2\x82` for a part of a character (OpenAI's format), or else `token_id:7`."""
+        token_bytes = self.bytes_of(token)
+        if token_bytes is None:
             return f"token_id:{token}"
         try:
-            return bytes(found).decode()
+            return bytes(token_bytes).decode()
         except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{one:02x}" for one in found)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
     def by_name(self, one: Logprob) -> Mapping[str, float]:
-        """Of the most probable tokens, and of the token itself if it is none of them, by name; of tokens that are
-        written alike, all but the first by number.
+        """Returns name -> log probability of the most probable tokens, and of the token itself. If several tokens have
+        the same name, all but the first are named by id.
         """
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for token, logprob in dict([*one.top, one[:2]]).items():
             name = self.of(token)
-            found[f"token_id:{token}" if name in found else name] = logprob
-        return found
+            logprobs[f"token_id:{token}" if name in logprobs else name] = logprob
+        return logprobs
 
     def length(self, token: int) -> int:
-        """Characters that it adds to a text."""
+        """Returns the number of characters that a token adds to a text."""
         if self._vocabulary is None or not self._vocabulary.is_shown(token):
             return 0
-        found = self.bytes_of(token)
-        # In a part of a character the first byte counts for all of it.
-        return 0 if found is None else sum(one & 0xC0 != 0x80 for one in found)
+        token_bytes = self.bytes_of(token)
+        # Counts the first byte of each character: a token may hold only a part of one.
+        return 0 if token_bytes is None else sum(byte & 0xC0 != 0x80 for byte in token_bytes)
 
     def bytes_of(self, token: int) -> list[int] | None:
-        """UTF-8 of its text, or of a part of a character; None where it stands for no text."""
-        found = None if self._vocabulary is None else self._vocabulary.token_bytes(token)
-        return None if found is None else list(found)
+        """Returns the UTF-8 bytes of a token, which may be a part of a character; None if it represents no text."""
+        token_bytes = None if self._vocabulary is None else self._vocabulary.token_bytes(token)
+        return None if token_bytes is None else list(token_bytes)

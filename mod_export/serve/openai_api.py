@@ -1,4 +1,4 @@
-"""/v1: completions, conversations and the list of models, as OpenAI's API has them."""
+"""/v1: completions, chat completions and the list of models, in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from mod_export.serve.problems import ApiError, problem_of
 from mod_export.serve.service import Service, Writing
 
 NEW_TOKENS = 16
-"""Of a completion that does not say how many, as OpenAI's API."""
+"""Default number of new tokens of a completion, as in OpenAI's API."""
 TEMPERATURE = 1.0
-"""Likewise, unless the model's generation_config.json asks for sampling at another one."""
+"""Default temperature, as in OpenAI's API, unless the model's generation_config.json asks to sample at another."""
 BYTES_OF_A_TOKEN = 8
-"""Of a prompt, as JSON, in the largest request of ids."""
+"""JSON bytes for each prompt token in the largest request of token ids."""
 LEAST_BODY_BYTES = 1 << 20
 CHARACTERS_OF_A_TOKEN = 32
-"""On average, at most, in a prompt that is tokenised at all: while a long one is, no text of others is written."""
+"""A prompt with more characters than this per token of the window is refused: tokenising it delays all other texts."""
 DRAWN_SEEDS = 2**31
 Asked = TypeVar("Asked", bound=OpenAIRequest)
 
@@ -53,43 +53,43 @@ async def completions(request: Request) -> Response:
     """POST /v1/completions."""
     service: Service = request.app.state.service
     _check_room(service)
-    asked = await _asked(request, CompletionRequest)
-    writing = _writing(service, asked.model, len(asked.several) * asked.n)
+    body = await _asked(request, CompletionRequest)
+    writing = _writing(service, body.model, len(body.several) * body.n)
     generator = writing.generator
 
     def read() -> tuple[list[Text], list[str] | None]:
-        for prompt in asked.several:
+        for prompt in body.several:
             _check_length(generator, prompt)
-        ids = generator.ids(asked.several, special=asked.add_special_tokens)
-        new = NEW_TOKENS if asked.max_tokens is None else asked.max_tokens
-        texts = _texts(writing, asked, ids, new, asked.logprobs, scored=asked.scored)
-        return texts, [_text_of(writing, one) for one in asked.several] if asked.echo else None
+        ids = generator.ids(body.several, special=body.add_special_tokens)
+        new = NEW_TOKENS if body.max_tokens is None else body.max_tokens
+        texts = _texts(writing, body, ids, new, body.logprobs, scored=body.scored)
+        return texts, [_text_of(writing, echoed) for echoed in body.several] if body.echo else None
 
     texts, echo = await asyncio.to_thread(read)
-    answer = TextAnswer(service.name, texts, TokenNames(generator.vocabulary), asked.n, echo)
-    return await _answer(request, writing, asked, texts, answer)
+    answer = TextAnswer(service.name, texts, TokenNames(generator.vocabulary), body.n, echo)
+    return await _answer(request, writing, body, texts, answer)
 
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
     service: Service = request.app.state.service
     _check_room(service)
-    asked = await _asked(request, ChatRequest)
-    writing = _writing(service, asked.model, asked.n)
+    body = await _asked(request, ChatRequest)
+    writing = _writing(service, body.model, body.n)
     generator = writing.generator
 
     def read() -> list[Text]:
-        _check_length(generator, "".join(one.content for one in asked.messages))
-        messages = [one.model_dump() for one in asked.messages]
-        ids = generator.ids(messages, asked.chat_template_kwargs)
-        limits = [asked.max_completion_tokens, asked.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
-        new = next(one for one in limits if one is not None)
-        return _texts(writing, asked, ids, new, (asked.top_logprobs or 0) if asked.logprobs else None)
+        _check_length(generator, "".join(item.content for item in body.messages))
+        messages = [item.model_dump() for item in body.messages]
+        ids = generator.ids(messages, body.chat_template_kwargs)
+        limits = [body.max_completion_tokens, body.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
+        new = next(item for item in limits if item is not None)
+        return _texts(writing, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None)
 
     texts = await asyncio.to_thread(read)
     names = TokenNames(generator.vocabulary)
-    answer = ChatAnswer(service.name, texts, names, asked.n, streamed=asked.stream)
-    return await _answer(request, writing, asked, texts, answer)
+    answer = ChatAnswer(service.name, texts, names, body.n, streamed=body.stream)
+    return await _answer(request, writing, body, texts, answer)
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -107,9 +107,7 @@ async def _asked(request: Request, kind: type[Asked]) -> Asked:
 
 
 def _check_room(service: Service) -> None:
-    """Refuses a request before it is read where there is no room for one text: a server that has too much to do has no
-    time for those.
-    """
+    """Refuses a request before its body is read if there is no room for even one text. This saves time under load."""
     if isinstance(service.writing, Writing):
         service.writing.scheduler.check_room(1)
 
@@ -121,7 +119,7 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 def _writing(service: Service, model: str | None, texts: int) -> Writing:
-    """What writes the texts of a request, if there is room for them, before any work is done for it."""
+    """Returns the writer of the service. Refuses the request before any work if there is no room for its texts."""
     _check_model(service, model)
     if isinstance(service.writing, str):
         raise ApiError(400, f"this model writes no text: {service.writing}", code="unsupported")
@@ -134,7 +132,7 @@ def _writing(service: Service, model: str | None, texts: int) -> Writing:
 
 
 def _check_length(generator: Generator, prompt: str | Sequence[int]) -> None:
-    """Refuses what is far too long before it is tokenised, or looked at id by id."""
+    """Refuses a prompt that is far too long, before it is tokenised or its ids are checked."""
     size = len(prompt) / CHARACTERS_OF_A_TOKEN if isinstance(prompt, str) else len(prompt)
     if size > generator.window:
         what = "characters" if isinstance(prompt, str) else "tokens"
@@ -153,7 +151,7 @@ def _texts(
     scored: bool = False,
 ) -> list[Text]:
     defaults = writing.generator.defaults
-    # Before each prompt is copied n times.
+    # Refuses texts that are too long before each prompt is copied n times.
     writing.generator.bucket_for(1, tokens_read(max(map(len, ids)), new_tokens))
     temperature = asked.temperature if asked.temperature is not None else defaults.temperature or TEMPERATURE
     return writing.generator.texts(
@@ -171,7 +169,7 @@ def _texts(
 
 
 def _text_of(writing: Writing, prompt: str | Sequence[int]) -> str:
-    """What `echo` shows of a prompt."""
+    """Text of a prompt, which `echo` shows; empty if its ids do not represent text."""
     if isinstance(prompt, str) or writing.generator.vocabulary is None:
         return prompt if isinstance(prompt, str) else ""
     reader = writing.generator.vocabulary.reader()
@@ -186,7 +184,7 @@ async def _answer(
     put = partial(mailbox.put, events, asyncio.get_running_loop())
 
     def put_ends(event: Event) -> None:
-        if not isinstance(event, Piece):  # The texts have them, and the event loop would be woken at every step.
+        if not isinstance(event, Piece):  # The texts keep their pieces, so the event loop need not wake at every step.
             put(event)
 
     job = writing.scheduler.submit(texts, put if asked.stream else put_ends)
@@ -194,9 +192,9 @@ async def _answer(
         if not asked.stream:
             await unless_gone(request.receive, _all(events, len(texts)))
             return JSONResponse(await asyncio.to_thread(answer.whole))
-        # Until a first event comes, a refusal can still have a status of its own.
+        # The status is not sent before the first event, so an early failure still gets its own status.
         first = await unless_gone(request.receive, events.get())
-    except BaseException:  # Cancelled as well, as Ray does when a client leaves: its rows are given back.
+    except BaseException:  # Includes cancellation, which Ray uses when a client disconnects. The rows become free.
         job.cancel()
         raise
     if isinstance(first, Failed):
@@ -205,14 +203,14 @@ async def _answer(
 
 
 class Mailbox:
-    """Brings events from the scheduler's thread to the event loop, which is woken once for all that have come."""
+    """Moves events from the scheduler's thread to the event loop, with one wake-up for all events that are waiting."""
 
     def __init__(self) -> None:
         self._items: deque[tuple[asyncio.Queue[Event], Event]] = deque()
         self._woken = False
 
     def put(self, events: asyncio.Queue[Event], loop: asyncio.AbstractEventLoop, event: Event) -> None:
-        """From the scheduler's thread."""
+        """Adds an event. Called on the scheduler's thread."""
         self._items.append((events, event))
         if not self._woken:
             self._woken = True
@@ -223,7 +221,7 @@ class Mailbox:
                 raise
 
     def _deliver(self) -> None:
-        # First, so that what is put from here on wakes the loop again.
+        # Reset first, so that events put from now on wake the loop again.
         self._woken = False
         while self._items:
             events, event = self._items.popleft()
@@ -242,14 +240,14 @@ async def _all(events: asyncio.Queue[Event], texts: int) -> None:
 async def _chunks(
     event: Event | None, events: asyncio.Queue[Event], texts: int, answer: Answer, *, usage: bool
 ) -> AsyncIterator[bytes]:
-    """Server-sent events, as many in one piece as have come."""
+    """Yields server-sent events. Joins all events that are waiting into one piece."""
     opened: set[int] = set()
     while texts:
         lines: list[dict[str, Any]] = []
         event = event or await events.get()
         while event is not None:
             if isinstance(event, Failed):
-                # The status has been sent. Clients of OpenAI raise what stands in a chunk as `error`.
+                # The status has been sent already. OpenAI's clients raise the `error` of a chunk as an exception.
                 yield _sse(*lines, problem_of(event.error).openai())
                 return
             lines += _chunks_of(event, opened, answer)
@@ -273,7 +271,7 @@ def _sse(*lines: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """Server-sent events of a job, which is cancelled when the client leaves."""
+    """Server-sent events of a job, which is cancelled when the client disconnects."""
 
     def __init__(self, job: Job, chunks: AsyncIterator[bytes]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
@@ -281,15 +279,15 @@ class EventStream(Response):
         self._job, self._chunks = job, chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        left = asyncio.create_task(gone(receive))
+        leaving = asyncio.create_task(gone(receive))
         sending = asyncio.create_task(self._send(send))
         try:
-            await asyncio.wait({left, sending}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({leaving, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
             self._job.cancel()
-            left.cancel()
+            leaving.cancel()
             sending.cancel()
 
     async def _send(self, send: Send) -> None:

@@ -1,7 +1,7 @@
-"""What clients of OpenAI's API send, checked field by field.
+"""Requests of OpenAI's API, validated field by field.
 
-Of fields that are not supported, a value that changes nothing is accepted, because client libraries send those. Any
-other value is refused, because an answer that ignores it would not be what was asked for.
+An unsupported field is accepted if its value has no effect, because client libraries send such fields. Any other value
+is refused, because an answer that ignored it would not be what the client asked for.
 
 Source: https://platform.openai.com/docs/api-reference/completions and .../chat.
 """
@@ -20,7 +20,7 @@ LARGEST_SEED = 2**63 - 1
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
-"""Fields that say nothing about the text."""
+"""Fields that do not affect the text."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "presence_penalty": (0,),
@@ -40,13 +40,13 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields that are not supported -> their values that change nothing, beside null."""
+"""Unsupported field -> its values that have no effect, besides null."""
 
 Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class StreamOptions(BaseModel):
-    """`include_usage` asks for a last chunk with the number of tokens."""
+    """Options of a stream; `include_usage` asks for a last chunk with the token counts."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -61,7 +61,7 @@ class StreamOptions(BaseModel):
 
 
 class OpenAIRequest(BaseModel):
-    """What completions and conversations have in common. A null is a field that was left out."""
+    """Common fields of completions and chat completions. null means the same as a missing field."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -80,22 +80,22 @@ class OpenAIRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _simplify(cls, given: Any) -> Any:
-        """Leaves out what changes nothing, and refuses what is not supported."""
+        """Removes fields that have no effect, and refuses unsupported ones."""
         if not isinstance(given, dict):
             raise ValueError("expected a JSON object")
-        found = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
-        for name in found.keys() - cls.model_fields.keys():
+        fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
+        for name in fields.keys() - cls.model_fields.keys():
             neutral = NEUTRAL.get(name)
-            if name == "best_of" and found[name] in (1, found.get("n", 1)):
+            if name == "best_of" and fields[name] in (1, fields.get("n", 1)):
                 continue
             if neutral is None and name != "best_of":
                 raise ValueError(f"{name[:80]}: no such field is known here; leave it out")
-            if found[name] not in (neutral or ()):
+            if fields[name] not in (neutral or ()):
                 raise ValueError(f"{name}: is not supported, and this value would change the answer; leave it out")
-        found = {name: value for name, value in found.items() if name in cls.model_fields}
-        if isinstance(found.get("stop"), str):
-            found["stop"] = [found["stop"]]
-        return found
+        fields = {name: value for name, value in fields.items() if name in cls.model_fields}
+        if isinstance(fields.get("stop"), str):
+            fields["stop"] = [fields["stop"]]
+        return fields
 
     @model_validator(mode="after")
     def _check_stream(self) -> Self:
@@ -105,12 +105,12 @@ class OpenAIRequest(BaseModel):
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a stream ends with the number of tokens."""
+        """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
     def cut(self) -> int | None:
-        """top_k as generators read it: -1 is how vLLM says all."""
+        """top_k for generators: 0 in place of -1, which means all tokens in vLLM."""
         return 0 if self.top_k == -1 else self.top_k
 
 
@@ -125,7 +125,7 @@ class CompletionRequest(OpenAIRequest):
     @model_validator(mode="before")
     @classmethod
     def _check_prompt(cls, given: Any) -> Any:
-        """One sentence where pydantic would have one for each of four types."""
+        """Replaces pydantic's four messages, one for each type, with a single one."""
         if isinstance(given, dict) and not _is_prompt(given.get("prompt")):
             raise ValueError("prompt: expected a text, a list of texts, a list of token ids, or a list of such lists")
         return given
@@ -138,19 +138,19 @@ class CompletionRequest(OpenAIRequest):
 
     @property
     def scored(self) -> bool:
-        """Whether the tokens of the prompt have logprobs, too."""
+        """Whether log probabilities of the prompt's tokens are needed."""
         return self.echo and self.logprobs is not None
 
     @property
     def several(self) -> list[str] | list[list[int]]:
-        """The prompts, a list of them even if there is one."""
+        """The prompts, as a list even if there is only one."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         return cast("list[list[int]]", [self.prompt]) if isinstance(self.prompt[0], int) else cast("Any", self.prompt)
 
 
 class Message(BaseModel):
-    """One turn of a conversation. What else a client says of it (`name`, `refusal`) is given to no template."""
+    """One turn of a conversation. Other fields of a message (`name`, `refusal`) never reach the template."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -160,7 +160,7 @@ class Message(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _simplify(cls, given: Any) -> Any:
-        """Parts of text become one text; `developer` is what `system` is called since o1."""
+        """Joins parts of text into one text. Replaces the role `developer`, OpenAI's new name since o1, by `system`."""
         if not isinstance(given, dict):
             return given
         for name in ("tool_calls", "function_call", "audio"):
@@ -198,8 +198,8 @@ def _is_prompt(value: object) -> bool:
         return True
     if not isinstance(value, list) or not value:
         return False
-    return all(isinstance(one, str) for one in value) or _are_ids(value) or all(map(_are_ids, value))
+    return all(isinstance(item, str) for item in value) or _are_ids(value) or all(map(_are_ids, value))
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value)
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)

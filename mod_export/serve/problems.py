@@ -1,4 +1,4 @@
-"""Everything that a client is refused with, as an HTTP status and a body in the shape of the API that it uses."""
+"""Turns errors into HTTP responses: a status, and a body in the format of the API that the client uses."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from mod_export.serve.jobs import ClosingError, QueueFullError, WaitedTooLongErr
 
 LOG = logging.getLogger("mod_export.serve")
 RETRY_S = 1
-"""Told to clients that a server has no row for, or that is about to end: another replica may have one."""
+"""Retry-After for clients if the server has no free row or is shutting down: another replica may have a free row."""
 
 
 class ApiError(Exception):
     """A request that cannot be answered.
 
     Attributes:
-        status: of HTTP.
+        status: HTTP status.
         kind: `type` of OpenAI's error object.
-        param: the field that is wrong.
-        code: what a program may look at.
-        retry_after_s: when to try again.
+        param: name of the invalid field.
+        code: machine-readable reason.
+        retry_after_s: seconds until the client should try again.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class ApiError(Exception):
         return named.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
 
     def openai(self) -> dict[str, dict[str, str | None]]:
-        """The body as OpenAI's API has it."""
+        """Returns the body in the format of OpenAI's API."""
         return {"error": {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str) -> Response:
-        """The body of the Open Inference Protocol under /v2, OpenAI's elsewhere."""
+        """Returns the response, in the format of the Open Inference Protocol under /v2 and of OpenAI elsewhere."""
         body = {"error": str(self)} if path.startswith("/v2") else self.openai()
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == HTTPStatus.UNAUTHORIZED:
@@ -58,7 +58,7 @@ class ApiError(Exception):
 
 
 def problem_of(error: Exception) -> ApiError:
-    """What an error means to a client. One that is no client's fault is logged, and told without its text."""
+    """Returns the error to send to a client. Internal errors are logged, and the client does not see their text."""
     match error:
         case ApiError():
             return error

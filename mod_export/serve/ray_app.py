@@ -1,12 +1,12 @@
-"""Build folders on Ray Serve: the application that `mod-export serve` has, in each of several replicas.
+"""Serves build folders on Ray Serve. Each replica runs the application of `mod-export serve`.
 
     serve run mod_export.serve.ray_app:app folder=build/writing threads=2 max_replicas=4
 
-Ray finds a replica for each request, starts and ends replicas with the load, and replaces those that fail. How much a
-replica takes at once, and what it answers when that is too much, is decided by the application.
+Ray picks a replica for each request, starts and stops replicas with the load, and replaces those that fail. The
+application decides how many requests a replica accepts at once, and how it answers the others.
 """
 
-# No `from __future__ import annotations`: Ray looks at the annotation of `app` to check its arguments.
+# No `from __future__ import annotations`: Ray reads the annotation of `app` to check its arguments.
 import asyncio
 import contextlib
 import dataclasses
@@ -32,34 +32,35 @@ from mod_export.serve.service import ServiceOptions
 from mod_export.types import ModelKind
 
 BESIDE_TEXTS = 16
-"""Requests that a replica takes beyond what it ever writes and scores at once: for metrics, health and lists of models,
-and for requests that are refused, which takes milliseconds.
+"""Requests that a replica accepts beyond those that it writes, scores or queues. They are requests for metrics, health
+and lists of models, and requests that are refused, which takes milliseconds.
 """
 HEALTH_S = 2.0
-"""Between two checks of a replica. Ray replaces it when three of them have failed one after the other."""
+"""Seconds between two health checks of a replica. Ray replaces it after three failures in a row."""
 FEW = Annotated[int, Field(ge=1)]
 SECONDS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Arguments(BaseModel):
-    """What `serve run ... NAME=VALUE` and `args:` in a file of `serve deploy` may say.
+    """Arguments of `serve run ... NAME=VALUE`, and of `args:` in a file for `serve deploy`.
 
     Attributes:
         folder: a build folder, at this path on every node.
-        folders: several of them, by the names under which clients choose one; or a folder that holds them.
-        open_folders: how many of `folders` a replica has open at most, beside the first, which it always has open.
-        replicas: how many there are; with `max_replicas` at least.
-        max_replicas: how many there are at most; None: there are always `replicas`.
-        target_ongoing_requests: of a replica, on average, above which another one is started; None is one for each row.
-        upscale_delay_s: seconds that there have to be more before one is started.
-        downscale_delay_s: seconds that there have to be fewer before one is ended.
-        threads: of a CPU engine inside one operator, and CPUs that a replica claims.
-        gpus: that a replica claims.
-        drain_s: seconds that texts have to end when a replica ends or a folder is closed for another one.
-        api_key_file: API keys, one a line, at this path on every node; requests bring one of them.
-        hosts: names beside `localhost` under which the server may be addressed while it has no API keys, separated by
-            commas or as a list; `*` is any.
-        name: see `ServiceOptions`, as `rows`, `max_queue`, `max_wait_s`, `target`, `dtype` and `model`.
+        folders: name -> build folder, where clients choose by name; or a folder that contains build folders.
+        open_folders: maximum number of `folders` that a replica has open, besides the first, which is always open.
+        replicas: number of replicas; with `max_replicas`, the minimum.
+        max_replicas: maximum number of replicas; None keeps their number at `replicas`.
+        target_ongoing_requests: average number of requests of a replica above which another replica is started; None
+            means one request for each row.
+        upscale_delay_s: seconds for which the load must stay higher before a replica is started.
+        downscale_delay_s: seconds for which the load must stay lower before a replica is stopped.
+        threads: threads of a CPU engine inside one operator, and CPUs that a replica reserves.
+        gpus: GPUs that a replica reserves.
+        drain_s: seconds that texts have to finish when a replica stops, or a folder is closed to open another.
+        api_key_file: file with API keys, one per line, at this path on every node; each request must send one of them.
+        hosts: host names, besides `localhost`, that the server answers to if it has no API keys; separated by commas or
+            as a list. `*` means any.
+        name: see `ServiceOptions`, also for `rows`, `max_queue`, `max_wait_s`, `target`, `dtype` and `model`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -100,26 +101,26 @@ class Arguments(BaseModel):
 
     @property
     def options(self) -> ServiceOptions:
-        """How each folder is served."""
-        names = {one.name for one in dataclasses.fields(ServiceOptions)}
+        """The options with which each folder is served."""
+        names = {field.name for field in dataclasses.fields(ServiceOptions)}
         return ServiceOptions(**self.model_dump(include=names))
 
     def by_name(self) -> dict[str | None, Path]:
-        """The build folders, by the names of their models; None is the name of the checkpoint.
+        """Returns model name -> build folder. The name None stands for the name of the checkpoint.
 
         Raises:
-            UsageError: there is none.
+            UsageError: there is no build folder.
         """
         if self.folder is not None:
             return {self.name: self.folder.absolute()}
         if isinstance(self.folders, Path):
             paths = sorted(self.folders.absolute().glob(f"*/{MANIFEST}"))
-            found: dict[str | None, Path] = {path.parent.name: path.parent for path in paths}
+            folders: dict[str | None, Path] = {path.parent.name: path.parent for path in paths}
         else:
-            found = {name: folder.absolute() for name, folder in (self.folders or {}).items()}
-        if not found:
+            folders = {name: folder.absolute() for name, folder in (self.folders or {}).items()}
+        if not folders:
             raise UsageError(f"folders: expected build folders, and there is none in {self.folders}")
-        return found
+        return folders
 
 
 def app(args: Arguments) -> serve.Application:
@@ -127,11 +128,11 @@ def app(args: Arguments) -> serve.Application:
 
     Raises:
         UsageError: there is no build folder.
-        BuildFolderError: `rows` has to be looked up, and a folder is damaged or not there.
+        BuildFolderError: `rows` is not given, and a folder from which to read it is damaged or missing.
     """
     folders = args.by_name()
     rows = args.rows or max(map(_most_rows, folders.values()))
-    # One for each text that has a row or waits for one, and one for each prompt that is scored or waits for that.
+    # One for each text that has or waits for a row, and one for each prompt that is being scored or waits for it.
     most_waiting = rows + args.max_queue + 1 + args.max_queue
     most_requests = most_waiting * min(len(folders), 1 + args.open_folders) + BESIDE_TEXTS
     number: dict[str, Any] = {"num_replicas": args.replicas}
@@ -148,7 +149,7 @@ def app(args: Arguments) -> serve.Application:
         name="mod-export",
         ray_actor_options={"num_cpus": args.threads, "num_gpus": args.gpus},
         max_ongoing_requests=most_requests,
-        # The application refuses what is too much. These wait in Ray while a replica starts.
+        # The application refuses excess requests itself. This limit is for requests that wait while a replica starts.
         max_queued_requests=most_requests * (args.max_replicas or args.replicas),
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_S},
         graceful_shutdown_timeout_s=args.drain_s,
@@ -160,16 +161,16 @@ def app(args: Arguments) -> serve.Application:
 
 
 def _most_rows(folder: Path) -> int:
-    """Texts that the engines of a build folder write at once."""
+    """Largest number of texts that an engine of a build folder writes at once; 0 if it writes no text."""
     engines = open_folder(folder, verify=False).engines
     return max((engine.bucket.batch for engine in engines if engine.role == "decode"), default=0)
 
 
 class Replica:
-    """A process that has build folders open.
+    """A process with open build folders.
 
     Attributes:
-        open_folders: those that it has opened; a closed one is forgotten when the next is opened.
+        open_folders: folders that were opened. Closed ones are removed when the next one is opened.
     """
 
     def __init__(self, args: Arguments, folders: Mapping[str | None, Path]) -> None:
@@ -180,15 +181,15 @@ class Replica:
         self._guard = Guard(self._keys, self._hosts)
 
     async def __serve_build_asgi_app__(self) -> Starlette:
-        """What Ray calls before a replica gets requests. Of the folders, the first stays open; Ray's cache opens the
-        others when they are asked for, and closes the one that was not used for longest.
+        """Builds the application; Ray calls this before the replica gets requests. The first folder stays open. Ray's
+        cache opens the others on demand and closes the least recently used one.
         """
         self._first = await self._opened(next(iter(self._folders)))
 
         async def load(name: str) -> OpenFolder:
             try:
                 return await self._opened(name)
-            except ModExportError as error:  # No client's fault, and it names paths.
+            except ModExportError as error:  # An internal error whose text contains paths, so clients do not see it.
                 LOG.error("%s: cannot be opened: %s", name, error)
                 raise ApiError(500, f"model {name!r}: cannot be opened; the log says why", code="failed") from error
 
@@ -196,10 +197,10 @@ class Replica:
         return Starlette(routes=[Mount("/", app=self._answer)], lifespan=self._until_shutdown)
 
     def check_health(self) -> None:
-        """What Ray calls to know whether it has to replace this replica.
+        """Raises an error if this replica must be replaced; Ray calls it regularly.
 
         Raises:
-            EngineError: it has.
+            EngineError: the replica must be replaced.
         """
         for folder in self.open_folders:
             folder.check()
@@ -213,9 +214,9 @@ class Replica:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         try:
-            # Nothing is awaited between this and the folder's own count of its requests, so it is not closed meanwhile.
+            # No await separates this from the folder's own count of requests, so the folder cannot close in between.
             folder = await self._chosen(request)
-        except Exception as error:  # As `create_app` does.
+        except Exception as error:  # Handled as in `create_app`.
             await problem_of(error).response(request.url.path)(scope, receive, send)
         else:
             await folder(scope, receive, send)
@@ -224,16 +225,16 @@ class Replica:
         name = serve.get_multiplexed_model_id()
         if not name or len(self._folders) == 1:
             return self._first
-        # First, because whoever may not use the server must not have it open and close folders.
+        # Checked first: clients without access must not make the server open and close folders.
         self._guard.check(request)
         if name not in self._folders:
-            names = ", ".join(repr(one) for one in self._folders)
+            names = ", ".join(repr(known_name) for known_name in self._folders)
             message = f"model {name[:80]!r}: not served here; this server has {names}"
             raise ApiError(404, message, code="model_not_found")
         if name == next(iter(self._folders)):
             return self._first
-        found: OpenFolder = await self._cached(name)
-        return found
+        folder: OpenFolder = await self._cached(name)
+        return folder
 
     async def _opened(self, name: str | None) -> OpenFolder:
         args = self._args
@@ -241,5 +242,5 @@ class Replica:
         folder = await asyncio.to_thread(
             OpenFolder.of, self._folders[name], options, self._keys, self._hosts, args.drain_s
         )
-        self.open_folders = [one for one in self.open_folders if not one.closed] + [folder]
+        self.open_folders = [opened for opened in self.open_folders if not opened.closed] + [folder]
         return folder

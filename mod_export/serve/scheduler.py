@@ -1,9 +1,9 @@
-"""One thread that owns the rows of a decoder, and the requests that wait for them.
+"""A thread that owns the rows of decoders, and a queue of requests for them.
 
-Between two steps the thread takes cancelled texts out of their rows and lets the next ones begin in free rows, so a
-short text that comes late ends before a long one that came early. Requests take turns, in the order in which they came:
-each of them has one text begin before any of them has a second one begin. While texts are being written, at most one
-prompt is read between two steps, so that a burst of prompts does not stop the texts until all of it is read.
+Between two steps, the thread removes cancelled texts from their rows and starts waiting texts in free rows. So a short
+text that arrives late can end before a long text that arrived early. Requests take turns in order of arrival: each
+starts one text before any of them starts a second one. While texts are being written, at most one prompt is read
+between two steps, so a burst of prompts does not pause these texts until all prompts are read.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ from mod_export.types import Bucket
 
 LOG = logging.getLogger("mod_export.serve")
 MOST_FAILURES = 3
-"""Steps that fail one after the other before a scheduler says that it is not healthy."""
+"""After this many failed steps in a row, a scheduler is no longer healthy."""
 GUESSED_TEXT_S = 1.0
-"""Of a text, before one has been measured, for `QueueFullError.retry_after_s`."""
+"""Assumed seconds per text, for `QueueFullError.retry_after_s`, before any text has been measured."""
 WEIGHT = 0.1
-"""Of the newest text in the running mean of how long texts have a row."""
+"""Weight of the newest text in the running mean of seconds per text."""
 
 
 @dataclass(eq=False, slots=True)
 class _InRow:
-    """What the thread knows of a text that has a row.
+    """State of a text that has a row. Times are from `time.perf_counter`.
 
     Attributes:
+        job: its request.
         begun: when it got the row.
-        last: when its last token was written.
+        last: when its last token was written; None before the first.
     """
 
     job: Job
@@ -62,8 +63,8 @@ class Scheduler:
     """Writes the texts of many requests in the rows of decode engines.
 
     Attributes:
-        buckets: of the engines that write them, those of the fewest rows first.
-        bucket: the last of them.
+        buckets: buckets of the engines in use, in ascending order of rows.
+        bucket: the last of `buckets`.
     """
 
     def __init__(
@@ -74,19 +75,19 @@ class Scheduler:
         max_wait_s: float = MAX_WAIT_S,
         observer: Observer | None = None,
     ) -> None:
-        """Starts with the `with` block, and owns the generator until it ends.
+        """The thread starts with the `with` block and uses the generator exclusively until the block ends.
 
         Args:
-            generator: no other stream may be written with it meanwhile.
-            rows: texts that are written at once, by one engine, so that a text does not depend on how many others there
-                are in the last bit either; None is as many as the largest decode bucket has, and one text alone is
-                written by the smallest.
-            max_queue: texts that may wait for a row.
-            max_wait_s: seconds that a request may wait for its first row.
-            observer: is told what happens.
+            generator: writes the texts; the scheduler must be its only user.
+            rows: number of texts written at once, all by one engine, so the number of other texts does not change even
+                the last bit of a text's logits. None uses the largest decode bucket, and the smallest for a text that
+                is alone.
+            max_queue: how many texts may wait for a row.
+            max_wait_s: how many seconds a request may wait for its first row.
+            observer: receives events.
 
         Raises:
-            UsageError: there is no decode bucket of so many rows, or a bound is out of range.
+            UsageError: no decode bucket has so many rows, or a limit is out of range.
         """
         self.buckets = _buckets_of(generator, rows)
         self.bucket = self.buckets[-1]
@@ -107,46 +108,46 @@ class Scheduler:
         self._opened = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mod-export scheduler", daemon=True)
 
-    # From any thread.
+    # Any thread may use the following.
 
     @property
     def waiting(self) -> int:
-        """Texts that have no row yet."""
+        """Number of texts that wait for a row."""
         with self._changed:
             return sum(len(job.waiting) for job in self._jobs)
 
     @property
     def busy(self) -> int:
-        """Texts that have a row."""
+        """Number of texts that have a row."""
         return len(self._in_rows)
 
     @property
     def healthy(self) -> bool:
-        """Whether its thread runs and the engine has not failed several times in a row."""
+        """Whether the thread runs and the engine has not failed several times in a row."""
         return self._thread.is_alive() and self._broken is None and self._failures < MOST_FAILURES
 
     @property
     def most_texts(self) -> int:
-        """Texts of the largest request that can ever be taken."""
+        """Number of texts of the largest request that can ever be accepted."""
         return self._max_queue + self.bucket.batch
 
     def check_room(self, texts: int) -> None:
-        """Refuses a request that `submit` would refuse.
+        """Raises the error that `submit` would raise for this many texts.
 
         Raises:
-            ClosingError: no more requests are taken.
+            ClosingError: no more requests are accepted.
             QueueFullError: there is no room for so many texts now.
         """
         with self._changed:
             self._check_room(texts)
 
     def submit(self, texts: Sequence[Text], tell: Callable[[Event], None]) -> Job:
-        """Queues a request. `tell` is called with its events on the scheduler's thread, and must not block: pieces of
-        its texts, `Ended` for each of them, or `Failed` for what is left of it.
+        """Queues a request. `tell` receives its events on the scheduler's thread and must not block. Events are pieces
+        of its texts and one `Ended` per text, or `Failed` for all unfinished texts.
 
         Raises:
-            ClosingError: no more requests are taken.
-            QueueFullError: there is no room for it now.
+            ClosingError: no more requests are accepted.
+            QueueFullError: there is no room for the request now.
         """
         now = time.perf_counter()
         for text in texts:
@@ -159,7 +160,7 @@ class Scheduler:
         return job
 
     def drain(self, within_s: float) -> bool:
-        """Takes no more requests, and waits until those that it has are done; False if that took too long."""
+        """Stops accepting requests and waits for current ones; returns False if they take longer than `within_s`."""
         with self._changed:
             self._draining = True
             self._changed.notify_all()
@@ -177,7 +178,7 @@ class Scheduler:
         self.stop()
 
     def stop(self) -> None:
-        """Ends every request that is not done with `Failed(ClosingError)`, and the thread."""
+        """Fails every unfinished request with `ClosingError`, and ends the thread."""
         with self._changed:
             self._draining = self._stopping = True
             self._changed.notify_all()
@@ -200,7 +201,7 @@ class Scheduler:
                 seconds,
             )
 
-    # On the thread.
+    # The following runs on the scheduler's thread.
 
     def _run(self) -> None:
         try:
@@ -214,13 +215,13 @@ class Scheduler:
                         self._failures += 1
                         rows.reset()
                         self._fail({state.job for state in self._in_rows.values()}, error)
-        except Exception as error:  # Nobody may wait for a thread that has ended.
+        except Exception as error:  # Clients must not wait for a thread that has ended.
             self._broken = error
         finally:
-            gone = self._broken or ClosingError("this server shut down before the request was done")
+            reason = self._broken or ClosingError("this server shut down before the request was done")
             with self._changed:
                 self._draining = True
-            self._fail({*self._jobs, *(state.job for state in self._in_rows.values())}, gone)
+            self._fail({*self._jobs, *(state.job for state in self._in_rows.values())}, reason)
             self._opened.set()
 
     def _wait_for_work(self) -> bool:
@@ -229,28 +230,28 @@ class Scheduler:
             return not self._stopping
 
     def _work(self, rows: Rows) -> None:
-        """Lets texts begin, and takes one step."""
+        """Starts waiting texts, and runs one step."""
         self._leave_out_what_is_over()
         self._tell()
         while len(rows.busy) < rows.size and (text := self._next()) is not None:
-            alone = not rows.busy
+            was_idle = not rows.busy
             self._pass_on(rows.begin(text))
             self._take_ended()
             self._tell()
-            if not alone:
+            if not was_idle:
                 break
         self._pass_on(rows.step())
-        _ = rows.busy  # What was cancelled meanwhile leaves its row.
+        _ = rows.busy  # Removes texts that were cancelled meanwhile from their rows.
         self._take_ended()
         self._tell()
 
     def _leave_out_what_is_over(self) -> None:
-        """Requests that were cancelled while they waited, or waited too long."""
+        """Drops texts that were cancelled while they waited, and fails requests that waited too long."""
         now = time.monotonic()
         late = []
         with self._changed:
             for job in list(self._jobs):
-                for text in [one for one in job.waiting if one.cancelled]:
+                for text in [waiting_text for waiting_text in job.waiting if waiting_text.cancelled]:
                     job.waiting.remove(text)
                     text.completion.finish = "cancelled"
                     self._say_ended(job, text)
@@ -259,11 +260,11 @@ class Scheduler:
                 elif not job.begun and now > job.begin_by:
                     late.append(job)
             self._changed.notify_all()
-        waited = f"no row was free within {self._max_wait_s:g} s; try again later"
-        self._fail(late, WaitedTooLongError(waited))
+        reason = f"no row was free within {self._max_wait_s:g} s; try again later"
+        self._fail(late, WaitedTooLongError(reason))
 
     def _next(self) -> Text | None:
-        """The next text of the request whose turn it is."""
+        """Returns the next text of the request whose turn it is; None if no request waits."""
         with self._changed:
             if not self._jobs:
                 return None
@@ -286,7 +287,7 @@ class Scheduler:
             self._untold.append((state.job, piece))
 
     def _take_ended(self) -> None:
-        for text in [one for one in self._in_rows if one.completion.finish]:
+        for text in [candidate for candidate in self._in_rows if candidate.completion.finish]:
             with self._changed:
                 state = self._in_rows.pop(text)
                 self._changed.notify_all()
@@ -298,11 +299,11 @@ class Scheduler:
         self._untold.append((job, Ended(text.row, text.completion)))
 
     def _tell(self) -> None:
-        """Tells what has happened, when all rows of a step have their tokens: whoever is told wants the interpreter's
-        lock, which this thread gives away as soon as the engine runs.
+        """Delivers events after all rows of a step have their tokens: receivers need the GIL, which this thread
+        releases when the engine runs.
         """
-        untold, self._untold = self._untold, []
-        for job, event in untold:
+        events, self._untold = self._untold, []
+        for job, event in events:
             job.tell(event)
 
     def _fail(self, jobs: Iterable[Job], error: Exception) -> None:
@@ -310,22 +311,22 @@ class Scheduler:
         self._untold = [(job, event) for job, event in self._untold if job not in failing]
         for job in failing:
             with self._changed:
-                left = [*job.waiting, *(text for text, state in self._in_rows.items() if state.job is job)]
-                for text in left:
+                unfinished = [*job.waiting, *(text for text, state in self._in_rows.items() if state.job is job)]
+                for text in unfinished:
                     self._in_rows.pop(text, None)
-                with contextlib.suppress(ValueError):  # It waits no longer if its last text has a row.
+                with contextlib.suppress(ValueError):  # The job left the queue when its last text got a row.
                     self._jobs.remove(job)
                 self._changed.notify_all()
-            self._observer.failed(error, len(left))
+            self._observer.failed(error, len(unfinished))
             try:
                 job.tell(Failed(error))
-            except Exception as unheard:  # The others still have to be told.
+            except Exception as unheard:  # The other requests must still be told.
                 LOG.error("a client could not be told of %r: %r", error, unheard)
 
 
 def _buckets_of(generator: Generator, rows: int | None) -> tuple[Bucket, ...]:
-    """Of the longest cache: that of the fewest rows that are enough; where no number is asked for, the smallest and the
-    largest.
+    """Returns buckets with the longest cache: the one with the fewest rows that are enough, or, if `rows` is None, the
+    smallest and the largest.
     """
     longest = [bucket for bucket in generator.buckets if bucket.seq == generator.window]
     if rows is None:

@@ -1,7 +1,7 @@
 """Serves one build folder over HTTP until a signal ends it.
 
-The first SIGTERM or SIGINT makes the server not ready. It keeps listening meanwhile, so that new requests get a 503 and
-no closed port, until the texts that it has are done. A second signal ends it at once.
+After the first SIGTERM or SIGINT, the server is not ready but keeps listening until its current texts are done. So new
+requests get status 503 and not a closed port. A second signal ends it at once.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from mod_export.serve.service import Service, ServiceOptions, open_service
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_CONNECTIONS = 4096
 STALLED_MS = 60_000
-"""A client that takes nothing for so long is cut off: what it was sent would stay in memory."""
+"""A client that receives nothing for this long is disconnected, because unsent data stays in memory."""
 WATCH_S = 1.0
 LEAST_SHUTDOWN_S = 1
 TERMINATED = 143
-"""The exit code of a server that a second signal ended: that of a program which SIGTERM ends."""
+"""Exit code after a second signal: that of a program ended by SIGTERM."""
 BROKEN = 1
 
 
 def read_keys(path: Path) -> frozenset[str]:
-    """The API keys of a file, one a line.
+    """Reads the API keys of a file, one per line.
 
     Raises:
-        UsageError: it cannot be read, or holds none.
+        UsageError: the file cannot be read, or holds no key.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -69,14 +69,14 @@ def serve_folder(
         folder: a build folder.
         options: how it is served.
         host: address to listen at.
-        port: likewise; 0 is any free one.
-        drain_s: seconds that texts have to end after the first signal.
+        port: port to listen at; 0 means any free port.
+        drain_s: seconds that texts have to finish after the first signal.
         keys: API keys.
         access_log: whether every request is logged.
-        say: is told where the server is, once it is ready.
+        say: receives a line with the address before the server starts.
 
     Raises:
-        UsageError: an option is out of range, the address cannot be listened at, or others could use it without a key.
+        UsageError: an option is out of range, the address cannot be used, or it is public and there is no API key.
         BuildFolderError: the folder is damaged.
     """
     if host not in LOOPBACK and not keys:
@@ -87,7 +87,7 @@ def serve_folder(
     if not drain_s >= 0:
         raise UsageError(f"--drain: expected a number of seconds of at least 0, got {drain_s:g}")
     _allow_connections()
-    # First, because opening a folder takes longer than to see that the port is taken.
+    # Listens first: a port in use is found at once, while opening a folder takes long.
     with _listening(host, port) as listener, open_service(folder, options) as service:
         app = create_app(service, keys, None if keys else {*LOOPBACK, host})
         config = uvicorn.Config(
@@ -110,7 +110,7 @@ def serve_folder(
 
 
 def _allow_connections() -> None:
-    """Each takes a descriptor, and many systems allow 1,024 unless asked."""
+    """Raises the limit of file descriptors: each connection takes one, and many systems allow only 1,024 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * MOST_CONNECTIONS
     if resource.RLIM_INFINITY != soft < wanted:
@@ -123,7 +123,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((host, port), family=family, backlog=1024) as listener:
-            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Of Linux. Connections inherit it.
+            if hasattr(socket, "TCP_USER_TIMEOUT"):  # Only on Linux. Connections inherit it.
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STALLED_MS)
             yield listener
     except (OSError, OverflowError) as error:
@@ -131,10 +131,10 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 class _Server(uvicorn.Server):
-    """Answers while it drains.
+    """A uvicorn server that keeps answering while it drains.
 
     Attributes:
-        exit_code: 0 if it ended as it was told to.
+        exit_code: 0 after a normal shutdown.
     """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
@@ -145,10 +145,10 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """In place of uvicorn's, which closes the port at the first signal."""
+        """Replaces uvicorn's handlers, which close the port at the first signal."""
         loop = asyncio.get_running_loop()
-        for one in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(one, self._on_signal)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
         watching = loop.create_task(self._watch())
         try:
             yield
@@ -161,22 +161,20 @@ class _Server(uvicorn.Server):
             self._service.draining = True
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
-            # At once: a step of the engine may take long, and nothing on disk is being written.
+            # Exits at once: a step of the engine may take long, and no file is being written.
             os._exit(TERMINATED)
 
     async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         end = loop.time() + self._drain_s
-        # A thread of its own, because those of the loop may all be busy.
+        # Uses a separate thread, because those of the loop may all be busy.
         await loop.run_in_executor(ThreadPoolExecutor(1), self._service.drain, self._drain_s)
-        # Texts that are written and still on their way have the rest of the time.
+        # The rest of the time is for texts that are complete but not sent yet.
         self.config.timeout_graceful_shutdown = max(LEAST_SHUTDOWN_S, math.ceil(end - loop.time()))
         self.should_exit = True
 
     async def _watch(self) -> None:
-        """Ends the server when its engine keeps failing or its scheduler has ended by a bug, so that whoever supervises
-        it starts another one.
-        """
+        """Ends the server if its engine keeps failing or its scheduler crashed, so that a supervisor restarts it."""
         while self._service.live:
             await asyncio.sleep(WATCH_S)
         self.exit_code = BROKEN

@@ -1,4 +1,4 @@
-"""One build folder that is open for requests: what it can write, what it can score, and how much of that at once."""
+"""An open build folder that writes text and scores prompts, with limits on concurrent requests."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ServiceOptions:
     """How a build folder is served.
 
     Attributes:
-        name: of the model, as clients name it; None is that of the checkpoint.
-        rows: texts that are written at once, by one engine; see `Scheduler`.
-        max_queue: texts that may wait for a row, and whole prompts that may wait to be scored.
-        max_wait_s: seconds that a request may wait for its first row.
-        target: of the engines; None takes the fastest that met their gates.
-        dtype: likewise.
+        name: model name for clients; None is the name of the checkpoint.
+        rows: number of texts written at once by one engine; see `Scheduler`.
+        max_queue: how many texts may wait for a row, and how many whole prompts may wait to be scored.
+        max_wait_s: how many seconds a request may wait for its first row.
+        target: target of the engines; None selects the fastest that met their gates.
+        dtype: dtype of the engines; None as for `target`.
         model: `mod`, or `dense` for the dense baseline.
-        threads: of a CPU engine inside one operator; None is every physical core.
+        threads: threads of a CPU engine inside one operator; None uses every physical core.
     """
 
     name: str | None = None
@@ -49,18 +49,18 @@ class ServiceOptions:
 
 @dataclass(frozen=True, slots=True)
 class Writing:
-    """What writes text."""
+    """The parts that write text."""
 
     generator: Generator
     scheduler: Scheduler
 
 
 class Scoring:
-    """Whole rows, one request at a time: the engine uses all of its threads for each.
+    """Runs whole rows, one request at a time, because the engine uses all its threads for each.
 
     Attributes:
-        deployment: what runs them.
-        pool: the one thread on which it does.
+        deployment: runs the rows.
+        pool: a pool with the single thread on which the deployment runs.
     """
 
     def __init__(self, deployment: Deployment, most_waiting: int) -> None:
@@ -73,11 +73,11 @@ class Scoring:
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
-        """Counts a request that waits for the thread, or has it.
+        """Counts a request that waits for the thread or runs on it.
 
         Raises:
-            QueueFullError: too many wait already.
-            ClosingError: no more requests are taken.
+            QueueFullError: too many requests are waiting already.
+            ClosingError: no more requests are accepted.
         """
         with self._changed:
             if self._closing:
@@ -93,7 +93,7 @@ class Scoring:
                 self._changed.notify_all()
 
     def drain(self, within_s: float) -> bool:
-        """Takes no more requests, and waits until those that it has are done; False if that took too long."""
+        """Stops accepting requests and waits for current ones; returns False if they take longer than `within_s`."""
         with self._changed:
             self._closing = True
             return self._changed.wait_for(lambda: not self._requests, within_s)
@@ -104,13 +104,13 @@ class Service:
     """An open build folder.
 
     Attributes:
-        name: of the model.
+        name: name of the model.
         checkpoint: SHA-256 of the checkpoint that it was built from.
-        created: when it was opened, seconds since 1970.
-        writing: what writes text, or the reason why nothing does.
-        scoring: what scores whole prompts, or the reason why nothing does.
-        metrics: what it tells Prometheus.
-        draining: whether it takes no more requests.
+        created: when it was opened, in seconds since 1970.
+        writing: the parts that write text, or the reason why the folder cannot write.
+        scoring: the part that scores whole prompts, or the reason why the folder cannot score.
+        metrics: Prometheus metrics.
+        draining: whether it has stopped accepting requests.
     """
 
     name: str
@@ -123,46 +123,49 @@ class Service:
 
     @property
     def live(self) -> bool:
-        """Whether a restart would not help."""
+        """False if only a restart would help."""
         return not isinstance(self.writing, Writing) or self.draining or self.writing.scheduler.healthy
 
     @property
     def ready(self) -> bool:
-        """Whether it takes requests."""
+        """Whether it accepts requests."""
         return self.live and not self.draining
 
     def drain(self, within_s: float) -> None:
-        """Takes no more requests, waits until those that it has are done, and then ends what is left of them."""
+        """Stops accepting requests, waits up to `within_s` for current ones, and then ends unfinished texts."""
         self.draining = True
         end = time.monotonic() + within_s
         parts: list[Scoring | Scheduler] = []
         parts += [self.scoring] if isinstance(self.scoring, Scoring) else []
         parts += [self.writing.scheduler] if isinstance(self.writing, Writing) else []
-        for one in parts:
-            one.drain(0.0)
-        for one in parts:
-            one.drain(max(0.0, end - time.monotonic()))
+        for part in parts:
+            part.drain(0.0)
+        for part in parts:
+            part.drain(max(0.0, end - time.monotonic()))
         if isinstance(self.writing, Writing):
             self.writing.scheduler.stop()
 
     def describe(self) -> str:
-        """One line for whoever started it."""
+        """Returns one line about the service, for the person who started it."""
         parts = []
         if isinstance(self.writing, Writing):
-            one, bucket = self.writing.generator, self.writing.scheduler.bucket
-            threads = f"{one.threads} threads" if one.threads else "threads of the library's choice"
+            generator, bucket = self.writing.generator, self.writing.scheduler.bucket
+            threads = f"{generator.threads} threads" if generator.threads else "threads of the library's choice"
             parts.append(
-                f"writes {bucket.batch} texts of {bucket.seq} tokens at once ({one.target} {one.dtype}, {threads})"
+                f"writes {bucket.batch} texts of {bucket.seq} tokens at once "
+                f"({generator.target} {generator.dtype}, {threads})"
             )
         if isinstance(self.scoring, Scoring):
-            other = self.scoring.deployment
-            parts.append(f"reads {', '.join(bucket.name for bucket in other.buckets)} ({other.target} {other.dtype})")
+            scorer = self.scoring.deployment
+            parts.append(
+                f"reads {', '.join(bucket.name for bucket in scorer.buckets)} ({scorer.target} {scorer.dtype})"
+            )
         return "; ".join(parts)
 
 
 @contextlib.contextmanager
 def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
-    """Opens a build folder. Every file is compared with its hash and the decode engine is opened before this returns.
+    """Opens a build folder. Checks the hash of every file, and opens the decode engine.
 
     Raises:
         BuildFolderError: not a complete build folder, or a damaged file.
@@ -188,7 +191,7 @@ def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOp
     except TargetError as error:
         return str(error)
     scoring = Scoring(opened.enter_context(deployment), options.max_queue)
-    opened.callback(scoring.pool.shutdown, cancel_futures=True)  # Before the engines are closed that it runs.
+    opened.callback(scoring.pool.shutdown, cancel_futures=True)  # Runs before the engines are closed.
     return scoring
 
 
@@ -201,7 +204,7 @@ def _open_writing(
         return manifest.generation
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # It was said when the folder was loaded for whole prompts.
+            warnings.simplefilter("ignore")  # Loading for whole prompts warns already.
             generator = load_generator(folder, options.target, options.dtype, options.model, options.threads)
     except TargetError as error:
         return str(error)

@@ -1,10 +1,10 @@
-"""One cell: a full build with another capacity, and the perplexity of the eager model, in a process of its own.
+"""Runs one cell of a sweep in its own process: a full build with another capacity, and the eager model's perplexity.
 
     python -P -m mod_export.sweep.cell JOB.json
 
-`run_cell` starts it, waits for it, and reads its row; `main` is what runs there. The job is plain JSON. Progress and
-errors go to stderr, which is the cell's log, and the row to the file that the job names, whole or not at all. The
-process ends when its standard input does, so it does not outlive its parent process.
+`run_cell` starts the process, waits for it, and reads its row; `main` runs in the process. The job is plain JSON.
+Progress and errors go to stderr, which is the log of the cell. The row goes to the file that the job names, either
+complete or not at all. The process ends when its standard input closes, so it does not outlive its parent process.
 """
 
 from __future__ import annotations
@@ -46,48 +46,49 @@ if TYPE_CHECKING:
 
 GATE_FAILED = 4
 QUALITY_TOKENS = 8192
-"""Predicted tokens, at least. On the shipped model the perplexity then moves by about 1 % from seed to seed."""
+"""Minimum number of predicted tokens. With it, the shipped model's perplexity varies by about 1 % between seeds."""
 LOGITS_BYTES = 2**26
-"""Of one run of the model; longer rows are run one by one."""
+"""Limit for the logits of one run of the model; longer rows are run one by one."""
 PATIENCE_S = 5
-"""Between asking a cell to stop and making it stop."""
+"""Seconds between SIGINT and SIGKILL when a cell is stopped."""
 LOG_TAIL_BYTES = 4096
 
 
 class CellJob(CellKey):
-    """What a cell needs to know, as plain JSON; `config` is the whole configuration of its build."""
+    """Everything that the process of a cell needs, as plain JSON; `config` is the whole configuration of its build."""
 
     checkpoint: Path
-    """model.pt or a folder, absolute."""
+    """Absolute path of model.pt or of a folder."""
     checkpoint_sha256: str
-    """What its bytes must be."""
+    """Expected hash of the checkpoint."""
     config: dict[str, Any]
-    """As JSON has it."""
+    """The configuration as JSON data."""
     code: dict[str, str]
-    """Digests of this package and of the architecture's, as the sweep knows them."""
+    """Package -> digest of its source when the sweep started, for this package and the architecture's."""
     command: str
-    """Of the sweep, as typed."""
+    """Command line of the sweep, as typed."""
     root: Path
-    """The build folder, absolute."""
+    """Absolute path of the build folder."""
     row: Path
-    """The file for the result, absolute."""
+    """Absolute path of the file for the result."""
 
 
 CellRunner = Callable[[Sequence[CellJob]], Generator[CellEntry]]
-"""Runs cells wherever it does, and yields the row of each as it ends, in any order."""
+"""Runs cells, and yields the row of each cell when it ends, in any order."""
 
 
 def log_of(job: CellJob) -> Path:
-    """The file that a cell's standard error goes to."""
+    """Path of the file that receives the standard error of a cell."""
     return job.row.with_name(job.row.name.removesuffix(".json") + ".log")
 
 
 def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
-    """The row of an earlier run, if it was measured from the same and its report is whole. `here`: only rows of this
-    machine count; on a cluster there is no knowing which node would measure it.
+    """Returns the row of an earlier run, if its fingerprint is the same and its report is unchanged; otherwise None.
+
+    With `here`, the row must be from an equal machine. On a cluster it is unknown which node would measure the cell.
     """
     entry = _row(job)
-    # What failed in it while the rest was measured is tried again.
+    # A cell of which only a part was measured is run again.
     if entry is None or entry.status != "measured" or not entry.complete or (here and entry.machine != machine_name()):
         return None
     report = job.root / "report.json"
@@ -97,21 +98,21 @@ def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
 
 
 def run_locally(jobs: Sequence[CellJob]) -> Generator[CellEntry]:
-    """On this machine, one after the other, so that no cell disturbs another's latency."""
+    """Runs cells on this machine, one at a time, so that no cell disturbs the latency of another."""
     for job in jobs:
         yield run_cell(job)
 
 
 def run_cell(job: CellJob) -> CellEntry:
-    """Runs one cell in a process of its own and returns its row, whatever became of it.
+    """Runs one cell in its own process, and returns its row even if it failed.
 
-    The process is started in a process group of its own, which is ended as a whole when this function is left early.
+    The process leads its own process group. The whole group is killed when this function returns or is interrupted.
     """
     job_file = job.row.with_name(job.row.name.removesuffix(".json") + ".job.json")
     write_whole(job_file, job.model_dump_json(indent=1) + "\n", "-o")
     job.row.unlink(missing_ok=True)
     begin = time.perf_counter()
-    # -P: files of the current folder must not stand in for packages.
+    # -P: files of the current folder must not be imported in place of packages.
     arguments = [sys.executable, "-P", "-m", "mod_export.sweep.cell", str(job_file)]
     with log_of(job).open("wb") as log:
         process = subprocess.Popen(  # noqa: S603
@@ -128,7 +129,7 @@ def run_cell(job: CellJob) -> CellEntry:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C would, and then for good. A build folder survives either."""
+    """Sends SIGINT, like Ctrl-C, and later SIGKILL to the process group. Neither damages a build folder."""
     assert process.stdin is not None
     with contextlib.suppress(ProcessLookupError):
         if process.poll() is None:
@@ -160,7 +161,7 @@ def _how_it_ended(code: int, log: Path) -> str:
 
 
 def failed_cell(job: CellJob, exit_code: int, error: str) -> CellEntry:
-    """The row of a cell that could not be built."""
+    """Returns the row of a cell that could not be built."""
     return CellEntry(
         **job.model_dump(include=set(CellKey.model_fields)),
         k_by_layer={},
@@ -174,13 +175,13 @@ def failed_cell(job: CellJob, exit_code: int, error: str) -> CellEntry:
 
 @cache
 def machine_name() -> str:
-    """What numbers of this machine are compared by: CPU, cores, GPU."""
+    """CPU, cores and GPU of this machine; only results with equal names are compared."""
     machine = describe_machine()
     return ", ".join(str(part) for part in (machine["cpu"], f"{machine['cores']} cores", machine["gpu"]) if part)
 
 
 def main() -> int:
-    """Runs the job named on the command line; the exit code is that of a build, and the row says the same."""
+    """Runs the job named on the command line; returns the exit code of a build, which is also in the row."""
     job = CellJob.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     _end_with_stdin()
     try:
@@ -197,14 +198,14 @@ def _measured(job: CellJob) -> CellEntry:
     _check_unchanged(job)
     config = BuildConfig.model_validate(job.config)
 
-    # torch and the engines are loaded here, and so only in the process of a cell.
+    # Imported here, so that torch and the engines are loaded only in the process of a cell.
     from mod_export.pipeline.stages import build
 
     model, _ = Request.checkpoint(job.checkpoint, capacity=job.capacity).models()
     progress = Progress(Console(stderr=True), 1)
     report = build(lambda: (model, None), config, job.root, progress, job.command, job.capacity)
-    k_by_layer = next(one.k_by_layer for one in open_folder(job.root, verify=False).graphs if one.model == "mod")
-    same = set(k_by_layer.values())
+    k_by_layer = next(graph.k_by_layer for graph in open_folder(job.root, verify=False).graphs if graph.model == "mod")
+    distinct_k = set(k_by_layer.values())
     passed = report.verdict.status == "pass"
     return CellEntry(
         **job.model_dump(include=set(CellKey.model_fields)),
@@ -214,7 +215,7 @@ def _measured(job: CellJob) -> CellEntry:
         reasons=report.verdict.reasons,
         exit_code=0 if passed else GATE_FAILED,
         k_by_layer=k_by_layer,
-        k=same.pop() if len(same) == 1 else None,
+        k=distinct_k.pop() if len(distinct_k) == 1 else None,
         quality=quality_of(model, job.seq, config.seed),
         measured=_rows(report),
         machine=machine_name(),
@@ -242,8 +243,8 @@ def _rows(report: BuildReport) -> tuple[Measured, ...]:
 def quality_of(model: Model, seq: int, seed: int) -> Quality | None:
     """Perplexity of a model and of its dense baseline, on the same rows of `seq` tokens.
 
-    Every position predicts its next token, with the routing that the model has for a row of this length. None when the
-    model's vocabulary has no text here.
+    Every position predicts the next token, with the model's routing for a row of this length. Returns None if no
+    held-out text suits the model's vocabulary.
     """
     rows, loaded = math.ceil(QUALITY_TOKENS / seq), model.loaded
     ids_RT = text_ids(loaded, rows, seq + 1, seed)
@@ -264,7 +265,7 @@ def _perplexity(loaded: ExportableModel, ids_RT: np.ndarray, at_once: int) -> fl
     with torch.no_grad():
         nats = math.fsum(_nats(module, text_RT[first : first + at_once]) for first in range(0, len(text_RT), at_once))
     mean = nats / (text_RT.shape[0] * (text_RT.shape[1] - 1))
-    # What exp() cannot hold is no quality at all.
+    # exp() would overflow; such a model predicts nothing.
     return math.exp(mean) if mean < math.log(np.finfo(np.float64).max) else math.inf
 
 
@@ -279,16 +280,16 @@ def _nats(module: torch.nn.Module, text_BT: torch.Tensor) -> float:
 
 
 def _check_unchanged(job: CellJob) -> None:
-    """All rows of a table must come from the same source code and the same checkpoint.
+    """Checks that source code and checkpoint are those of the sweep, because all rows of a table must share them.
 
     Raises:
-        UsageError: this installation is not the one that started the sweep.
-        CheckpointError: another checkpoint is there now.
+        UsageError: the source code differs from that of the sweep.
+        CheckpointError: the checkpoint has changed.
     """
-    other = [package for package, digest in job.code.items() if source_digest(package) != digest]
-    if other:
+    changed = [package for package, digest in job.code.items() if source_digest(package) != digest]
+    if changed:
         raise UsageError(
-            f"{', '.join(other)}: not the source that the sweep was started with; install the same on every node, do "
+            f"{', '.join(changed)}: not the source that the sweep was started with; install the same on every node, do "
             "not edit it while a sweep runs, and start the sweep again"
         )
     if sha256_of(job.checkpoint) != job.checkpoint_sha256:
@@ -297,10 +298,10 @@ def _check_unchanged(job: CellJob) -> None:
 
 def _end_with_stdin() -> None:
     def wait() -> None:
-        # Not sys.stdin: Python, as it ends, wants the lock that a thread reading it would hold.
+        # Not sys.stdin: a thread that reads it holds a lock that Python needs at exit.
         while os.read(0, 1):
             pass
-        # Ends all processes that were started from here, such as a vendor's builder: this process leads its group.
+        # This process leads its group, so this also kills its child processes, such as a vendor's builder.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     if os.getpgrp() == os.getpid():

@@ -1,7 +1,7 @@
-"""The cells of a sweep on an existing Ray cluster: one at a time on each node, which it has to itself.
+"""Runs the cells of a sweep on a Ray cluster. Each node runs one cell at a time and nothing else.
 
-A cell is a process of its own there too, started by a Ray task that claims every CPU and GPU of its node. Where the
-sweep's folder is not shared, a node works in its own cache folder and sends back the report; the engines stay there.
+A cell has its own process here too, started by a Ray task that reserves every CPU and GPU of its node. If a node does
+not share the sweep's folder, it uses its own cache folder and sends back the report; the engines stay on the node.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mod_export.sweep.schema import CellEntry
 
 LOCAL = "local"
 RETURNED_FILES = ("report.json", "report.html", MANIFEST)
-"""What of a build folder comes back from a node that does not share the sweep's folder."""
+"""Files of a build folder that a node sends back if it does not share the sweep's folder."""
 LOST = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeResult:
-    """What a node sends back: the row, and the small files where the folder is not shared."""
+    """Result that a node sends back: the row, the log, and small files if the folder is not shared."""
 
     entry: str
     log: bytes
@@ -46,9 +46,9 @@ class _Node:
 
 
 def run_on_cluster(address: str, folder: Path, checkpoint: Path) -> CellRunner:
-    """Runs cells on the cluster at `address`; `local` starts one on this machine, for as long as the sweep takes.
+    """Returns a runner for the cluster at `address`; `local` starts one on this machine for the time of the sweep.
 
-    Raises, when it is run:
+    Raises, when the runner runs:
         UsageError: Ray is not installed, or there is no such cluster.
     """
 
@@ -68,12 +68,12 @@ def run_on_cluster(address: str, folder: Path, checkpoint: Path) -> CellRunner:
 
 
 def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, bytes]]) -> NodeResult:
-    """Runs a cell on the node that this is.
+    """Runs a cell on the current node.
 
     Args:
-        job: with the paths of the machine that the sweep was started on.
-        marker: a file in the sweep's folder. Seen from here, the folder is shared.
-        fetch: the checkpoint's files, for a node that does not have them.
+        job: the job, with paths of the machine that started the sweep.
+        marker: a file in the sweep's folder. If it exists on this node, the folder is shared.
+        fetch: returns the checkpoint's files; only called if the node does not have them.
     """
     shared = marker.is_file()
     if not shared:
@@ -92,7 +92,7 @@ def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, by
 
 
 def packed_checkpoint(checkpoint: Path) -> dict[str, bytes]:
-    """The files of a checkpoint, under its own name; build folders in its folder are not part of it."""
+    """Path -> content of the files of a checkpoint. Paths start with its name; build folders inside it are left out."""
     if checkpoint.is_file():
         return {checkpoint.name: checkpoint.read_bytes()}
     resolved = checkpoint.resolve()
@@ -109,13 +109,13 @@ def _unpacked(files: Mapping[str, bytes], job: CellJob) -> Path:
 
 
 def _connected(address: str) -> Any:
-    # Ray reports usage over the network unless told not to, and it reads this when it starts.
+    # Ray reports usage over the network by default, and reads this variable when it starts.
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         import ray
     except ImportError as error:
         raise UsageError(f'--ray: Ray cannot be loaded ({error}); pip install "mod-export[ray]"') from error
-    # None for a cluster that runs already, which has its dashboard or has not.
+    # None for a running cluster, which decides about its dashboard itself.
     dashboard = False if address == LOCAL else None
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=dashboard)
@@ -128,7 +128,7 @@ def _connected(address: str) -> Any:
 
 
 def _distribute(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Path) -> Iterator[CellEntry]:
-    # In a list, so that Ray does not bring it to a node that has the checkpoint already.
+    # In a list, so that Ray does not copy the checkpoint to a node that has it already.
     packed = [ray.put(packed_checkpoint(checkpoint))]
     waiting, free = list(jobs), _nodes(ray)
     running: dict[Any, tuple[CellJob, _Node]] = {}
@@ -150,13 +150,13 @@ def _distribute(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Pat
 
 
 def _nodes(ray: Any) -> list[_Node]:
-    """The nodes that can run something, by what they have in all."""
-    found = []
+    """Returns the nodes that are alive and have a CPU, with their total resources."""
+    nodes = []
     for node in ray.nodes():
-        has = node["Resources"]
-        if node["Alive"] and has.get("CPU", 0) >= 1:
-            found.append(_Node(id=node["NodeID"], cpus=has["CPU"], gpus=has.get("GPU", 0)))
-    return found
+        resources = node["Resources"]
+        if node["Alive"] and resources.get("CPU", 0) >= 1:
+            nodes.append(_Node(id=node["NodeID"], cpus=resources["CPU"], gpus=resources.get("GPU", 0)))
+    return nodes
 
 
 def _submitted(ray: Any, node: _Node, job: CellJob, marker: Path, packed: list[Any]) -> Any:

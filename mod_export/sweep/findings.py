@@ -1,7 +1,7 @@
-"""What follows from the cells: break-even, the stair of latency over k, speed against quality. Pure functions.
+"""Derives findings from cells: break-even, the stair of latency over k, speed against quality. Pure functions.
 
-Only cells that met their gates count: the speed of a wrong result means nothing. Cells are
-compared within one target, dtype, batch and machine.
+Only cells that met their gates count: the speed of a wrong result means nothing. Cells are compared within one target,
+dtype, batch and machine.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from mod_export.sweep.schema import (
 from mod_export.types import DType
 
 LARGE_DRIFT = 0.1
-"""Of the dense baseline's medians between cells. Beyond it the machine was clearly not the same for all of them."""
+"""Limit for the relative change of the dense baseline's medians between cells. Above it, the machine surely changed."""
 
 WIDEST = 0.1
-"""Of an interval of a speed-up, as a share of it. A wider one overlaps with everything, which is not to say that
-everything costs the same."""
+"""Maximum width of the interval of a speed-up, as a share of the speed-up. A wider interval overlaps with all others,
+which does not mean that all cost the same."""
 
 T = TypeVar("T")
 
 
 class Point(NamedTuple):
-    """One dtype of one cell that met its gates, as both are in sweep.json."""
+    """One dtype of one cell that met its gates, with the rows of sweep.json."""
 
     cell: CellEntry
     row: Measured
@@ -48,7 +48,7 @@ class Point(NamedTuple):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the speed-up, 95 %."""
+        """95 % interval of the speed-up."""
         return self.row.speedup.ci95
 
     @property
@@ -58,122 +58,121 @@ class Point(NamedTuple):
 
     @property
     def steady(self) -> bool:
-        """Whether it was measured well enough to be compared with other cells."""
+        """Whether the interval is narrow enough to compare the point with other cells."""
         low, high = self.interval
         return high - low <= WIDEST * self.speedup
 
     @property
     def setting(self) -> tuple[Any, ...]:
-        """What is the same for all points that are compared over capacities."""
+        """Key that is equal for all points that are compared over capacities."""
         return (*_common(self), self.cell.seq)
 
 
 def findings_of(cells: Sequence[CellEntry], notes: Sequence[str] = ()) -> Findings:
-    """All findings; `notes` come first among the notes."""
+    """Returns all findings. Their notes begin with `notes`."""
     points = points_of(cells)
-    found = stairs(points)
+    all_stairs = stairs(points)
     return Findings(
         break_even_capacity=break_even_capacity(points),
         break_even_length=break_even_length(points),
-        stairs=found,
+        stairs=all_stairs,
         fronts=fronts(points),
-        notes=(*notes, *_notes(cells, points, found)),
+        notes=(*notes, *_notes(cells, points, all_stairs)),
     )
 
 
 def points_of(cells: Sequence[CellEntry]) -> list[Point]:
-    """One for each dtype of every cell that was measured and met its gates, where the numbers are finite."""
+    """Returns a point for each dtype of every cell that met its gates, if its numbers are finite and positive."""
     points = [Point(cell, row) for cell in cells if not (cell.failed or cell.missed) for row in cell.measured]
     return [p for p in points if all(math.isfinite(n) and n > 0 for n in (p.row.dense_ms, p.speedup, *p.interval))]
 
 
 def break_even_capacity(points: Sequence[Point]) -> tuple[CapacityBreakEven, ...]:
-    """For each length, the largest capacity up to which every one tried is faster than dense."""
-    found = []
-    for one, group in _groups([p for p in points if p.cell.capacity is not None], lambda p: p.setting):
+    """For each length, finds the largest capacity up to which every capacity tried is faster than dense."""
+    findings = []
+    for first, group in _groups([p for p in points if p.cell.capacity is not None], lambda p: p.setting):
         ascending = sorted(group, key=lambda p: p.cell.capacity or 0)
         last = _last_of_run(ascending, lambda p: p.faster)
-        found.append(
+        findings.append(
             CapacityBreakEven(
-                **_finding(one),
-                seq=one.cell.seq,
+                **_finding(first),
+                seq=first.cell.seq,
                 largest_capacity=last.cell.capacity if last else None,
                 largest_k=last.cell.k if last else None,
                 tried=tuple(p.cell.capacity for p in ascending if p.cell.capacity is not None),
             )
         )
-    return tuple(found)
+    return tuple(findings)
 
 
 def break_even_length(points: Sequence[Point]) -> tuple[LengthBreakEven, ...]:
-    """For each capacity, the smallest length from which on every one tried is faster than dense."""
-    found = []
-    for one, group in _groups(points, lambda p: (*_common(p), p.cell.capacity or 0)):
+    """For each capacity, finds the smallest length from which on every length tried is faster than dense."""
+    findings = []
+    for first, group in _groups(points, lambda p: (*_common(p), p.cell.capacity or 0)):
         descending = sorted(group, key=lambda p: -p.cell.seq)
         last = _last_of_run(descending, lambda p: p.faster)
-        found.append(
+        findings.append(
             LengthBreakEven(
-                **_finding(one),
-                capacity=one.cell.capacity,
+                **_finding(first),
+                capacity=first.cell.capacity,
                 smallest_seq=last.cell.seq if last else None,
                 tried=tuple(p.cell.seq for p in reversed(descending)),
             )
         )
-    return tuple(found)
+    return tuple(findings)
 
 
 def stairs(points: Sequence[Point]) -> tuple[Stair, ...]:
-    """Latency over k, one stair for each setting with two values of k or more. Cells that are not precise enough are
-    left out.
+    """Returns latency over k: one stair for each setting with at least two values of k. Leaves out imprecise cells.
 
-    A step begins with the smallest k that is left, and holds every following k whose interval reaches down to that of
-    the first. Because all are compared with the first, a slow slope is not mistaken for a flat step.
+    A step begins with the smallest remaining k. It holds the following values of k until the latency interval of one
+    lies above that of the first. All are compared with the first, so a gentle slope is not mistaken for a flat step.
     """
-    found = []
+    findings = []
     counted = [p for p in points if p.steady and p.cell.k is not None and p.cell.capacity is not None]
-    for one, group in _groups(counted, lambda p: p.setting):
+    for first, group in _groups(counted, lambda p: p.setting):
         ascending = sorted(group, key=lambda p: (p.cell.k or 0, p.cell.capacity or 0))
         if len({p.cell.k for p in ascending}) < 2:
             continue
         medians = [p.row.dense_ms for p in ascending]
         steps: list[list[Point]] = []
         for point in ascending:
-            # The other way round than speed-ups: a high one is a low latency.
+            # The comparison is on speed-ups, where a higher bound means a lower latency.
             if steps and point.interval[1] >= steps[-1][0].interval[0]:
                 steps[-1].append(point)
             else:
                 steps.append([point])
         dense_ms = statistics.median(medians)
-        found.append(
+        findings.append(
             Stair(
-                **_finding(one),
-                seq=one.cell.seq,
+                **_finding(first),
+                seq=first.cell.seq,
                 dense_ms=dense_ms,
                 drift=max(medians) / min(medians) - 1,
                 steps=tuple(_step(step, dense_ms) for step in steps),
             )
         )
-    return tuple(found)
+    return tuple(findings)
 
 
 def fronts(points: Sequence[Point]) -> tuple[Front, ...]:
-    """Speed against quality, one for each setting that has held-out text and two capacities or more. Cells that
-    are not precise enough are left out.
+    """Returns speed against quality: one front for each setting with held-out text and at least two capacities. Leaves
+    out imprecise cells.
     """
-    found = []
-    for one, group in _groups([p for p in points if p.steady and _perplexity(p) is not None], lambda p: p.setting):
-        if len(group) < 2 or one.cell.quality is None:
+    findings = []
+    for first, group in _groups([p for p in points if p.steady and _perplexity(p) is not None], lambda p: p.setting):
+        if len(group) < 2 or first.cell.quality is None:
             continue
         dense_ms = statistics.median(p.row.dense_ms for p in group)
         costs = [(dense_ms / p.speedup, _perplexity(p) or math.inf) for p in group]
         ordered = sorted(zip(costs, group, strict=True), key=lambda pair: pair[0])
-        found.append(
+        findings.append(
             Front(
-                **_finding(one),
-                seq=one.cell.seq,
+                **_finding(first),
+                seq=first.cell.seq,
                 dense_ms=dense_ms,
-                dense_perplexity=one.cell.quality.dense_perplexity,
-                tokens=one.cell.quality.tokens,
+                dense_perplexity=first.cell.quality.dense_perplexity,
+                tokens=first.cell.quality.tokens,
                 points=tuple(
                     FrontPoint(
                         capacity=p.cell.capacity,
@@ -181,13 +180,13 @@ def fronts(points: Sequence[Point]) -> tuple[Front, ...]:
                         ms=ms,
                         speedup=p.speedup,
                         perplexity=perplexity,
-                        on_front=not any(_dominates(other, (ms, perplexity)) for other in costs),
+                        on_front=not any(_dominates(cost, (ms, perplexity)) for cost in costs),
                     )
                     for (ms, perplexity), p in ordered
                 ),
             )
         )
-    return tuple(found)
+    return tuple(findings)
 
 
 def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[Stair]) -> Iterator[str]:
@@ -236,7 +235,7 @@ def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
 
 
 def _perplexity(point: Point) -> float | None:
-    """Where it is known, and a number."""
+    """Perplexity of the cell; None if it is unknown or not finite."""
     quality = point.cell.quality
     return quality.perplexity if quality is not None and math.isfinite(quality.perplexity) else None
 
@@ -250,14 +249,14 @@ def _finding(point: Point) -> dict[str, Any]:
 
 
 def _groups(points: Iterable[Point], key: Callable[[Point], Any]) -> Iterator[tuple[Point, list[Point]]]:
-    """The first of each group, and the group."""
+    """Yields the first point of each group, and the group."""
     for _, group in groupby(sorted(points, key=key), key=key):
         listed = list(group)
         yield listed[0], listed
 
 
 def _last_of_run(items: Sequence[T], holds: Callable[[T], bool]) -> T | None:
-    """The last item up to which all of them hold; None when the first does not."""
+    """Returns the last item of the initial run for which `holds` is true; None if it is false for the first item."""
     last = None
     for item in items:
         if not holds(item):

@@ -1,4 +1,4 @@
-"""From the axes of a sweep to the cells of its grid, all of them checked before the first one is built."""
+"""Turns the axes of a sweep into the cells of its grid, and checks all of them before the first is built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The axes as they were typed: every text may hold several values with commas between. Empty: the default."""
+    """The axes as typed. Each string may hold several values separated by commas. An empty axis means the default."""
 
     capacities: Sequence[str] = ()
     seqs: Sequence[str] = ()
@@ -30,7 +30,7 @@ class Axes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One build of the grid. `capacity` is None where the checkpoint's own per-layer schedule stays."""
+    """One build of the grid. If `capacity` is None, the checkpoint's own schedule of capacities per layer is used."""
 
     capacity: float | None
     bucket: Bucket
@@ -38,20 +38,20 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """As it stands in file names: c0.125-b1s512-ort-cpu."""
+        """Name in file names, such as c0.125-b1s512-ort-cpu."""
         capacity = "own" if self.capacity is None else f"c{float(self.capacity)!r}".removesuffix(".0")
         return f"{capacity}-{self.bucket.name}-{self.target}"
 
 
 def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tuple[Cell, ...]:
-    """Every cell, by target, batch, length and capacity; `config` and `model` give what `axes` leave open.
+    """Returns every cell, ordered by target, batch, length and capacity. `config` and `model` fill empty axes.
 
-    `here` says that the cells run on this machine, so that its targets decide.
+    With `here`, the cells run on this machine, which must support the targets.
 
     Raises:
-        CheckpointError: a model without routed layers, or without a dense baseline.
-        ConfigError: values that are no numbers, or that the model cannot take, all of them at once.
-        TargetError: an unknown target, or one that cannot be measured on this machine.
+        CheckpointError: the model has no routed layers, or no dense baseline.
+        ConfigError: values are not numbers, or the model does not accept them; it lists all of them.
+        TargetError: a target is unknown, or cannot be measured on this machine.
     """
     if not (model.routes_depth and isinstance(model.loaded, AdjustableCapacity)):
         raise CheckpointError(f"{model.name}: no layer is routed by a capacity that could be swept")
@@ -72,28 +72,30 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
             problems.append(f"--capacity {capacity:g}: {error}")
     if problems:
         raise ConfigError(problems)
-    own: list[float | None] = [model.capacity]
+    model_capacity: list[float | None] = [model.capacity]
     targets = _targets(axes.targets, config, here=here)
     return tuple(
         Cell(capacity=capacity, bucket=bucket, target=target)
-        for target, bucket, capacity in product(targets, _buckets(config, longest, batches, seqs), capacities or own)
+        for target, bucket, capacity in product(
+            targets, _buckets(config, longest, batches, seqs), capacities or model_capacity
+        )
     )
 
 
 def _numbers(
     option: str, texts: Sequence[str], kind: Callable[[str], Number], expected: str, problems: list[str]
 ) -> list[Number]:
-    found = set()
+    numbers = set()
     for text in _split(texts):
         try:
             number = kind(text)
         except ValueError:
             number = kind("0")
-        # Not "<= 0": NaN is no number of tokens either.
+        # Not "<= 0": this also refuses NaN.
         if not number > 0:
             problems.append(f"{option}: expected {expected}, got {text!r}")
-        found.add(number)
-    return [] if problems else sorted(found)
+        numbers.add(number)
+    return [] if problems else sorted(numbers)
 
 
 def _split(texts: Sequence[str]) -> list[str]:
@@ -101,11 +103,11 @@ def _split(texts: Sequence[str]) -> list[str]:
 
 
 def _buckets(config: BuildConfig, longest: int, batches: Sequence[int], seqs: Sequence[int]) -> list[Bucket]:
-    """The configuration's buckets as they are, or crossed with the axis that was given."""
-    own = config.bucket_list(longest)
+    """The buckets of the configuration, or the product of batches and lengths if an axis is given."""
+    configured = config.bucket_list(longest)
     if not batches and not seqs:
-        return list(own)
-    crossed = product(batches or {bucket.batch for bucket in own}, seqs or {bucket.seq for bucket in own})
+        return list(configured)
+    crossed = product(batches or {bucket.batch for bucket in configured}, seqs or {bucket.seq for bucket in configured})
     return sorted(Bucket(batch, seq) for batch, seq in crossed)
 
 
@@ -114,9 +116,9 @@ def _targets(requested: Sequence[str], config: BuildConfig, *, here: bool) -> li
     check_names(wanted)
     if wanted and not here:
         return wanted
-    found = {name: ENGINES[name].availability() for name in wanted or ENGINES}
-    able = [name for name, one in found.items() if one.builds and one.runs]
-    refused = [f"{name}: {one.reason}" for name, one in found.items() if name not in able]
+    availability = {name: ENGINES[name].availability() for name in wanted or ENGINES}
+    able = [name for name, status in availability.items() if status.builds and status.runs]
+    refused = [f"{name}: {status.reason}" for name, status in availability.items() if name not in able]
     if not able or (wanted and refused):
         raise TargetError("a sweep builds and measures, which cannot be done here for " + "; ".join(refused))
     return wanted or able[:1]

@@ -1,4 +1,4 @@
-"""sweep.html: the sweep as one self-contained page."""
+"""Renders sweep.html, the sweep as one self-contained page."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from mod_export.sweep.text import (
 )
 
 SERIES_COLOURS = 6
-"""Classes series-0, series-1 ... of page.css."""
+"""Number of classes series-0, series-1 ... in page.css."""
 
 
 def render_html(report: SweepReport) -> str:
-    """The sweep as one page."""
-    found = report.findings
+    """Returns the sweep as one page."""
+    findings = report.findings
     return render_page(
         __package__,
         "sweep.html.j2",
         report=report,
-        found=found,
+        found=findings,
         failed=[cell for cell in report.cells if cell.failed],
         missed=[cell for cell in report.cells if cell.missed],
         break_even=[
-            *((setting_text(one), capacity_text(one)) for one in found.break_even_capacity),
-            *length_lines(found.break_even_length),
+            *((setting_text(row), capacity_text(row)) for row in findings.break_even_capacity),
+            *length_lines(findings.break_even_length),
         ],
         speedups=speedup_plots(points_of(report.cells)),
-        stairs=[(stair_plot(stair), [step_text(step) for step in stair.steps]) for stair in found.stairs],
+        stairs=[(stair_plot(stair), [step_text(step) for step in stair.steps]) for stair in findings.stairs],
         fronts=[
             (front_plot(front), [front_text(point) for point in front.points if point.on_front], front)
-            for front in found.fronts
+            for front in findings.fronts
         ],
         cells=table_of(CELL_COLUMNS, lines_of_cells(report.cells)),
         capacity=share_of,
@@ -58,18 +58,18 @@ def render_html(report: SweepReport) -> str:
 
 
 def speedup_plots(points: Sequence[Point]) -> tuple[Markup, ...]:
-    """Speed-up over capacity, one line for each length; over length where there is one capacity only."""
+    """Plots speed-up over capacity, with one line for each length; or over length, if there is only one capacity."""
     plots = []
     ordered = sorted(points, key=lambda p: (*p.setting, p.cell.capacity or 0))
-    for (target, dtype, _, batch), found in groupby(ordered, key=lambda p: p.setting[:-1]):
-        group = list(found)
+    for (target, dtype, _, batch), members in groupby(ordered, key=lambda p: p.setting[:-1]):
+        group = list(members)
         by_capacity = len({p.cell.capacity for p in group}) > 1
         plots.append(_speedup_plot(f"{target} {dtype} batch {batch}", group, by_capacity=by_capacity))
     return tuple(plots)
 
 
 def stair_plot(stair: Stair) -> Markup:
-    """Latency over k; a line joins what costs the same, and the largest k of it is filled."""
+    """Plots latency over k. A line joins values that cost the same, and the largest k among them is a filled mark."""
     x = axis_of_listed(k for step in stair.steps for k in step.k)
     y = axis_around((ms for step in stair.steps for pair in step.ci95_ms for ms in pair), ms_text)
     marks: list[Markup] = []
@@ -99,7 +99,7 @@ def stair_plot(stair: Stair) -> Markup:
 
 
 def front_plot(front: Front) -> Markup:
-    """Perplexity over latency: down and left is better. Filled marks are on the front."""
+    """Plots perplexity over latency, where lower and further left is better. Filled marks are on the front."""
     x = axis_around([*(p.ms for p in front.points), front.dense_ms], ms_text)
     y = axis_around([p.perplexity for p in front.points], perplexity_text)
     values = [_Value(p.ms, p.perplexity, p.on_front, f"{front_text(p)}, {ms_text(p.ms)} ms") for p in front.points]
@@ -130,10 +130,10 @@ def _speedup_plot(name: str, points: Sequence[Point], *, by_capacity: bool) -> M
     x = axis_of_listed(at(p) for p in points)
     y = axis_around([1.0, *(bound for p in points for bound in p.interval)], ratio_text)
     marks, signs = [line("one", (0, y.clamped(1.0)), (100, y.clamped(1.0)), "1x, no gain")], []
-    for index, (series, found) in enumerate(groupby(points, key=of_series)):
+    for index, (series, members) in enumerate(groupby(points, key=of_series)):
         values = [
             _Value(at(p), p.speedup, p.faster, f"{_where(p)}: {interval_text(p.row.speedup)}", p.interval)
-            for p in found
+            for p in members
         ]
         marks += _series(index, values, values, x, y)
         signs.append((glyph(line(f"series-{index % SERIES_COLOURS}", (0, 50), (100, 50))), series))
@@ -155,7 +155,7 @@ def _where(point: Point) -> str:
 
 
 class _Value(NamedTuple):
-    """One measured value of a series; `told` is shown when it is pointed at."""
+    """One measured value of a series; `told` is shown when a reader points at it."""
 
     x: float
     y: float
@@ -165,13 +165,13 @@ class _Value(NamedTuple):
 
 
 def _series(index: int, values: Iterable[_Value], joined: Iterable[_Value], x: Axis, y: Axis) -> list[Markup]:
-    """Lines between the values that are joined, and each value with its interval, in one colour."""
+    """Draws lines between the `joined` values, and each value with its interval, in one colour."""
     kind = f"series-{index % SERIES_COLOURS}"
 
     def at(value: _Value, height: float) -> tuple[float, float]:
         return x.clamped(value.x), y.clamped(height)
 
-    marks = [line(kind, at(one, one.y), at(other, other.y)) for one, other in pairwise(joined)]
+    marks = [line(kind, at(start, start.y), at(end, end.y)) for start, end in pairwise(joined)]
     for value in values:
         if value.interval:
             low, high = value.interval

@@ -1,4 +1,4 @@
-"""The sweep: plan the grid, reuse what is finished, run the rest, write what is known after every cell."""
+"""Runs a sweep: plans the grid, reuses finished cells, runs the rest, and writes the results after every cell."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def sweep(
 ) -> SweepReport:
     """Builds and measures every cell that is not finished yet, and writes sweep.json and sweep.html.
 
-    Every cell starts from `config`, whose speed-up gate is taken off: a sweep is there to see slow cells too. Without
-    the address of a Ray cluster, cells run one after the other here.
+    Every cell starts from `config`, but without the speed-up gate, because a sweep must also show slow cells. Without
+    the address of a Ray cluster, cells run on this machine, one at a time.
 
     Raises:
-        ModExportError: the request cannot be met. A cell that fails is a row, not an error.
+        ModExportError: the request is invalid. A cell that fails becomes a row, not an error.
     """
     model = model_from_checkpoint(checkpoint)
     here = ray_address is None
@@ -74,7 +74,7 @@ def sweep(
 
 
 def exit_code_of(report: SweepReport) -> int:
-    """4 when a cell was built and is wrong, which is worse than 3, when one could not be built; 0 otherwise."""
+    """Returns 4 if any cell missed a gate, else 3 if any cell could not be built, else 0."""
     if any(cell.missed for cell in report.cells):
         return GATE_FAILED
     return COULD_NOT_BUILD if any(cell.failed for cell in report.cells) else 0
@@ -90,11 +90,11 @@ def _runner(ray_address: str | None, folder: Path, checkpoint: Path) -> CellRunn
 
 def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder: Path, command: str) -> CellJob:
     cells = folder.absolute() / "cells"
-    own = _config_of(cell, config)
+    cell_config = _config_of(cell, config)
     depends: dict[str, Any] = {
         "checkpoint_sha256": model.checkpoint_sha256,
         "capacity": cell.capacity,
-        "config": own,
+        "config": cell_config,
         "code": _code(model),
     }
     text = json.dumps({**depends, "versions": {name: package_version(name) for name in VERSIONS}}, sort_keys=True)
@@ -117,7 +117,7 @@ def _config_of(cell: Cell, config: BuildConfig) -> dict[str, Any]:
     data = config.model_dump(mode="json", by_alias=True)
     data |= {"buckets": [[cell.bucket.batch, cell.bucket.seq]], "targets": [cell.target]}
     data["latency"] |= {"min_speedup": 0.0}
-    # Nothing in a sweep is about writing text, whose graphs take longer to make than all others of a cell.
+    # A sweep does not measure writing text, whose graphs take longer to build than all others of a cell.
     data["generation"] |= {"build": "never"}
     return data
 
@@ -156,10 +156,10 @@ def _report(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the sweep's folder against another sweep.
+    """Locks the sweep's folder against other sweeps.
 
     Raises:
-        BuildFolderError: a file, somebody else's folder, not writable, or another sweep is at work there.
+        BuildFolderError: the path is a file, holds foreign files, is not writable, or is in use by another sweep.
     """
     if folder.is_dir():
         foreign = sorted(path.name for path in folder.iterdir() if path.name.removesuffix(".partial") not in OWN)

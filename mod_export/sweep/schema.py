@@ -1,7 +1,7 @@
-"""sweep.json, schema version 1: every cell with its numbers, and what follows from them.
+"""sweep.json, schema version 1: every cell with its numbers, and the findings.
 
-A field is added freely; none is renamed or removed without a new `schema_version`. Latencies are milliseconds of one
-run over a whole bucket. Numbers that are not finite are written as strings, as in report.json.
+Fields may be added at any time, but are only renamed or removed with a new `schema_version`. Latencies are milliseconds
+of one run over a whole bucket. Numbers that are not finite are written as strings, as in report.json.
 """
 
 from __future__ import annotations
@@ -18,140 +18,140 @@ from mod_export.types import DType, Site, site_from_text
 
 SCHEMA_VERSION = 1
 SiteKey = Annotated[Site, BeforeValidator(lambda site: site_from_text(site) if isinstance(site, str) else site)]
-"""JSON has no numbers for keys."""
+"""A site as a key in JSON, where keys are always strings."""
 
 
 class Quality(Result):
     """Perplexity of eager PyTorch on held-out text, in rows of the cell's length."""
 
     tokens: int
-    """Predicted tokens."""
+    """Number of predicted tokens."""
     perplexity: float
-    """Of the MoD model."""
+    """Perplexity of the MoD model."""
     dense_perplexity: float
-    """Of the dense baseline, which was never trained to run that way: it is no baseline of quality."""
+    """Perplexity of the dense baseline. It was never trained to run this way, so it is no baseline of quality."""
 
 
 class Measured(Result):
-    """What was measured of one dtype of a cell."""
+    """Measurements of one dtype of a cell."""
 
     dtype: DType
-    """Of the engines' weights."""
+    """Dtype of the engines' weights."""
     providers: tuple[str, ...]
-    """What the MoD engine really ran on."""
+    """Execution providers that the MoD engine really ran on."""
     threads: int
-    """CPU threads that it was given; 0 is the library's choice."""
+    """Number of CPU threads that it was given; 0 leaves the choice to the library."""
     dense_ms: float
     """Median latency of the dense baseline."""
     mod_ms: float
     """Median latency of MoD."""
     speedup: SpeedupRow
-    """Their ratio, as in report.json."""
+    """Ratio of the latencies, as in report.json."""
     text: TextQuality | None
-    """Perplexity of the engine and of eager PyTorch on the texts of the parity check; null where it is not known."""
+    """Perplexity of the engine and of eager PyTorch on the texts of the parity check; null if unknown."""
 
 
 class CellKey(Result):
-    """Which cell of the grid, and what its numbers depend on."""
+    """Identifies a cell of the grid, and what its numbers depend on."""
 
     name: str
-    """As in file names."""
+    """Name in file names."""
     capacity: float | None
-    """Share of a row's tokens, or number of tokens; null for the checkpoint's own schedule of layers."""
+    """Share of a row's tokens, or number of tokens; null for the checkpoint's own schedule per layer."""
     batch: int
-    """Rows of the bucket."""
+    """Number of rows of the bucket."""
     seq: int
-    """Tokens of a row."""
+    """Number of tokens of a row."""
     target: str
     """The engine family."""
     folder: str
     """The build folder: relative to the sweep's, or a path on `node`."""
     fingerprint: str
-    """Of everything that the numbers depend on but the machine; a cell is reused while it stays the same."""
+    """Hash of everything that the numbers depend on, except the machine. A cell is reused while it is unchanged."""
 
 
 class CellEntry(CellKey):
     """One cell of the grid."""
 
     k_by_layer: dict[SiteKey, int]
-    """Slots of each routed layer."""
+    """Number of slots of each routed layer."""
     k: int | None = None
-    """Slots of every routed layer; null where they differ, or where the cell failed before that was known."""
+    """Number of slots of every routed layer; null if they differ, or if the cell failed before k was known."""
     status: Literal["measured", "failed"]
-    """`failed` where the cell could not be built."""
+    """`failed` if the cell could not be built."""
     complete: bool = True
-    """Whether nothing failed beside what was measured, such as one of two dtypes; what failed is tried again."""
+    """Whether all parts were measured; false if, for example, one of two dtypes failed. The cell is then run again."""
     passed: bool
     """Whether every gate was met; the speed-up gate is off in a sweep."""
     reasons: tuple[str, ...] = ()
-    """Of gates that were not met."""
+    """Reasons why gates were missed."""
     exit_code: int
-    """Of a build of this cell: 0, 4 for gates, otherwise that of its error, negative for a signal."""
+    """Exit code of the build: 0, 4 for missed gates, otherwise that of its error, or negative for a signal."""
     error: str | None = None
-    """Why it could not be built."""
+    """Why the cell could not be built."""
     quality: Quality | None = None
-    """Null where no held-out text is known for the model's vocabulary."""
+    """Perplexity; null if no held-out text is known for the model's vocabulary."""
     measured: tuple[Measured, ...] = ()
-    """One for each dtype; empty where nothing ran."""
+    """One entry for each dtype; empty if nothing ran."""
     seconds: float = 0.0
     """Wall time of the cell's process."""
     machine: str
-    """CPU, cores and GPU that it ran on."""
+    """CPU, cores and GPU of the machine that ran the cell."""
     node: str | None = None
-    """Of the Ray cluster; null where the cell ran on the machine of the sweep."""
+    """Host name of the Ray node that ran the cell; null in a sweep without a Ray cluster."""
     report_sha256: str | None = None
-    """Of its report.json."""
+    """Hash of its report.json."""
 
     @property
     def failed(self) -> bool:
-        """Whether it could not be built."""
+        """Whether the cell could not be built."""
         return self.status == "failed"
 
     @property
     def missed(self) -> bool:
-        """Whether it was built and misses a gate."""
+        """Whether the cell was built but missed a gate."""
         return not self.failed and not self.passed
 
 
 class Finding(Result):
-    """What the cells that are compared with each other have in common."""
+    """Fields that are equal for all cells of a finding."""
 
     target: str
     """The engine family."""
     dtype: DType
-    """Of the engines' weights."""
+    """Dtype of the engines' weights."""
     machine: str
     """CPU, cores and GPU."""
     batch: int
-    """Rows of the bucket."""
+    """Number of rows of the bucket."""
 
 
 class CapacityBreakEven(Finding):
-    """Up to which capacity MoD is faster than dense at one length.
+    """The largest capacity at which MoD is faster than dense, for one length.
 
     Faster means that the 95 % interval of the speed-up lies above 1, for this capacity and every smaller one tried.
     """
 
     seq: int
-    """Tokens of a row."""
+    """Number of tokens of a row."""
     largest_capacity: float | None
-    """Null where MoD is faster at no capacity of the grid."""
+    """This capacity; null if there is none in the grid."""
     largest_k: int | None
-    """Slots of a routed layer at that capacity."""
+    """Number of slots of a routed layer at this capacity."""
     tried: tuple[float, ...]
     """All capacities of the grid, ascending."""
 
 
 class LengthBreakEven(Finding):
-    """From which length on MoD is faster than dense at one capacity.
+    """The smallest length at which MoD is faster than dense, for one capacity.
 
     Faster means that the 95 % interval of the speed-up lies above 1, for this length and every longer one tried.
     """
 
     capacity: float | None
-    """Null for the checkpoint's own schedule of layers."""
+    """The capacity; null for the checkpoint's own schedule per layer."""
     smallest_seq: int | None
-    """Null where MoD is faster at no length of the grid."""
+    """This length; null if there is none in the grid."""
     tried: tuple[int, ...]
     """All lengths of the grid, ascending."""
 
@@ -160,9 +160,9 @@ class StairStep(Result):
     """Values of k whose latency is the same within the intervals. Latencies are scaled as in `Stair`."""
 
     k: tuple[int, ...]
-    """Slots of a routed layer, ascending."""
+    """Numbers of slots of a routed layer, ascending."""
     capacity: tuple[float, ...]
-    """Of each k."""
+    """Capacity for each k."""
     ms: tuple[float, ...]
     """Latency of MoD at each k."""
     ci95_ms: tuple[tuple[float, float], ...]
@@ -170,100 +170,100 @@ class StairStep(Result):
     advised_k: int
     """The largest k of the step: it costs no more than the smallest."""
     advised_capacity: float
-    """Of that k."""
+    """Capacity for this k."""
 
 
 class Stair(Finding):
-    """Latency of MoD over k in one setting, in steps of values that cost the same.
+    """Latency of MoD over k in one setting, as steps of values that cost the same.
 
     Cells run minutes apart. The dense baseline is the same engine in all of them, so its medians show how much the
-    machine changed, and latencies are dense_ms / speed-up with the median of them.
+    machine changed. Latencies here are dense_ms / speed-up, where dense_ms is the median of these medians.
     """
 
     seq: int
-    """Tokens of a row."""
+    """Number of tokens of a row."""
     dense_ms: float
-    """Median over the cells of the dense baseline's median latency."""
+    """Median, over the cells, of the dense baseline's median latencies."""
     drift: float
-    """Largest / smallest of these medians - 1."""
+    """Largest / smallest of these medians, minus 1."""
     steps: tuple[StairStep, ...]
-    """Ascending in k."""
+    """The steps, ascending in k."""
 
 
 class FrontPoint(Result):
-    """One capacity: latency, scaled as in `Stair`, against perplexity."""
+    """Latency, scaled as in `Stair`, and perplexity of one capacity."""
 
     capacity: float | None
-    """Null for the checkpoint's own schedule of layers."""
+    """The capacity; null for the checkpoint's own schedule per layer."""
     k: int | None
-    """Slots of a routed layer; null where they differ."""
+    """Number of slots of a routed layer; null if layers differ."""
     ms: float
     """Latency of MoD."""
     speedup: float
-    """Over the dense baseline."""
+    """Speed-up over the dense baseline."""
     perplexity: float
-    """Of eager PyTorch on held-out text."""
+    """Perplexity of eager PyTorch on held-out text."""
     on_front: bool
     """Whether no other capacity is both faster and better."""
 
 
 class Front(Finding):
-    """Speed against quality in one setting, beside the dense baseline."""
+    """Speed against quality in one setting, with the dense baseline for comparison."""
 
     seq: int
-    """Tokens of a row."""
+    """Number of tokens of a row."""
     dense_ms: float
     """Latency of the dense baseline, as in `Stair`."""
     dense_perplexity: float
-    """Of the dense baseline, which is no baseline of quality."""
+    """Perplexity of the dense baseline, which is no baseline of quality."""
     tokens: int
-    """Predicted tokens of each perplexity."""
+    """Number of predicted tokens for each perplexity."""
     points: tuple[FrontPoint, ...]
-    """Fastest first."""
+    """The points, fastest first."""
 
 
 class Findings(Result):
-    """What follows from the cells that were measured and met their gates."""
+    """Findings from the cells that were measured and met their gates."""
 
     break_even_capacity: tuple[CapacityBreakEven, ...]
-    """One for each length."""
+    """One entry for each length."""
     break_even_length: tuple[LengthBreakEven, ...]
-    """One for each capacity."""
+    """One entry for each capacity."""
     stairs: tuple[Stair, ...]
-    """One for each setting with two values of k or more."""
+    """One stair for each setting with at least two values of k."""
     fronts: tuple[Front, ...]
-    """One for each setting with held-out text and two capacities or more."""
+    """One front for each setting with held-out text and at least two capacities."""
     notes: tuple[str, ...]
-    """What to keep in mind: cells that were left out, machines that differ, drift."""
+    """Limits of the findings: cells that were left out, machines that differ, drift."""
 
 
 class SweepModel(ReportedModel):
     """The checkpoint."""
 
     capacity: float | None
-    """Its own; null where its layers differ."""
+    """Capacity of the checkpoint; null if its layers differ."""
 
 
 class SweepReport(Result):
     """The whole sweep."""
 
     schema_version: Literal[1]
-    """Of sweep.json."""
+    """Schema version of sweep.json."""
     command: str
-    """As typed."""
+    """The command line, as typed."""
     model: SweepModel
-    """What was swept."""
+    """The model of the sweep."""
     environment: dict[str, JsonValue]
     """The machine that the sweep was started on."""
     config: dict[str, JsonValue]
-    """What every cell started from."""
+    """The configuration from which every cell started."""
     planned: int
-    """Cells of the grid: an interrupted sweep has fewer in `cells`."""
+    """Number of cells of the grid; an interrupted sweep has fewer in `cells`."""
     cells: tuple[CellEntry, ...]
-    """By target, batch, length and capacity."""
+    """The cells, ordered by target, batch, length and capacity."""
     findings: Findings
-    """What follows."""
+    """Findings from the cells."""
 
     def to_json(self) -> str:
-        """sweep.json, indented, with a newline at its end."""
+        """Returns the text of sweep.json, indented, with a final newline."""
         return self.model_dump_json(indent=2) + "\n"

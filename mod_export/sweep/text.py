@@ -1,4 +1,4 @@
-"""The sweep on a console: a line for each cell while it runs, and at the end a table and the findings."""
+"""Prints a sweep on a console: one line for each cell while it runs, and at the end a table and the findings."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mod_export.sweep.schema import (
 
 Line = tuple[CellEntry, Measured | None]
 SHOWN_CHARACTERS = 160
-"""Of an error while the sweep runs; all of it is in the result and in the log."""
+"""Maximum length of an error while the sweep runs; the result and the log hold all of it."""
 
 
 class SweepProgress:
-    """`verbosity` -1 prints nothing, 0 a line for each finished cell, 1 the path of its log too.
+    """Progress of a sweep. `verbosity` -1 prints nothing, 0 a line for each finished cell, 1 also the path of its log.
 
     There is no live line: updating it would disturb the latency that is being measured.
     """
@@ -60,7 +60,7 @@ class SweepProgress:
 
 
 def render_text(report: SweepReport, folder: str) -> str:
-    """The table, break-even, advice and the front; no line wraps."""
+    """Returns the table, the failures, the findings and the outcome, without wrapping lines."""
     model = report.model
     lines = [
         f"{model.name}  {model.architecture}, {count_text(model.parameters)} parameters, "
@@ -76,22 +76,22 @@ def render_text(report: SweepReport, folder: str) -> str:
 
 
 def perplexity_text(perplexity: float) -> str:
-    """Three decimals, because capacities differ by little: 5.312, 1.2e+05."""
+    """Formats a perplexity with three decimals, because capacities differ by little: 5.312, or 1.2e+05."""
     return f"{perplexity:,.3f}" if perplexity < 10_000 else f"{perplexity:.1e}"
 
 
 def fidelity_text(row: Measured) -> str:
-    """Perplexity of the engine / that of the eager model on the texts of the parity check."""
+    """Perplexity of the engine divided by that of the eager model, on the texts of the parity check."""
     return f"{row.text.perplexity / row.text.reference_perplexity:.5f}" if row.text else "-"
 
 
 def share_of(capacity: float | None) -> str:
-    """A capacity as it was typed; `own` is the checkpoint's schedule."""
+    """Returns a capacity as text; `own` stands for the checkpoint's own schedule."""
     return "own" if capacity is None else f"{capacity:g}"
 
 
 def capacity_text(found: CapacityBreakEven) -> str:
-    """Up to which capacity MoD is faster than dense."""
+    """Says up to which capacity MoD is faster than dense."""
     if found.largest_capacity is None:
         return f"seq {found.seq}: at no capacity in the grid faster than dense"
     larger = found.tried[found.tried.index(found.largest_capacity) + 1 :]
@@ -101,11 +101,11 @@ def capacity_text(found: CapacityBreakEven) -> str:
 
 
 def length_lines(found: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
-    """From which length on MoD is faster: (setting, sentence), with all capacities of one answer in one sentence."""
+    """Says from which length on MoD is faster: (setting, sentence). Capacities with equal answers share a sentence."""
     capacities: dict[tuple[str, str], list[str]] = {}
-    for one in found:
-        if len(one.tried) > 1:
-            capacities.setdefault((setting_text(one), _length_text(one)), []).append(share_of(one.capacity))
+    for finding in found:
+        if len(finding.tried) > 1:
+            capacities.setdefault((setting_text(finding), _length_text(finding)), []).append(share_of(finding.capacity))
     return [(setting, f"capacity {', '.join(names)}: {answer}") for (setting, answer), names in capacities.items()]
 
 
@@ -118,7 +118,7 @@ def _length_text(found: LengthBreakEven) -> str:
 
 
 def step_text(step: StairStep) -> str:
-    """What the values of k of a step cost, and which one to choose."""
+    """States what the values of k of a step cost, and which one to choose."""
     low, high = ms_text(min(step.ms)), ms_text(max(step.ms))
     cost = f"{low} ms" if low == high else f"{low} to {high} ms"
     ks = list(dict.fromkeys(step.k))
@@ -128,7 +128,7 @@ def step_text(step: StairStep) -> str:
 
 
 def advice_text(stair: Stair) -> str:
-    """In one sentence."""
+    """States in one sentence which values of k cost the same."""
     flat = [step for step in stair.steps if len(set(step.k)) > 1]
     if not flat:
         return "every k tried has a latency of its own: none can be raised without cost"
@@ -137,13 +137,13 @@ def advice_text(stair: Stair) -> str:
 
 
 def front_text(point: FrontPoint) -> str:
-    """One capacity of the front."""
+    """Describes one capacity of the front."""
     gain, quality = ratio_text(point.speedup), perplexity_text(point.perplexity)
     return f"capacity {share_of(point.capacity)}: {gain}, perplexity {quality}"
 
 
 def lines_of_cells(cells: Sequence[CellEntry]) -> list[Line]:
-    """A line for each dtype that was measured of a cell, or one without numbers."""
+    """Returns one line for each measured dtype of each cell, or one line without numbers if there is none."""
     return [(cell, row) for cell in cells for row in cell.measured or (None,)]
 
 
@@ -189,38 +189,38 @@ def _failures(cells: Sequence[CellEntry], folder: str) -> Iterator[str]:
 
 
 def _findings(report: SweepReport) -> Iterator[str]:
-    found = report.findings
-    if found.break_even_capacity or found.break_even_length:
+    findings = report.findings
+    if findings.break_even_capacity or findings.break_even_length:
         yield "break-even: faster means that the 95 % interval of the speed-up lies above 1"
-        yield from (f"  {setting_text(one)} {capacity_text(one)}" for one in found.break_even_capacity)
-        yield from (f"  {setting} {sentence}" for setting, sentence in length_lines(found.break_even_length))
+        yield from (f"  {setting_text(finding)} {capacity_text(finding)}" for finding in findings.break_even_capacity)
+        yield from (f"  {setting} {sentence}" for setting, sentence in length_lines(findings.break_even_length))
         yield ""
-    if found.stairs:
+    if findings.stairs:
         yield "which k to choose: latency of MoD, scaled by the dense baseline so that changes of the machine cancel"
-        for stair in found.stairs:
+        for stair in findings.stairs:
             yield f"  {setting_text(stair)} seq {stair.seq}: {advice_text(stair)}"
             yield from (f"    {step_text(step)}" for step in stair.steps)
         yield ""
-    if found.fronts:
+    if findings.fronts:
         yield "speed against quality: no other capacity is both faster and better"
-        for front in found.fronts:
+        for front in findings.fronts:
             yield from _front(front)
         yield ""
-    if found.notes:
-        yield from (f"note: {note}" for note in found.notes)
+    if findings.notes:
+        yield from (f"note: {note}" for note in findings.notes)
         yield ""
 
 
 def _front(front: Front) -> Iterator[str]:
     yield f"  {setting_text(front)} seq {front.seq}"
     yield from (f"    {front_text(point)}" for point in front.points if point.on_front)
-    best = [point for point in front.points if not point.on_front]
-    if best:
-        yield f"    not on the front: capacity {', '.join(share_of(point.capacity) for point in best)}"
+    others = [point for point in front.points if not point.on_front]
+    if others:
+        yield f"    not on the front: capacity {', '.join(share_of(point.capacity) for point in others)}"
 
 
 def setting_text(found: Finding) -> str:
-    """What is the same for all cells that a finding compares."""
+    """Target, dtype and batch, which are equal for all cells of a finding."""
     return f"{found.target} {found.dtype} batch {found.batch}"
 
 

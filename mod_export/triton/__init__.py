@@ -1,1 +1,1 @@
-"""A model repository for Triton Inference Server, written from a finished build folder, and what runs inside of it."""
+"""Writes a model repository for Triton Inference Server from a finished build folder, and runs models inside Triton."""

@@ -1,4 +1,4 @@
-"""The models of a repository that Triton's own backends run: one for each bucket, and a router that asks it."""
+"""Models that Triton's own backends run: one for each bucket, and a router that forwards requests to them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ PLANS = "tensorrt"
 
 
 def portable_models(request: RepositoryRequest) -> list[TritonModel]:
-    """A router, and for each bucket the portable graph on Triton's backend of ONNX Runtime.
+    """Returns a router and, for each bucket, the portable graph on Triton's ONNX Runtime backend.
 
     Raises:
-        UsageError: there is no portable graph of whole rows.
-        TargetError: one missed its gates.
+        UsageError: the folder has no portable graph of whole rows.
+        TargetError: a graph missed its gates.
     """
     manifest, folder = request.manifest, request.folder
-    found = [one for one in manifest.graphs if (one.model, one.role, one.target) == ("mod", "forward", None)]
-    if not found:
+    portable = [g for g in manifest.graphs if (g.model, g.role, g.target) == ("mod", "forward", None)]
+    if not portable:
         raise UsageError(f"{folder}: holds no portable graph of whole rows; build again, or use --forward python")
-    _check_gates(request, [one.path for one in found], "portable graphs")
-    graphs = by_size({one.bucket: one for one in found})
+    _check_gates(request, [g.path for g in portable], "portable graphs")
+    graphs = by_size({g.bucket: g for g in portable})
     weights = manifest.models["mod"].weights
     threads = {} if request.threads is None else {"intra_op_thread_count": str(request.threads)}
     models = [
@@ -43,7 +43,7 @@ def portable_models(request: RepositoryRequest) -> list[TritonModel]:
             graph,
             backend="onnxruntime",
             about=f"The portable graph of bucket {bucket.name}, in float32.",
-            # A graph names its weights as a file beside it, and ONNX Runtime follows no link out of its folder.
+            # A graph names its weights as a file beside it, and ONNX Runtime refuses links that leave its folder.
             placed={
                 f"{VERSION}/model.onnx": folder / graph.path,
                 f"{VERSION}/{Path(weights).name}": folder / weights,
@@ -56,28 +56,29 @@ def portable_models(request: RepositoryRequest) -> list[TritonModel]:
 
 
 def plan_models(request: RepositoryRequest) -> list[TritonModel]:
-    """A router, and for each bucket its plans on Triton's backend of TensorRT; plans that read prompts beside them.
+    """Returns a router, the plans of each forward bucket on Triton's TensorRT backend, and the prefill plans.
 
-    Plans that write text are not among them: their outputs lie at the addresses of their inputs, which Triton's
-    backend does not offer.
+    Decode plans are left out: they update their inputs in place, which Triton's backend does not support.
 
     Raises:
-        UsageError: there are no plans of TensorRT for whole rows, or not of this dtype.
-        TargetError: some missed their gates.
+        UsageError: the folder has no TensorRT plans for whole rows, or none of this dtype.
+        TargetError: plans missed their gates.
     """
     engines = _plans(request, "forward")
     if not engines:
         raise UsageError(_without_plans(request))
     dtype = request.dtype or _fastest_dtype(request) or engines[0].dtype
-    chosen = [one for one in engines if one.dtype == dtype]
+    chosen = [engine for engine in engines if engine.dtype == dtype]
     if not chosen:
-        built = ", ".join(dict.fromkeys(one.dtype for one in engines))
+        built = ", ".join(dict.fromkeys(engine.dtype for engine in engines))
         raise UsageError(f"{request.folder}: holds no {dtype} plan for whole rows; built: {built}")
-    _check_gates(request, [one.path for one in chosen], f"{dtype} plans")
+    _check_gates(request, [engine.path for engine in chosen], f"{dtype} plans")
     forward = _by_bucket(chosen)
-    graphs = by_size({bucket: _graph(request, several[0]) for bucket, several in forward.items()})
+    graphs = by_size({bucket: _graph(request, group[0]) for bucket, group in forward.items()})
     prompts = [
-        one for one in _plans(request, "prefill") if one.dtype == dtype and one.path not in request.manifest.refused
+        engine
+        for engine in _plans(request, "prefill")
+        if engine.dtype == dtype and engine.path not in request.manifest.refused
     ]
     prefill = _by_bucket(prompts)
     models = [_plan_model(request, graph, forward[bucket]) for bucket, graph in graphs.items()]
@@ -86,11 +87,15 @@ def plan_models(request: RepositoryRequest) -> list[TritonModel]:
 
 
 def _plans(request: RepositoryRequest, role: Role) -> list[Engine]:
-    return [one for one in request.manifest.engines if (one.target, one.model, one.role) == (PLANS, "mod", role)]
+    return [
+        engine
+        for engine in request.manifest.engines
+        if (engine.target, engine.model, engine.role) == (PLANS, "mod", role)
+    ]
 
 
 def _without_plans(request: RepositoryRequest) -> str:
-    built = dict.fromkeys(one.target for one in request.manifest.engines)
+    built = dict.fromkeys(engine.target for engine in request.manifest.engines)
     what = f"{request.folder}: holds no plan of TensorRT for whole rows (built for {', '.join(built)})"
     if "tensorrt-rtx" in built:
         return (
@@ -102,9 +107,9 @@ def _without_plans(request: RepositoryRequest) -> str:
 
 def _fastest_dtype(request: RepositoryRequest) -> DType | None:
     measured = [
-        (one.ms, one.dtype)
-        for one in request.manifest.measured
-        if (one.model, one.role, one.target) == ("mod", "forward", PLANS)
+        (row.ms, row.dtype)
+        for row in request.manifest.measured
+        if (row.model, row.role, row.target) == ("mod", "forward", PLANS)
     ]
     return min(measured)[1] if measured else None
 
@@ -119,10 +124,10 @@ def _check_gates(request: RepositoryRequest, paths: list[str], what: str) -> Non
 
 
 def _by_bucket(engines: list[Engine]) -> dict[Bucket, list[Engine]]:
-    found: dict[Bucket, list[Engine]] = defaultdict(list)
+    groups: dict[Bucket, list[Engine]] = defaultdict(list)
     for engine in engines:
-        found[engine.bucket].append(engine)
-    return found
+        groups[engine.bucket].append(engine)
+    return groups
 
 
 def _graph(request: RepositoryRequest, engine: Engine) -> Graph:
@@ -132,8 +137,8 @@ def _graph(request: RepositoryRequest, engine: Engine) -> Graph:
 
 
 def _plan_model(request: RepositoryRequest, graph: Graph, engines: list[Engine]) -> TritonModel:
-    alone = len(engines) == 1
-    names = {engine.path: "model.plan" if alone else f"model-{engine.arch}.plan" for engine in engines}
+    is_single = len(engines) == 1
+    names = {engine.path: "model.plan" if is_single else f"model-{engine.arch}.plan" for engine in engines}
     return _bucket_model(
         request,
         graph,
@@ -146,7 +151,7 @@ def _plan_model(request: RepositoryRequest, graph: Graph, engines: list[Engine])
 
 
 def _capability(engine: Engine) -> str:
-    """Compute capability 8.9 of sm89, 12.0 of sm120."""
+    """Compute capability of an architecture: 8.9 for sm89, 12.0 for sm120."""
     digits = (engine.arch or "").removeprefix("sm")
     return f"{digits[:-1]}.{digits[-1]}"
 
@@ -167,7 +172,7 @@ def _bucket_model(
     read: tuple[tuple[Port, str], ...] = ()
     lengths = next((port for port in inputs if port.name == LENGTHS), None)
     if lengths is not None and request.manifest.models["mod"].vocab_size is not None:
-        # A row of no tokens is no request.
+        # Warm-up lengths are not zeros: a row needs at least one token.
         contents[f"warmup/{LENGTHS}"] = np.full(lengths.dims, graph.bucket.seq, dtype="<i8").tobytes()
         zeros = tuple(port for port in inputs if port.name != LENGTHS)
         read = ((lengths, LENGTHS),)
@@ -189,13 +194,13 @@ def _bucket_model(
 
 
 def _router(request: RepositoryRequest, graphs: Mapping[Bucket, Graph]) -> TritonModel:
-    """It has no warm-up: the models that it asks may be loaded after it."""
+    """Returns the router. It has no warm-up, because Triton may load the models of the buckets after it."""
     vocab_size = request.manifest.models["mod"].vocab_size
     inputs = {bucket: ports_of(request.folder / graph.path)[0] for bucket, graph in graphs.items()}
     outputs = [results_of(request, graph) for graph in graphs.values()]
     merged = any_size if vocab_size is None else any_rows
     names = [port.name for port in outputs[0]]
-    known: dict[str, Any] = {
+    routing: dict[str, Any] = {
         "inputs": {
             bucket.name: {port.name: [port.dtype, list(port.dims)] for port in ports}
             for bucket, ports in inputs.items()
@@ -211,7 +216,7 @@ def _router(request: RepositoryRequest, graphs: Mapping[Bucket, Graph]) -> Trito
         inputs=merged(list(inputs.values())),
         outputs=merged(outputs),
         files={MODEL_PY: files(__package__).joinpath("router.py").read_bytes()},
-        parameters={"buckets": json.dumps(known)},
+        parameters={"buckets": json.dumps(routing)},
         instances=request.instances,
         max_queue=request.max_queue,
     )

@@ -1,4 +1,4 @@
-"""config.pbtxt: what Triton is told about a model, as values and as the text of the file."""
+"""config.pbtxt: the description of a model for Triton, as values and as the text of the file."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from mod_export.serve import MAX_WAIT_S
 
 ANY = -1
-"""A dimension of any size."""
+"""Size of a dimension that may have any size."""
 
 QUEUE_SECONDS = int(MAX_WAIT_S)
-"""How long a request may wait in Triton's queue, and a text for a row; then it is refused."""
+"""How many seconds a request may wait in Triton's queue, and a text for a row, before it is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class Port:
     """An input or output of a model.
 
     Attributes:
-        name: as requests name it.
-        dtype: Triton's name of it, such as INT64 or BYTES.
-        dims: its shape, with `ANY` where any size is taken.
+        name: name in requests and responses.
+        dtype: Triton's name of the data type, such as INT64 or BYTES.
+        dims: shape, with `ANY` for a dimension of any size.
         optional: whether a request may leave the input out.
     """
 
@@ -36,18 +36,18 @@ class Port:
 
     @property
     def data_type(self) -> str:
-        """As config.pbtxt has it."""
+        """Name of the data type in config.pbtxt."""
         return "TYPE_STRING" if self.dtype == "BYTES" else f"TYPE_{self.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
 class Warmup:
-    """A request that Triton sends to a model before it says that it is ready.
+    """A request that Triton sends to a model before it reports the model as ready.
 
     Attributes:
-        name: in the log.
-        zeros: inputs of zeros; their dims are the request's shapes.
-        files: inputs that are read from a file of the model's folder `warmup`.
+        name: name in the log.
+        zeros: inputs filled with zeros; their dims are the shapes of the request.
+        files: (input, file name); the input is read from this file in the model's folder `warmup`.
     """
 
     name: str
@@ -60,19 +60,19 @@ class TritonModel:
     """A model of a repository.
 
     Attributes:
-        name: of its folder, and in URLs.
-        about: a line about it, for readers of its config.pbtxt.
+        name: name of its folder, also used in URLs.
+        about: one line about the model, for readers of config.pbtxt.
         backend: `python`, `onnxruntime` or `tensorrt`.
-        inputs: what a request has.
-        outputs: what a response has.
-        files: path in its folder -> the file that is placed there, or its content.
-        parameters: plain text that its code or backend reads.
-        instances: how many copies run.
-        gpu: whether they run on GPUs.
-        max_queue: requests that may wait.
-        decoupled: whether a request has any number of responses.
-        warmups: before it is ready.
-        plans: compute capability of a GPU, such as 8.9 -> file of the version folder; empty where there is one for all.
+        inputs: inputs of a request.
+        outputs: outputs of a response.
+        files: path in its folder -> the file to place there, or its content.
+        parameters: text values that its code or backend reads.
+        instances: number of copies that run.
+        gpu: whether the copies run on GPUs.
+        max_queue: how many requests may wait.
+        decoupled: whether a request may have any number of responses.
+        warmups: requests that run before the model is ready.
+        plans: compute capability of a GPU, such as 8.9 -> file in the version folder; empty if one file serves all.
     """
 
     name: str
@@ -91,7 +91,7 @@ class TritonModel:
 
 
 def config_text(model: TritonModel) -> str:
-    """The text of its config.pbtxt."""
+    """Returns the text of a model's config.pbtxt."""
     pages = Environment(  # noqa: S701 - protobuf text, and every string goes through `quoted`.
         loader=PackageLoader(__package__, "."), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -101,5 +101,5 @@ def config_text(model: TritonModel) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A string of protobuf's text format, which has the escapes of JSON for what is quoted here."""
+    """Quotes a string for protobuf's text format; for these strings it has the same escapes as JSON."""
     return json.dumps(text, ensure_ascii=False)

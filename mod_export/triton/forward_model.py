@@ -1,4 +1,4 @@
-"""A model of Triton's Python backend that runs a build folder, in the way of `mod_export.load`."""
+"""A model for Triton's Python backend that runs whole rows with a build folder, like `mod_export.load`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mod_export.triton.served import settings_of
 
 
 class TritonPythonModel:
-    """What Triton's Python backend runs.
+    """The class that Triton's Python backend runs.
 
-    Engines are opened by the requests of `model_warmup` in config.pbtxt, one for each bucket, before Triton says that
-    the model is ready.
+    The `model_warmup` requests in config.pbtxt, one for each bucket, open the engines before Triton reports the model
+    as ready.
     """
 
     def initialize(self, args: Mapping[str, str]) -> None:
@@ -26,8 +26,8 @@ class TritonPythonModel:
         self._utils = utils
         settings = settings_of(args)
         config = json.loads(args["model_config"])
-        self._inputs = [one["name"] for one in config["input"]]
-        self._outputs = [one["name"] for one in config["output"]]
+        self._inputs = [port["name"] for port in config["input"]]
+        self._outputs = [port["name"] for port in config["output"]]
         self._deployment = load(settings.folder, settings.target, settings.dtype, threads=settings.threads)
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -39,16 +39,16 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         utils = self._utils
         tensors = {name: utils.get_input_tensor_by_name(request, name) for name in self._inputs}
-        given = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
+        arrays = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
         try:
-            found = self._run(given)
+            outputs = self._run(arrays)
         except ModExportError as error:
-            # A folder that was damaged is no fault of the request.
-            theirs = isinstance(error, UsageError) and not isinstance(error, BuildFolderError)
-            code = utils.TritonError.INVALID_ARG if theirs else utils.TritonError.INTERNAL
+            # A damaged build folder is an internal error, not an invalid request.
+            is_usage = isinstance(error, UsageError) and not isinstance(error, BuildFolderError)
+            code = utils.TritonError.INVALID_ARG if is_usage else utils.TritonError.INTERNAL
             return utils.InferenceResponse(error=utils.TritonError(str(error), code))
         return utils.InferenceResponse(
-            [utils.Tensor(name, np.ascontiguousarray(found[name])) for name in self._outputs]
+            [utils.Tensor(name, np.ascontiguousarray(outputs[name])) for name in self._outputs]
         )
 
     def _run(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The models of a repository that run mod-export inside of Triton: whole rows, as `mod_export.load` does, and text."""
+"""Models that run mod-export inside Triton: one for whole rows, like `mod_export.load`, and one for text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["TritonPythonModel"]
 '''
 OPTIONS = (
     Port("max_tokens", "INT64", (1,), optional=True),
-    # In 64 bits, so that the same numbers and seed give the same text as from Python.
+    # 64 bits, so that the same values and seed give the same text as from Python.
     Port("temperature", "FP64", (1,), optional=True),
     Port("top_p", "FP64", (1,), optional=True),
     Port("top_k", "INT64", (1,), optional=True),
@@ -33,16 +33,16 @@ NUMPY_TYPES = {"float32": "FP32", "float16": "FP16", "float64": "FP64", "bool": 
 
 
 def folder_model(request: RepositoryRequest) -> TritonModel:
-    """Runs whole rows with the engines that `mod_export.load` runs.
+    """Returns a model that runs whole rows with the engines that `mod_export.load` chooses.
 
     Raises:
-        UsageError: there are none.
-        TargetError: none runs here, or they missed their gates.
+        UsageError: the folder has no such engines.
+        TargetError: no engine runs here, or the engines missed their gates.
     """
     manifest = request.manifest
     engines = served_engines(request.folder, manifest, "mod", request.target, request.dtype)
-    found = [graph_of(engine, manifest.graphs) for engine in engines]
-    graphs = by_size({graph.bucket: graph for graph in found if graph is not None})
+    own_graphs = [graph_of(engine, manifest.graphs) for engine in engines]
+    graphs = by_size({graph.bucket: graph for graph in own_graphs if graph is not None})
     inputs = {bucket: _inputs(graph) for bucket, graph in graphs.items()}
     outputs = [results_of(request, graph) for graph in graphs.values()]
     reads_tokens = manifest.models["mod"].vocab_size is not None
@@ -65,11 +65,11 @@ def folder_model(request: RepositoryRequest) -> TritonModel:
 
 
 def text_model(request: RepositoryRequest) -> TritonModel | str:
-    """Writes text with the engines that `mod_export.load_generator` runs; or why it cannot."""
+    """Returns a model that writes text with the engines of `mod_export.load_generator`, or the reason why it cannot."""
     manifest = request.manifest
     if isinstance(manifest.generation, str):
         return manifest.generation
-    # What is said of plans says nothing of the engines that write text.
+    # With --forward tensorrt, the dtype is that of the plans and not of the engines that write text.
     dtype = None if request.forward == "tensorrt" else request.dtype
     try:
         engines = served_engines(request.folder, manifest, "mod", request.target, dtype, texts=True)
@@ -79,8 +79,8 @@ def text_model(request: RepositoryRequest) -> TritonModel | str:
     finish = Port("finish_reason", "BYTES", (1,))
     inputs: tuple[Port, ...] = (ids, *OPTIONS)
     outputs: tuple[Port, ...] = (token, finish)
-    beside = (manifest.tokenizer, *BESIDE_TOKENIZER)
-    kept = [name for name in beside if name is not None and name in manifest.files]
+    tokenizer_files = (manifest.tokenizer, *BESIDE_TOKENIZER)
+    kept = [name for name in tokenizer_files if name is not None and name in manifest.files]
     if manifest.tokenizer is not None:
         text, stop = Port("text", "BYTES", (1,), optional=True), Port("stop", "BYTES", (ANY,), optional=True)
         inputs = (text, Port("input_ids", "INT64", (ANY,), optional=True), *OPTIONS, stop)
@@ -94,41 +94,41 @@ def text_model(request: RepositoryRequest) -> TritonModel | str:
         files=_files(request, engines, "text_model", kept),
         parameters=parameters_of(engines[0].target, engines[0].dtype, request.threads, request.max_queue),
         instances=request.instances,
-        # Requests stay in the queue of Triton only until they are read, but those that come at once must find room
-        # there for all that the scheduler takes.
-        max_queue=request.max_queue + max(one.bucket.batch for one in engines if one.role == "decode"),
+        # Requests stay in Triton's queue only until they are read. But if they arrive at once, it must hold as many as
+        # the scheduler accepts.
+        max_queue=request.max_queue + max(engine.bucket.batch for engine in engines if engine.role == "decode"),
         decoupled=True,
     )
 
 
 def results_of(request: RepositoryRequest, graph: Graph) -> tuple[Port, ...]:
-    """What the model itself returns: of a model of token ids one output, else all but the selections of its sites.
+    """Returns the model's own outputs: the primary one if it reads token ids, otherwise all but the routed positions.
 
     Raises:
         BuildFolderError: the graph cannot be read.
     """
     _, outputs = ports_of(request.folder / graph.path)
-    own = tuple(port for port in outputs if not port.name.startswith(ROUTED))
+    ports = tuple(port for port in outputs if not port.name.startswith(ROUTED))
     if request.manifest.models["mod"].vocab_size is None:
-        return own
-    name = primary_output(port.name for port in own)
-    return tuple(port for port in own if port.name == name)
+        return ports
+    name = primary_output(port.name for port in ports)
+    return tuple(port for port in ports if port.name == name)
 
 
 def by_size(graphs: dict[Bucket, Graph]) -> dict[Bucket, Graph]:
-    """Smallest first, the order in which a request looks for its bucket."""
+    """Sorts the graphs by bucket, smallest first: a request takes the first bucket that fits."""
     return dict(sorted(graphs.items(), key=lambda pair: (pair[0].batch * pair[0].seq, pair[0])))
 
 
 def names_of(buckets: Iterable[Bucket]) -> str:
-    """As in messages."""
+    """Returns the names of buckets, joined for a message."""
     return ", ".join(bucket.name for bucket in buckets)
 
 
 def _files(
     request: RepositoryRequest, engines: Sequence[Engine], module: str, others: Sequence[str] = ()
 ) -> dict[str, Path | bytes]:
-    """model.py, and of the build folder what it opens: the manifest, engines, weights and `others`."""
+    """model.py, and the files of the build folder that it opens: the manifest, engines, weights and `others`."""
     paths = dict.fromkeys([MANIFEST, *(path for engine in engines for path in engine.files), *others])
     placed: dict[str, Path | bytes] = {f"{VERSION}/{FOLDER}/{path}": request.folder / path for path in paths}
     return {MODEL_PY: RUNS_PACKAGE.format(module=module).encode(), **placed}
@@ -141,17 +141,17 @@ def _inputs(graph: Graph) -> tuple[Port, ...]:
 
 
 def any_rows(buckets: Sequence[Sequence[Port]]) -> tuple[Port, ...]:
-    """Of a model of token ids: any batch of any length, which is padded to its bucket; `lengths` may be left out."""
-    found = []
+    """Ports of a model of token ids: any batch and length, padded to a bucket by the model; `lengths` is optional."""
+    ports = []
     for port in buckets[0]:
         free = 1 if port.name in (TOKEN_INPUTS[1], PRIMARY["last"]) else 2
         dims = (ANY,) * free + port.dims[free:]
-        found.append(Port(port.name, port.dtype, dims, optional=port.name == TOKEN_INPUTS[1]))
-    return tuple(found)
+        ports.append(Port(port.name, port.dtype, dims, optional=port.name == TOKEN_INPUTS[1]))
+    return tuple(ports)
 
 
 def any_size(buckets: Sequence[Sequence[Port]]) -> tuple[Port, ...]:
-    """The sizes that all buckets have, and any where they differ."""
+    """Merges the ports of all buckets; a dimension is `ANY` if its sizes differ."""
     return tuple(
         Port(ports[0].name, ports[0].dtype, tuple(sizes[0] if len(set(sizes)) == 1 else ANY for sizes in dims))
         for ports in zip(*buckets, strict=True)

@@ -1,7 +1,7 @@
-"""Inputs and outputs of an ONNX file, read without the package `onnx`, which only those who build have installed.
+"""Reads the inputs and outputs of an ONNX file without the package `onnx`, which only a build needs.
 
-Protocol buffers are fields, each a number, a wire type and a value; what is not looked for is passed over. The field
-numbers are those of onnx.proto.
+A protocol buffer is a list of fields: a number, a wire type and a value. Other fields are skipped. The field numbers
+are from onnx.proto.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ TYPES = {
     1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 9: "BOOL", 10: "FP16",
     11: "FP64", 12: "UINT32", 13: "UINT64", 16: "BF16",
 }  # fmt: skip
-"""TensorProto.DataType -> data type of Triton."""
+"""TensorProto.DataType -> Triton's data type."""
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 GRAPH = 7
 INPUT, OUTPUT = 11, 12
@@ -27,10 +27,10 @@ Fields = Iterator[tuple[int, int | memoryview]]
 
 
 def ports_of(path: Path) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
-    """Inputs and outputs of a graph of static shapes, in order.
+    """Returns the inputs and outputs of a graph with static shapes, in order.
 
     Raises:
-        BuildFolderError: not such a file.
+        BuildFolderError: the file is not such a graph.
     """
     try:
         model = dict(_fields(memoryview(path.read_bytes())))
@@ -49,8 +49,12 @@ def ports_of(path: Path) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
 def _port(value: memoryview) -> Port:
     fields = dict(_fields(value))
     tensor = dict(_fields(_message(dict(_fields(_message(fields[TYPE])))[TENSOR])))
-    shape = [dict(_fields(_message(one))) for number, one in _fields(_message(tensor[SHAPE])) if number == DIMENSION]
-    dims = tuple(_number(one[SIZE]) for one in shape)
+    shape = [
+        dict(_fields(_message(dimension)))
+        for number, dimension in _fields(_message(tensor[SHAPE]))
+        if number == DIMENSION
+    ]
+    dims = tuple(_number(dimension[SIZE]) for dimension in shape)
     return Port(bytes(_message(fields[NAME])).decode(), TYPES[_number(tensor[ELEMENT])], dims)
 
 
@@ -67,33 +71,33 @@ def _number(value: int | memoryview) -> int:
 
 
 def _fields(data: memoryview) -> Fields:
-    """Number and value of each field: an int, or the bytes of a string or message."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
+    """Yields number and value of each field. The value is an int, or the bytes of a string or message."""
+    offset = 0
+    while offset < len(data):
+        key, offset = _varint(data, offset)
         number, wire = key >> 3, key & 7
         if wire == VARINT:
-            whole, at = _varint(data, at)
+            whole, offset = _varint(data, offset)
             yield number, whole
             continue
         size = {FIXED64: 8, FIXED32: 4}.get(wire)
         if size is None:
             if wire != BYTES:
                 raise ValueError(f"wire type {wire}")
-            size, at = _varint(data, at)
-        if at + size > len(data):
+            size, offset = _varint(data, offset)
+        if offset + size > len(data):
             raise ValueError("the file ends within a field")
-        yield number, data[at : at + size]
-        at += size
+        yield number, data[offset : offset + size]
+        offset += size
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, the lowest first, and where the next field begins."""
-    found = shift = 0
+    """Reads a varint (7 bits per byte, lowest first); returns it and the offset after it."""
+    number = shift = 0
     while True:
         byte = data[at]
         at += 1
-        found |= (byte & 127) << shift
+        number |= (byte & 127) << shift
         if byte < 128:
-            return found, at
+            return number, at
         shift += 7

@@ -1,4 +1,4 @@
-"""The repository on disk: written beside its place and renamed into it, and only where this command may write."""
+"""Writes the repository to disk: into a temporary folder first, then renamed. Never overwrites foreign files."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from mod_export.triton.models import folder_model, text_model
 from mod_export.triton.request import VERSION, RepositoryRequest
 
 MARKER = ".mod-export-triton.json"
-"""Which models of a repository this command wrote. Triton looks at folders only."""
+"""File that lists the models this command wrote. Triton ignores it, because it looks at folders only."""
 ELSEWHERE = "name a new folder with -o"
 
 
 def write_repository(request: RepositoryRequest, root: Path) -> tuple[list[TritonModel], str]:
-    """Writes the models of a request, in place of those that an earlier one of the same name wrote.
+    """Writes the models of a request, and replaces those that an earlier request of the same name wrote.
 
     Args:
-        request: what is wanted.
-        root: the repository; made if need be.
+        request: the request.
+        root: the repository folder, created if missing.
 
     Returns:
-        The models, the one that runs whole rows first; and why none of them writes text, empty where one does.
+        The models, starting with the one that runs whole rows; and the reason why none writes text, or "".
 
     Raises:
-        UsageError: the folder cannot be served like this, or the repository is not one that may be written to.
+        UsageError: the folder cannot be served this way, or this command must not write to the repository.
         BuildFolderError: a file of the build folder is missing or damaged.
-        TargetError: no engine runs here, or what would be served missed its gates.
+        TargetError: no engine runs here, or the engines or graphs missed their gates.
     """
     root = root.absolute()
     _check_place(request.folder, root)
@@ -57,11 +57,11 @@ def write_repository(request: RepositoryRequest, root: Path) -> tuple[list[Trito
 
 
 def forward_models(request: RepositoryRequest) -> list[TritonModel]:
-    """The models that run whole rows, first the one that requests name.
+    """Returns the models that run whole rows; the first is the one that clients address.
 
     Raises:
-        UsageError: the folder has nothing for this form.
-        TargetError: no engine runs here, or what would be served missed its gates.
+        UsageError: the folder has nothing for this `forward`.
+        TargetError: no engine runs here, or the engines or graphs missed their gates.
     """
     if request.forward == "onnxruntime":
         return portable_models(request)
@@ -76,32 +76,32 @@ def _check_place(folder: Path, root: Path) -> None:
 
 
 def _owned(root: Path) -> dict[str, list[str]]:
-    """Name of a request -> the models that it wrote."""
+    """Name of a request -> names of the models that it wrote."""
     if not root.is_dir() or not any(root.iterdir()):
         return {}
     try:
         data = json.loads((root / MARKER).read_text(encoding="utf-8"))
-        found: dict[str, list[str]] = {str(name): [str(one) for one in models] for name, models in data.items()}
+        owned: dict[str, list[str]] = {str(name): [str(model) for model in models] for name, models in data.items()}
     except FileNotFoundError:
-        others = ", ".join(sorted(path.name for path in root.iterdir())[:3])
+        foreign = ", ".join(sorted(path.name for path in root.iterdir())[:3])
         raise UsageError(
-            f"{root}: holds files that `mod-export triton` did not write ({others}); {ELSEWHERE}"
+            f"{root}: holds files that `mod-export triton` did not write ({foreign}); {ELSEWHERE}"
         ) from None
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UsageError(f"{root / MARKER}: cannot be read ({error}); {ELSEWHERE}") from error
-    return found
+    return owned
 
 
 def _check_names(root: Path, owned: Mapping[str, Sequence[str]], name: str, models: Sequence[TritonModel]) -> None:
-    taken = [one.name for one in models if (root / one.name).exists() and one.name not in owned.get(name, ())]
+    taken = [model.name for model in models if (root / model.name).exists() and model.name not in owned.get(name, ())]
     if taken:
-        owner = next((other for other, names in owned.items() if taken[0] in names), None)
+        owner = next((request_name for request_name, names in owned.items() if taken[0] in names), None)
         wrote = "which this command did not write" if owner is None else f"which was written for --name {owner}"
         raise UsageError(f"{root}: holds a model {taken[0]}, {wrote}; give another --name, or {ELSEWHERE}")
 
 
 def _verify(request: RepositoryRequest, models: Sequence[TritonModel]) -> None:
-    """Compares what is placed with its hashes, so that no damaged file is handed on."""
+    """Compares the files to place with their hashes, so that no damaged file gets into the repository."""
     sources = {source for model in models for source in model.files.values() if isinstance(source, Path)}
     paths = sorted(str(source.relative_to(request.folder)) for source in sources)
     verify_files(request.folder, request.manifest.entries(path for path in paths if path != MANIFEST))
@@ -120,8 +120,8 @@ def _write_model(folder: Path, model: TritonModel) -> None:
 
 
 def _place(source: Path, path: Path) -> None:
-    """A hard link, which takes no room; a copy where the file system has none. Never a symbolic link: it would lead out
-    of the repository, which ONNX Runtime refuses.
+    """Creates a hard link, which takes no space, or a copy if that fails. A symbolic link would leave the repository,
+    which ONNX Runtime refuses.
     """
     try:
         path.hardlink_to(source)
@@ -131,27 +131,27 @@ def _place(source: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def _beside(root: Path) -> Iterator[Path]:
-    """A folder on the same file system as the repository. It is not in it, where a running Triton would take it for a
-    model, unless the repository is a file system of its own.
+    """Creates a temporary folder on the file system of the repository. It is outside the repository, where a running
+    Triton would take it for a model, unless the folder above is on another file system or not writable.
     """
     place = next(folder for folder in root.parents if folder.exists())
     if root.exists() and (root.stat().st_dev != place.stat().st_dev or not os.access(place, os.W_OK | os.X_OK)):
         place = root
-    with tempfile.TemporaryDirectory(dir=place, prefix=PARTIAL) as found:
-        stage = Path(found) / "repository"
+    with tempfile.TemporaryDirectory(dir=place, prefix=PARTIAL) as temporary:
+        stage = Path(temporary) / "repository"
         stage.mkdir()
         yield stage
 
 
 def _put(stage: Path, root: Path, owned: Mapping[str, list[str]], name: str, models: list[str]) -> None:
-    """Renames what was written into its place, and takes away what an earlier request of this name has left over."""
+    """Moves the written models into the repository, and removes models left over from earlier requests of this name."""
     before = owned.get(name, [])
     if not root.exists():
         root.parent.mkdir(parents=True, exist_ok=True)
         _write_marker(stage, {name: models})
         stage.rename(root)
         return
-    # Until all is in place, the repository says that old and new models are ours: whoever is interrupted can go on.
+    # Until all is in place, the marker lists both old and new models, so an interrupted command can be repeated.
     _write_marker(root, {**owned, name: [*dict.fromkeys([*before, *models])]})
     old = stage.parent / "old"
     old.mkdir()
@@ -169,7 +169,7 @@ def _write_marker(root: Path, owned: Mapping[str, Sequence[str]]) -> None:
 
 @contextlib.contextmanager
 def _explained(root: Path) -> Iterator[None]:
-    """Turns the operating system's refusals to write into a message for the user."""
+    """Turns write errors of the operating system into a message for the user."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a model repository is wanted for, and the checks that come before anything is written."""
+"""The request for a model repository, and the checks before anything is written."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from mod_export.serve import MAX_QUEUE
 
 Forward = Literal["python", "onnxruntime", "tensorrt"]
 VERSION = "1"
-"""The one version folder of every model."""
+"""Name of the single version folder of every model."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepositoryRequest:
-    """What is wanted.
+    """The options of a model repository.
 
     Attributes:
         folder: the build folder.
-        manifest: of it.
-        name: of the model that runs whole rows; the names of the others begin with it.
-        forward: what runs whole rows.
-        target: whose engines the Python models run; None is the fastest that runs here.
-        dtype: of those engines; of the plans where `forward` is `tensorrt`.
-        threads: of an engine inside one operator; None is every physical core.
-        max_queue: requests that may wait for a model.
-        instances: how many copies of each model run.
+        manifest: manifest of the build folder.
+        name: name of the model that runs whole rows; names of the other models begin with it.
+        forward: Triton backend that runs whole rows.
+        target: target of the engines that the Python models run; None selects the fastest that runs here.
+        dtype: dtype of those engines, or of the plans if `forward` is `tensorrt`.
+        threads: threads of an engine inside one operator; None uses every physical core.
+        max_queue: how many requests may wait for a model.
+        instances: number of copies of each model.
     """
 
     folder: Path
@@ -56,9 +56,9 @@ def read_request(
     max_queue: int = MAX_QUEUE,
     instances: int = 1,
 ) -> RepositoryRequest:
-    """Opens a build folder, and checks what is asked of it.
+    """Opens a build folder, and checks the options.
 
-    The arguments are the attributes of `RepositoryRequest`; without a name it is that of the model.
+    The arguments are the attributes of `RepositoryRequest`; `name` is by default the name of the model.
 
     Raises:
         BuildFolderError: not a finished build folder.

@@ -1,7 +1,7 @@
-"""A model of Triton's Python backend that pads a request to the smallest bucket that holds it, and asks the model of
+"""A model for Triton's Python backend that pads a request to the smallest bucket that fits, and calls the model of
 that bucket (business logic scripting). `mod-export triton` copies this file into a model repository.
 
-It needs nothing but numpy, which every Triton container has, so it imports nothing of mod-export.
+It imports nothing from mod-export and needs only numpy, which every Triton container has.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Buckets:
     """The shapes that a model was built for.
 
     Args:
-        known: plain data, as the parameter `buckets` of config.pbtxt has it: `inputs` (bucket, smallest first -> name
-            of an input -> data type and shape), `outputs`, and of a model of token ids `vocab_size` and whether the
-            output has `positions`, which are cut back to those of the request.
+        known: plain data from the parameter `buckets` of config.pbtxt: `inputs` (bucket, smallest first -> input name
+            -> data type and shape) and `outputs`; for a model of token ids also `vocab_size`, and whether the output
+            has `positions`, which are cut to those of the request.
     """
 
     def __init__(self, known: Mapping[str, Any]) -> None:
@@ -31,10 +31,10 @@ class Buckets:
         self.positions: bool = known["positions"]
 
     def route(self, given: Arrays) -> tuple[str, Arrays]:
-        """The bucket of a request, and what its model reads.
+        """Returns the bucket of a request, and the inputs for its model.
 
         Raises:
-            ValueError: no bucket holds it, or an id or length is out of range.
+            ValueError: no bucket fits, or an id or length is out of range.
         """
         if self.vocab_size is None:
             shapes = {name: list(array.shape) for name, array in given.items()}
@@ -45,7 +45,7 @@ class Buckets:
         ids_BS = given["input_ids"]
         if ids_BS.ndim != 2 or 0 in ids_BS.shape:
             raise ValueError(f"expected token ids (batch, sequence), got {list(ids_BS.shape)}")
-        # As unsigned numbers, negative ids are the largest.
+        # Viewed as unsigned, negative ids are the largest, so one comparison finds both kinds of invalid ids.
         if ids_BS.view(np.uint64).max() >= self.vocab_size:
             raise ValueError(
                 f"expected token ids from 0 to {self.vocab_size - 1}, got {ids_BS.min()} to {ids_BS.max()}"
@@ -61,7 +61,7 @@ class Buckets:
         return bucket, feeds
 
     def cut(self, found: Arrays, given: Arrays) -> Arrays:
-        """The outputs of a bucket's model without what padding added."""
+        """Returns the outputs of a bucket's model without padding."""
         if self.vocab_size is None:
             return found
         B, S = given["input_ids"].shape
@@ -78,7 +78,7 @@ class Buckets:
 
 
 class TritonPythonModel:
-    """What Triton's Python backend runs."""
+    """The class that Triton's Python backend runs."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         import triton_python_backend_utils as utils
@@ -86,7 +86,7 @@ class TritonPythonModel:
         self._utils = utils
         config = json.loads(args["model_config"])
         self._name = args["model_name"]
-        self._inputs = [one["name"] for one in config["input"]]
+        self._inputs = [port["name"] for port in config["input"]]
         self._buckets = Buckets(json.loads(config["parameters"]["buckets"]["string_value"]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
@@ -95,21 +95,21 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         utils = self._utils
         tensors = {name: utils.get_input_tensor_by_name(request, name) for name in self._inputs}
-        given = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
+        arrays = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
         try:
-            bucket, feeds = self._buckets.route(given)
+            bucket, feeds = self._buckets.route(arrays)
         except ValueError as error:
             return utils.InferenceResponse(error=utils.TritonError(str(error), utils.TritonError.INVALID_ARG))
-        asked = utils.InferenceRequest(
+        bucket_request = utils.InferenceRequest(
             model_name=f"{self._name}-{bucket}",
             requested_output_names=self._buckets.outputs,
             inputs=[utils.Tensor(name, np.ascontiguousarray(array)) for name, array in feeds.items()],
-            # Results of a model on a GPU come back in memory that numpy can read.
+            # Outputs of a model on a GPU are then returned in memory that numpy can read.
             preferred_memory=utils.PreferredMemory(utils.TRITONSERVER_MEMORY_CPU),
         )
-        answer = asked.exec()
+        answer = bucket_request.exec()
         if answer.has_error():
             return utils.InferenceResponse(error=answer.error())
-        found = {name: utils.get_output_tensor_by_name(answer, name).as_numpy() for name in self._buckets.outputs}
-        cut = self._buckets.cut(found, given)
+        outputs = {name: utils.get_output_tensor_by_name(answer, name).as_numpy() for name in self._buckets.outputs}
+        cut = self._buckets.cut(outputs, arrays)
         return utils.InferenceResponse([utils.Tensor(name, np.ascontiguousarray(array)) for name, array in cut.items()])

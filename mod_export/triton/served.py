@@ -1,4 +1,4 @@
-"""What models that run mod-export inside of Triton have in common: where the build folder is, and their settings."""
+"""Shared by models that run mod-export inside Triton: the place of the build folder, and settings in config.pbtxt."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "build"
-"""The build folder, in the version folder of a model: Triton takes no folder there for a model."""
+"""Name of the build folder inside the version folder of a model, where Triton does not look for models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a model's config.pbtxt says for its code.
+    """Settings that a model's code reads from its config.pbtxt.
 
     Attributes:
         folder: the build folder.
-        target: whose engines run.
-        dtype: of the engines.
-        threads: of an engine inside one operator; None is every physical core.
-        max_queue: texts that may wait for a row.
+        target: target of the engines.
+        dtype: dtype of the engines.
+        threads: threads of an engine inside one operator; None uses every physical core.
+        max_queue: how many texts may wait for a row.
     """
 
     folder: Path
@@ -31,19 +31,19 @@ class Settings:
 
 
 def parameters_of(target: str, dtype: str, threads: int | None, max_queue: int) -> dict[str, str]:
-    """The parameters that `settings_of` reads."""
-    given = {"target": target, "dtype": dtype, "max_queue": str(max_queue)}
-    return given if threads is None else {**given, "threads": str(threads)}
+    """Returns the parameters of config.pbtxt that `settings_of` reads."""
+    parameters = {"target": target, "dtype": dtype, "max_queue": str(max_queue)}
+    return parameters if threads is None else {**parameters, "threads": str(threads)}
 
 
 def settings_of(args: Mapping[str, str]) -> Settings:
-    """The settings in what Triton gives to `initialize`."""
+    """Reads the settings from the arguments that Triton passes to `initialize`."""
     parameters = json.loads(args["model_config"])["parameters"]
-    given = {name: value["string_value"] for name, value in parameters.items()}
+    values = {name: value["string_value"] for name, value in parameters.items()}
     return Settings(
         folder=Path(args["model_repository"]) / args["model_version"] / FOLDER,
-        target=given["target"],
-        dtype=given["dtype"],
-        threads=int(given["threads"]) if "threads" in given else None,
-        max_queue=int(given["max_queue"]),
+        target=values["target"],
+        dtype=values["dtype"],
+        threads=int(values["threads"]) if "threads" in values else None,
+        max_queue=int(values["max_queue"]),
     )

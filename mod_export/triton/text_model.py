@@ -1,8 +1,8 @@
-"""A model of Triton's Python backend that writes text, piece by piece, with continuous batching.
+"""A model for Triton's Python backend that writes text piece by piece, with continuous batching.
 
-Three threads: Triton's gives requests to the scheduler and returns at once, the scheduler's writes the texts of all of
-them together, and a third sends what was written and looks for clients that have left. So neither writing nor taking
-requests waits for a slow client.
+It uses three threads. Triton's thread hands requests to the scheduler and returns at once. The scheduler's thread
+writes all texts together. The third thread sends responses and detects clients that have disconnected. So a slow client
+delays neither the writing nor new requests.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from mod_export.triton.served import settings_of
 from mod_export.triton.text_request import texts_of
 
 LOOK_SECONDS = 0.1
-"""How often clients are looked for that have left."""
+"""Seconds between two checks for clients that have disconnected."""
 
 
 class _Answer:
     """A request that is being answered.
 
     Attributes:
-        sender: of its responses.
-        job: what the scheduler does for it.
+        sender: sends its responses.
+        job: its job in the scheduler.
     """
 
     def __init__(self, sender: Any) -> None:
@@ -43,11 +43,11 @@ class _Answer:
 
 
 class Answers:
-    """Sends responses on a thread of its own, and cancels the texts of clients that have left.
+    """Sends responses on its own thread, and cancels the texts of clients that have disconnected.
 
     Args:
         utils: the module `triton_python_backend_utils`.
-        shows_text: whether responses have the new characters beside the new token.
+        shows_text: whether responses contain the new characters in addition to the new token.
     """
 
     def __init__(self, utils: Any, *, shows_text: bool) -> None:
@@ -58,14 +58,14 @@ class Answers:
         self._thread = threading.Thread(target=self._run, name="mod-export answers", daemon=True)
 
     def begin(self, scheduler: Scheduler, texts: list[Text], sender: Any) -> None:
-        """Answers a request with a text.
+        """Starts to answer a request.
 
         Raises:
             QueueFullError: the scheduler has no room for it.
-            ClosingError: it takes no more requests.
+            ClosingError: the scheduler accepts no more requests.
         """
         answer = _Answer(sender)
-        # Events may come before `submit` returns. The last one waits for the lock, and finds the answer in the set.
+        # Events may arrive before `submit` returns. The last one waits for the lock, so it finds the answer in the set.
         with self._changing:
             answer.job = scheduler.submit(texts, lambda event: self._events.put((answer, event)))
             self._active.add(answer)
@@ -75,24 +75,24 @@ class Answers:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Sends what is left and ends."""
+        """Sends the remaining responses and ends the thread."""
         self._events.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        look = time.monotonic() + LOOK_SECONDS
+        next_check = time.monotonic() + LOOK_SECONDS
         while True:
             try:
-                found = self._events.get(timeout=max(0.0, look - time.monotonic()))
+                item = self._events.get(timeout=max(0.0, next_check - time.monotonic()))
             except queue.Empty:
                 pass
             else:
-                if found is None:
+                if item is None:
                     return
-                self._send_or_drop(*found)
-            if time.monotonic() >= look:
+                self._send_or_drop(*item)
+            if time.monotonic() >= next_check:
                 self._cancel_what_nobody_reads()
-                look = time.monotonic() + LOOK_SECONDS
+                next_check = time.monotonic() + LOOK_SECONDS
 
     def _cancel_what_nobody_reads(self) -> None:
         with self._changing:
@@ -104,7 +104,7 @@ class Answers:
     def _send_or_drop(self, answer: _Answer, event: Event) -> None:
         try:
             self._send(answer, event)
-        except Exception as error:  # What cannot be sent to one client must not keep the others waiting for ever.
+        except Exception as error:  # A failed response to one client must not block the responses to the others.
             self._utils.Logger.log_error(f"mod-export: a response cannot be sent: {error}")
             with self._changing:
                 self._active.discard(answer)
@@ -126,13 +126,13 @@ class Answers:
             return
         final = utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if event.completion.finish == "cancelled":
-            answer.sender.send(flags=final)  # Its client has left.
+            answer.sender.send(flags=final)  # Its client has disconnected.
             return
         last = utils.InferenceResponse([utils.Tensor("finish_reason", _bytes(event.completion.finish))])
         answer.sender.send(last, flags=final)
 
     def refuse(self, sender: Any, error: Exception) -> None:
-        """Ends a request with an error: 400 for what it asks, 503 where there is no room, else 500."""
+        """Ends a request with an error: HTTP 400 for an invalid request, 503 if there is no room, otherwise 500."""
         codes = self._utils.TritonError
         code = codes.INTERNAL
         if isinstance(error, UsageError):
@@ -148,10 +148,10 @@ def _bytes(text: str) -> np.ndarray:
 
 
 class TritonPythonModel:
-    """What Triton's Python backend runs."""
+    """The class that Triton's Python backend runs."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Opens the build folder, and writes two tokens, so that engines are open before Triton says it is ready."""
+        """Opens the build folder and writes two tokens, so that engines are open before the model is ready."""
         import triton_python_backend_utils as utils
 
         self._utils = utils
@@ -172,8 +172,8 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                given = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-                self._answers.begin(self._scheduler, texts_of(self._generator, given), sender)
+                arrays = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                self._answers.begin(self._scheduler, texts_of(self._generator, arrays), sender)
             except ModExportError as error:
                 self._answers.refuse(sender, error)
 

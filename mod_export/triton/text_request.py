@@ -1,4 +1,4 @@
-"""From the tensors of a request to a text that can be written."""
+"""Turns the tensors of a request into a text that can be written."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from mod_export.runtime.generator import Generator
 from mod_export.runtime.rows import Text
 
 MOST_NEW_TOKENS = 128
-"""Where a request does not say how many; fewer where the window has no room for them."""
+"""Number of new tokens if a request does not set it; fewer if the window has no room for them."""
 SAMPLING = {"temperature": float, "top_p": float, "top_k": int}
 
 
 def texts_of(generator: Generator, given: Mapping[str, np.ndarray]) -> list[Text]:
-    """The text that a request asks for, alone in a list.
+    """Returns a list with the one text of a request.
 
     Args:
-        generator: writes it.
-        given: the inputs of the request: `text` or `input_ids`, and of `max_tokens`, `temperature`, `top_p`, `top_k`,
-            `seed` and `stop` those that it has.
+        generator: writes the text.
+        given: inputs of the request: `text` or `input_ids`, and optionally `max_tokens`, `temperature`, `top_p`,
+            `top_k`, `seed` and `stop`.
 
     Raises:
-        UsageError: one of them cannot be used.
+        UsageError: an input is invalid.
     """
     if ("text" in given) == ("input_ids" in given):
         raise UsageError(f"expected either text or input_ids, got {'both' if 'text' in given else 'neither'}")
     prompt = _string("text", given["text"][0]) if "text" in given else [given["input_ids"].tolist()]
     options: dict[str, Any] = {name: kind(given[name][0]) for name, kind in SAMPLING.items() if name in given}
     options["seed"] = int(given["seed"][0]) if "seed" in given else secrets.randbits(31)
-    options["stop"] = [_string("stop", one) for one in given.get("stop", ())]
+    options["stop"] = [_string("stop", value) for value in given.get("stop", ())]
     if "max_tokens" in given:
         return generator.texts(prompt, max_new_tokens=int(given["max_tokens"][0]), **options)
-    (alone,) = generator.texts(prompt, max_new_tokens=1, **options)
-    # The last new token is never read, so a text may have one more of them than the window has room for.
-    room = generator.window - len(alone.completion.prompt_ids) + 1
+    (text,) = generator.texts(prompt, max_new_tokens=1, **options)
+    # The last new token is never read, so a text may have one more token than the window has room for.
+    room = generator.window - len(text.completion.prompt_ids) + 1
     return generator.texts(prompt, max_new_tokens=min(MOST_NEW_TOKENS, room), **options)
 
 

@@ -1,4 +1,4 @@
-"""Models in other formats: which readers there are, and what reads and converts with the one that fits."""
+"""Models in other formats: the table of readers, and reading with the reader that fits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Reader(NamedTuple):
     """A format.
 
     Attributes:
-        what: for a person to read.
-        recognises: whether a path is of this format, from as little as possible of it.
-        read: (path, longest row or None, fields that are known to change nothing) -> the model.
+        what: description for messages.
+        recognises: whether a path has this format; reads as little as possible.
+        read: (path, longest row or None, configuration fields to ignore) -> the model.
     """
 
     what: str
@@ -35,7 +35,7 @@ READERS: tuple[Reader, ...] = (
 
 
 def is_foreign(path: Path) -> bool:
-    """Whether there is a reader for a path."""
+    """Whether a reader recognises the path."""
     return any(reader.recognises(path) for reader in READERS)
 
 
@@ -46,18 +46,18 @@ def read_foreign(
     dialect: str | None = None,
     capacity: float | None = None,
 ) -> ForeignModel:
-    """A model in another format, its weights still in their files.
+    """Reads a model in another format; its weights stay in their files.
 
     Args:
-        path: of the model.
-        max_positions: the longest row, where it shall be shorter than the model allows.
-        ignored: fields of its configuration that the caller knows to change nothing.
-        dialect: name in `dialects.DIALECTS`, for a folder of a Mixture-of-Depths model of others.
-        capacity: of its routed layers, where it is not what the folder or the dialect says.
+        path: path of the model.
+        max_positions: tokens of the longest row, to make it shorter than the model allows.
+        ignored: configuration fields that the caller knows to change nothing.
+        dialect: name in `dialects.DIALECTS`, for a folder of another implementation of Mixture-of-Depths.
+        capacity: capacity of the routed layers; None for the value of the folder or of the dialect.
 
     Raises:
-        CheckpointError: no reader knows the format, or what stands there cannot be said by a spec, or is damaged; or
-            it has the routers of a dialect, and none was declared.
+        CheckpointError: no reader recognises the format, a spec cannot describe the model, the model is damaged, or it
+            has the routers of a dialect and no dialect was declared.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")

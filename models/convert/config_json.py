@@ -1,7 +1,7 @@
-"""A config.json of Hugging Face: what every field of it means, and which are known to change no number.
+"""Reader of a Hugging Face config.json, and the fields that are known to change no number.
 
-A field that nobody reads may be one that changes what the model computes, so an unknown one is refused by name. What is
-null was not set, as transformers writes it.
+A field that is not read could change what the model computes, so an unknown field is refused by name. A null field
+counts as not set, as in transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mod_models.spec import shown
 
 HARMLESS = frozenset(
     {
-        # Where it comes from, and how it is loaded and stored.
+        # Origin, loading and storage.
         "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path",
         "architectures", "attn_implementation", "auto_map", "dtype", "is_llama_config", "max_sequence_length",
         "model_max_length", "model_type", "name_or_path", "tokenizer_class", "torch_dtype", "torchscript",
@@ -24,10 +24,10 @@ HARMLESS = frozenset(
         "attention_dropout", "embd_pdrop", "finetuning_task", "gradient_checkpointing", "hidden_dropout",
         "initializer_range", "label2id", "id2label", "num_labels", "problem_type", "resid_pdrop",
         "task_specific_params", "use_cache",
-        # What is returned, and in which pieces; `pretraining_tp` adds up the same products in another order.
+        # Outputs, and computation in pieces; `pretraining_tp` only changes the order of sums.
         "chunk_size_feed_forward", "output_attentions", "output_hidden_states", "pretraining_tp", "return_dict",
         "tie_last_hidden_states",
-        # How tokens are chosen, and special ones.
+        # Sampling of tokens, and special tokens.
         "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id", "diversity_penalty",
         "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
         "exponential_decay_length_penalty", "forced_bos_token_id", "forced_eos_token_id", "length_penalty",
@@ -37,7 +37,7 @@ HARMLESS = frozenset(
         "unk_token_id",
     }
 )  # fmt: skip
-"""Fields that change no logit of a text, whatever they say."""
+"""Fields that change no logit of a text, for any value."""
 
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
@@ -50,33 +50,33 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (False,),
     "use_mrope": (False,),
 }
-"""Field -> what it says where it changes nothing. Anything else is a model that a spec cannot describe."""
+"""Field -> the values with which it changes nothing. With any other value, a spec cannot describe the model."""
 
 
 class Config:
-    """The fields of a config.json, or of another such table, each read by a method that notes what is wrong with it.
+    """The fields of a config.json or a similar table. The methods that read a field record its problems.
 
     Attributes:
-        problems: what is wrong, a line for each field.
+        problems: the problems so far, one line for each field.
     """
 
     def __init__(self, fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """`defaults` are what fields mean that the file leaves out."""
+        """`defaults` are the values of fields that the file leaves out."""
         self.fields, self.defaults = fields, defaults
         self.problems: list[str] = []
         self._read: set[str] = set()
 
     def get(self, name: str) -> Any:
-        """The value, as JSON has it; that of a field that is left out, None if that has none."""
+        """Returns the JSON value of a field, or its default if the file leaves it out; None without a default."""
         self._read.add(name)
         return self.fields.get(name, self.defaults.get(name))
 
     def problem(self, name: str, said: str) -> None:
-        """Notes that a field cannot be used."""
+        """Records a problem of a field."""
         self.problems.append(f"{name}: {said}")
 
     def whole(self, name: str) -> int:
-        """A size, at least 1."""
+        """Reads a whole number of at least 1."""
         value = self.get(name)
         if type(value) is int and value > 0:
             return value
@@ -85,25 +85,25 @@ class Config:
         return 1
 
     def number(self, name: str) -> float:
-        """A number above 0."""
+        """Reads a number above 0."""
         return self.positive(name, self.get(name))
 
     def positive(self, name: str, value: Any) -> float:
-        """The same of a value in a table."""
+        """Like `number`, for a value that the caller has read."""
         if isinstance(value, int | float) and not isinstance(value, bool) and value > 0:
             return value
         self.problem(name, f"expected a number above 0, got {shown(value)}")
         return 1.0
 
     def flag(self, name: str) -> bool:
-        """True or false; false for null and what is left out."""
+        """Reads true or false; null and a missing field are false."""
         value = self.get(name)
         if value is not None and type(value) is not bool:
             self.problem(name, f"expected true or false, got {shown(value)}")
         return value is True
 
     def named(self, name: str, table: Mapping[str, str]) -> str:
-        """What the table has for a name."""
+        """Reads a name and returns its entry in the table."""
         value = self.get(name)
         if isinstance(value, str) and value in table:
             return table[value]
@@ -111,7 +111,7 @@ class Config:
         return next(iter(table.values()))
 
     def only(self, name: str, values: tuple[Any, ...]) -> None:
-        """Accepts these values and null, and nothing else."""
+        """Accepts only these values and null."""
         value = self.get(name)
         if value is not None and value not in values:
             self.problem(name, f"a spec cannot say {shown(value)}; expected {' or '.join(map(_as_json, values))}")
@@ -122,7 +122,7 @@ class Config:
         harmless: Collection[str] = HARMLESS,
         only: Mapping[str, tuple[Any, ...]] = ONLY,
     ) -> None:
-        """Notes every field that nobody has read and that is not known to be harmless, unless it is `ignored`."""
+        """Records a problem for every field that was not read, is not known to be harmless and is not `ignored`."""
         for name, values in only.items():
             if name in self.fields and name not in self._read:
                 self.only(name, values)
@@ -131,7 +131,7 @@ class Config:
             if name in self._read or name in harmless or name in ignored or value is None:
                 continue
             if name == "quantization_config" and isinstance(value, Mapping) and value.get("quant_method") == "gguf":
-                continue  # What transformers reads from a GGUF and saves are the floats that its blocks stand for.
+                continue  # Transformers saves a model from a GGUF file with dequantized floats.
             near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.85)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             self.problem(

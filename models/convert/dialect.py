@@ -1,7 +1,7 @@
-"""What an importer of a Mixture-of-Depths dialect is made of: a folder as it is found, and tensors by their names.
+"""Building blocks for importers of Mixture-of-Depths dialects: the source folder, and tensors by their names.
 
-A dialect is how one public implementation stores a model: names of tensors, and a meaning that is in its code and in no
-file. So a dialect is declared by whoever has the folder, and never guessed from names.
+A dialect is the way in which one public implementation stores a model: names of tensors, whose meaning is only in its
+code and in no file. So the user declares the dialect of a folder; it is never guessed from names.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from mod_models.generation_spec import why_not
 from mod_models.spec import ModelSpec, SpecError, shown
 
 PICKLES = (".pth", ".pt")
-"""What a state_dict beside its configuration may end in."""
+"""Suffixes of a state_dict file beside its configuration."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A folder in some dialect, and what the user says about it.
+    """A folder in a dialect, and the options of the user.
 
     Attributes:
-        path: of the folder.
-        dialect: its name.
-        tensors: all of them by name.
-        capacity: of the routed layers; None if it was not given.
-        max_positions: the longest row; None if it was not given.
-        ignored: fields of its configuration that the user knows to change nothing.
+        path: path of the folder.
+        dialect: name of the dialect.
+        tensors: name -> tensor, for all tensors of the folder.
+        capacity: capacity of the routed layers; None if it was not given.
+        max_positions: tokens of the longest row; None if it was not given.
+        ignored: configuration fields that the user knows to change nothing.
     """
 
     path: Path
@@ -49,24 +49,24 @@ class Source:
     ignored: Collection[str]
 
     def fields(self, name: str) -> Mapping[str, Any]:
-        """Of its configuration, a file of JSON."""
+        """Reads the fields of its configuration, a JSON file with this name."""
         return read_json(self.path / name)
 
     def numbers(self, before: str, after: str) -> tuple[int, ...]:
-        """Of the layers that have a tensor `before` + number + `after`, ascending."""
+        """Numbers of the layers that have a tensor `before` + number + `after`, ascending."""
         fitting = (name for name in self.tensors if name.startswith(before) and name.endswith(after))
         middles = (name[len(before) : len(name) - len(after)] for name in fitting)
         return tuple(sorted(int(middle) for middle in middles if re.fullmatch("[0-9]{1,6}", middle)))
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor; two zeros where there is none, or one without dimensions, which is then refused by its name."""
+        """Shape of a tensor; (0, 0) if it is missing or has no dimensions, so that it is refused later by its name."""
         return (self.tensors[name].shape if name in self.tensors else ()) or (0, 0)
 
     def unlimited_capacity(self, said: str) -> float:
-        """The capacity of an implementation that runs every token that wants to run.
+        """Returns the given capacity, for an implementation that runs every token that wants to run.
 
         Raises:
-            CheckpointError: it was not given; with the reason, and what is `said` about it.
+            CheckpointError: no capacity was given; the message gives the reason and ends with the sentence `said`.
         """
         if self.capacity is None:
             raise CheckpointError(
@@ -78,36 +78,36 @@ class Source:
 
 
 def tensors_of(path: Path) -> dict[str, FileTensor]:
-    """All tensors of a folder, which may be one or several state_dicts beside their configuration.
+    """Returns all tensors of a folder: a Hugging Face folder, or state_dict files beside their configuration.
 
     Raises:
-        CheckpointError: no weights, or damaged ones.
+        CheckpointError: the folder has no weights, or they are damaged.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path}: not a folder; a dialect has its configuration and its weights in one")
     files = sorted(file for file in path.iterdir() if file.suffix in PICKLES and file.is_file())
     if not files or [*path.glob("*.safetensors"), *path.glob("*.bin")]:
         return tensors_of_folder(path)
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for file in files:
-        # D-LLM keeps what it trained in one file, in a table beside the state of its optimizer.
+        # D-LLM stores its trained tensors in one file, in the table "model" beside the optimizer state.
         for name, tensor in (tensors_of_file(file, "model") or tensors_of_file(file)).items():
-            if name in found:
+            if name in tensors:
                 raise CheckpointError(
-                    f"{file}: holds {shown(name)}, which {found[name].path.name} holds too; expected one whole model "
+                    f"{file}: holds {shown(name)}, which {tensors[name].path.name} holds too; expected one whole model "
                     "in a folder, and no shards of it"
                 )
-            found[name] = tensor
-    return found
+            tensors[name] = tensor
+    return tensors
 
 
 class Found(NamedTuple):
-    """Where a tensor of ours comes from.
+    """The tensor of a dialect from which one of our tensors is made.
 
     Attributes:
-        name: of theirs.
-        shape: that it must have there.
-        made: from theirs to ours, where they are not the same.
+        name: its name in the dialect.
+        shape: the shape that it must have there.
+        made: converts it to our tensor; by default they are the same.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Found(NamedTuple):
 
 
 Find = Callable[[str, tuple[int, ...]], Found]
-"""From the name and shape of one of our tensors to theirs."""
+"""(name, shape) of one of our tensors -> its tensor in the dialect."""
 
 
 def model_from(
@@ -130,38 +130,38 @@ def model_from(
     said: Iterable[str] = (),
     dense: Mapping[str, Part] | None = None,
 ) -> ForeignModel:
-    """The model with this spec.
+    """Builds the model with this spec from the tensors of a folder.
 
     Args:
-        source: what it is made from.
-        spec: what it computes.
-        find: where its tensors are.
-        family: what the model would be without routing.
-        declared_by: what says which shape is expected, for messages.
-        harmless: names that the dialect has no use for and that change nothing.
-        said: what a person should know of the conversion, a sentence each.
-        dense: tensors of ours that were found already, with all of theirs that they are made from.
+        source: the folder.
+        spec: the spec of the model.
+        find: finds the dialect's tensor for each of our tensors.
+        family: name of the dense model.
+        declared_by: the file that declares the shapes, for messages.
+        harmless: names of tensors that are not used and change nothing.
+        said: notes about the conversion for the user, one sentence each.
+        dense: our tensors that were already found. If it is given, tensors that are left over are not checked here.
 
     Raises:
-        CheckpointError: tensors are missing, left over, of another shape or no floats; with their names.
+        CheckpointError: tensors are missing, left over, of another shape, or not floats; the message names them.
     """
     parts: dict[str, Part] = dict(dense or {})
-    problems, asked = [], {*harmless}
+    problems, looked_up = [], {*harmless}
     for name, shape in shapes_of(spec).items():
         if name in parts:
             continue
         theirs = find(name, shape)
-        asked.add(theirs.name)
-        found = part_at(Place(theirs.name, theirs.shape), source.tensors, theirs.shape[0], 0.0, declared_by, KNOWN)
-        if isinstance(found, str):
-            problems.append(found)
+        looked_up.add(theirs.name)
+        part = part_at(Place(theirs.name, theirs.shape), source.tensors, theirs.shape[0], 0.0, declared_by, KNOWN)
+        if isinstance(part, str):
+            problems.append(part)
         else:
-            parts[name] = Part(theirs.made(found.source), 0, shape[0])
+            parts[name] = Part(theirs.made(part.source), 0, shape[0])
     if dense is None:
         problems += [
             f"{shown(name)} belongs to nothing in the dialect {source.dialect}"
             for name in source.tensors
-            if name not in asked
+            if name not in looked_up
         ]
     refuse(source.path, problems)
     return ForeignModel(
@@ -175,7 +175,7 @@ def model_from(
 
 
 def _notes(spec: ModelSpec) -> tuple[str, ...]:
-    """How a model routes, and whether it can write text."""
+    """Notes about the routing of a model, and whether it can write text."""
     routing, reason = spec.routing, why_not(spec)
     assert routing is not None, "a dialect routes"
     layers = ", ".join(map(str, spec.routed_layers))
@@ -188,17 +188,17 @@ def _notes(spec: ModelSpec) -> tuple[str, ...]:
 
 
 def slots_note(capacity: float) -> str:
-    """What a capacity means where the dialect's own code has none."""
+    """Note about the effect of a capacity if the code of the dialect has none."""
     if capacity == 1:
         return "every token has a slot, as in its code; a prompt costs as much as in the dense model, and no less"
     return "tokens that want to run and find no slot are skipped; its code has no such limit (--capacity 1)"
 
 
 def declared(path: Path, config: Config, make: Callable[[], ModelSpec]) -> ModelSpec:
-    """The spec that a configuration declares, once it is known to have no problems.
+    """Refuses a configuration with problems, else returns the spec from `make`.
 
     Raises:
-        CheckpointError: it cannot be said.
+        CheckpointError: the configuration has problems, or is not a valid spec.
     """
     refuse(path, config.problems)
     try:
@@ -208,10 +208,10 @@ def declared(path: Path, config: Config, make: Callable[[], ModelSpec]) -> Model
 
 
 def with_routing(source: Source, spec: ModelSpec, **routing: Any) -> ModelSpec:
-    """The spec with other routing, or with some.
+    """Returns the spec with this routing.
 
     Raises:
-        CheckpointError: it cannot be said, such as a capacity that is none.
+        CheckpointError: the routing is not valid, for example because the capacity is out of range.
     """
     try:
         return replace(spec, routing=RoutingSpec(**routing))
@@ -221,7 +221,7 @@ def with_routing(source: Source, spec: ModelSpec, **routing: Any) -> ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The second row of a tensor minus its first, float32: the logit of the second of two classes over the first."""
+    """The second row of a tensor minus the first, float32: the logit of the second of two classes against the first."""
 
     source: TensorRows
 
@@ -242,7 +242,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """A matrix plus the product of two narrow ones, float32: W + up @ down (LoRA, Hu et al., arXiv 2106.09685)."""
+    """A matrix plus a low-rank product, float32: W + up @ down (LoRA, Hu et al., arXiv 2106.09685)."""
 
     source: TensorRows
     down: TensorRows

@@ -1,4 +1,4 @@
-"""The dialects that are known: how each is recognised, and what reads it, or why none can."""
+"""Table of the known dialects: how to recognise each, and how to read it or why it cannot be converted."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SKIPPED_ARE_SEEN = "tokens that skip attention are still seen by the others ther
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """How a public implementation stores a model.
+    """The storage format of a public implementation.
 
     Attributes:
-        repository: of the implementation.
-        names: patterns of which each fits a whole name of a tensor in every folder of the dialect.
-        never: patterns that fit no name.
-        read: makes the model; None where a spec cannot say it.
-        reason: why it cannot.
+        repository: repository of the implementation.
+        names: patterns; in every folder of the dialect, each one matches the whole name of some tensor.
+        never: patterns that match no name of a tensor.
+        read: builds the model; None if a spec cannot describe it.
+        reason: why a spec cannot describe it.
     """
 
     repository: str
@@ -37,8 +37,8 @@ class Dialect:
     reason: str = ""
 
     def unlike(self, tensors: Collection[str]) -> list[str]:
-        """What of names does not fit; empty where they could be of this dialect."""
-        problems = [f"no tensor is named like {one}" for one in self.names if _first(one, tensors) is None]
+        """Returns the reasons why these names are not of this dialect; empty if they can be."""
+        problems = [f"no tensor is named like {regex}" for regex in self.names if _first(regex, tensors) is None]
         for pattern in self.never:
             if (name := _first(pattern, tensors)) is not None:
                 problems.append(f"there is a tensor {shown(name)}")
@@ -113,23 +113,23 @@ DIALECTS: dict[str, Dialect] = {
         "and the router of an MLP reads what attention reads",
     ),
 }  # fmt: skip
-"""Name, as `--dialect` takes it -> what it is."""
+"""Name for `--dialect` -> dialect."""
 
 
 def read_dialect(
     path: Path, name: str, capacity: float | None, max_positions: int | None, ignored: Collection[str]
 ) -> ForeignModel:
-    """The model of a folder in a dialect that the caller declares.
+    """Reads the model of a folder in a dialect that the caller declares.
 
     Args:
-        path: of the folder.
-        name: of the dialect.
-        capacity: of the routed layers; None for what the folder, or the dialect, says.
-        max_positions: the longest row; None for what the folder says.
-        ignored: fields of its configuration that the caller knows to change nothing.
+        path: path of the folder.
+        name: name of the dialect.
+        capacity: capacity of the routed layers; None for the value of the folder or of the dialect.
+        max_positions: tokens of the longest row; None for the value of the folder.
+        ignored: configuration fields that the caller knows to change nothing.
 
     Raises:
-        CheckpointError: an unknown dialect, one that a spec cannot say, or a folder that is not in it or is damaged.
+        CheckpointError: the dialect is unknown or cannot be converted, or the folder is not in it or is damaged.
     """
     dialect = DIALECTS.get(name)
     if dialect is None:
@@ -154,7 +154,7 @@ def read_dialect(
 
 
 def candidates(tensors: Collection[str]) -> list[str]:
-    """The dialects that tensors with these names can be of, each with the reason if it cannot be converted."""
+    """The dialects that fit these names of tensors, each with the reason if it cannot be converted."""
     return [
         name if dialect.read else f"{name}, which cannot be converted: {dialect.reason}"
         for name, dialect in DIALECTS.items()
@@ -163,15 +163,15 @@ def candidates(tensors: Collection[str]) -> list[str]:
 
 
 def refuse_undeclared(path: Path) -> None:
-    """Refuses a folder whose tensors have the names of some dialect: what they compute is not in it.
+    """Refuses a folder whose tensors fit a dialect, because no file of it says how the model routes.
 
     Raises:
-        CheckpointError: there are such names; with the dialects.
+        CheckpointError: the names fit a dialect; the message lists all such dialects.
     """
     try:
         tensors = tensors_of(path)
     except CheckpointError:
-        return  # Whatever reads it says what is wrong.
+        return  # The reader of the folder reports this error.
     if fit := candidates(tensors):
         router = next(name for name in tensors if "router" in name)
         raise CheckpointError(

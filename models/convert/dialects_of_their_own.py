@@ -1,7 +1,7 @@
-"""Dialects whose blocks are Llama's and whose tensors have names of their own: ohara, sramshetty, D-LLM.
+"""Dialects with Llama's blocks and their own names of tensors: ohara, sramshetty, D-LLM.
 
-The last two are made from Meta's Llama 2: params.json, and state_dicts in .pth files. All three rotate neighbouring
-rows of queries and keys.
+The last two are based on Meta's Llama 2: params.json, and state_dicts in .pth files. All three rotate neighbouring rows
+of queries and keys.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Names = Mapping[str, str]
 OHARA_EMBEDDING, OHARA_HEAD = "model.token_emb.weight", "model.vocab_proj.weight"
 OHARA_NAMES: Names = {
     "attention_norm": "norm1", "mlp_norm": "norm2",
-    # Its apply_rope takes keys first and queries second, and is called the other way round.
+    # Its apply_rope takes keys first and queries second, but is called with swapped arguments.
     "attention.q_proj": "attn.key", "attention.k_proj": "attn.query", "attention.v_proj": "attn.value",
     "attention.o_proj": "attn.proj", "mlp.gate_proj": "ff.gate", "mlp.up_proj": "ff.up", "mlp.down_proj": "ff.down",
 }  # fmt: skip
@@ -51,7 +51,7 @@ OHARA_HARMLESS = (
     "bias", "dropout", "model_type", "moe_num_experts", "moe_num_experts_per_tok", "multiple_of",
     "sliding_window_attention", "weight_tying", "window_size",
 )  # fmt: skip
-"""Fields of ohara that its code reads for training or experts only, or never; biases are seen in the tensors."""
+"""Fields that ohara's code reads only for training or experts, or never; the tensors show which biases there are."""
 
 META_NAMES: Names = {
     "attention_norm": "attention_norm", "mlp_norm": "ffn_norm", "attention.q_proj": "attention.wq",
@@ -63,7 +63,7 @@ META_OUTER: Names = {
 }  # fmt: skip
 META_DEFAULTS: Mapping[str, Any] = {"multiple_of": 256, "norm_eps": 1e-5, "max_seq_len": 2048}
 META_HARMLESS = ("max_batch_size", "vocab_size")
-"""`vocab_size` is -1 in params.json: the tokenizer says it there, the embedding here."""
+"""`vocab_size` is -1 in params.json. Meta's code takes it from the tokenizer, this module from the embedding."""
 SRAMSHETTY_DEFAULTS: Mapping[str, Any] = {**META_DEFAULTS, "capacity": 256, "router_skip_blocks": 2, "routing": 1}
 D_LLM_DEFAULTS: Mapping[str, Any] = {
     **META_DEFAULTS, "dynamic_start_layer": 2, "dynamic_router_hdim": 512, "dynamic_reserve_initials": 2,
@@ -71,18 +71,18 @@ D_LLM_DEFAULTS: Mapping[str, Any] = {
 
 
 def read_ohara(source: Source) -> ForeignModel:
-    """joey00072/ohara, experiments/mixture_of_depth, saved by `save_pretrained` of its hub mixin.
+    """Reads joey00072/ohara, experiments/mixture_of_depth, saved by `save_pretrained` of its hub mixin.
 
-    Every layer with a router: the k = int(c * S) best of a row, in order, at positions 0 to k - 1; the softmax over
-    their scores weighs the whole block, which is added to the stream. Blocks are Llama's, with biases in queries, keys
-    and values.
+    In every layer with a router, the k = int(c * S) tokens of a row with the largest scores run, in order, at positions
+    0 to k - 1. The softmax over their scores weighs the whole block, which is added to the stream. Blocks are Llama's,
+    and can have biases in the projections of attention.
     """
     config = Config(source.fields(CONFIG), OHARA_DEFAULTS)
     config.only("ffn", ("swiglu",))
     config.only("mixture_of_expert", (False,))
     config.only("mixture_of_depth", (True,))
     width, heads = config.whole("d_model"), config.whole("num_heads")
-    # No other number runs in its attention, which gives queries and keys the same view.
+    # Its attention reshapes queries and keys alike, so it only runs with as many key heads as query heads.
     config.only("num_kv_heads", (0, heads))
     vocabulary, d_ff = config.whole("vocab_size"), config.whole("hidden_dim")
     trained_at = config.number("capacity_factor")
@@ -142,16 +142,17 @@ def read_ohara(source: Source) -> ForeignModel:
 
 
 def _first_of(layers: int, routed: tuple[int, ...]) -> int | str:
-    """A layer that is not wrapped; the first one of all in a wrapped form where there is none."""
+    """The first layer that is not wrapped by a router; if all are wrapped, the inner block of layer 0."""
     plain = next((layer for layer in range(layers) if layer not in routed), None)
     return "0.transformer_decoder_block" if plain is None else plain
 
 
 def read_sramshetty(source: Source) -> ForeignModel:
-    """sramshetty/mixture-of-depths, `mixture_of_depths/routing_transformer.py` at commit 57cc382, in training.
+    """Reads sramshetty/mixture-of-depths, `mixture_of_depths/routing_transformer.py` at commit 57cc382, in training.
 
-    One router for all layers whose number is no multiple of `router_skip_blocks`, saved once more in each. The
-    min(S, capacity) best run at positions 0 to k - 1; sigmoid(l) weighs the MLP, and x + A + g M is added to x.
+    All layers whose number is not a multiple of `router_skip_blocks` share one router, which is saved again in each.
+    The k = min(S, capacity) best tokens run at positions 0 to k - 1. sigmoid(l) weighs the MLP, and x + A + g M is
+    added to x.
     """
     config = _meta_config(source, SRAMSHETTY_DEFAULTS)
     config.only("routing", (1, True))
@@ -191,10 +192,11 @@ def read_sramshetty(source: Source) -> ForeignModel:
 
 
 def read_d_llm(source: Source) -> ForeignModel:
-    """Jyk-122/D-LLM, `llama/model.py`: Llama 2 in one .pth, its routers and LoRA in another (`checkpoint-N.pth`).
+    """Reads Jyk-122/D-LLM, `llama/model.py`: Llama 2 in one .pth, routers and LoRA in another (`checkpoint-N.pth`).
 
-    From layer `dynamic_start_layer` on, Linear(D, H) - RMSNorm - SiLU - Linear(H, 2): a token runs where class 1 is as
-    probable as class 0, and the first `dynamic_reserve_initials` always. Others see no token that did not run.
+    From layer `dynamic_start_layer` on, the router is Linear(D, H) - RMSNorm - SiLU - Linear(H, 2). A token runs if
+    class 1 is as probable as class 0 or more, or if it is one of the first `dynamic_reserve_initials`. No token
+    attends to a skipped one.
     """
     config = _meta_config(source, D_LLM_DEFAULTS)
     start, hidden = config.whole("dynamic_start_layer"), config.whole("dynamic_router_hdim")
@@ -221,14 +223,14 @@ def read_d_llm(source: Source) -> ForeignModel:
     def find(name: str, shape: tuple[int, ...]) -> Found:
         match = LAYER.fullmatch(name)
         if match is None or not match[2].startswith("router."):
-            found = _meta_find(spec, name, shape)
-            return found._replace(made=partial(_merged, lora[found.name], found.made)) if found.name in lora else found
+            place = _meta_find(spec, name, shape)
+            return place._replace(made=partial(_merged, lora[place.name], place.made)) if place.name in lora else place
         inner, ending = match[2].removeprefix("router.").rsplit(".", 1)
         if inner == "projection":
             return Found(f"layers.{match[1]}.router.linear_2.{ending}", (2, *shape[1:]), Difference)
         return Found(f"layers.{match[1]}.router.{'linear_1' if inner == 'hidden' else inner}.{ending}", shape)
 
-    harmless = (*(name for one in lora.values() for name in (one[0].name, one[1].name)), "rope.freqs")
+    harmless = (*(name for matrices in lora.values() for name in (matrices[0].name, matrices[1].name)), "rope.freqs")
     said = [slots_note(capacity)]
     if lora:
         said.append(f"LoRA is added to {len(lora)} projections in float32; its code adds in the dtype of the weights")
@@ -240,7 +242,7 @@ def _meta_config(source: Source, defaults: Mapping[str, Any]) -> Config:
 
 
 def _meta_spec(source: Source, config: Config) -> ModelSpec:
-    """Of Llama 2 by its params.json; `max_seq_len` is an argument there, and is 2048 unless the user says otherwise."""
+    """Spec of Llama 2 from its params.json. `max_seq_len` is an argument of its code: 2048 if the user sets nothing."""
     width, layers, heads = config.whole("dim"), config.whole("n_layers"), config.whole("n_heads")
     kv_heads = heads if config.get("n_kv_heads") is None else config.whole("n_kv_heads")
     multiple, longest = config.whole("multiple_of"), config.whole("max_seq_len")
@@ -279,7 +281,7 @@ def _meta_find(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Found:
 
 
 def _order_of(inner: str, spec: ModelSpec) -> Callable[[TensorRows], TensorRows]:
-    """Queries and keys get the two halves of a head one after the other."""
+    """Returns the reordering of rows that queries and keys need: the first half of a head, then the second."""
     if inner in ("attention.q_proj", "attention.k_proj"):
         return partial(HalvesOfHeads, d_head=spec.d_head)
     return lambda tensor: tensor
@@ -292,14 +294,14 @@ def _merged(
 
 
 def _lora(source: Source, spec: ModelSpec) -> dict[str, tuple[FileTensor, FileTensor]]:
-    """Name of a projection -> the two matrices (rank, D) and (rows, rank) whose product is added to it."""
-    found, problems = {}, []
+    """Name of a projection -> the LoRA matrices (rank, D) and (rows, rank) whose product is added to it."""
+    matrices, problems = {}, []
     for layer in range(spec.n_layers):
         for letter in "qkv":
             before = f"layers.{layer}.attention.lora_{letter}.linear_"
-            down, up = (source.tensors.get(f"{before}{one}.weight") for one in "AB")
+            down, up = (source.tensors.get(f"{before}{side}.weight") for side in "AB")
             if down is None or up is None:
-                continue  # One alone is left over, and refused for that.
+                continue  # A single matrix is left over, and is refused later.
             heads = spec.n_heads if letter == "q" else spec.n_kv_heads
             rank = down.shape[0] if down.shape else 0
             if (down.shape, up.shape) != ((rank, spec.d_model), (heads * spec.d_head, rank)):
@@ -310,13 +312,13 @@ def _lora(source: Source, spec: ModelSpec) -> dict[str, tuple[FileTensor, FileTe
             elif not (isinstance(down.stored, torch.dtype) and isinstance(up.stored, torch.dtype)):
                 problems.append(f"{before}A.weight or {before}B.weight holds no {KNOWN}")
             else:
-                found[f"layers.{layer}.attention.w{letter}.weight"] = down, up
+                matrices[f"layers.{layer}.attention.w{letter}.weight"] = down, up
     refuse(source.path, problems)
-    return found
+    return matrices
 
 
 def _positions(source: Source, config: Config, most: int) -> int:
-    """The tables of angles of ohara are twice as long as the rows that it was trained with."""
+    """The number of positions; ohara's rotary tables allow twice `seq_len`, the length of its training rows."""
     asked = source.max_positions
     if asked is not None and asked > 2 * most:
         config.problem("seq_len", f"{most}, so its code has {2 * most} positions, and --max-positions asks for {asked}")
@@ -324,17 +326,17 @@ def _positions(source: Source, config: Config, most: int) -> int:
 
 
 def _check_copies(source: Source, name: str, copies: list[str]) -> None:
-    """Refuses tensors that are one and the same in the dialect, and differ here."""
-    present = [one for one in (name, *copies) if one in source.tensors]
+    """Refuses copies of one tensor of the dialect that differ in this folder."""
+    present = [copy for copy in (name, *copies) if copy in source.tensors]
     first = source.tensors.get(present[0]) if present else None
     if first is None or not isinstance(first.stored, torch.dtype):
-        return  # It is missing, or no floats, and refused for that.
+        return  # It is missing or has no floats, and is refused later.
     part = Part(first, 0, first.shape[0])
     refuse(
         source.path,
         [
-            f"{one} differs from {first.name}, and both are the same tensor in the dialect {source.dialect}"
-            for one in present[1:]
-            if not same(source.tensors[one], part)
+            f"{copy} differs from {first.name}, and both are the same tensor in the dialect {source.dialect}"
+            for copy in present[1:]
+            if not same(source.tensors[copy], part)
         ],
     )

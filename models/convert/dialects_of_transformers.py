@@ -1,4 +1,4 @@
-"""Dialects that put routers into the layers of a model of transformers: the dense model is one of `families.py`."""
+"""Dialects that add routers to the layers of a transformers model; the dense model is a family of `families.py`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DLO_FIELDS: Mapping[str, Any] = {
     "is_dlo": None, "dlo_capacity": 0.5, "rescale_hidden_states": True, "scale_factor": 2.0, "scale_gap": 0.05,
     "dlo_loss_coefficient": 1.0, "dlo_loss_type": "self", "gate_init_method": "zero",
 }  # fmt: skip
-"""Field of LLaMA-DLO's config.json -> what its code takes where it is left out."""
+"""Field of LLaMA-DLO's config.json -> its default in the code of LLaMA-DLO."""
 
 
 def read_astramind(source: Source) -> ForeignModel:
-    """astramind-ai/Mixture-of-depths, and LLaMA-Factory, which uses it (`mixture_of_depths`).
+    """Reads astramind-ai/Mixture-of-depths, and LLaMA-Factory, which uses it (`mixture_of_depths`).
 
-    `MoD/MoD.py`: a layer is wrapped as `block` beside `router.weight_predictor`, a Linear(D, 1) with a bias. Tokens
-    whose weight is above the k-th largest, k = max(1, int(c * S)), run at their original positions; w * Block(x)
-    replaces them. With k = 1 the largest runs.
+    In `MoD/MoD.py`, a layer is wrapped as `block` beside `router.weight_predictor`, a Linear(D, 1) with a bias. Tokens
+    whose weight w is above the k-th largest, k = max(1, int(c * S)), run at their original positions, and w * Block(x)
+    replaces them. With k = 1 the token with the largest weight runs.
     """
     routed = source.numbers(LAYERS, f"{ASTRAMIND_ROUTER}.weight")
 
@@ -56,38 +56,38 @@ def read_astramind(source: Source) -> ForeignModel:
 
 
 def read_dlo(source: Source) -> ForeignModel:
-    """DaizeDong/LLaMA-DLO.
+    """Reads DaizeDong/LLaMA-DLO.
 
-    `models/llama_dlo/modeling_llama_dlo.py`: `model.routers.N`, a Linear(D, 1) without a bias on the raw stream. At
-    inference tokens with sigmoid(l) > 0.5 run at their original positions and see each other alone; attention is
-    added, the MLP is weighed by 0.5 * scale_factor + (sigmoid(l) - 0.5) * scale_gap. There is no limit to their number.
+    In `models/llama_dlo/modeling_llama_dlo.py`, a router is `model.routers.N`, a Linear(D, 1) without a bias on the raw
+    stream. At inference, tokens with sigmoid(l) > 0.5 run, without a limit, at their original positions, and only see
+    each other. Attention has no gate; that of the MLP is 0.5 * scale_factor + (sigmoid(l) - 0.5) * scale_gap.
     """
     fields = dict(source.fields(CONFIG))
-    said = {name: fields.pop(name, default) for name, default in DLO_FIELDS.items()}
+    options = {name: fields.pop(name, default) for name, default in DLO_FIELDS.items()}
     problems = []
     for name in ("scale_factor", "scale_gap"):
-        if type(said[name]) not in (int, float) or not math.isfinite(said[name]):
-            problems.append(f"{name}: expected a number, got {shown(said[name])}")
-    if type(said["rescale_hidden_states"]) is not bool:
-        problems.append(f"rescale_hidden_states: expected true or false, got {shown(said['rescale_hidden_states'])}")
+        if type(options[name]) not in (int, float) or not math.isfinite(options[name]):
+            problems.append(f"{name}: expected a number, got {shown(options[name])}")
+    if type(options["rescale_hidden_states"]) is not bool:
+        problems.append(f"rescale_hidden_states: expected true or false, got {shown(options['rescale_hidden_states'])}")
     for name, (theirs, ours) in {
         "model_type": ("llama_dlo", "llama"), "architectures": (["LlamaDLOForCausalLM"], ["LlamaForCausalLM"]),
     }.items():  # fmt: skip
         if fields.get(name) != theirs:
             problems.append(f"{name}: expected {shown(theirs)}, got {shown(fields.get(name))}")
         fields[name] = ours
-    routed = _declared_layers(source, said["is_dlo"], problems)
+    routed = _declared_layers(source, options["is_dlo"], problems)
     refuse(source.path / CONFIG, problems)
     capacity = source.unlimited_capacity(
-        f"{CONFIG} says that dlo_capacity was {shown(said['dlo_capacity'])} in training"
+        f"{CONFIG} says that dlo_capacity was {shown(options['dlo_capacity'])} in training"
     )
-    scales = said["rescale_hidden_states"]
+    scales = options["rescale_hidden_states"]
     routing = {
         "layers": routed,
         "router": "linear",
         "gate": "sigmoid_affine" if scales else "ones",
-        "gate_scale": said["scale_gap"] if scales else 1.0,
-        "gate_shift": 0.5 * (said["scale_factor"] - said["scale_gap"]) if scales else 0.0,
+        "gate_scale": options["scale_gap"] if scales else 1.0,
+        "gate_shift": 0.5 * (options["scale_factor"] - options["scale_gap"]) if scales else 0.0,
         "combine": "ffn_gated",
         "selection": "threshold",
         "capacity": capacity,
@@ -96,11 +96,11 @@ def read_dlo(source: Source) -> ForeignModel:
 
 
 def _declared_layers(source: Source, listed: object, problems: list[str]) -> tuple[int, ...]:
-    """The layers that `is_dlo`, a list of true and false, names, which are those that have routers."""
-    if not isinstance(listed, list) or any(type(one) is not bool for one in listed):
+    """The layers for which `is_dlo`, a list of true and false, is true; exactly these must have routers."""
+    if not isinstance(listed, list) or any(type(flag) is not bool for flag in listed):
         problems.append(f"is_dlo: expected a list of true and false, got {shown(listed)}")
         return ()
-    routed = tuple(layer for layer, one in enumerate(listed) if one)
+    routed = tuple(layer for layer, flag in enumerate(listed) if flag)
     for layer in sorted({*routed} ^ {*source.numbers(DLO_ROUTERS, ".weight")}):
         name = f"{DLO_ROUTERS}{layer}.weight"
         problems.append(f"{name} is missing, and is_dlo is true there" if layer in routed else
@@ -116,7 +116,7 @@ def _routed(
     said: list[str],
     spelled: Callable[[str], str] = str,
 ) -> ForeignModel:
-    """A dense model and a router, of this name without its ending, in each routed layer."""
+    """Builds a dense model with a router in each routed layer; `router` maps a layer to the name of its router."""
     routers = {f"{router(layer)}.{ending}" for layer in routing["layers"] for ending in ("weight", "bias")}
     wrapped = {name: name.replace(ASTRAMIND_BLOCK, ".", 1) for name in source.tensors}
     dense = {

@@ -1,7 +1,7 @@
-"""Families of Hugging Face models: what their config.json declares, and what their tensors are called.
+"""Families of Hugging Face models: the fields of their config.json, and the names of their tensors.
 
-Each family is a `Family`: what transformers assumes of a field that is left out, what the spec says that Llama's does
-not, and how its tensors are named. Facts from transformers 5 (`models/<name>/configuration_*.py`, `modeling_*.py`).
+Each family is a `Family`: the defaults of transformers for missing fields, the differences of its spec from Llama's,
+and its names of tensors. Facts are from transformers 5 (`models/<name>/configuration_*.py`, `modeling_*.py`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-"""Name of a function in transformers -> in a spec. `gelu_new` is the same approximation, written out."""
+"""Activation in transformers -> in a spec. `gelu_new` is the same approximation as `gelu_pytorch_tanh`."""
 GEMMA_ACTIVATIONS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
-"""Gemma's first releases say `gelu` and mean the approximation."""
+"""Gemma's first releases say `gelu` but mean the tanh approximation."""
 NAMES = (
     (r"embedding\.weight", "model.embed_tokens.weight"),
     (r"norm\.weight", "model.norm.weight"),
@@ -35,20 +35,20 @@ NAMES = (
     (r"layers\.(\d+)\.attention\.(.*)", r"model.layers.\1.self_attn.\2"),
     (r"layers\.(\d+)\.mlp\.(.*)", r"model.layers.\1.mlp.\2"),
 )
-"""Our name, as a pattern -> that of Llama and its descendants."""
+"""Pattern of our name -> name in Llama and families like it."""
 DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
-"""Tensors that follow from the config and are in some files all the same."""
+"""Tensors in some files that follow from the config, so they are not read."""
 
 Say = Callable[[Config], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fused:
-    """Projections that a family stores as one tensor, one after the other.
+    """Projections that a family stores in one tensor, one after the other.
 
     Attributes:
-        name: the last part of its name.
-        parts: ours in it, in order.
+        name: the name of the fused projection.
+        parts: our projections in it, in order.
     """
 
     name: str
@@ -57,17 +57,17 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """What is particular about one `model_type`.
+    """Properties of one `model_type`.
 
     Attributes:
-        architecture: the class of transformers that its tensors belong to.
-        defaults: field of config.json -> what it means where it is left out.
-        says: what the spec says beside the sizes.
-        harmless: fields that change nothing, whatever they say.
+        architecture: the class in transformers that owns its tensors.
+        defaults: field of config.json -> its value if it is left out.
+        says: config -> fields of the spec other than the sizes.
+        harmless: fields that change nothing, for any value.
         only: field -> the values with which it changes nothing.
-        window: the tokens that a token sees at most; None for all.
+        window: (config, number of layers) -> the largest number of tokens that a token sees; None for all.
         fused: projections that are stored together.
-        norm_offset: what is added to the weight of every norm.
+        norm_offset: number to add to the weight of every norm.
     """
 
     architecture: str
@@ -80,16 +80,16 @@ class Family:
     norm_offset: float = 0.0
 
     def fused_with(self, name: str) -> tuple[str, Fused, str] | None:
-        """The tensor that holds one of ours beside others: its name, what is in it, and which of that is ours."""
-        for one in self.fused:
-            for part in one.parts:
+        """For one of our tensors in a fused tensor: the name of the fused tensor, its content, our part; else None."""
+        for fused in self.fused:
+            for part in fused.parts:
                 if f".{part}." in name:
-                    return foreign_name(name).replace(f".{part}.", f".{one.name}."), one, part
+                    return foreign_name(name).replace(f".{part}.", f".{fused.name}."), fused, part
         return None
 
 
 def foreign_name(name: str) -> str:
-    """What Llama calls one of our tensors."""
+    """Name in Llama of one of our tensors."""
     for pattern, template in NAMES:
         if match := re.fullmatch(pattern, name):
             return match.expand(template)
@@ -97,18 +97,18 @@ def foreign_name(name: str) -> str:
 
 
 def spec_of(family: Family, config: Config, max_positions: int | None) -> ModelSpec | None:
-    """The spec that a config.json declares; None where it cannot, with the reasons in `config.problems`.
+    """Returns the spec that a config.json declares, or None, with the reasons in `config.problems`.
 
-    `max_positions` is the longest row if it shall be shorter than the model allows.
+    `max_positions` makes the longest row shorter than the model allows.
     """
     layers, heads, width = (config.whole(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
     kv_heads = heads if config.get("num_key_value_heads") is None else config.whole("num_key_value_heads")
     if config.get("head_dim") is None and width % heads:
         config.problem("head_dim", f"missing, and num_attention_heads {heads} does not divide hidden_size {width}")
     theta, scaling = rope_of(config)
-    said = family.says(config)
-    if "activation" not in said:
-        said["activation"] = config.named("hidden_act", ACTIVATIONS)
+    own_fields = family.says(config)
+    if "activation" not in own_fields:
+        own_fields["activation"] = config.named("hidden_act", ACTIVATIONS)
     declared: dict[str, Any] = {
         "vocab_size": config.whole("vocab_size"),
         "d_model": width,
@@ -122,7 +122,7 @@ def spec_of(family: Family, config: Config, max_positions: int | None) -> ModelS
         "rope_scaling": scaling,
         "norm_eps": config.number("rms_norm_eps"),
         "tie_embeddings": config.flag("tie_word_embeddings"),
-        **said,
+        **own_fields,
     }
     for name, values in family.only.items():
         config.only(name, values)
@@ -144,7 +144,7 @@ def _positions(family: Family, config: Config, layers: int, asked: int | None) -
 
 
 def _always(config: Config, layers: int) -> int | None:
-    """Mistral's window: in every layer."""
+    """Mistral's window, which applies in every layer; None without one."""
     if config.get("sliding_window") is None:
         return None
     before, window = len(config.problems), config.whole("sliding_window")
@@ -152,7 +152,7 @@ def _always(config: Config, layers: int) -> int | None:
 
 
 def _upper_layers(config: Config, layers: int) -> int | None:
-    """Qwen's: where it is switched on, in the layers from `max_window_layers` on, or in those that are listed."""
+    """Qwen's window, if it is enabled and applies in some layer: from `max_window_layers` on, or in `layer_types`."""
     on, first, kinds = config.flag("use_sliding_window"), config.get("max_window_layers"), config.get("layer_types")
     listed = kinds if isinstance(kinds, list) else []
     if kinds is not None and (not listed or set(map(str, listed)) - {"full_attention", *(["sliding_attention"] * on)}):
@@ -206,7 +206,7 @@ FAMILIES: dict[str, Family] = {
         architecture="Phi3ForCausalLM",
         defaults={**COMMON, "rms_norm_eps": 1e-5},
         only={"attention_bias": (False,)},
-        # It says where the angles of `longrope` change, which is refused.
+        # The field only matters for `longrope` angles, which are refused.
         harmless=("original_max_position_embeddings",),
         window=_always,
         fused=(
@@ -225,4 +225,4 @@ FAMILIES: dict[str, Family] = {
         norm_offset=1.0,
     ),
 }  # fmt: skip
-"""`model_type` of a config.json -> what is particular about it. SmolLM and SmolLM2 are `llama`."""
+"""`model_type` of a config.json -> family. SmolLM and SmolLM2 are `llama`."""

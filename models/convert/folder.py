@@ -1,4 +1,4 @@
-"""Writes a model in another format as a checkpoint folder, a piece at a time."""
+"""Writes a model of another format as a checkpoint folder, one piece of the weights at a time."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ALIGNMENT = 8
 
 
 def write_folder(model: ForeignModel, out: Path, written: Callable[[int, int], None] = lambda done, all_: None) -> None:
-    """Writes config.json, model.safetensors and the companions of a model. A folder appears whole or not at all.
+    """Writes config.json, model.safetensors and the companions of a model. The folder appears complete or not at all.
 
     Args:
-        model: what is written. Weights keep the dtype that they are stored in.
+        model: the model. Weights keep their stored dtype.
         out: a folder that does not exist yet, or is empty.
-        written: is told after each piece how many bytes of weights there are, and how many there will be.
+        written: called after each piece with the bytes of weights that are written, and the bytes of all weights.
 
     Raises:
-        CheckpointError: `out` holds something, the disk cannot be written to or is full, or a weight is not finite.
+        CheckpointError: `out` is not empty, the disk is full or not writable, or a weight is not finite.
     """
     with _new_folder(out) as folder:
         (folder / "config.json").write_text(config_text(model.spec), encoding="utf-8")
         for companion in model.companions:
             (folder / companion.name).write_bytes(_content(companion))
-        # Wide numbers first, then by name: the order of the safetensors library, and every tensor is aligned.
+        # Order of the safetensors library: wide dtypes first, then by name. So every tensor is aligned.
         parts = dict(sorted(model.parts.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
         done, all_ = 0, sum(map(_bytes, parts.values()))
         with (folder / "model.safetensors").open("wb") as file:
@@ -47,7 +47,7 @@ def write_folder(model: ForeignModel, out: Path, written: Callable[[int, int], N
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """A folder beside `out` that becomes it when the block has succeeded, and is removed when it has not."""
+    """Yields a folder beside `out`, which is renamed to `out` if the block succeeds, and removed if not."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise CheckpointError(f"{out}: exists already; name another folder, or delete it")
@@ -73,7 +73,7 @@ def _bytes(part: Part) -> int:
 
 
 def _header(parts: Mapping[str, Part]) -> bytes:
-    """https://huggingface.co/docs/safetensors: the length of the table of contents, and the table."""
+    """Header of a safetensors file (https://huggingface.co/docs/safetensors): the length of a JSON table, the table."""
     end, table = 0, {}
     for name, part in parts.items():
         begin, end = end, end + _bytes(part)

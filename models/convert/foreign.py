@@ -1,4 +1,4 @@
-"""What every reader of another format gives: the spec, where each tensor is found, and the files beside them."""
+"""Result of every reader of another format: the spec, the location of each tensor, and the files beside them."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from mod_models.spec import ModelSpec
 from mod_models.transformer import Transformer
 
 PIECE_BYTES = 2**25
-"""What is in memory at a time while weights are read."""
+"""Bytes of weights in memory at a time while they are read."""
 
 
 class TensorRows(Protocol):
-    """A tensor in a file, of which rows can be read."""
+    """A tensor in a file whose rows can be read separately."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """One of those that a checkpoint can hold: floating-point of 16, 32 or 64 bits."""
+        """A dtype that a checkpoint can hold: floating-point of 16, 32 or 64 bits."""
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """[start, stop) of the first dimension. Pages of the file stay in memory as long as the result."""
+        """Reads rows [start, stop). The result can be a mapping, whose pages stay in memory as long as the result."""
 
 
 class StoredTensor(TensorRows, Protocol):
-    """The same, of any dtype."""
+    """A tensor in a file, of any dtype."""
 
     @property
     def stored(self) -> torch.dtype | str:
-        """The dtype; its name where it is none that a checkpoint can hold."""
+        """The dtype; only its name if a checkpoint cannot hold it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some rows of a tensor in a file, plus a number: what one tensor of a checkpoint is made from.
+    """Rows of a tensor in a file, and a number to add: the source of one tensor of a checkpoint.
 
     Attributes:
         source: the whole tensor.
         start: the first row.
         length: number of rows.
-        added: what is added to each element, in float32; 0 for weights that stay as they are.
+        added: number to add to each element, in float32; 0 for no change.
     """
 
     source: TensorRows
@@ -70,7 +70,7 @@ class Part:
         return rows.float() + self.added if self.added else rows
 
     def pieces(self) -> Iterator[Tensor]:
-        """The tensor from its first row to its last, `PIECE_BYTES` at a time."""
+        """Yields the rows in order, in pieces of at most `PIECE_BYTES` (or one row)."""
         one_row = torch.empty((1, *self.shape[1:]), dtype=self.dtype, device="meta")
         step = max(1, PIECE_BYTES // max(1, one_row.nbytes))
         for start in range(0, self.length, step):
@@ -79,10 +79,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class HalvesOfHeads:
-    """Queries or keys whose neighbouring rows are rotated: the two halves of a head one after the other, as here.
+    """Reorders rows of queries or keys: the source rotates pairs of neighbouring rows, this package rotates two halves.
 
-    So Llama has them in Meta's own code, and in the files of llama.cpp: row i of the second half beside row i of the
-    first.
+    Meta's own code for Llama, and files of llama.cpp, store row i of the second half next to row i of the first.
     """
 
     source: TensorRows
@@ -97,7 +96,7 @@ class HalvesOfHeads:
         return self.source.dtype
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """See `TensorRows.rows`; whole heads are read."""
+        """Like `TensorRows.rows`, but reads whole heads."""
         first, last = start // self.d_head * self.d_head, -(-stop // self.d_head) * self.d_head
         rows = self.source.rows(first, last)
         pairs = rows.reshape(-1, self.d_head // 2, 2, *rows.shape[1:])
@@ -105,7 +104,7 @@ class HalvesOfHeads:
 
 
 class Place(NamedTuple):
-    """Where one of our tensors is in a format: the name and shape of theirs, and the first row of it."""
+    """Location of one of our tensors: name and shape of the tensor in the other format, and our first row in it."""
 
     name: str
     shape: tuple[int, ...]
@@ -115,28 +114,28 @@ class Place(NamedTuple):
 def part_at(
     place: Place, tensors: Mapping[str, StoredTensor], length: int, added: float, declared_by: str, known: str
 ) -> Part | str:
-    """What a tensor of ours is made from, or what is wrong with that.
+    """Returns the source of one of our tensors, or the problem with it.
 
     Args:
-        place: where it is.
-        tensors: theirs by name.
-        length: rows of ours.
+        place: location of our tensor.
+        tensors: name -> tensor in the other format.
+        length: number of rows of our tensor.
         added: see `Part`.
-        declared_by: what says which shape is expected, for messages.
+        declared_by: the file that declares the shape, for messages.
         known: the dtypes that can be read, for messages.
     """
-    found = tensors.get(place.name)
-    if found is None:
+    tensor = tensors.get(place.name)
+    if tensor is None:
         return f"{place.name} is missing, expected {list(place.shape)}"
-    if found.shape != place.shape:
-        return f"{place.name} has shape {list(found.shape)}, {declared_by} says {list(place.shape)}"
-    if not isinstance(found.stored, torch.dtype):
-        return f"{place.name} holds {found.stored}, expected {known}"
-    return Part(found, place.start, length, added)
+    if tensor.shape != place.shape:
+        return f"{place.name} has shape {list(tensor.shape)}, {declared_by} says {list(place.shape)}"
+    if not isinstance(tensor.stored, torch.dtype):
+        return f"{place.name} holds {tensor.stored}, expected {known}"
+    return Part(tensor, place.start, length, added)
 
 
 def projection_rows(spec: ModelSpec, part: str) -> int:
-    """Of a projection by its name, such as `q_proj`."""
+    """Number of rows of a projection by its name, such as `q_proj`."""
     if part == "q_proj":
         return spec.n_heads * spec.d_head
     return spec.n_kv_heads * spec.d_head if part in ("k_proj", "v_proj") else spec.d_ff
@@ -153,7 +152,7 @@ class Companion(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MadeFile:
-    """One that is no file in the other format."""
+    """A companion whose content is generated, not read from a file."""
 
     name: str
     content: bytes
@@ -164,15 +163,15 @@ class MadeFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignModel:
-    """A model in another format, as a checkpoint of this package.
+    """A model in another format, described as a checkpoint of this package.
 
     Attributes:
-        path: where it was read from, for messages.
-        family: what that format calls its architecture.
-        spec: what it computes.
-        parts: state_dict name -> what the tensor is made from.
+        path: path of the source, for messages.
+        family: name of its architecture in that format.
+        spec: the spec.
+        parts: state_dict name -> source of the tensor.
         companions: files that belong to the model and are written beside it, such as its tokenizer.
-        notes: what a person should know of the conversion, a sentence each.
+        notes: notes about the conversion for the user, one sentence each.
     """
 
     path: Path
@@ -188,38 +187,38 @@ class ForeignModel:
         return sum(math.prod(part.shape) for part in self.parts.values())
 
     def check_finite(self) -> None:
-        """Reads every weight once.
+        """Reads every weight once and checks it.
 
         Raises:
-            CheckpointError: one is NaN, or infinite in float32.
+            CheckpointError: a weight is NaN, or infinite in float32.
         """
         for name, part in self.parts.items():
             for piece in part.pieces():
                 self.check_piece(name, piece)
 
     def check_piece(self, name: str, piece: Tensor) -> None:
-        """The same of a piece that was read already."""
+        """Like `check_finite`, for a piece that was already read."""
         bad = piece.numel() - int(torch.isfinite(piece.float()).sum())
         if bad:
             raise CheckpointError(f"{self.path}: {name} holds values that are NaN or infinite in float32")
 
     def checkpoint(self) -> Checkpoint:
-        """With weights that are mapped from the files they are in, where the format stores them as numbers."""
+        """Returns a checkpoint whose weights are mapped from the files, if these store plain floats."""
         return Checkpoint(
             spec=self.spec, weights={name: part.rows(0, part.length) for name, part in self.parts.items()}
         )
 
 
 def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor of a checkpoint with this spec."""
-    # One position: shapes do not depend on their number, and the RoPE tables are real even on the meta device.
+    """state_dict name -> shape of every tensor of a checkpoint with this spec."""
+    # One position is enough: no weight depends on it, and RoPE tables take memory even on the meta device.
     with torch.device("meta"):
         state = Transformer(replace(spec, max_positions=1)).state_dict()
     return {name: tuple(tensor.shape) for name, tensor in state.items()}
 
 
 def refuse(path: Path, problems: list[str]) -> None:
-    """Raises them as one CheckpointError, if there are any."""
+    """Raises the problems as one CheckpointError, if there are any."""
     if problems := list(dict.fromkeys(problems)):
         more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise CheckpointError(f"{path}: " + "; ".join(problems[:MOST_PROBLEMS]) + more)

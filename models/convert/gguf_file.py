@@ -1,8 +1,7 @@
-"""A GGUF file: its metadata, and its tensors with rows that are read and dequantized when they are asked for.
+"""Reader of a GGUF file: its metadata, and its tensors, whose rows are read and dequantized on demand.
 
-The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What blocks of integers stand for is
-said by the package `gguf`. Its reader is not used: it believes the counts and lengths of a file, so a damaged one makes
-it fill the memory.
+The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package `gguf` dequantizes blocks.
+Its reader is not used, because it trusts the counts and lengths in a file, so a damaged file makes it fill the memory.
 """
 
 from __future__ import annotations
@@ -29,22 +28,22 @@ STRING, ARRAY = 8, 9
 SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "|b1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
-"""Number of a metadata type -> what numpy calls it."""
+"""Number of a metadata type -> numpy dtype."""
 MOST_DIMENSIONS = 4
 FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
-"""Number of a tensor type -> the dtype that its bytes are."""
+"""Number of a tensor type without blocks -> dtype."""
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
-"""Tensor types of integers and scales that become float32."""
+"""Quantized tensor types, which are read as float32."""
 KNOWN = f"F32, F16, BF16, F64, {', '.join(BLOCKS)}"
 Metadata = Mapping[str, Any]
 
 
 class GgufFile(NamedTuple):
-    """What a file holds.
+    """Content of a file.
 
     Attributes:
         metadata: key -> a number, a string, a list of strings, or an array of numbers.
-        tensors: by name, in the order of the file.
+        tensors: name -> tensor, in the order of the file.
     """
 
     metadata: Metadata
@@ -53,16 +52,16 @@ class GgufFile(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor in a file, see `foreign.TensorRows`. `stored` is a name where its type cannot be read.
+    """A tensor in a file, see `foreign.StoredTensor`.
 
     Attributes:
-        path: of the file.
-        name: in it.
-        shape: as PyTorch has it, the reverse of the file's.
-        stored: dtype of its rows, or the name of a type that is not known here.
+        path: path of the file.
+        name: name in the file.
+        shape: PyTorch shape, the reverse of the file's.
+        stored: dtype of its rows, or the name of its type if the type cannot be read.
         kind: number of its type.
         offset: first byte in the file.
-        row_bytes: of one row, the first dimension of `shape`.
+        row_bytes: bytes of one row of the first dimension of `shape`.
     """
 
     path: Path
@@ -79,7 +78,7 @@ class GgufTensor:
         return self.stored
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """See `foreign.TensorRows.rows`. Numbers are mapped; of blocks `PIECE_BYTES` are dequantized at a time.
+        """Like `foreign.TensorRows.rows`. Floats are mapped; blocks are dequantized `PIECE_BYTES` at a time.
 
         Raises:
             CheckpointError: the file has changed or was damaged since it was opened.
@@ -90,7 +89,7 @@ class GgufTensor:
         try:
             if self.kind in FLOATS:
                 first, count = self.offset + start * self.row_bytes, (stop - start) * self.row_bytes
-                # Copy on write: PyTorch takes no memory that cannot be written to.
+                # Copy on write, because PyTorch expects writable memory.
                 data = np.memmap(self.path, dtype=np.uint8, mode="c", offset=first, shape=(count,))
                 return torch.from_numpy(data).view(self.dtype).view(shape)
             return self._dequantized(start, stop)
@@ -107,7 +106,7 @@ class GgufTensor:
                 last = min(stop, first + step)
                 file.seek(self.offset + first * self.row_bytes)
                 data = np.frombuffer(file.read((last - first) * self.row_bytes), dtype=np.uint8)
-                # A scale that is infinite or NaN is found in the values, as in every other format.
+                # An infinite or NaN scale is detected later in the values, as in every other format.
                 with np.errstate(all="ignore"):
                     piece = dequantize(data.reshape(last - first, self.row_bytes), GGMLQuantizationType(self.kind))
                 values[first - start : last - start] = torch.from_numpy(piece).view(last - first, *self.shape[1:])
@@ -115,10 +114,10 @@ class GgufTensor:
 
 
 def read_gguf_file(path: Path) -> GgufFile:
-    """Everything of a file but the numbers of its tensors.
+    """Reads everything in a file except the values of its tensors.
 
     Raises:
-        CheckpointError: not such a file, of another version, truncated, or damaged.
+        CheckpointError: the file is not GGUF, has another version, is truncated or is damaged.
         ImportError: the package `gguf` is missing, which comes with the extra `convert`.
     """
     try:
@@ -133,7 +132,7 @@ def read_gguf_file(path: Path) -> GgufFile:
 
 
 class _File:
-    """Reads from the front of a file to its end. No count is believed that the rest of the file has no room for."""
+    """Parser that reads a file from front to end and refuses a count for which the rest of the file is too short."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.at = path, data, len(MAGIC)
@@ -144,7 +143,7 @@ class _File:
     def content(self) -> GgufFile:
         (version,) = self.numbers("<u4")
         if version not in VERSIONS:
-            big = int(version).to_bytes(4, "little") in [one.to_bytes(4, "big") for one in VERSIONS]
+            big = int(version).to_bytes(4, "little") in [known.to_bytes(4, "big") for known in VERSIONS]
             raise CheckpointError(
                 f"{self.path}: is big-endian, which is not read here; convert it with gguf-convert-endian"
                 if big
@@ -163,7 +162,7 @@ class _File:
         return GgufFile(metadata, self.tensors(entries, self.alignment(metadata)))
 
     def room(self, count: int, least_bytes: int, what: str) -> None:
-        """Refuses a count whose items, of at least so many bytes, do not fit into the rest."""
+        """Refuses a count of items, each of at least `least_bytes` bytes, that do not fit into the rest of the file."""
         left = len(self.data) - self.at
         if count * least_bytes > left:
             raise self.wrong(f"speaks of {count} {what}, and {left} bytes are left")
@@ -171,16 +170,16 @@ class _File:
     def numbers(self, kind: str, count: int = 1) -> np.ndarray:
         dtype = np.dtype(kind)
         self.room(count, dtype.itemsize, "numbers")
-        # A copy: the mapping ends with the function that reads the header.
-        found = np.frombuffer(self.data, dtype, count, self.at).copy()
-        self.at += found.nbytes
-        return found
+        # Copied, because the file is unmapped after the header is read.
+        values = np.frombuffer(self.data, dtype, count, self.at).copy()
+        self.at += values.nbytes
+        return values
 
     def text(self, what: str) -> str:
         length = int(self.numbers("<u8")[0])
         self.room(length, 1, f"bytes of {what}")
         self.at += length
-        # Bytes that are no UTF-8 stay what they are, and match nothing.
+        # Bytes that are not UTF-8 are kept as surrogates, which match no known name.
         return self.data[self.at - length : self.at].decode("utf-8", errors="surrogateescape")
 
     def value(self, key: str, kind: int) -> Any:
@@ -199,7 +198,7 @@ class _File:
         raise self.wrong(f"the metadata key {shown(key)} is of the unknown type {kind}")
 
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Of the table of tensors: name, shape as PyTorch has it, number of the type, offset in the data."""
+        """Reads an entry of the table of tensors: name, PyTorch shape, number of the type, offset in the data."""
         name = self.text("the name of a tensor")
         n_dims = int(self.numbers("<u4")[0])
         if not 1 <= n_dims <= MOST_DIMENSIONS:
@@ -215,11 +214,11 @@ class _File:
 
     def tensors(self, entries: list[tuple[str, tuple[int, ...], int, int]], alignment: int) -> dict[str, GgufTensor]:
         begin = -(-self.at // alignment) * alignment
-        found: dict[str, GgufTensor] = {}
+        tensors: dict[str, GgufTensor] = {}
         ends: list[tuple[int, int, str]] = []
         size_of, name_of = _types()
         for name, shape, kind, offset in entries:
-            if name in found:
+            if name in tensors:
                 raise self.wrong(f"holds the tensor {shown(name)} twice")
             sizes = size_of(kind)
             if sizes is None:
@@ -234,17 +233,17 @@ class _File:
                 where = f"bytes {begin + offset} to {end} of {len(self.data)}"
                 raise self.wrong(f"tensor {shown(name)} is said to be in {where}")
             stored = FLOATS.get(kind) or (torch.float32 if name_of(kind) in BLOCKS and shape[1:] else name_of(kind))
-            found[name] = GgufTensor(self.path, name, shape, stored, kind, begin + offset, row_bytes)
+            tensors[name] = GgufTensor(self.path, name, shape, stored, kind, begin + offset, row_bytes)
             ends.append((begin + offset, end, name))
         ends.sort()
-        for (_, end, name), (start, _, other) in pairwise(ends):
+        for (_, end, name), (start, _, next_name) in pairwise(ends):
             if start < end:
-                raise self.wrong(f"tensors {shown(name)} and {shown(other)} share bytes")
-        return found
+                raise self.wrong(f"tensors {shown(name)} and {shown(next_name)} share bytes")
+        return tensors
 
 
 def _types() -> tuple[Callable[[int], tuple[int, int] | None], Callable[[int], str]]:
-    """Of a type's number: numbers and bytes of a block, None if there is no such type; and its name."""
+    """Returns two functions of a type's number: (elements, bytes) of its block, or None if it is unknown; its name."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     sizes = {kind.value: size for kind, size in GGML_QUANT_SIZES.items()}
@@ -252,7 +251,7 @@ def _types() -> tuple[Callable[[int], tuple[int, int] | None], Callable[[int], s
 
 
 def starts_as_gguf(path: Path) -> bool:
-    """Whether a path is named as a GGUF file, or is one."""
+    """Whether the path has the suffix .gguf, or is a GGUF file."""
     if path.is_dir():
         return False
     if path.suffix == ".gguf":

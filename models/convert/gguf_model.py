@@ -1,7 +1,7 @@
-"""A GGUF file as llama.cpp's converter writes it: what its metadata declare, and what its tensors are called.
+"""Reads the model of a GGUF file from llama.cpp's converter: the spec in its metadata, and its names of tensors.
 
-Facts from llama.cpp's `convert_hf_to_gguf.py` (what it writes and in which order of rows) and `src/llama-model.cpp`
-(what a key means that is left out).
+Facts are from llama.cpp's `convert_hf_to_gguf.py` (keys, tensors and order of rows) and `src/llama-model.cpp` (defaults
+of missing keys).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NAMES = (
     (r"layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(.*)", r"blk.\1.ffn_\2.\3"),
     (r"layers\.(\d+)\.mlp\.(gate_up_proj)\.(.*)", r"blk.\1.ffn_up.\3"),
 )
-"""Our name, as a pattern -> that of llama.cpp."""
+"""Pattern of our name -> name in llama.cpp."""
 ONLY: Mapping[str, tuple[Any, ...]] = {
     "attention.causal": (True,),
     "expert_count": (0,),
@@ -58,17 +58,17 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "rope.scaling.attn_factor": (1.0,),
     "use_parallel_residual": (False,),
 }
-"""Key of an architecture -> what it says where it changes nothing."""
+"""Key of an architecture -> the values with which it changes nothing."""
 HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout")
-"""Keys of an architecture that change nothing with the angles that a spec knows."""
+"""Keys of an architecture that change nothing with the rotary angles that a spec can describe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufFamily:
-    """What is particular about one `general.architecture`.
+    """Properties of one `general.architecture`.
 
     Attributes:
-        says: what the spec says beside the sizes and what tensors tell.
+        says: fields of the spec that follow neither from sizes nor from the tensors.
         scale: whether embeddings are multiplied by the square root of the width.
         paired: whether the rows of queries and keys are stored as pairs of neighbours.
         tied: whether the head is always the embedding.
@@ -92,23 +92,23 @@ FAMILIES: dict[str, GgufFamily] = {
             Fused(name="gate_up_proj", parts=("gate_proj", "up_proj")),
         )
     ),
-    # Its norms are stored as what they multiply by, 1 + w.
+    # Its files store 1 + w for each norm weight w, so no offset is needed.
     "gemma": GgufFamily(says={"activation": "gelu_tanh"}, scale=True, tied=True),
 }
-"""`general.architecture` -> what is particular about it. Mistral and SmolLM are `llama`."""
+"""`general.architecture` -> family. Mistral and SmolLM are `llama`."""
 
 
 def read_gguf(path: Path, max_positions: int | None, ignored: Collection[str]) -> ForeignModel:
-    """The model of a GGUF file; of its tensors only the table is read, and the factors of rotary angles.
+    """Reads the model of a GGUF file. Of its tensors it only reads the table and the factors of rotary angles.
 
     Args:
-        path: of the file.
-        max_positions: the longest row, where it shall be shorter than the model allows.
+        path: path of the file.
+        max_positions: tokens of the longest row, to make it shorter than the model allows.
         ignored: metadata keys that the caller knows to change nothing.
 
     Raises:
-        CheckpointError: not such a file or a damaged one, an unknown architecture, metadata that a spec cannot say or
-            that do not fit the tensors, or tensors that are missing, left over, or of a type that is not read.
+        CheckpointError: the file is not GGUF or is damaged, its architecture is unknown, its metadata are not a valid
+            spec or do not fit the tensors, or tensors are missing, left over, or of a type that cannot be read.
         ImportError: the package `gguf` is missing, which comes with the extra `convert`.
     """
     metadata, tensors = read_gguf_file(path)
@@ -130,7 +130,7 @@ def read_gguf(path: Path, max_positions: int | None, ignored: Collection[str]) -
 
 
 class _Declared:
-    """What the metadata of a file say, with the keys of its architecture."""
+    """Reader of the metadata of a file, under the keys of its architecture."""
 
     def __init__(
         self, path: Path, kind: str, family: GgufFamily, metadata: Metadata, tensors: Mapping[str, GgufTensor]
@@ -179,13 +179,13 @@ class _Declared:
         if config.get(key) is None and width % heads:
             config.problem(key, f"missing, and {heads} heads do not divide the width {width}")
         d_head = max(1, width // heads) if config.get(key) is None else config.whole(key)
-        # llama.cpp has a width of values, and angles of a part of a head.
+        # llama.cpp also allows another width of values, and rotary angles for a part of a head.
         config.only(self.key("attention.value_length"), (d_head,))
         config.only(self.key("rope.dimension_count"), (d_head,))
         return d_head
 
     def _vocabulary(self) -> int:
-        """From the tokens or the key; the embedding, which is compared with the spec later, where there is neither."""
+        """Size of the vocabulary from its key or tokens, else from the embedding, whose shape is checked later."""
         key, tokens = self.key("vocab_size"), self.metadata.get(TOKENS)
         size = None if self.config.get(key) is None else self.config.whole(key)
         if isinstance(tokens, list) and size is not None and size != len(tokens):
@@ -224,7 +224,7 @@ class _Declared:
         if kind not in (None, "none", "linear"):
             config.problem(kind_key, f"a spec cannot say {shown(kind)}; known: none, linear")
             return None
-        # Without a type llama.cpp takes it as linear, and without a factor, or with 0, as 1.
+        # In llama.cpp a missing type means linear, and a missing factor or 0 means 1.
         linear = factor not in (None, 0, 1) and kind != "none"
         stretch = config.positive(factor_key, factor) if linear else 1.0
         factors = self.tensors.get(FACTORS) if self.kind == "llama" else None
@@ -232,27 +232,27 @@ class _Declared:
             return RopeScaling(kind="linear", factor=stretch) if linear else None
         if linear:
             config.problem(factor_key, f"{shown(factor)} beside {FACTORS}, and a spec has one of them")
-        found = scaling_of(factors, theta, d_head)
-        if isinstance(found, str):
-            config.problem(FACTORS, found)
+        scaling = scaling_of(factors, theta, d_head)
+        if isinstance(scaling, str):
+            config.problem(FACTORS, scaling)
             return None
-        return found
+        return scaling
 
     def _attention_bias(self) -> str:
-        """No key says which projections have one."""
+        """Derives the biases from the tensors of layer 0, because no key declares them."""
         inputs = {"blk.0.attn_q.bias", "blk.0.attn_k.bias", "blk.0.attn_v.bias", "blk.0.attn_qkv.bias"}
         outputs = "blk.0.attn_output.bias" in self.tensors
         return "all" if outputs else "qkv" if inputs & self.tensors.keys() else "none"
 
 
 def _plain(value: Any) -> Any:
-    """A number for each layer that is the same in all of them is one number; floats as they were before float32."""
+    """Reduces equal numbers of all layers to one number, and restores the decimal of a float stored as float32."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
         return value[0] if value and value == [value[0]] * len(value) else value
     if not isinstance(value, float) or not math.isfinite(value) or abs(value) > np.finfo(np.float32).max:
         return value
-    # The shortest decimal that is the same in float32: 1e-05 and not 9.999999747378752e-06.
+    # The shortest decimal with this float32 value: 1e-05, not 9.999999747378752e-06.
     return float(str(np.float32(value))) if float(np.float32(value)) == value else value
 
 
@@ -261,36 +261,36 @@ def _parts(
 ) -> dict[str, Part]:
     parts: dict[str, Part] = {}
     problems: list[str] = []
-    asked = {FACTORS} if kind == "llama" else set()
+    looked_up = {FACTORS} if kind == "llama" else set()
     for name, shape in shapes_of(spec).items():
         place = _place(family, spec, name, shape)
-        asked.add(place.name)
-        found = part_at(place, tensors, shape[0], 0.0, "its metadata", KNOWN)
-        if isinstance(found, str):
-            problems.append(found)
+        looked_up.add(place.name)
+        part = part_at(place, tensors, shape[0], 0.0, "its metadata", KNOWN)
+        if isinstance(part, str):
+            problems.append(part)
         elif family.paired and re.search(r"\.[qk]_proj\.", name):
             parts[name] = Part(HalvesOfHeads(tensors[place.name], spec.d_head), place.start, shape[0])
         else:
-            parts[name] = found
+            parts[name] = part
     problems += [
-        f"{shown(name)} belongs to nothing that its metadata describe" for name in tensors if name not in asked
+        f"{shown(name)} belongs to nothing that its metadata describe" for name in tensors if name not in looked_up
     ]
     refuse(path, problems)
     return parts
 
 
 def _place(family: GgufFamily, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Place:
-    for one in family.fused:
-        for part in one.parts:
-            if f".{part}." in name:
-                rows = [projection_rows(spec, each) for each in one.parts]
-                theirs = gguf_name(name.replace(f".{part}.", f".{one.name}."))
-                return Place(theirs, (sum(rows), *shape[1:]), sum(rows[: one.parts.index(part)]))
+    for fused in family.fused:
+        for projection in fused.parts:
+            if f".{projection}." in name:
+                rows = [projection_rows(spec, member) for member in fused.parts]
+                theirs = gguf_name(name.replace(f".{projection}.", f".{fused.name}."))
+                return Place(theirs, (sum(rows), *shape[1:]), sum(rows[: fused.parts.index(projection)]))
     return Place(gguf_name(name), shape)
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls one of our tensors."""
+    """Name in llama.cpp of one of our tensors."""
     for pattern, template in NAMES:
         if match := re.fullmatch(pattern, name):
             return match.expand(template)

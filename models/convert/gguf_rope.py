@@ -1,7 +1,7 @@
-"""The rotary angles of Llama 3.1 in a GGUF file: not numbers of a rule, but what each angle is divided by.
+"""Rotary scaling of Llama 3.1 from a GGUF file, which stores the divisor of each angle, not the parameters of the rule.
 
-llama.cpp's converter computes that from the numbers of config.json and stores it as a tensor. A spec has the numbers,
-so they are found again, and are taken only if they give this tensor.
+llama.cpp's converter computes the divisors from the parameters in config.json and stores them as a tensor. A spec needs
+the parameters, so they are recovered, and only accepted if they reproduce the tensor.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mod_models.spec import RopeScaling
 
 FACTORS = "rope_freqs.weight"
 LLAMA_3 = (4.0, 8192)
-"""high_freq_factor and original_positions of every Llama 3.x, where a tensor leaves them open."""
+"""high_freq_factor and original_positions of every Llama 3.x, for tensors that do not determine them."""
 TOLERANCE = 1e-5
-"""Of a factor, relatively: llama.cpp's converter computes them in float32."""
+"""Relative tolerance of a factor, because llama.cpp's converter computes factors in float32."""
 
 
 def scaling_of(tensor: GgufTensor, theta: float, d_head: int) -> RopeScaling | str | None:
-    """The scaling that a tensor of factors stands for, None for factors of 1; or what is wrong with it."""
+    """Returns the scaling that gives a tensor of factors, None if all factors are 1, or the problem as text."""
     if tensor.shape != (d_head // 2,) or tensor.stored is not torch.float32:
         return f"expected {d_head // 2} numbers of float32, got {list(tensor.shape)} of {tensor.stored}"
     factor_E = tensor.rows(0, d_head // 2).double()
@@ -36,33 +36,34 @@ def scaling_of(tensor: GgufTensor, theta: float, d_head: int) -> RopeScaling | s
     for high, positions in _candidates(factor_E, angle_E, largest):
         if not (math.isfinite(high) and math.isfinite(positions)) or high <= 1 or not 1 <= positions < 2**31:
             continue
-        # Only the ratios of the three numbers count, so one of them can be what it is in every Llama 3.x.
-        found = RopeScaling(
+        # Only ratios of low_freq_factor, high_freq_factor and original_positions matter, so low_freq_factor can be 1.
+        scaling = RopeScaling(
             kind="llama3", factor=largest, low_freq_factor=1.0, high_freq_factor=high,
             original_positions=round(positions),
         )  # fmt: skip
-        again_E = angle_E / ROPE_SCALINGS["llama3"](angle_E, found)
+        again_E = angle_E / ROPE_SCALINGS["llama3"](angle_E, scaling)
         if bool(((again_E - factor_E).abs() <= TOLERANCE * factor_E).all()):
-            return found
+            return scaling
     return "its factors are not those of the rule of Llama 3.1, the only one that a spec can say"
 
 
 def _candidates(factor_E: Tensor, angle_E: Tensor, largest: float) -> list[tuple[float, float]]:
-    """(high_freq_factor, original_positions) that may be behind factors, for a low_freq_factor of 1.
+    """Pairs (high_freq_factor, original_positions) that can explain the factors with low_freq_factor = 1.
 
-    Between the two wavelengths the share of an angle that stays is (positions * angle / 2 pi - 1) / (high - 1).
+    Between the two limits of the wavelength, the share of the unscaled angle is
+    (positions * angle / 2 pi - 1) / (high - 1).
     """
-    found: list[tuple[float, float]] = [LLAMA_3]
+    pairs: list[tuple[float, float]] = [LLAMA_3]
     between = (factor_E > 1 + TOLERANCE) & (factor_E < largest * (1 - TOLERANCE))
     angles = angle_E[between]
     share = (1 / factor_E[between] - 1 / largest) / (1 - 1 / largest)
     if not len(share):
-        # Any two wavelengths that part the angles as they are.
+        # No angle is between the limits: any limits that separate the slowed angles from the others will do.
         slowed, kept = float(angle_E[factor_E > 1 + TOLERANCE].max()), float(angle_E[factor_E <= 1 + TOLERANCE].min())
         whole = math.floor(2 * math.pi / slowed)
-        found.append((min(LLAMA_3[0], whole * kept / (2 * math.pi)), whole))
+        pairs.append((min(LLAMA_3[0], whole * kept / (2 * math.pi)), whole))
     if len(share) == 1:
-        found.append((LLAMA_3[0], float((1 + share[0] * (LLAMA_3[0] - 1)) * 2 * math.pi / angles[0])))
+        pairs.append((LLAMA_3[0], float((1 + share[0] * (LLAMA_3[0] - 1)) * 2 * math.pi / angles[0])))
     if len(share) > 1:
         first, last = int(angles.argmax()), int(angles.argmin())
         slope = float((share[first] - share[last]) / (angles[first] - angles[last]))
@@ -70,5 +71,5 @@ def _candidates(factor_E: Tensor, angle_E: Tensor, largest: float) -> list[tuple
         if start > 0:
             high = 1 + 1 / start
             positions = slope * (high - 1) * 2 * math.pi
-            found += [(round(high, digits), positions) for digits in (0, 1, 2, 4)] + [(high, positions)]
-    return found
+            pairs += [(round(high, digits), positions) for digits in (0, 1, 2, 4)] + [(high, positions)]
+    return pairs

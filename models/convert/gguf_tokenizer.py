@@ -1,9 +1,9 @@
-"""The tokenizer of a GGUF file, as the files that a Hugging Face folder has.
+"""Converts the tokenizer of a GGUF file to the tokenizer files of a Hugging Face folder.
 
-A GGUF file names how text is cut up before the merges (`tokenizer.ggml.pre`), and llama.cpp has the expression in its
-code. Here a name has an entry if its expression, and everything else of the original tokenizer.json, is known; with any
-other the model is converted without tokenizer.json, and a note says so. The vocabulary, ids of special tokens and chat
-template are in the file itself.
+A GGUF file only names the split of text before the merges (`tokenizer.ggml.pre`); the regular expression is in the code
+of llama.cpp. A name is in the table here if its expression and the rest of the original tokenizer.json are known. For
+any other name the model is converted without tokenizer.json, and a note says so. The file itself holds the vocabulary,
+the ids of special tokens and the chat template.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mod_models.spec import shown
 
 PREFIX = "tokenizer.ggml."
 IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
-"""What transformers calls a special token -> the last part of its key."""
+"""Name of a special token in transformers -> the last part of its key."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Tokens that end a text, or a turn of a chat."""
 READ = {
@@ -35,9 +35,9 @@ HARMLESS = {
     "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id", "prefix_token_id",
     "suffix_token_id", "middle_token_id",
 }  # fmt: skip
-"""Keys that change no ids of a text."""
+"""Keys that do not change the ids of a text."""
 NEUTRAL = ("add_sep_token", "remove_extra_whitespaces")
-"""Keys that change nothing where they are false."""
+"""Keys that change nothing if they are false."""
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 
@@ -52,14 +52,14 @@ _TEKKEN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteLevel:
-    """How a text is cut up before byte-level merges.
+    """The split of a text into pieces before byte-level merges.
 
     Attributes:
-        split: the expression of its pieces; None for GPT-2's.
-        digits: whether every digit is a piece first.
-        nfc: whether the text is normalized first.
-        whole_words: whether a piece that is a token is taken without looking at the merges.
-        bos: whether texts begin with the token for it, where the file does not say.
+        split: regular expression of the pieces; None for that of GPT-2.
+        digits: whether every digit is first split off as a piece.
+        nfc: whether the text is first normalized to NFC.
+        whole_words: whether a piece that is a token is taken without the merges.
+        bos: whether texts begin with the BOS token, if the file does not say.
     """
 
     split: str | None = None
@@ -82,20 +82,20 @@ BYTE_LEVEL: dict[str, ByteLevel] = {
     "deepseek-r1-qwen": ByteLevel(split=_WORDS + r"\p{N}" + _REST),
     "tekken": ByteLevel(split=_TEKKEN, whole_words=True, bos=True),
 }
-"""`tokenizer.ggml.pre` -> what it means."""
+"""`tokenizer.ggml.pre` -> split."""
 SENTENCEPIECE = ("llama", "phi3")
-"""Architectures whose SentencePiece vocabulary is merged by its scores; Gemma's is merged in another order."""
+"""Architectures whose SentencePiece vocabulary is merged in the order of its scores. Gemma uses another order."""
 
 
 class _CannotSayError(Exception):
-    """The reason why there is no tokenizer.json for this file."""
+    """The file cannot be converted to a tokenizer.json; the message is the reason."""
 
 
 def tokenizer_of(path: Path, metadata: Metadata) -> tuple[tuple[MadeFile, ...], tuple[str, ...]]:
-    """(tokenizer.json where it can be said exactly, tokenizer_config.json and generation_config.json; notes).
+    """Returns files (tokenizer.json if exactly known, tokenizer_config.json, generation_config.json) and notes.
 
     Raises:
-        CheckpointError: the lists of a vocabulary do not fit each other, or the id of a special token is none of it.
+        CheckpointError: the lists of the vocabulary do not fit each other, or an id of a special token is out of range.
     """
     if f"{PREFIX}tokens" not in metadata:
         return (), ()
@@ -116,12 +116,12 @@ def tokenizer_of(path: Path, metadata: Metadata) -> tuple[tuple[MadeFile, ...], 
 
 
 class _Vocabulary:
-    """What the keys `tokenizer.*` say."""
+    """The vocabulary in the keys `tokenizer.*`."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self.path, self.metadata = path, metadata
         self.tokens: list[str] = self._strings("tokens")
-        self.ids = {one: self._id(key) for one, key in IDS.items()}
+        self.ids = {name: self._id(key) for name, key in IDS.items()}
         kinds = metadata.get(f"{PREFIX}token_type")
         if kinds is None:
             kinds = np.ones(len(self.tokens), np.int32)
@@ -136,31 +136,31 @@ class _Vocabulary:
         return self.metadata.get(PREFIX + key)
 
     def _strings(self, key: str) -> list[str]:
-        found = self._get(key)
-        if not isinstance(found, list) or not found:
-            raise self._wrong(key, f"expected a list of strings, got {shown(found)}")
-        return found
+        strings = self._get(key)
+        if not isinstance(strings, list) or not strings:
+            raise self._wrong(key, f"expected a list of strings, got {shown(strings)}")
+        return strings
 
     def _id(self, key: str) -> int | None:
-        found = self._get(key)
-        if found is None or (type(found) is int and 0 <= found < len(self.tokens)):
-            return found
-        raise self._wrong(key, f"expected one of the {len(self.tokens)} tokens, got {shown(found)}")
+        number = self._get(key)
+        if number is None or (type(number) is int and 0 <= number < len(self.tokens)):
+            return number
+        raise self._wrong(key, f"expected one of the {len(self.tokens)} tokens, got {shown(number)}")
 
     def _flag(self, key: str, default: bool) -> bool:
-        found = self._get(key)
-        if found is not None and type(found) is not bool:
-            raise self._wrong(key, f"expected true or false, got {shown(found)}")
-        return default if found is None else found
+        flag = self._get(key)
+        if flag is not None and type(flag) is not bool:
+            raise self._wrong(key, f"expected true or false, got {shown(flag)}")
+        return default if flag is None else flag
 
     def generation_config(self) -> dict[str, Any]:
-        ends = list(dict.fromkeys(one for one in map(self._id, ENDS) if one is not None))
-        found = {"bos_token_id": self.ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
+        ends = list(dict.fromkeys(number for number in map(self._id, ENDS) if number is not None))
+        fields = {"bos_token_id": self.ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
                  "pad_token_id": self.ids["pad"]}  # fmt: skip
-        return {key: value for key, value in found.items() if value is not None}
+        return {key: value for key, value in fields.items() if value is not None}
 
     def tokenizer_config(self) -> dict[str, Any]:
-        names = {f"{name}_token": self.tokens[one] for name, one in self.ids.items() if one is not None}
+        names = {f"{name}_token": self.tokens[number] for name, number in self.ids.items() if number is not None}
         template = self.metadata.get("tokenizer.chat_template")
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -195,17 +195,17 @@ class _Vocabulary:
 
     def _as_stored(self, whole: str) -> dict[str, Any]:
         try:
-            found = json.loads(whole)
+            data = json.loads(whole)
         except (ValueError, RecursionError):
-            found = None
-        if not isinstance(found, dict):
+            data = None
+        if not isinstance(data, dict):
             raise _CannotSayError("tokenizer.huggingface.json: not a JSON object")
-        return found
+        return data
 
     def _byte_level(self, how: ByteLevel) -> dict[str, Any]:
         if self._flag("add_space_prefix", False):
             raise _CannotSayError(f"{PREFIX}add_space_prefix: true has no agreed meaning for byte-level merges")
-        # In the alphabet of bytes no token holds a space, which is its own letter there.
+        # No token holds a space, because the byte-level alphabet writes it as another character.
         merges = [merge.split(" ") for merge in self._strings("merges")]
         known = set(self.tokens)
         if any(len(pair) != 2 or not {*pair, "".join(pair)} <= known for pair in merges):
@@ -263,33 +263,33 @@ class _Vocabulary:
                 "model": {**bpe, **model}}  # fmt: skip
 
     def _added(self, rstrip: bool) -> Iterator[dict[str, Any]]:
-        """Tokens that are matched in a text as they are."""
-        special = {one for one in (*self.ids.values(), *map(self._id, ENDS)) if one is not None}
+        """Yields the tokens that are matched in a text before it is split."""
+        special = {special_id for special_id in (*self.ids.values(), *map(self._id, ENDS)) if special_id is not None}
         plain = {self.ids["bos"], self.ids["unk"]}
         for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
             is_special = kind in (UNKNOWN, CONTROL) or number in special
             if token and (is_special or kind == USER_DEFINED):
-                # Phi-3's own tokenizer takes the space after one away, which no key says; llama.cpp does so by name.
+                # Phi-3's own tokenizer removes the space after these tokens. No key says so; llama.cpp goes by name.
                 strips = rstrip and is_special and number not in plain
                 yield {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": strips,
                        "normalized": False, "special": is_special}  # fmt: skip
 
     def _template(self, bos: bool) -> list[dict[str, Any]]:
-        """What is put around a text, if anything."""
+        """Post-processor that puts special tokens around a text; empty if there are none."""
         ends = (("bos", self._flag("add_bos_token", bos)), ("eos", self._flag("add_eos_token", False)))
         first, last = (self.ids[name] if wanted else None for name, wanted in ends)
-        used = [self.tokens[one] for one in (first, last) if one is not None]
+        used = [self.tokens[token] for token in (first, last) if token is not None]
         if not used:
             return []
 
         def around(letter: str, number: int) -> list[dict[str, Any]]:
             text = {"Sequence": {"id": letter, "type_id": number}}
-            before, after = ([] if one is None else [{"SpecialToken": {"id": self.tokens[one], "type_id": number}}]
-                             for one in (first, last))  # fmt: skip
+            before, after = ([] if token is None else [{"SpecialToken": {"id": self.tokens[token], "type_id": number}}]
+                             for token in (first, last))  # fmt: skip
             return [*before, text, *after]
 
-        known = {self.tokens[one]: {"id": self.tokens[one], "ids": [one], "tokens": [self.tokens[one]]}
-                 for one in (first, last) if one is not None}  # fmt: skip
+        known = {self.tokens[token]: {"id": self.tokens[token], "ids": [token], "tokens": [self.tokens[token]]}
+                 for token in (first, last) if token is not None}  # fmt: skip
         return [{"type": "TemplateProcessing", "single": around("A", 0), "pair": [*around("A", 0), *around("B", 1)],
                  "special_tokens": known}]  # fmt: skip
 
@@ -303,15 +303,15 @@ def _sequence(name: str, parts: list[dict[str, Any]]) -> Mapping[str, Any] | Non
 
 
 def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:
-    """The merges of a SentencePiece vocabulary: every way to put a token together, the best scores first.
+    """Returns the merges of a SentencePiece vocabulary: every pair of tokens that forms a token, best scores first.
 
-    As `generate_merges` of transformers, which made the tokenizer.json of such models.
+    `generate_merges` of transformers, which made the tokenizer.json of such models, does the same.
     """
     number_of = {token: number for number, token in enumerate(tokens)}
-    found = []
+    merges = []
     for token, score in zip(tokens, scores, strict=True):
         pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
         known = [pair for pair in pairs if pair[0] in number_of and pair[1] in number_of]
-        found += [(*pair, score) for pair in sorted(known, key=lambda pair: (number_of[pair[0]], number_of[pair[1]]))]
-    found.sort(key=lambda one: (one[2], len(one[0]), len(one[1])), reverse=True)
-    return [[left, right] for left, right, _ in found]
+        merges += [(*pair, score) for pair in sorted(known, key=lambda pair: (number_of[pair[0]], number_of[pair[1]]))]
+    merges.sort(key=lambda merge: (merge[2], len(merge[0]), len(merge[1])), reverse=True)
+    return [[left, right] for left, right, _ in merges]

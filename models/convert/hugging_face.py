@@ -1,4 +1,4 @@
-"""A folder as `save_pretrained` of transformers writes it: config.json, weights, and the files of a tokenizer."""
+"""Reads a folder from `save_pretrained` of transformers: config.json, weights, and the files of a tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def is_hugging_face(path: Path) -> bool:
-    """Whether this is a folder with a config.json of a model that transformers names."""
+    """Whether this is a folder whose config.json has a `model_type`."""
     config = path / CONFIG
     if not config.is_file():
         return False
@@ -36,22 +36,22 @@ def is_hugging_face(path: Path) -> bool:
 
 
 def read_hugging_face(path: Path, max_positions: int | None, ignored: Collection[str]) -> ForeignModel:
-    """The model of such a folder; of its weights only the headers are read, and a head that ought to be the embedding.
+    """Reads the model of a folder. Of its weights it only reads headers, and a head that must equal the embedding.
 
     Args:
-        path: of the folder.
-        max_positions: the longest row, where it shall be shorter than the model allows.
+        path: path of the folder.
+        max_positions: tokens of the longest row, to make it shorter than the model allows.
         ignored: fields of config.json that the caller knows to change nothing.
 
     Raises:
-        CheckpointError: an unknown family, a config that a spec cannot say or that does not fit the tensors, or tensors
-            that are missing, left over, damaged, or no floats.
+        CheckpointError: the family is unknown, the config is not a valid spec or does not fit the tensors, or tensors
+            are missing, left over, damaged, or not floats.
     """
     return model_of(path, read_json(path / CONFIG), tensors_of_folder(path), max_positions, ignored)
 
 
 def companions_of(path: Path) -> tuple[Path, ...]:
-    """The files of a tokenizer in a folder, and what says how it is used."""
+    """The files of a tokenizer in a folder, and the files that configure its use."""
     return tuple(path / name for name in COMPANIONS if (path / name).is_file())
 
 
@@ -63,15 +63,15 @@ def model_of(
     ignored: Collection[str],
     spelled: Callable[[str], str] = str,
 ) -> ForeignModel:
-    """The dense model that the fields of a config.json and tensors are.
+    """Builds the dense model from the fields of a config.json and from tensors.
 
     Args:
-        path: of the folder.
-        fields: of its config.json, as a family has them.
-        tensors: by their names in the file.
+        path: path of the folder.
+        fields: fields of a config.json of the family.
+        tensors: name in the file -> tensor.
         max_positions: see `read_hugging_face`.
         ignored: see `read_hugging_face`.
-        spelled: from a name of the family to that in the file.
+        spelled: name in the family -> name in the file.
 
     Raises:
         CheckpointError: see `read_hugging_face`.
@@ -86,19 +86,19 @@ def model_of(
     spec = _spec(path, family, fields, max_positions, ignored)
     parts: dict[str, Part] = {}
     problems: list[str] = []
-    asked = set()
+    looked_up = set()
     for name, shape in shapes_of(spec).items():
         place = _place(family, spec, name, shape)
         place = place._replace(name=spelled(place.name))
-        asked.add(place.name)
+        looked_up.add(place.name)
         added = family.norm_offset if name.endswith("norm.weight") else 0.0
-        found = part_at(place, tensors, shape[0], added, CONFIG, KNOWN)
-        if isinstance(found, Part):
-            parts[name] = found
+        part = part_at(place, tensors, shape[0], added, CONFIG, KNOWN)
+        if isinstance(part, Part):
+            parts[name] = part
         else:
-            problems.append(found)
+            problems.append(part)
     embedding = parts.get("embedding.weight") if spec.tie_embeddings else None
-    left = {name: tensor for name, tensor in tensors.items() if name not in asked}
+    left = {name: tensor for name, tensor in tensors.items() if name not in looked_up}
     problems += _left_over(left, embedding)
     refuse(path, problems)
     return ForeignModel(path=path, family=str(kind), spec=spec, parts=parts, companions=companions_of(path))
@@ -125,13 +125,13 @@ def _place(family: Family, spec: ModelSpec, name: str, shape: tuple[int, ...]) -
     fused = family.fused_with(name)
     if fused is None:
         return Place(foreign_name(name), shape)
-    theirs, one, part = fused
-    rows = [projection_rows(spec, each) for each in one.parts]
-    return Place(theirs, (sum(rows), *shape[1:]), sum(rows[: one.parts.index(part)]))
+    theirs, content, part = fused
+    rows = [projection_rows(spec, member) for member in content.parts]
+    return Place(theirs, (sum(rows), *shape[1:]), sum(rows[: content.parts.index(part)]))
 
 
 def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str]:
-    """Those that the config does not speak of. A head that is the embedding once more is no problem."""
+    """Problems of tensors that the config does not describe. A head that equals the tied embedding is no problem."""
     problems = []
     for name, tensor in tensors.items():
         if name == HEAD and tied is not None:
@@ -143,8 +143,8 @@ def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str
 
 
 def same(tensor: FileTensor, part: Part) -> bool:
-    """Whether both have the same shape, dtype and numbers."""
+    """Whether both have the same shape, dtype and values."""
     if (tensor.shape, tensor.stored) != (part.shape, part.dtype):
         return False
     pairs = zip(Part(tensor, 0, part.length).pieces(), part.pieces(), strict=True)
-    return all(torch.equal(one, other) for one, other in pairs)
+    return all(torch.equal(piece, expected) for piece, expected in pairs)

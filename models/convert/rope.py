@@ -1,4 +1,4 @@
-"""The rotary angles of a config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` since transformers 5."""
+"""Reads the rotary angles of a config.json: `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
 }
-"""Kind -> the numbers that it is made of."""
+"""Kind -> its parameters."""
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1, 1.0), "attention_factor": (1, 1.0)}
-"""What else may stand in the table, with the values that change nothing."""
+"""Other field of the table -> the values with which it changes nothing."""
 
 
 def rope_of(config: Config) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling), or notes in `config.problems` why a spec cannot say it."""
+    """Returns (theta, scaling), and records in `config.problems` why a spec cannot describe them."""
     tables = {name: config.get(name) for name in ("rope_scaling", "rope_parameters")}
-    # Where both stand there, transformers takes the older one.
+    # If both are given, transformers takes the older one.
     name = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
     table, theta = tables[name] or {}, config.get("rope_theta")
     if not isinstance(table, Mapping):
@@ -35,23 +35,23 @@ def rope_of(config: Config) -> tuple[float, RopeScaling | None]:
         config.problem(f"{name}.rope_type", f"a spec cannot say {shown(kind)}; known: {', '.join(KINDS)}")
         return DEFAULT_THETA, None
     _check_others(config, name, table, kind)
-    found = {number: config.positive(f"{name}.{number}", table.get(number)) for number in KINDS[kind]}
+    parameters = {parameter: config.positive(f"{name}.{parameter}", table.get(parameter)) for parameter in KINDS[kind]}
     theta = config.positive(f"{name}.rope_theta" if "rope_theta" in table else "rope_theta", theta)
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, RopeScaling(kind=kind, factor=found["factor"])
+        return theta, RopeScaling(kind=kind, factor=parameters["factor"])
     return theta, RopeScaling(
         kind=kind,
-        factor=found["factor"],
-        low_freq_factor=found["low_freq_factor"],
-        high_freq_factor=found["high_freq_factor"],
+        factor=parameters["factor"],
+        low_freq_factor=parameters["low_freq_factor"],
+        high_freq_factor=parameters["high_freq_factor"],
         original_positions=_original_positions(config, name, table),
     )
 
 
 def _original_positions(config: Config, name: str, table: Mapping[str, Any]) -> int:
-    """Where it is left out, transformers takes the longest row."""
+    """Positions before scaling; if they are left out, transformers takes `max_position_embeddings`."""
     value = table.get("original_max_position_embeddings")
     value = config.get("max_position_embeddings") if value is None else value
     if type(value) is int and value > 0:
@@ -61,7 +61,7 @@ def _original_positions(config: Config, name: str, table: Mapping[str, Any]) -> 
 
 
 def _check_others(config: Config, name: str, table: Mapping[str, Any], kind: str) -> None:
-    # The length before scaling is often stated where nothing depends on it.
+    # The length before scaling is often given although nothing depends on it.
     known = {*READ, *KINDS[kind], "original_max_position_embeddings"}
     for field, value in table.items():
         if field in known or value is None or value in NEUTRAL.get(field, ()):

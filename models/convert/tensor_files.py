@@ -1,7 +1,7 @@
-"""The weights of a Hugging Face folder: one file or several shards with an index, safetensors or pickles of tensors.
+"""Reads the weights of a Hugging Face folder: one file, or shards with an index; safetensors or pickles of tensors.
 
-Only headers are read at first. Each time rows are read the file is mapped anew, and the mapping ends with the result,
-so a model of any size takes no more memory than the rows at hand.
+At first only headers are read. Every read of rows maps the file again, and the mapping ends with the result. So a model
+of any size needs only the memory of the rows that are in use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mod_models.checkpoint import CheckpointError, first_line, is_plain, read_pl
 from mod_models.spec import shown
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""Name of a dtype in safetensors -> what it is. Other dtypes are those of quantized models, and buffers."""
+"""Name of a dtype in safetensors -> dtype. Only quantized models and buffers have other dtypes."""
 SAVE_AGAIN = "Save the model again as safetensors, as save_pretrained of transformers does"
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -28,9 +28,9 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file, see `foreign.TensorRows`; of another dtype than a checkpoint can hold, `stored` is a name.
+    """A tensor in a file, see `foreign.StoredTensor`.
 
-    `table` is the entry of a pickle that the tensor is in, empty for the pickle itself.
+    `table` is the key under which a pickle holds the table of the tensor; empty if the pickle itself is that table.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class FileTensor:
         return self.stored
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """See `foreign.TensorRows.rows`.
+        """Like `foreign.TensorRows.rows`.
 
         Raises:
             CheckpointError: the file has changed or was damaged since it was opened.
@@ -62,11 +62,11 @@ class FileTensor:
 
 
 def tensors_of_folder(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor of a model by name, from its only file or from the shards that its index names.
+    """Name -> tensor, for all tensors of a model, in one file or in the shards that its index names.
 
     Raises:
-        CheckpointError: no weights, a shard is missing or damaged, an index and its shards disagree, or a pickle wants
-            more than tensors.
+        CheckpointError: there are no weights, a shard is missing or damaged, the index and the shards disagree, or a
+            pickle holds more than tensors.
     """
     for whole, index in zip(WHOLE_FILES, INDEXES, strict=True):
         if (folder / whole).is_file():
@@ -80,7 +80,7 @@ def _of_shards(index: Path) -> dict[str, FileTensor]:
     declared = read_json(index).get("weight_map")
     if not isinstance(declared, Mapping) or not declared:
         raise CheckpointError(f"{index}: holds no table 'weight_map' of tensors and their files")
-    found: dict[str, FileTensor] = {}
+    tensors: dict[str, FileTensor] = {}
     for shard in sorted({str(name) for name in declared.values()}):
         path = index.parent / shard
         if Path(shard).name != shard:
@@ -88,22 +88,22 @@ def _of_shards(index: Path) -> dict[str, FileTensor]:
         if not _is_file(path):
             raise CheckpointError(f"{path}: missing; {index.name} says that {shown(_one_of(declared, shard))} is in it")
         for name, tensor in tensors_of_file(path).items():
-            if name in found:
-                raise CheckpointError(f"{path}: holds {shown(name)}, which {found[name].path.name} holds too")
-            found[name] = tensor
+            if name in tensors:
+                raise CheckpointError(f"{path}: holds {shown(name)}, which {tensors[name].path.name} holds too")
+            tensors[name] = tensor
     for name, shard in declared.items():
-        if name not in found or found[name].path.name != shard:
+        if name not in tensors or tensors[name].path.name != shard:
             raise CheckpointError(
                 f"{index.parent / str(shard)}: holds no {shown(name)}, which {index.name} says is in it"
             )
-    return found
+    return tensors
 
 
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except OSError:
-        return False  # Such as a name that is too long.
+        return False  # For example, the name is too long.
 
 
 def _one_of(declared: Mapping[str, Any], shard: str) -> str:
@@ -111,10 +111,10 @@ def _one_of(declared: Mapping[str, Any], shard: str) -> str:
 
 
 def tensors_of_file(path: Path, table: str = "") -> dict[str, FileTensor]:
-    """The same of one file; it is no safetensors file unless its name says so. `table` is as in `FileTensor`.
+    """Name -> tensor of one file. A file without the suffix .safetensors is a pickle. `table` is as in `FileTensor`.
 
     Raises:
-        CheckpointError: damaged, or a pickle that wants more than tensors.
+        CheckpointError: the file is damaged, or is a pickle that holds more than tensors.
     """
     if path.suffix != ".safetensors":
         return {
@@ -123,16 +123,16 @@ def tensors_of_file(path: Path, table: str = "") -> dict[str, FileTensor]:
             )
             for name, tensor in _pickled(path, table).items()
         }
-    found = {}
+    tensors = {}
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # Not a mapping.
                 tensor = file.get_slice(name)
                 dtype = tensor.get_dtype()
-                found[name] = FileTensor(path, name, tuple(tensor.get_shape()), FLOATS.get(dtype, dtype))
+                tensors[name] = FileTensor(path, name, tuple(tensor.get_shape()), FLOATS.get(dtype, dtype))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: not readable, it may be truncated ({first_line(error)})") from error
-    return found
+    return tensors
 
 
 def _pickled(path: Path, table: str) -> Mapping[str, Tensor]:
@@ -146,10 +146,10 @@ def _pickled(path: Path, table: str) -> Mapping[str, Tensor]:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """A file that holds one JSON object.
+    """Reads a file that holds one JSON object.
 
     Raises:
-        CheckpointError: anything else.
+        CheckpointError: the file cannot be read or holds anything else.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))

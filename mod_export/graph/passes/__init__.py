@@ -1,8 +1,8 @@
-"""The table of graph rewrites, in the order in which they run, and the framework around each of them.
+"""The table of graph passes, in the order in which they run, and the function that runs them.
 
 A pass works on any ONNX graph, ours or a user's. `run_passes` calls it only for dialects that need it, checks what it
 promises (`ensures`), and removes unused nodes after it. The caller proves numerically, on the real graph and its real
-weights, that a rewrite kept the meaning; the pass's own tests prove it on small graphs.
+weights, that a rewrite kept the results; the tests of the pass prove it on small graphs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["PASSES", "PORTABLE", "GraphPass", "needs_rewrite", "run_passes"]
 
 
 class GraphPass(Protocol):
-    """One rewrite of an ONNX graph. `run_passes` calls `run` and then `ensures`; PASSES orders them."""
+    """A rewrite of an ONNX graph. `run_passes` calls `run` and then `ensures`, in the order of PASSES."""
 
     name: ClassVar[str]
 
@@ -42,14 +42,14 @@ class GraphPass(Protocol):
         """Whether graphs of this dialect and dtype go through this pass."""
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        """Rewrites in place; returns the number of rewrites.
+        """Rewrites the graph in place, and returns the number of rewrites.
 
         Raises:
             LimitError: the graph has something that the dialect cannot take and this pass cannot rewrite.
         """
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        """Problems that must not be left after `run`; empty when there are none."""
+        """Returns the problems that `run` should have removed; empty if there are none."""
 
 
 PASSES: tuple[GraphPass, ...] = (
@@ -72,12 +72,12 @@ PASSES: tuple[GraphPass, ...] = (
 )
 
 PORTABLE = Dialect(name="portable ONNX", max_opset=23)
-"""Standard operators only; the graph of every target is rewritten from this one."""
+"""The dialect with standard operators only. The graph of every target is rewritten from a graph in this dialect."""
 
 
 def needs_rewrite(dialect: Dialect, dtype: DType) -> bool:
     """Whether a dialect's graph can differ from the portable float32 one."""
-    return any(one.applies(dialect, dtype) and not one.applies(PORTABLE, "float32") for one in PASSES)
+    return any(item.applies(dialect, dtype) and not item.applies(PORTABLE, "float32") for item in PASSES)
 
 
 def run_passes(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, int]:
@@ -87,7 +87,7 @@ def run_passes(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, int
         Name of each pass that ran -> number of its rewrites.
 
     Raises:
-        GraphError: a pass left what it promises to remove; the message names the passes that ran before it.
+        GraphError: a pass left a problem that it should remove. The message names the passes that ran before it.
         LimitError: the graph has something that the dialect cannot take.
     """
     applied: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""Attention that a model writes out becomes the operator, and a mask that hides what comes later its attribute.
+"""Replaces attention in primitive operators by the operator Attention, and a causal mask by the attribute `is_causal`.
 
-softmax(q k^T * scale + mask) v of user code reads and writes all T * T scores several times, and what later passes do
-for causal attention (blocks of queries without the hidden half, no stored mask) they do for the operator only.
+softmax(q k^T * scale + mask) v of user code reads and writes all T * T scores several times, and later passes improve
+causal attention (blocks of queries without the hidden half, no stored mask) only in the form of the operator.
 
 Shape legend: B batch, H heads, T tokens of the queries, U of the keys, E head width.
 """
@@ -30,48 +30,48 @@ from mod_export.graph.nodes import (
 from mod_export.types import Dialect, DType
 
 FIRST_OPSET = 23
-"""Of the operator Attention."""
+"""The first opset with the operator Attention."""
 MASK = 3
-"""The number of its input that is a mask."""
+"""The index of the operator's mask among its inputs."""
 Known = dict[ir.Value, np.ndarray | None]
-"""Masks that were computed."""
+"""Value -> its array if it is a fixed mask, else None; a cache of `_fixed`."""
 MASK_NODES, MASK_SIZE = 24, 2**26
-"""The largest computation of a mask that is followed: number of operators, and of elements."""
+"""The largest computation of a mask that is followed: number of operators, and elements of each result."""
 MASK_MAKERS = (
     "Add", "And", "Cast", "ConstantOfShape", "Equal", "Expand", "Greater", "GreaterOrEqual", "Identity", "Less",
     "LessOrEqual", "Mul", "Not", "Or", "Range", "Reshape", "Slice", "Squeeze", "Sub", "Transpose", "Trilu", "Unsqueeze",
     "Where",
 )  # fmt: skip
 HIDDEN = float(np.finfo(np.float32).min) / 2
-"""What is added to scores that nothing shall be seen of: next to the others, exp of it is 0."""
+"""A mask that adds less than this hides a key: beside other scores, the exp of its score is 0."""
 LARGE = 1e9
-"""A score is as good as minus infinity below minus this: of a model's own, none comes near it."""
+"""A score below minus this counts as minus infinity: no score that a model computes comes near it."""
 
 
 class AttentionOperator:
-    """Replaces MatMul, Softmax, MatMul by Attention, and the mask of an Attention that is causal by `is_causal`.
+    """Replaces MatMul, Softmax, MatMul by Attention, and the causal mask of an Attention by `is_causal`.
 
-    A mask that is written out is taken only if it is a constant that leaves every query a key: where it hides all of
-    them, the operator gives zeros, and the model something that is no number.
+    A mask in primitive operators is only taken if it is a constant that leaves every query a key: if it hides all keys,
+    the operator gives zeros, and the model NaN.
     """
 
     name: ClassVar[str] = "attention_operator"
 
     def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        # Blocks of queries have masks of their own, which stay. Before them, the portable graph went through this.
+        # Blocks of queries keep their own masks. The portable graph went through this pass before it had blocks.
         return not dialect.query_blocks
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         known: Known = {}
         count = 0
-        for one in _written_out(model, known):
-            # At once: the next one may read its result.
+        for old in _written_out(model, known):
+            # Each attention is replaced at once, because the next one may read its result.
             count += 1
-            writer = NodeWriter(graph_around(one.node), one.node, "operator")
-            keys = _turned(writer, one.keys)
-            mask = writer.op("Not", one.mask.value) if one.mask and one.mask.hides else one.mask and one.mask.value
+            writer = NodeWriter(graph_around(old.node), old.node, "operator")
+            keys = _turned(writer, old.keys)
+            mask = writer.op("Not", old.mask.value) if old.mask and old.mask.hides else old.mask and old.mask.value
             writer.replace(
-                writer.op("Attention", one.query, keys, one.values, mask, like=one.node.outputs[0], scale=one.scale)
+                writer.op("Attention", old.query, keys, old.values, mask, like=old.node.outputs[0], scale=old.scale)
             )
         causal = _causal(model, known)
         for node in causal:
@@ -82,20 +82,20 @@ class AttentionOperator:
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         known: Known = {}
         return [
-            *(f"{label_of(one.node)} still writes attention out" for one in _written_out(model, known)),
+            *(f"{label_of(attention.node)} still writes attention out" for attention in _written_out(model, known)),
             *(f"{label_of(node)} still has a mask that is causal" for node in _causal(model, known)),
         ]
 
 
 class _Mask(NamedTuple):
-    """What is added to the scores, or booleans: true where a query sees a key, or, with `hides`, where it does not."""
+    """A mask: floats that are added to scores, or booleans, true where a query sees a key (does not, with `hides`)."""
 
     value: ir.Value
     hides: bool = False
 
 
 class _Attention(NamedTuple):
-    """Query (B, H, T, E), keys (B, H, E, U), values (B, H, U, F), the mask, and the last product."""
+    """Query (B, H, T, E), keys (B, H, E, U), values (B, H, U, F), the mask, the scale, and the last node."""
 
     query: ir.Value
     keys: ir.Value
@@ -112,10 +112,10 @@ def _written_out(model: ir.Model, known: Known) -> Iterator[_Attention]:
             continue
         if softmax.attributes.get_int("axis", -1) not in (-1, 3):
             continue
-        found = _scores(softmax.inputs[0], known)
-        if found is None:
+        parts = _scores(softmax.inputs[0], known)
+        if parts is None:
             continue
-        (query, keys, scale, mask), values = found, node.inputs[1]
+        (query, keys, scale, mask), values = parts, node.inputs[1]
         shapes = [static_shape(value) for value in (query, keys, values)]
         if values is None or any(shape is None or len(shape) != 4 for shape in shapes):
             continue
@@ -125,13 +125,13 @@ def _written_out(model: ir.Model, known: Known) -> Iterator[_Attention]:
 
 
 def _scores(value: ir.Value | None, known: Known) -> tuple[ir.Value, ir.Value, float, _Mask | None] | None:
-    """(query, keys, scale, mask) of query @ keys, times a number if there is one, under a mask if there is one."""
+    """(query, keys, scale, mask) of a value that is query @ keys, with an optional factor and an optional mask."""
     scale, mask, reader = 1.0, None, made_by(value, "Add", "Where")
     if reader is not None:
-        found = _added(reader, known) if reader.op_type == "Add" else _chosen(reader, known)
-        if found is None or only_reader(found[0]) is not reader:
+        masked = _added(reader, known) if reader.op_type == "Add" else _chosen(reader, known)
+        if masked is None or only_reader(masked[0]) is not reader:
             return None
-        value, mask = found
+        value, mask = masked
     if (scaled := made_by(value, "Mul", "Div")) is not None:
         number = constant_array(scaled.inputs[1])
         value = scaled.inputs[0]
@@ -146,7 +146,7 @@ def _scores(value: ir.Value | None, known: Known) -> tuple[ir.Value, ir.Value, f
 
 
 def _turned(writer: NodeWriter, keys: ir.Value) -> ir.Value:
-    """Keys (B, H, E, U) as (B, H, U, E): if the model has turned them itself, what they were before."""
+    """Keys (B, H, E, U) as (B, H, U, E); a Transpose of the model itself is undone or merged."""
     node, order = made_by(keys, "Transpose"), [0, 1, 3, 2]
     if node is None or node.inputs[0] is None or "perm" not in node.attributes:
         return writer.op("Transpose", keys, perm=order)
@@ -156,14 +156,14 @@ def _turned(writer: NodeWriter, keys: ir.Value) -> ir.Value:
 
 
 def _added(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
-    """(scores, mask) of a sum."""
+    """(scores, mask) of an Add."""
     a, b = node.inputs
     scores, mask = (b, a) if _fixed(a, known) is not None else (a, b)
     return None if scores is None or mask is None else (scores, _Mask(mask))
 
 
 def _chosen(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
-    """(scores, mask) where each score is either kept or replaced by a number that hides its key."""
+    """(scores, mask) of a Where that keeps each score or replaces it by a number that hides its key."""
     condition, *either = node.inputs
     for hides, (low, scores) in ((True, either), (False, either[::-1])):
         number = _fixed(low, known)
@@ -173,7 +173,7 @@ def _chosen(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
 
 
 def _leaves_a_key(mask: _Mask | None, shape: tuple[int, int, int, int], known: Known) -> bool:
-    """Whether a mask is a constant that can be given to Attention, and hides no query from every key."""
+    """Whether a mask is a constant that fits Attention and leaves every query a key; true without a mask."""
     if mask is None:
         return True
     array, (B, H, T, U) = _fixed(mask.value, known), shape
@@ -186,7 +186,7 @@ def _leaves_a_key(mask: _Mask | None, shape: tuple[int, int, int, int], known: K
 
 
 def _causal(model: ir.Model, known: Known) -> list[ir.Node]:
-    """Attentions whose only mask is a constant that hides from each query exactly the keys behind it."""
+    """The Attentions whose only mask is a constant that hides exactly the later keys from each query."""
     return [
         node
         for node in model.graph.all_nodes()
@@ -208,8 +208,8 @@ def _is_causal(mask: np.ndarray | None) -> bool:
 
 
 def _fixed(value: ir.Value | None, known: Known) -> np.ndarray | None:
-    """A mask that depends on no input and no weight, such as one that `torch.triu` makes when the model runs; None for
-    any other value.
+    """The array of a mask that depends on no input and no weight, such as one that `torch.triu` makes when the model
+    runs; None for any other value.
     """
     if value is None or (constant := constant_array(value)) is not None:
         return None if value is None else constant
@@ -220,21 +220,21 @@ def _fixed(value: ir.Value | None, known: Known) -> np.ndarray | None:
 
 def _computed(value: ir.Value) -> np.ndarray | None:
     nodes: list[ir.Node] = []
-    held: dict[str, np.ndarray] = {}
+    constants: dict[str, np.ndarray] = {}
     waiting, seen = [value], {value}
     while waiting:
         current = waiting.pop()
         node, array, shape = current.producer(), constant_array(current), static_shape(current)
         if array is not None:
-            held[str(current.name)] = array
+            constants[str(current.name)] = array
             continue
-        # Graphs inside nodes, and what gives another result each time, are no masks.
+        # Subgraphs, and operators that give another result each time, make no masks.
         if node is None or shape is None or math.prod(shape) > MASK_SIZE or not is_standard(node, *MASK_MAKERS):
             return None
         nodes += [node] if node not in nodes else []
         if len(nodes) > MASK_NODES:
             return None
-        new = [one for one in node.inputs if one is not None and one not in seen]
+        new = [source for source in node.inputs if source is not None and source not in seen]
         seen.update(new)
         waiting += new
     order = {node: number for number, node in enumerate(nodes[0].graph or ())}
@@ -243,7 +243,7 @@ def _computed(value: ir.Value) -> np.ndarray | None:
         "mask",
         [],
         [onnx.helper.make_empty_tensor_value_info(str(value.name))],
-        [onnx.numpy_helper.from_array(array, name) for name, array in held.items()],
+        [onnx.numpy_helper.from_array(array, name) for name, array in constants.items()],
     )
     opset = onnx.helper.make_opsetid("", FIRST_OPSET)
     outputs: Any = ReferenceEvaluator(onnx.helper.make_model(graph, opset_imports=[opset])).run(None, {})

@@ -1,10 +1,10 @@
 """Makes a decode step update its cache in place.
 
-A step returns one key row and one value row for each layer, and the owner of the cache writes them into their slots.
-Where cache and engine are on a device, that would be a round trip for every token. ONNX TensorScatter (opset 24) is
-such a write; TensorRT makes it a layer whose input and output share their memory.
+A step returns one key row and one value row for each layer, and the owner of the cache writes them into their slots. If
+cache and engine are on a device, that takes a round trip for every token. ONNX TensorScatter (opset 24) is such a write
+in the graph; TensorRT runs it as a layer whose input and output share their memory.
 
-Passes know a cache by the names of inputs and outputs alone: `keys_<layer>` and `values_<layer>` (B, G, L, E) as inputs
+Passes recognize a cache by the names of inputs and outputs: `keys_<layer>` and `values_<layer>` (B, G, L, E) as inputs
 of a step and outputs of a prefill, `keys_row_<layer>` and `values_row_<layer>` (B, G, E) as outputs of a step, and
 `present_keys_<layer>` and `present_values_<layer>` as outputs of a step that updates its cache itself.
 
@@ -29,16 +29,16 @@ OPSET = 24
 SEQUENCE = -2
 """The axis of slots, the only one that TensorRT accepts."""
 LOGITS = "logits"
-"""Output (B, V), that every read of a cache leads to."""
+"""The name of the output (B, V), which depends on every read of a cache."""
 SLOTS = "slots"
-"""Output int64 (B, layers) of a step: where the rows belong, -1 where there is nothing to remember."""
+"""The name of a step's output int64 (B, layers): the slots of its rows, or -1 for a row that is not kept."""
 
 _CACHE = re.compile(r"(?:present_)?(?:keys|values)(?:_row)?_(\d+)")
 _ROW = re.compile(r"(keys|values)_row_(\d+)")
 
 
 class _Write(NamedTuple):
-    """Output `number`, a row, and the cache (B, G, L, E) of `layer` that it belongs to."""
+    """A row, which is output `number` of a step, and the cache (B, G, L, E) of `layer` that it belongs to."""
 
     number: int
     row: ir.Value
@@ -59,11 +59,11 @@ class _Write(NamedTuple):
 class CacheInPlace:
     """Replaces each output `keys_row_<layer>` by `present_keys_<layer>`, the cache with that row in its slot.
 
-    Every step writes, whether or not the token is kept. Where it is not kept, the last slot is written with its own
-    content, since it may be in use. Where it is kept, its slot is hidden from the token by attention's mask. So neither
-    write changes a number that the step reads, in whatever order an engine reads and writes the same memory.
+    Every step writes, whether or not the token is kept. If it is not kept, the last slot is written with its own
+    content, since it may be in use. If it is kept, attention's mask hides its slot from the token. So neither write
+    changes a number that the step reads, in any order in which an engine reads and writes the same memory.
 
-    The writes still wait for the logits, because TensorRT-RTX 1.7.1 otherwise joins the write of a key with the kernel
+    The writes still wait for the logits, because TensorRT-RTX 1.7.1 otherwise fuses the write of a key with the kernel
     that computes it, which runs before the last read. It then reports "uses before defs", or crashes (docs/LOG.md).
     """
 
@@ -76,7 +76,7 @@ class CacheInPlace:
         """Rewrites every row that a step returns.
 
         Raises:
-            GraphError: rows without a cache, or without slots to write them to.
+            GraphError: a row has no cache, or no slots to write it to.
         """
         graph = model.graph
         writes = [_write(graph, *row) for row in _rows(graph)]
@@ -97,15 +97,15 @@ class CacheInPlace:
 
 
 def _rows(graph: ir.Graph) -> list[tuple[int, re.Match[str]]]:
-    """(number, keys or values and the layer) of each output that is a row."""
+    """(number, match of the name) of each output that is a row."""
     named = [(number, _ROW.fullmatch(value.name or "")) for number, value in enumerate(graph.outputs)]
-    return [(number, found) for number, found in named if found]
+    return [(number, match) for number, match in named if match]
 
 
 def _write(graph: ir.Graph, number: int, found: re.Match[str]) -> _Write:
     row, name, layer = graph.outputs[number], f"{found[1]}_{found[2]}", int(found[2])
     cache = next((value for value in graph.inputs if value.name == name), None)
-    slots, logits = (next((value for value in graph.outputs if value.name == one), None) for one in (SLOTS, LOGITS))
+    slots, logits = (next((value for value in graph.outputs if value.name == key), None) for key in (SLOTS, LOGITS))
     shapes = [static_shape(value) for value in (row, cache, slots, logits)]
     if cache is not None and slots is not None and logits is not None and row.producer() is not None:
         match shapes:
@@ -120,7 +120,7 @@ def _write(graph: ir.Graph, number: int, found: re.Match[str]) -> _Write:
 
 
 def _slot(write: _Write, zero: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The slots (B,) that rows of one layer are written to, and (B, 1, 1, 1) which of the rows are to be kept."""
+    """The slots (B,) that the rows of one layer are written to, and whether each row is kept, (B, 1, 1, 1)."""
     writer, (B, L) = write.writer("slot"), write.sizes
     slot_B = writer.op("Gather", write.slots, np.array(write.layer), axis=1)
     kept_B = writer.op("GreaterOrEqual", slot_B, zero)
@@ -138,5 +138,5 @@ def _present(write: _Write, slot_B: ir.Value, kept_B111: ir.Value) -> ir.Value:
 
 
 def is_cache(name: str | None) -> bool:
-    """Whether an input or output holds keys or values, whole or one row of them."""
+    """Whether an input or output of this name holds keys or values, either a whole cache or one row."""
     return name is not None and _CACHE.fullmatch(name) is not None

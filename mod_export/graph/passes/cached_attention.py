@@ -1,11 +1,11 @@
-"""Attention of one token over a cache as one operator, com.microsoft::GroupQueryAttention, which writes the cache too.
+"""Replaces attention of one token over a cache by com.microsoft::GroupQueryAttention, which writes the cache too.
 
 In primitive operators the attention of a step is some twenty nodes, most of which move or reshape a few numbers, and it
 reads every slot of the cache, used or not. ONNX Runtime's operator reads the slots in use, adds the token's own key and
-value to them, and writes both into the cache, in place where the cache's input and output share their memory.
+value to them, and writes both into the cache, in place if the cache's input and output share their memory.
 
-It writes a key and a value for every row, also where a row keeps none. So a cache has one slot more than tokens, the
-last one, which is written then and never read by a row that has a token.
+It writes a key and a value for every row, also for rows that keep none. So a cache has one slot more than tokens: such
+rows write to this last slot, and no row that has a token reads it.
 
 Shape legend: B rows of text, H query heads, G key/value heads, M = H / G, L slots, E head width. `_1` is the one token.
 """
@@ -36,7 +36,7 @@ from mod_export.types import Dialect, DType
 
 TURNED = [0, 1, 3, 2]
 WIDTHS = 8
-"""The operator takes heads of a multiple of this width."""
+"""The operator only takes heads whose width is a multiple of this."""
 PARTS = ("keys", "values")
 
 
@@ -44,16 +44,16 @@ class _Attention(NamedTuple):
     """The attention of one layer: its graph, the nodes from the scores on, and what they read.
 
     Attributes:
-        layer: its number.
+        layer: the number of the layer.
         graph: the main graph, or a branch.
-        result: the node that makes (B, 1, H * E) of the heads.
-        query: rotated, (B, H, 1, E).
-        key: rotated, (B, G, 1, E).
-        value: (B, G, 1, E).
+        result: the node that joins the heads to (B, 1, H * E).
+        query: the rotated query, (B, H, 1, E).
+        key: the rotated key, (B, G, 1, E).
+        value: the value, (B, G, 1, E).
         caches: keys and values (B, G, L, E), inputs of the main graph.
-        scale: of the scores.
-        slot: int64 (B,), where the token belongs, -1 for a row that keeps nothing.
-        outputs: numbers of the outputs of the main graph that are the new key and value.
+        scale: the factor of the scores.
+        slot: int64 (B,), the slot of the token, or -1 for a row that keeps nothing.
+        outputs: indices of the main graph's outputs that are the new key and value.
     """
 
     layer: int
@@ -72,7 +72,7 @@ class CachedAttention:
     """Replaces the attention of a step over a cache, and its outputs `keys_row_<layer>` and `values_row_<layer>` by
     `present_keys_<layer>` and `present_values_<layer>`, which must have the addresses of the caches.
 
-    A layer of which not all rows have a slot in the step keeps its form.
+    A layer in which some rows have no slot in the step stays as it is.
     """
 
     name: ClassVar[str] = "cached_attention"
@@ -83,67 +83,67 @@ class CachedAttention:
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         graph = model.graph
         owners = {branch: node for node in graph.all_nodes() for branch in branches_of(node)}
-        found = _attentions(graph)
+        attentions = _attentions(graph)
         slots: dict[ir.Value, ir.Value] = {}
-        for one in found:
-            if one.slot not in slots:
-                slots[one.slot] = _seen(graph, one, owners)
-            _rewrite(graph, one, slots[one.slot], owners)
-        if found:
+        for attention in attentions:
+            if attention.slot not in slots:
+                slots[attention.slot] = _seen(graph, attention, owners)
+            _rewrite(graph, attention, slots[attention.slot], owners)
+        if attentions:
             model.opset_imports[MICROSOFT] = 1
             graph.sort()
-        return len(found)
+        return len(attentions)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(one.result)} attends in primitive operators" for one in _attentions(model.graph)]
+        return [f"{label_of(layer.result)} attends in primitive operators" for layer in _attentions(model.graph)]
 
 
 def _attentions(graph: ir.Graph) -> list[_Attention]:
     inputs = {value.name: value for value in graph.inputs}
     outputs = {value.name: number for number, value in enumerate(graph.outputs)}
     columns = _slots_by_layer(graph)
-    found = []
+    attentions = []
     for layer, slot in enumerate(columns):
         caches = [inputs.get(f"{part}_{layer}") for part in PARTS]
         numbers = [outputs.get(f"{part}_row_{layer}") for part in PARTS]
         match caches, numbers:
             case [ir.Value() as keys, ir.Value() as values], [int() as first, int() as second]:
-                one = _attention(layer, keys, values, slot, (first, second))
-                if one is not None:
-                    found.append(one)
-    return found
+                attention = _attention(layer, keys, values, slot, (first, second))
+                if attention is not None:
+                    attentions.append(attention)
+    return attentions
 
 
 def _slots_by_layer(graph: ir.Graph) -> list[ir.Value]:
-    """The slot of each layer, int64 (B,), whose columns a step returns."""
+    """The slots of each layer, int64 (B,), which a step returns as the columns of one output."""
     output = next((value for value in graph.outputs if value.name == SLOTS), None)
     concat = made_by(output, "Concat")
     if concat is None:
         columns: Sequence[ir.Value | None] = [output]
     else:
         columns = concat.inputs
-    found = []
+    slots = []
     for column in columns:
-        made = made_by(column, "Unsqueeze", "Reshape")
-        if made is None or made.inputs[0] is None:
+        view = made_by(column, "Unsqueeze", "Reshape")
+        if view is None or view.inputs[0] is None:
             return []
-        found.append(made.inputs[0])
-    return found
+        slots.append(view.inputs[0])
+    return slots
 
 
 def _attention(
     layer: int, keys: ir.Value, values: ir.Value, slot: ir.Value, outputs: tuple[int, int]
 ) -> _Attention | None:
-    """The attention that reads a cache, if it does so in the way of a step whose rows all have a slot."""
+    """The attention that reads a cache; None unless it has the form of a step whose rows all have a slot."""
     product = only_reader(keys)
     weighted = only_reader(values)
     shape = static_shape(keys)
     if product is None or weighted is None or shape is None or len(shape) != 4 or shape[3] % WIDTHS:
         return None
-    scores, own = _two_of(made_by(_softmaxed(weighted), "Concat"))
+    scores, own_scores = _two_of(made_by(_softmaxed(weighted), "Concat"))
     biased = made_by(scores, "Add")
     query = _query(product.inputs[1])
-    own_product = made_by(_turned(own), "MatMul")
+    own_product = made_by(_turned(own_scores), "MatMul")
     if biased is None or query is None or own_product is None or own_product.inputs[1] is not product.inputs[1]:
         return None
     if made_by(_turned(biased.inputs[0]), "MatMul") is not product or product.inputs[0] is not keys:
@@ -163,7 +163,7 @@ def _attention(
 
 
 def _softmaxed(weighted: ir.Node) -> ir.Value | None:
-    """The scores whose softmax a product with the cached values reads a part of."""
+    """The scores whose softmax is partly read by a product with the cached values."""
     part = made_by(weighted.inputs[0], "Slice", "Split") if is_standard(weighted, "MatMul") else None
     softmax = None if part is None else made_by(part.inputs[0], "Softmax")
     return None if softmax is None else softmax.inputs[0]
@@ -176,14 +176,14 @@ def _two_of(node: ir.Node | None) -> tuple[ir.Value | None, ir.Value | None]:
 
 
 def _turned(value: ir.Value | None) -> ir.Value | None:
-    """What a value is the transpose of, in its last two dimensions."""
+    """x, if a value is x with its last two dimensions swapped."""
     transpose = made_by(value, "Transpose")
     swaps = transpose is not None and list(transpose.attributes.get_ints("perm", [])) == TURNED
     return transpose.inputs[0] if transpose is not None and swaps else None
 
 
 def _query(value: ir.Value | None) -> tuple[ir.Value, float] | None:
-    """((B, H, 1, E), its factor), where a value is that as (B, G, E, M)."""
+    """(query (B, H, 1, E), its factor), if a value is their product as (B, G, E, M)."""
     reshape = made_by(_turned(value), "Reshape")
     scaled = None if reshape is None else made_by(reshape.inputs[0], "Mul")
     factor = None if scaled is None else constant_array(scaled.inputs[1])
@@ -194,7 +194,7 @@ def _query(value: ir.Value | None) -> tuple[ir.Value, float] | None:
 
 
 def _total(weighted: ir.Node, scores_of: ir.Node | None) -> tuple[ir.Value | None, ir.Value | None]:
-    """(what a token attends to in all, its own value), where the former is the sum of what is cached and that."""
+    """(attention's result, the token's own value), if the result is the sum of a cached part and this value's part."""
     added = only_reader(weighted.outputs[0])
     if added is None or not is_standard(added, "Add") or scores_of is None:
         return None, None
@@ -208,7 +208,7 @@ def _total(weighted: ir.Node, scores_of: ir.Node | None) -> tuple[ir.Value | Non
 
 
 def _count(bias: ir.Value | None) -> ir.Value | None:
-    """The number of slots in use, int64 (B,), where a bias hides the others."""
+    """The number of slots in use, int64 (B,), if a bias hides the others."""
     while (view := made_by(bias, "Unsqueeze", "Reshape")) is not None:
         bias = view.inputs[0]
     chosen = made_by(bias, "Where")
@@ -220,14 +220,14 @@ def _count(bias: ir.Value | None) -> ir.Value | None:
     if seen is None or hidden is None or seen.any() or not np.isneginf(hidden).all() or less is None or column is None:
         return None
     numbers = constant_array(less.inputs[0])
-    # A table of positions may be a buffer without a value here, whose name says what it is.
+    # The positions may be a buffer without a value here; then they are not checked.
     if numbers is not None and not np.array_equal(numbers.ravel(), np.arange(numbers.size)):
         return None
     return column.inputs[0]
 
 
 def _kept(slot: ir.Value) -> ir.Value | None:
-    """The slot of a row that keeps its token, whose others have -1."""
+    """The slots of rows that keep their token, if the other rows have -1."""
     chosen = made_by(slot, "Where")
     none = None if chosen is None else constant_array(chosen.inputs[2])
     if chosen is None or none is None or not (none == -1).all():
@@ -236,7 +236,7 @@ def _kept(slot: ir.Value) -> ir.Value | None:
 
 
 def _seen(graph: ir.Graph, one: _Attention, owners: dict[ir.Graph, ir.Node]) -> ir.Value:
-    """The slot that is written in each row, int32 (B,): the last one where the row keeps nothing."""
+    """The slot that each row writes to, int32 (B,): the last one if the row keeps nothing."""
     anchor = one.result
     while anchor.graph is not graph:
         assert isinstance(anchor.graph, ir.Graph)
@@ -280,7 +280,7 @@ def _rewrite(graph: ir.Graph, one: _Attention, slot_B: ir.Value, owners: dict[ir
 
 
 def _flat(writer: NodeWriter, value: ir.Value, width: int) -> ir.Value:
-    """(B, 1, heads * E) of (B, heads, 1, E): where it comes from, if it was rotated at most."""
+    """(B, heads, 1, E) as (B, 1, heads * E), read from its source if nothing but a rotation is in between."""
     source = heads_of(value)
     if source is not None:
         return flat_heads(writer, source, width)
@@ -291,7 +291,7 @@ def _flat(writer: NodeWriter, value: ir.Value, width: int) -> ir.Value:
 def _returned(
     row: ir.Value, branch: ir.Graph, present: ir.Value, cache: ir.Value, owners: dict[ir.Graph, ir.Node]
 ) -> ir.Value:
-    """Has an If return a cache in place of a row of it; the branch that does not run returns it as it is."""
+    """Makes an If return a cache in place of one of its rows; its other branch returns the cache as it is."""
     owner = owners[branch]
     index = list(owner.outputs).index(row)
     for other in branches_of(owner):
@@ -299,9 +299,9 @@ def _returned(
             other.outputs[index] = present
             continue
         name = f"{cache.name}_kept"
-        same = ir.node("Identity", [cache], name=name)
-        same.outputs[0].name, same.outputs[0].type, same.outputs[0].shape = name, cache.type, cache.shape
-        other.append(same)
-        other.outputs[index] = same.outputs[0]
+        identity = ir.node("Identity", [cache], name=name)
+        identity.outputs[0].name, identity.outputs[0].type, identity.outputs[0].shape = name, cache.type, cache.shape
+        other.append(identity)
+        other.outputs[index] = identity.outputs[0]
     row.shape = cache.shape
     return row

@@ -1,10 +1,11 @@
-"""Casts a float32 graph to 16 bit and keeps routing, and sums of squares, in float32.
+"""Casts a float32 graph to 16 bits, but keeps routing and sums of squares in float32.
 
-A selection compares scores. Rounded to 16 bit, different scores become equal and other tokens are selected. So what
-leads to a selection, and what is computed from the selected scores alone (the gate), stays float32. The same holds for
-numbers that come from integers: a position above 2,048 has no exact float16. And for sums and means of squares, with
-what follows of them alone, such as the root: the square of 256 is infinite in float16. Norms that are operators, which
-`norm_operator` makes of most, compute so inside; what is left are such as divide by the larger of norm and epsilon.
+A selection compares scores. Rounded to 16 bits, different scores become equal and other tokens are selected. So nodes
+that lead to a selection stay float32, and so do nodes that read the selected scores alone (the gate). Numbers that come
+from integers stay float32 too, because not every position above 2,048 has an exact float16. The last kind are sums and
+means of squares, and nodes that read these alone, such as the root: the square of 256 is infinite in float16. Most
+norms are operators (`norm_operator`), which do this inside. Others remain, such as those that divide by the larger of
+norm and epsilon.
 
 Branches of If are cast like the graph around them. An output of If has the same type in all its branches.
 """
@@ -42,28 +43,28 @@ FOLLOWING = (
     "Identity", "Log", "MatMul", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "ReduceSum", "Reshape", "Sigmoid",
     "Sin", "Slice", "Softmax", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where",
 )  # fmt: skip
-"""Operators whose result stays float32 where all their other inputs are constants."""
+"""Operators that stay float32 if all their float inputs are constants or come from float32 nodes."""
 GATES = ("Clip", "Exp", "Neg", "Sigmoid", "Softmax", "Tanh")
 """Operators that may read scores beside a selection. None of them reads the residual stream."""
 PRODUCTS = ("Conv", "Gemm", "MatMul")
 COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
 INTEGERS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8})
 MASK = 1e9
-"""A constant at least this large is a mask's value, not a weight; any other number as large has the same effect."""
+"""A constant at least this large is a mask's value and not a weight; any other large number has the same effect."""
 
 
 class CastFloats:
-    """Turns float32 values, weights and constants into `dtype`, except where routing needs float32.
+    """Casts float32 values, weights and constants to `dtype`, except where float32 is needed.
 
-    Graph inputs and outputs keep their dtype, so a caller always gets float32 logits. Keys and values, known by their
-    names, are the exception: only the next step reads them, and they are most of its memory. Weights that only float32
-    nodes use stay float32. An initializer keeps its name, and one without data (a weight that is bound to a file later)
-    only changes its dtype. Beside weights of whole numbers, where the file's floats are float32, it keeps that too and
-    is cast when it is used. Infinite constants stay infinite.
+    Graph inputs and outputs keep their dtype, so a caller always gets float32 logits. Keys and values, recognized by
+    their names, are the exception: only the next step reads them, and they are most of its memory. Weights that only
+    float32 nodes use stay float32. An initializer keeps its name, and one without data (a weight that is bound to a
+    file later) only changes its dtype. In quantized graphs, whose files store other weights in float32, such a weight
+    stays float32 and is cast when it is used. Infinite constants stay infinite.
 
-    Operators keep their own precision attributes: RMSNormalization has `stash_type` 1 (float32) from the exporter, but
-    in dialects with `one_type_norms`, and Attention gets no `softmax_precision`, which TensorRT's parser refuses and
-    whose kernels sum in float32 anyway.
+    Operators keep their own precision attributes. RMSNormalization keeps `stash_type` 1 (float32) from the exporter,
+    except in dialects with `one_type_norms`. Attention gets no `softmax_precision`, because TensorRT's parser refuses
+    it and its kernels sum in float32 anyway.
     """
 
     name: ClassVar[str] = "cast_floats"
@@ -72,18 +73,18 @@ class CastFloats:
         return dialect.floats(dtype) in NARROW
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        """Returns how many nodes now compute in 16 bit.
+        """Returns the number of nodes that now compute in 16 bits.
 
         Raises:
-            GraphError: a loop, or a value without a type.
-            LimitError: a weight beyond the range of `dtype`.
+            GraphError: the graph has a loop, or a value without a type.
+            LimitError: a weight exceeds the range of `dtype`.
         """
         graph, narrow = model.graph, NARROW[dialect.floats(dtype)]
         _require_typed(graph)
         outputs = [i for i, value in enumerate(graph.outputs) if _is_float(value)]
         island = float32_island(graph)
         files_are_wide = dtype in QUANTIZED
-        if files_are_wide:  # Only the rows of a table that are looked up are cast, not the table.
+        if files_are_wide:  # The rows that are looked up in a table are cast, and not the whole table.
             island |= {node for node in graph.all_nodes() if is_standard(node, "Gather") and _is_weight(node.inputs[0])}
         for each in (graph, *graph.subgraphs()):
             _narrow_initializers(each, island, narrow, files_are_wide=files_are_wide)
@@ -125,7 +126,7 @@ class CastFloats:
 
 
 def _is_last(norm: ir.Node) -> bool:
-    """Whether a norm is over the last dimension alone, with weights that are constants."""
+    """Whether a norm is over the last dimension alone, and has a constant weight."""
     x, weight = norm.inputs
     cast = made_by(weight, "Cast")
     weight = weight if cast is None else cast.inputs[0]
@@ -153,12 +154,12 @@ def _require_typed(graph: ir.Graph) -> None:
 
 
 def float32_island(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes that stay float32, including those in branches: what selects, comes from integers, or sums squares.
+    """The nodes that stay float32, including those in branches: they select, convert integers, or sum squares.
 
-    Upwards from the scores of each selection, and from comparisons that decide: first through nodes that have as many
-    numbers as there are scores, up to the product that makes them, then on to the last value that other nodes use too
-    (the residual stream). Downwards from values that are gathered from scores, from integers, and from sums of squares,
-    as long as no other float is an input.
+    The search goes upwards from the scores of each selection, and from comparisons that decide: first through nodes
+    with as many elements as there are scores, up to the product that makes them, then on to the last value that other
+    nodes use too (the residual stream). It goes downwards from values that are gathered from scores, from integers, and
+    from sums of squares, as long as no other float is an input.
     """
     branches, nodes = Branches(graph), list(graph.all_nodes())
     selecting = {node for node in nodes if is_standard(node, "TopK") and _has_float32(node.inputs)}
@@ -172,7 +173,7 @@ def float32_island(graph: ir.Graph) -> set[ir.Node]:
         readers = {user for user in users if _only_reads(user, node, is_stream=is_read)}
         beside = {user for user in users if is_standard(user, *GATES)}
         n = _count(node.outputs[0])
-        # A value that is compared may also be used as a weight.
+        # Scores may also be used as weights (gates).
         is_score = n is not None and any(sizes.get(user) == n for user in users & selecting)
         if is_score or (users & selecting and users <= selecting | readers | beside):
             selecting |= {node} | readers
@@ -188,11 +189,11 @@ def float32_island(graph: ir.Graph) -> set[ir.Node]:
 
 
 def _deciding_comparisons(graph: ir.Graph, branches: Branches) -> set[ir.Node]:
-    """The comparisons of floats whose results, through booleans and integers only, decide something.
+    """The comparisons of floats that decide something through booleans and integers alone.
 
     They decide a selection, which branch is executed, or an output that is not a float: which token ran where.
     """
-    found: set[ir.Node] = set()
+    comparisons: set[ir.Node] = set()
     seen: set[ir.Node] = set()
     frontier = [value for value in graph.outputs if not _is_float(value)]
     for node in graph.all_nodes():
@@ -204,22 +205,22 @@ def _deciding_comparisons(graph: ir.Graph, branches: Branches) -> set[ir.Node]:
                 continue
             seen.add(maker)
             if is_standard(maker, *COMPARISONS) and any(map(_is_float, maker.inputs)):
-                found.add(maker)
+                comparisons.add(maker)
             elif _is_from_integers(maker) or not any(map(_is_float, maker.outputs)):
                 frontier += [value for value in maker.inputs if value is not None]
-    return found
+    return comparisons
 
 
 def _sums_of_squares(nodes: Iterable[ir.Node]) -> set[ir.Node]:
-    """The nodes that sum squares or average them, and those that square for them."""
-    found: set[ir.Node] = set()
+    """The nodes that sum or average squares, and the nodes that compute these squares."""
+    result: set[ir.Node] = set()
     for node in nodes:
         square = made_by(node.inputs[0], "Mul", "Pow") if is_standard(node, "ReduceMean", "ReduceSum") else None
         if square is not None and (square.inputs[0] is square.inputs[1] or _is_two(square)):
-            found |= {node, square}
+            result |= {node, square}
         elif is_standard(node, "ReduceL2", "ReduceSumSquare"):
-            found.add(node)
-    return found
+            result.add(node)
+    return result
 
 
 def _is_two(power: ir.Node) -> bool:
@@ -228,7 +229,7 @@ def _is_two(power: ir.Node) -> bool:
 
 
 def _count(value: ir.Value | None) -> int | None:
-    """How many numbers a value has, None if unknown."""
+    """The number of elements of a value; None if unknown."""
     shape = static_shape(value)
     return None if shape is None else math.prod(shape)
 
@@ -238,12 +239,12 @@ def _has_float32(values: Iterable[ir.Value | None]) -> bool:
 
 
 def _only_reads(user: ir.Node, node: ir.Node, *, is_stream: bool) -> bool:
-    """Whether `user` compares the node's values, or gathers some of the scores by position.
+    """Whether `user` only compares the node's values, or gathers some of the scores by position.
 
     Args:
-        user: of a result of the node.
-        node: on the way up.
-        is_stream: whether scores are a product of it, so that what is gathered of it are tokens, which a block runs on.
+        user: a reader of a result of the node.
+        node: a node above the scores.
+        is_stream: whether a product computes scores from the result; a gather then gives tokens that a block runs on.
     """
     if not any(map(_is_float, user.outputs)):
         return True
@@ -260,9 +261,9 @@ def _is_computed(value: ir.Value) -> bool:
 
 
 def _is_weight(value: ir.Value | None) -> bool:
-    """Whether the numbers of a value stand in a weights file, or will."""
-    held = None if value is None else value.const_value
-    return value is not None and value.is_initializer() and (held is None or isinstance(held, ir.ExternalTensor))
+    """Whether a value is a weight that is stored in a weights file, or will be."""
+    tensor = None if value is None else value.const_value
+    return value is not None and value.is_initializer() and (tensor is None or isinstance(tensor, ir.ExternalTensor))
 
 
 def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType, *, files_are_wide: bool) -> None:
@@ -290,8 +291,8 @@ def _narrowed_tensor(value: ir.Value, array: np.ndarray, narrow: ir.DataType) ->
     narrowed = _narrowed(name, array, narrow)
     if not isinstance(value.const_value, ir.ExternalTensor):
         return ir.tensor(narrowed, dtype=narrow, name=name)
-    # A weight in a file has just been checked to fit. It is converted again when it is needed, so not all of them are
-    # in memory at once. Usually it is bound to the file of this dtype before that.
+    # The weight has just been checked to fit. It is converted again when it is needed, so that not all weights are in
+    # memory at once. Usually it is bound to the file of this dtype before that.
     shape = ir.Shape(array.shape)
     return ir.LazyTensor(
         lambda: ir.tensor(_narrowed(name, array, narrow), dtype=narrow, name=name), dtype=narrow, shape=shape, name=name
@@ -315,12 +316,12 @@ def _narrowed(name: str, array: np.ndarray, narrow: ir.DataType) -> np.ndarray:
 
 
 def _widens(node: ir.Node, narrow: ir.DataType) -> bool:
-    """Whether a node casts 16 bit back to float32, as this pass inserts it before an output."""
+    """Whether a node is a cast from 16 bits to float32, such as this pass inserts before an output."""
     return is_standard(node, "Cast") and node.inputs[0] is not None and node.inputs[0].dtype == narrow
 
 
 def _cast_nodes(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType, casts: ChainMap[ir.Value, ir.Value]) -> int:
-    """Casts the nodes of a graph in their order, those of branches before the If that contains them.
+    """Casts the nodes of a graph in their order; the nodes of branches come before the If that contains them.
 
     `casts` maps values to their casts in this graph and in those around it; casts inside a branch are not visible
     outside.
@@ -341,7 +342,7 @@ def _cast_nodes(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataType, cast
 
 
 def _match_branches(node: ir.Node, branches: Sequence[ir.Graph], narrow: ir.DataType) -> None:
-    """Gives each output of an If one type in all branches: float32 where one of them has it."""
+    """Gives each output of an If the same type in all branches: float32 if one of them has it."""
     for i, value in enumerate(node.outputs):
         if _is_float(value):
             wanted = FLOAT if any(branch.outputs[i].dtype == FLOAT for branch in branches) else narrow
@@ -351,7 +352,7 @@ def _match_branches(node: ir.Node, branches: Sequence[ir.Graph], narrow: ir.Data
 
 
 def _match_inputs(graph: ir.Graph, node: ir.Node, wanted: ir.DataType, casts: ChainMap[ir.Value, ir.Value]) -> None:
-    """Casts the float inputs that have another type than the node computes in; each value is cast once."""
+    """Casts the float inputs of a node to the type in which it computes; each value is cast once."""
     if is_standard(node, "Cast", "CastLike"):
         return
     for i, value in enumerate(node.inputs):

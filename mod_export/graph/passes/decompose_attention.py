@@ -1,8 +1,8 @@
-"""Attention in primitive operators, where a target has no kernel for the single operator.
+"""Writes Attention in primitive operators if a target has no kernel for the single operator.
 
-TensorRT takes the ONNX Attention operator only where it has a dedicated kernel, and it has none for float32. OpenVINO
-copies keys and values for every query head that shares them, and turns the copies, before its kernel for attention;
-written out as it is here, the same kernel reads them as they are.
+TensorRT takes the ONNX Attention operator only if it has a dedicated kernel, and it has none for float32. OpenVINO
+copies keys and values for every query head that shares them, and transposes the copies, before its attention kernel. In
+the form that is written here, the same kernel reads them as they are.
 
 Shape legend: B batch, H query heads, G key/value heads (H a multiple of G, R = H / G), T tokens of the queries, U of
 the keys and values, E head width, F that of the values.
@@ -35,20 +35,20 @@ from mod_export.types import Dialect, DType
 
 INT32, BOOL = ir.DataType.INT32, ir.DataType.BOOL
 MASK = 3
-"""The number of the input that is a mask."""
+"""The index of the mask among the inputs."""
 Masks = dict[tuple[int, int], ir.Value]
-"""(T, U) -> where the queries see the keys."""
+"""(T, U) -> bool (T, U), true where a query sees a key."""
 KNOWN_ATTRIBUTES = frozenset({"is_causal", "scale", "softcap", "qk_matmul_output_mode"})
 
 
 class DecomposeAttention:
     """Replaces Attention by MatMul, mask, Softmax, MatMul, the order that fusions of TensorRT and OpenVINO look for.
 
-    The queries are scaled before the product, as they expect. Grouped queries get an axis of their own, along which
-    keys and values are broadcast without a copy; in dialects with `grouped_rows` they become more rows, (B, G, R * T,
-    E), because OpenVINO's fusion takes four dimensions, and masks repeat their rows. The causal mask compares two short
-    ranges at run time: a stored mask of T * U would be larger than the weights. All attentions over the same lengths
-    share the comparison. A query that a mask hides from every key gives zeros, as it does in the operator.
+    The queries are scaled before the product, as these fusions expect. Grouped queries get an axis of their own, along
+    which keys and values are broadcast without a copy. In dialects with `grouped_rows` they become more rows instead,
+    (B, G, R * T, E), because OpenVINO's fusion takes four dimensions, and masks repeat their rows. The causal mask
+    compares two short ranges at run time: a stored mask of T * U would be larger than the weights. All attentions over
+    the same lengths share the comparison. A query that sees no key gives zeros, as it does in the operator.
     """
 
     name: ClassVar[str] = "decompose_attention"
@@ -62,28 +62,28 @@ class DecomposeAttention:
         Raises:
             GraphError: an Attention with a cache, a soft cap or another feature that this pass cannot rewrite.
         """
-        found = [(node, _sizes(node)) for node in _unwanted(model, dialect, dtype)]
-        # What is made in one branch is not there in another.
+        attentions = [(node, _sizes(node)) for node in _unwanted(model, dialect, dtype)]
+        # A value of one branch is not visible in another.
         shared: defaultdict[ir.Graph, _Shared] = defaultdict(lambda: _Shared({}, {}, dialect.grouped_rows))
-        for node, sizes in found:
+        for node, sizes in attentions:
             _rewrite(node, sizes, shared[graph_around(node)])
-        return len(found)
+        return len(attentions)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} is still one Attention" for node in _unwanted(model, dialect, dtype)]
 
 
 def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
-    """Attention operators for which the dialect has no kernel: by dtype, by the widths of a head, or with two masks."""
-    found = [node for node in model.graph.all_nodes() if is_standard(node, "Attention")]
+    """The Attentions that the dialect has no kernel for, because of their dtype, the widths of a head, or two masks."""
+    attentions = [node for node in model.graph.all_nodes() if is_standard(node, "Attention")]
     if dtype not in dialect.attention_dtypes:
-        return found
+        return attentions
     assert dialect.attention_widths is not None  # Otherwise this pass does not apply.
     narrowest, widest = dialect.attention_widths
-    widths = [{require_static_shape(value, node)[-1] for value in node.inputs[:3]} for node in found]
+    widths = [{require_static_shape(value, node)[-1] for value in node.inputs[:3]} for node in attentions]
     return [
         node
-        for node, (width, *others) in zip(found, widths, strict=True)
+        for node, (width, *others) in zip(attentions, widths, strict=True)
         if others or not narrowest <= width <= widest or (_mask(node) is not None and _is_causal(node))
     ]
 
@@ -107,7 +107,7 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(node: ir.Node) -> _Sizes:
-    """Of q (B, H, T, E), k (B, G, U, E), v (B, G, U, F)."""
+    """The sizes of q (B, H, T, E), k (B, G, U, E), v (B, G, U, F)."""
     problems = [f"input {i} ({value.name})" for i, value in enumerate(node.inputs) if i > MASK and value is not None]
     problems += [f"output {i} ({value.name})" for i, value in enumerate(node.outputs) if i > 0 and is_used(value)]
     problems += [f"attribute {name}" for name in node.attributes if name not in KNOWN_ATTRIBUTES]
@@ -133,12 +133,12 @@ def _sizes(node: ir.Node) -> _Sizes:
 
 
 class _Shared(NamedTuple):
-    """What several attentions of one graph use.
+    """Values that several attentions of one graph share.
 
     Attributes:
-        visible: (T, U) -> bool (T, U), whether a query sees a key.
-        rows: (mask, R, T) -> it with the rows of the R heads that share keys one after the other.
-        grouped_rows: of the dialect.
+        visible: (T, U) -> bool (T, U), true where a query sees a key.
+        rows: (mask, R, T) -> the mask with the rows of the R heads that share keys one after the other.
+        grouped_rows: `grouped_rows` of the dialect.
     """
 
     visible: Masks
@@ -176,25 +176,25 @@ def _rewrite(node: ir.Node, sizes: _Sizes, shared: _Shared) -> None:
 
 
 def _bias(writer: NodeWriter, node: ir.Node, sizes: _Sizes, shared: _Shared) -> tuple[ir.Value | None, ir.Value | None]:
-    """What a mask adds to the scores, in a shape that broadcasts to theirs; and the queries that it hides from every
-    key, bool (..., 1), to which nothing is added.
+    """(bias, hidden): the numbers that a mask adds to the scores, in a shape that broadcasts to theirs; and the queries
+    that see no key, bool (..., 1), to whose scores it adds nothing.
     """
-    given, q = _mask(node), node.inputs[0]
-    if given is None:
+    source, q = _mask(node), node.inputs[0]
+    if source is None:
         return None, None
     assert q is not None
     assert q.dtype is not None
     zero, never = (np.array(number, q.dtype.numpy()) for number in (0, -math.inf))
-    mask = _grouped(writer, given, sizes, shared)
-    fixed = constant_array(given)
+    mask = _grouped(writer, source, sizes, shared)
+    fixed = constant_array(source)
     if mask.dtype == BOOL:
         mask = writer.op("Where", mask, zero, never)
     if _is_causal(node):
         causal = _grouped(writer, shared.visible[sizes.T, sizes.U], sizes, shared)
         mask = writer.op("Where", causal, mask, never)
-    elif given.meta.get(LEAVES_A_KEY) or (fixed is not None and _leaves_a_key(fixed)):
+    elif source.meta.get(LEAVES_A_KEY) or (fixed is not None and _leaves_a_key(fixed)):
         return mask, None
-    # Counted in integers: OpenVINO's largest number of a row of minus infinities is the smallest finite one.
+    # Integers are reduced, because OpenVINO's maximum of a row of minus infinities is the lowest finite number.
     unseen = writer.op("Cast", writer.op("Equal", mask, never), to=INT32)
     hidden = writer.op("Cast", writer.op("ReduceMin", unseen, [-1], keepdims=1), to=BOOL)
     return writer.op("Where", hidden, zero, mask), hidden
@@ -206,8 +206,8 @@ def _leaves_a_key(mask: np.ndarray) -> bool:
 
 
 def _grouped(writer: NodeWriter, mask: ir.Value, sizes: _Sizes, shared: _Shared) -> ir.Value:
-    """A mask, broadcast to (B, H, T, U), as one that is broadcast to the scores: those have an axis of groups where
-    heads share keys, (B, G, R, T, U), or R times as many rows, (B, G, R * T, U).
+    """Reshapes a mask that broadcasts to (B, H, T, U) so that it broadcasts to the scores: if heads share keys, these
+    are (B, G, R, T, U), or (B, G, R * T, U) with `grouped_rows`.
     """
     G, R = sizes.G, sizes.H // sizes.G
     shape = static_shape(mask)
@@ -226,10 +226,10 @@ def _grouped(writer: NodeWriter, mask: ir.Value, sizes: _Sizes, shared: _Shared)
 
 
 def _causal(writer: NodeWriter, T: int, U: int, q: ir.Value) -> ir.Value:
-    """Bool (T, U): whether the query of this row may see the key of this column.
+    """Bool (T, U): whether the query of a row may see the key of a column.
 
-    A builder would compute a comparison of constants in advance and store the T * U result for every layer: 26 MB each
-    at 5,120 tokens. So the numbers of the queries are made to depend on the data.
+    An engine builder would compute a comparison of constants in advance and store the T * U result for every layer,
+    26 MB each at 5,120 tokens. So the numbers of the queries are made to depend on the data.
     """
     query = np.arange(T, dtype=np.int32)[:, None]
     late = writer.op("Add", query, late_zero(writer, q, INT32, (1, 1)))

@@ -1,15 +1,15 @@
-"""TopK of a long axis in groups, and then of the groups' winners.
+"""Splits a TopK over a long axis into a TopK of groups and a TopK of the groups' winners.
 
-TensorRT looks at the positions of one axis more or less one after the other, so that the time of a TopK follows the
-length of the axis and not k, and groups are looked at beside each other (ultralytics/ultralytics#25666 and #25755).
-One of the k best is one of the k best of its group, so the k best of all winners are the k best.
+TensorRT reads the positions of one axis more or less sequentially, so the time of a TopK depends on the length of the
+axis and not on k. It reads groups in parallel (ultralytics/ultralytics#25666 and #25755). Each of the k best is one of
+the k best of its group, so the k best of all winners are the k best.
 
-Ties keep their order. Groups stand in the order of the axis, and the winners of a group in the order in which TopK
-gives them: of equal winners the earlier position comes first, which TopK prefers. On a runtime whose TopK has no order
-of ties, there is none before and none after.
+Ties keep their order. Groups are in the order of the axis, and TopK returns the winners of a group in its own order. So
+of equal winners the earlier position comes first, and TopK prefers it. If a runtime's TopK has no order of ties, there
+is none before and none after.
 
-Groups have one length. What is left at the end of the axis is a shorter group of its own: a group that is filled up
-could give positions beyond the axis where scores are no numbers.
+All groups have one length, except a shorter one at the end of the axis. If that one were padded, it could return
+positions beyond the axis for scores that are NaN.
 
 Shape legend: S positions of the axis, k selected, N groups of G positions, R positions left, `...` other dimensions.
 """
@@ -27,11 +27,11 @@ from mod_export.graph.nodes import NodeWriter, constant_array, is_standard, is_u
 from mod_export.types import Dialect, DType
 
 LAUNCH = 1024
-"""Positions that take as long as starting one more TopK, about 2 us: what a group of another length costs."""
+"""Positions that take as long as starting another TopK, about 2 us: the cost of a group of another length."""
 
 
 class Long(NamedTuple):
-    """A TopK that groups make shorter: its input's shape, its axis counted from the front, its k, and G."""
+    """A TopK that is faster in groups, with its input's shape, its axis counted from the front, its k, and G."""
 
     node: ir.Node
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Long(NamedTuple):
 
 
 class GroupedTopk:
-    """Selects in groups first where that spares at least `dialect.topk_saving` positions one after the other."""
+    """Selects in groups first if that saves at least `dialect.topk_saving` sequential positions."""
 
     name: ClassVar[str] = "grouped_topk"
 
@@ -50,29 +50,29 @@ class GroupedTopk:
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         count = 0
-        # Groups of a very long axis, and their winners, can be long themselves.
-        while found := list(_long(model, dialect)):
-            for one in found:
-                write_groups(model.graph, one)
-            count += len(found)
+        # Groups of a very long axis, and their winners, may be long enough to be split again.
+        while long_axes := list(_long(model, dialect)):
+            for topk in long_axes:
+                write_groups(model.graph, topk)
+            count += len(long_axes)
         return count
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         return [
-            f"{label_of(one.node)} still looks at an axis of {one.shape[one.axis]}" for one in _long(model, dialect)
+            f"{label_of(topk.node)} still looks at an axis of {topk.shape[topk.axis]}" for topk in _long(model, dialect)
         ]
 
 
 @cache
 def group_length(S: int, k: int) -> int:
-    """The G with which the fewest positions are looked at one after the other, about the root of S x k. Of several the
-    longest, which makes the fewest groups.
+    """The G with the fewest sequential positions, about the root of S x k; of several, the longest, which makes the
+    fewest groups.
     """
     return min(range(S, 0, -1), key=lambda G: _one_after_the_other(S, k, G))
 
 
 def _one_after_the_other(S: int, k: int, G: int) -> int:
-    """Positions of a group, of what is left, and of all winners."""
+    """The number of sequential positions: those of a group, of the shorter last group, and of all winners."""
     N, R = divmod(S, G)
     left = LAUNCH + R if R else 0
     return S if G == S else G + left + N * min(k, G) + min(k, R)
@@ -95,17 +95,17 @@ def _long(model: ir.Model, dialect: Dialect) -> Iterator[Long]:
 
 
 def write_groups(graph: ir.Graph, one: Long) -> None:
-    """Replaces a TopK by one of each group and one of all winners."""
-    given = one.node.inputs[0]
-    assert given is not None
+    """Replaces a TopK by a TopK of each group and a TopK of all winners."""
+    scores = one.node.inputs[0]
+    assert scores is not None
     writer = NodeWriter(graph, one.node, "groups")
     S, G = one.shape[one.axis], one.group
     whole = S - S % G
-    parts = [_winners(writer, one, given, 0, whole, G)]
+    parts = [_winners(writer, one, scores, 0, whole, G)]
     if whole < S:
-        parts.append(_winners(writer, one, given, whole, S, S - whole))
+        parts.append(_winners(writer, one, scores, whole, S, S - whole))
     values, positions = (
-        some[0] if len(some) == 1 else writer.op("Concat", *some, axis=one.axis) for some in zip(*parts, strict=True)
+        part[0] if len(part) == 1 else writer.op("Concat", *part, axis=one.axis) for part in zip(*parts, strict=True)
     )
     order = {name: one.node.attributes.get_int(name, 1) for name in ("largest", "sorted")}
     best, chosen = writer.ops("TopK", 2, values, [one.k], axis=one.axis, **order)
@@ -116,7 +116,7 @@ def write_groups(graph: ir.Graph, one: Long) -> None:
 
 
 def _winners(writer: NodeWriter, one: Long, given: ir.Value, begin: int, end: int, G: int) -> tuple[ir.Value, ir.Value]:
-    """(..., N * min(k, G), ...): the winners' scores of the groups in [begin, end), and their positions in the axis."""
+    """The winners' scores of the groups in [begin, end), and their positions in the axis: (..., N * min(k, G), ...)."""
     axis, N, kept = one.axis, (end - begin) // G, min(one.k, G)
     before, after = one.shape[:axis], one.shape[axis + 1 :]
     if end - begin < one.shape[axis]:

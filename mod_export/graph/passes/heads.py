@@ -1,10 +1,10 @@
-"""Attention and the rotation of queries and keys in the form that is fast on a CPU: one operator each, no transposes.
+"""Writes attention and the rotation of queries and keys in forms that are fast on a CPU: one operator, no transposes.
 
 In primitive operators, RoPE (Su et al., arXiv 2104.09864) is a split, four products, a sum, a difference and a
-concatenation, and each of them reads and writes the whole tensor. PyTorch's attention wants (B, heads, T, E), so an
-export transposes queries, keys, values and the result. ONNX has one operator for the rotation since opset 23, which
-reads cosines and sines (B, T, E / 2) of the tokens at hand. It and Attention also read the heads side by side, (B, T,
-heads * E), the layout of the projections, with their number as an attribute; blocks of queries and keys are then
+concatenation, and each of them reads and writes the whole tensor. PyTorch's attention takes (B, heads, T, E), so an
+export transposes queries, keys, values and the result. ONNX has an operator for the rotation since opset 23, which
+reads cosines and sines (B, T, E / 2) of the current tokens. It and Attention can also read heads side by side, (B, T,
+heads * E), the layout of the projections, with the number of heads as an attribute. Blocks of queries and keys are then
 contiguous rows.
 
 Shape legend: B batch, H heads, T tokens, E head width.
@@ -40,14 +40,14 @@ ROW_BY_ROW = (
     "Transpose",
 )  # fmt: skip
 FIRST_OPSET = 23
-"""Of the operator RotaryEmbedding."""
+"""The first opset with the operator RotaryEmbedding."""
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 
 
 class RotaryEmbedding:
-    """Replaces a rotation in primitive operators, of two halves, by the operator RotaryEmbedding (not interleaved).
+    """Replaces a rotation of two halves in primitive operators by the operator RotaryEmbedding (not interleaved).
 
-    Also that of transformers, x * cos + rotate_half(x) * sin, whose tables have every column twice.
+    It also replaces the form of transformers, x * cos + rotate_half(x) * sin, whose tables have every column twice.
     """
 
     name: ClassVar[str] = "rotary_embedding"
@@ -56,15 +56,15 @@ class RotaryEmbedding:
         return dialect.rotary_embedding
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        found = list(_rotations(model))
+        rotations = list(_rotations(model))
         tables: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
-        for node, x, raw in found:
+        for node, x, raw in rotations:
             graph = graph_around(node)
             writer = NodeWriter(graph, node, "rotary")
-            # What is made in one branch is not there in another.
+            # A value of one branch is not visible in another.
             tables |= {(graph, value): _table(writer, value, x) for value in raw if (graph, value) not in tables}
             writer.replace(writer.op("RotaryEmbedding", x, *(tables[graph, value] for value in raw), like=x))
-        return len(found)
+        return len(rotations)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} still rotates in primitive operators" for node, *_ in _rotations(model)]
@@ -85,18 +85,18 @@ WRITTEN_OUT = pattern.Pattern(_written_out)
 
 
 def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Value]]]:
-    """(node, x, cosines and sines) of each rotation of x (B, H, T, E) that ends in `node`."""
+    """Yields (node, x, cosines and sines) of each rotation of x (B, H, T, E) that ends in `node`."""
     for node in list(model.graph.all_nodes()) if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
         shape = static_shape(node.outputs[0])
         if node.outputs[0].dtype not in FLOATS or shape is None or len(shape) != 4:
             continue
-        found = _of_halves(model, node) if is_standard(node, "Concat") else _with_rotate_half(node, shape[-1])
-        if found is None:
+        parts = _of_halves(model, node) if is_standard(node, "Concat") else _with_rotate_half(node, shape[-1])
+        if parts is None:
             continue
-        x, *tables = found
+        x, *tables = parts
         B, _, T, E = shape
         width = E // 2 if is_standard(node, "Concat") else E
-        fitting = ((T, width), (B, 1, T, width), (1, 1, T, width))  # The same for all heads.
+        fitting = ((T, width), (B, 1, T, width), (1, 1, T, width))  # Tables must be the same for all heads.
         if static_shape(x) == shape and all(static_shape(table) in fitting for table in tables):
             yield node, x, tables
 
@@ -110,8 +110,8 @@ def _of_halves(model: ir.Model, node: ir.Node) -> tuple[ir.Value, ir.Value, ir.V
 
 
 def _with_rotate_half(node: ir.Node, width: int) -> tuple[ir.Value, ir.Value, ir.Value] | None:
-    """(x, cos, sin) of x * cos + concat(-b, a) * sin of the halves a and b of x, where the halves of cos and sin are
-    equal.
+    """(x, cos, sin) of a node that is x * cos + concat(-b, a) * sin, where a and b are the halves of x, and the halves
+    of cos and sin are equal.
     """
     products = [made_by(value, "Mul") for value in node.inputs] if is_standard(node, "Add") else []
     for straight, turned in (products, products[::-1]) if len(products) == 2 else ():
@@ -128,7 +128,7 @@ def _with_rotate_half(node: ir.Node, width: int) -> tuple[ir.Value, ir.Value, ir
 
 
 def _turned(value: ir.Value | None, width: int) -> ir.Value | None:
-    """x, where a value is concat(-b, a) of its halves."""
+    """x, if a value is concat(-b, a) of the halves a and b of x."""
     concat = made_by(value, "Concat")
     if concat is None or len(concat.inputs) != 2 or concat.attributes.get_int("axis", 0) not in (-1, 3):
         return None
@@ -138,7 +138,7 @@ def _turned(value: ir.Value | None, width: int) -> ir.Value | None:
 
 
 def _half(value: ir.Value | None, width: int, number: int) -> ir.Value | None:
-    """x, where a value is its first (0) or second (1) half."""
+    """x, if a value is the first (0) or second (1) half of x."""
     node = None if value is None else value.producer()
     shape = None if node is None else static_shape(node.inputs[0])
     if node is None or value is None or shape is None or shape[-1] != width or width % 2:
@@ -153,11 +153,11 @@ def _half(value: ir.Value | None, width: int, number: int) -> ir.Value | None:
 
 
 def _has_equal_halves(value: ir.Value | None) -> bool:
-    """Whether the last dimension holds the same numbers twice, one after the other, whatever the inputs are."""
+    """Whether both halves of the last dimension are equal for any inputs."""
     array, shape = constant_array(value), static_shape(value)
     node = None if value is None else value.producer()
     if array is not None:
-        return array.ndim > 0 and all((one == array[..., : one.shape[-1]]).all() for one in np.split(array, 2, -1))
+        return array.ndim > 0 and all((half == array[..., : half.shape[-1]]).all() for half in np.split(array, 2, -1))
     if node is None or shape is None:
         return False
     if is_standard(node, "Concat"):
@@ -169,13 +169,13 @@ def _has_equal_halves(value: ir.Value | None) -> bool:
     if is_standard(node, "Mul"):
         number = constant_array(node.inputs[1])
         return number is not None and number.size == 1 and _has_equal_halves(node.inputs[0])
-    # These leave rows as they are, or compute each number by itself.
+    # These operators keep rows as they are, or compute each element by itself.
     return is_standard(node, *ROW_BY_ROW) and _has_equal_halves(node.inputs[0]) and _reads_whole_rows(node, len(source))
 
 
 def _reads_whole_rows(node: ir.Node, rank: int) -> bool:
     if is_standard(node, "GatherElements"):
-        # The same index for all of a row.
+        # All elements of a row must have the same index.
         index = made_by(node.inputs[1], "Expand")
         sizes = None if index is None else static_shape(index.inputs[0])
         return sizes is not None and sizes[-1:] == (1,) and node.attributes.get_int("axis", 0) not in (-1, rank - 1)
@@ -187,7 +187,7 @@ def _reads_whole_rows(node: ir.Node, rank: int) -> bool:
 
 
 def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
-    """Cosines or sines as (B, T, E / 2)."""
+    """Brings cosines or sines to (B, T, E / 2)."""
     B, _, T, E = static_shape(x) or (0, 0, 0, 0)
     rows = (static_shape(value) or ())[:-3] or (1,)
     if (static_shape(value) or ())[-1:] == (E,):
@@ -197,8 +197,8 @@ def _table(writer: NodeWriter, value: ir.Value, x: ir.Value) -> ir.Value:
 
 
 class Heads(NamedTuple):
-    """Where an input (B, heads, T, E) comes from: `heads` * E columns of `flat`, (B, T, columns), from `first` on; or
-    `flat` is (B, T, heads, E), such as where each head was normed. And the rotation in between if there is one.
+    """The source of an input (B, heads, T, E): `heads` * E columns of `flat` (B, T, columns) from `first` on; or a
+    `flat` (B, T, heads, E), such as after a norm of each head. `rotation` is the node in between, if there is one.
     """
 
     flat: ir.Value
@@ -208,8 +208,8 @@ class Heads(NamedTuple):
 
 
 class FlatHeads:
-    """Gives Attention and RotaryEmbedding (B, T, heads * E) where their inputs are transposed from it, or from a third:
-    one product often makes queries, keys and values.
+    """Lets Attention and RotaryEmbedding read (B, T, heads * E) if their inputs are transposed from it, or from a part
+    of a wider tensor: one product often makes queries, keys and values.
     """
 
     name: ClassVar[str] = "flat_heads"
@@ -218,35 +218,35 @@ class FlatHeads:
         return dialect.flat_heads
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        found = list(_attentions(model))
-        for node, inputs, result in found:
-            # Where the attention is, all its inputs are computed.
+        attentions = list(_attentions(model))
+        for node, inputs, result in attentions:
+            # At the attention, all its inputs have been computed.
             writer = NodeWriter(graph_around(node), node, "flat")
             attributes = {name: value.value for name, value in node.attributes.items()}
             attributes |= {"q_num_heads": inputs[0].heads, "kv_num_heads": inputs[1].heads}
             widths = [require_static_shape(value, node)[-1] for value in node.inputs[:3]]
-            read = [flat_heads(writer, one, width) for one, width in zip(inputs, widths, strict=True)]
+            read = [flat_heads(writer, source, width) for source, width in zip(inputs, widths, strict=True)]
             y = result[0].outputs[0]
             substitute(y, writer.op("Attention", *read, like=y, **attributes), *result, node)
-        return len(found)
+        return len(attentions)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} still gets transposed heads" for node, *_ in _attentions(model)]
 
 
 def _attentions(model: ir.Model) -> Iterator[tuple[ir.Node, list[Heads], tuple[ir.Node, ir.Node]]]:
-    """(attention, its query, key and value, `_result` of what it returns)."""
+    """Yields (attention, sources of its query, key and value, `_result` of its output)."""
     for node in model.graph.all_nodes():
         if not is_standard(node, "Attention") or any(value is not None for value in node.inputs[3:]):
             continue
         inputs, result = [heads_of(value) for value in node.inputs[:3]], _result(node.outputs[0])
-        found = [one for one in inputs if one is not None]
-        if len(found) == 3 and result is not None and not any(value.uses() for value in node.outputs[1:]):
-            yield node, found, result
+        sources = [source for source in inputs if source is not None]
+        if len(sources) == 3 and result is not None and not any(value.uses() for value in node.outputs[1:]):
+            yield node, sources, result
 
 
 def heads_of(value: ir.Value | None) -> Heads | None:
-    """Where an input (B, heads, T, E) of attention comes from; None where it is made in another way."""
+    """The source of an input (B, heads, T, E) of attention; None if it is computed in another way."""
     rotation = made_by(value, "RotaryEmbedding")
     value = value if rotation is None else rotation.inputs[0]
     transpose = made_by(value, "Transpose")
@@ -272,7 +272,7 @@ def heads_of(value: ir.Value | None) -> Heads | None:
 
 
 def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
-    """(source, n) where a value is the n-th element of its source along a dimension, which it does not have itself."""
+    """(source, n) if a value is the n-th element of its source along `axis`, and does not have that dimension."""
     node = made_by(value, "Gather", "Squeeze")
     if node is None:
         return None
@@ -281,7 +281,7 @@ def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
         node = made_by(node.inputs[0], "Slice")
         if node is None or dropped is None or dropped.tolist() != [axis]:
             return None
-        # One element is taken, whatever its end is, because that dimension can be dropped.
+        # The slice has one element, because its dimension can be dropped.
         axes = constant_array(node.inputs[3]) if len(node.inputs) > 3 else None
         if axes is None or axes.tolist() != [axis]:
             return None
@@ -294,7 +294,7 @@ def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
 
 
 def _result(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
-    """(Reshape to (B, T, heads * E), Transpose before it), where nothing else reads the attention's output."""
+    """(Reshape to (B, T, heads * E), Transpose before it), if nothing else reads the attention's output."""
     transpose = only_reader(value)
     if transpose is None or not is_standard(transpose, "Transpose") or not _swaps(transpose):
         return None
@@ -312,12 +312,12 @@ def _swaps(transpose: ir.Node) -> bool:
 
 
 def _side_by_side(flat: ir.Value, sizes: tuple[int, ...]) -> bool:
-    """Whether `flat` is (B, T, columns), where sizes are (B, T, heads, E), or (B, T, parts, heads, E)."""
+    """Whether `flat` is (B, T, columns) for sizes (B, T, heads, E) or (B, T, parts, heads, E)."""
     return static_shape(flat) == (*sizes[:2], math.prod(sizes[2:]))
 
 
 def flat_heads(writer: NodeWriter, one: Heads, width: int) -> ir.Value:
-    """(B, T, heads * `width`) of one input, with its rotation."""
+    """Writes an input of attention as (B, T, heads * `width`), with its rotation."""
     flat, rotation, columns = one.flat, one.rotation, one.heads * width
     B, T, *rest = static_shape(flat) or (0, 0)
     if len(rest) > 1:

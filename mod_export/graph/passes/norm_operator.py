@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm that a model writes out become the operator, which computes them in float32 in every graph.
+"""Replaces LayerNorm and RMSNorm in primitive operators by the norm operator, which computes in float32 in every graph.
 
-Written out, a norm is up to nine operators that each read and write the whole tensor, and ONNX Runtime joins them only
-in some of their forms. In float16, the square of any number above 255 is infinite, and the norm of its token 0. The
+In primitive operators, a norm is up to nine nodes that each read and write the whole tensor, and ONNX Runtime fuses
+only some forms of them. In float16, the square of a number above 255 is infinite, and the norm of its token is 0. The
 operators LayerNormalization and RMSNormalization compute mean and variance in float32 (`stash_type`), as PyTorch does.
 
 (x - mean) / sqrt(var + eps) * weight + bias: Ba et al., arXiv 1607.06450. x / sqrt(mean(x^2) + eps) * weight: Zhang and
@@ -32,7 +32,7 @@ from mod_export.graph.nodes import (
 from mod_export.types import Dialect, DType
 
 FIRST_OPSET = 23
-"""Of the operator RMSNormalization."""
+"""The first opset with the operator RMSNormalization."""
 FLOAT = ir.DataType.FLOAT
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze")
 
@@ -47,26 +47,26 @@ class NormOperator:
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
         count = 0
-        for one in _written_out(model):
-            # At once: the next one may read its result.
+        for norm in _written_out(model):
+            # Each norm is replaced at once, because the next one may read its result.
             count += 1
-            writer, y = NodeWriter(graph_around(one.nodes[0]), one.nodes[0], "operator"), one.nodes[0].outputs[0]
-            D = (static_shape(one.x) or (0,))[-1]
-            scale = writer.constant(np.ones(D, np.float32)) if one.weight is None else one.weight
-            name = "LayerNormalization" if one.centred else "RMSNormalization"
-            read = [one.x, scale] if one.bias is None else [one.x, scale, one.bias]
-            norm = writer.op(name, *read, like=y, axis=-1, epsilon=one.epsilon, stash_type=int(FLOAT))
-            substitute(y, norm, *one.nodes)
+            writer, y = NodeWriter(graph_around(norm.nodes[0]), norm.nodes[0], "operator"), norm.nodes[0].outputs[0]
+            D = (static_shape(norm.x) or (0,))[-1]
+            scale = writer.constant(np.ones(D, np.float32)) if norm.weight is None else norm.weight
+            name = "LayerNormalization" if norm.centred else "RMSNormalization"
+            read = [norm.x, scale] if norm.bias is None else [norm.x, scale, norm.bias]
+            result = writer.op(name, *read, like=y, axis=-1, epsilon=norm.epsilon, stash_type=int(FLOAT))
+            substitute(y, result, *norm.nodes)
         return count
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(one.nodes[0])} still writes a norm out" for one in _written_out(model)]
+        return [f"{label_of(norm.nodes[0])} still writes a norm out" for norm in _written_out(model)]
 
 
 class _Norm(NamedTuple):
-    """x (..., D), weight and bias (D,) or None, and the nodes after the root, the one that gives the result first.
+    """A norm of x (..., D) with weight and bias (D,) or None, and its nodes after the root, the last one first.
 
-    `centred` by its mean it is a LayerNorm.
+    If it is `centred` by its mean, it is a LayerNorm.
     """
 
     x: ir.Value
@@ -80,14 +80,14 @@ class _Norm(NamedTuple):
 def _written_out(model: ir.Model) -> Iterator[_Norm]:
     for node in model.graph.all_nodes() if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
         for over, root in _quotient(node):
-            one = _norm(node, over, root)
-            if one is not None:
-                yield one
+            norm = _norm(node, over, root)
+            if norm is not None:
+                yield norm
                 break
 
 
 def _quotient(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """(value, radicand) where a node divides a value by the root of another: at most one of the pairs is a norm."""
+    """Yields (value, radicand) if a node divides a value by the root of another; at most one of the pairs is a norm."""
     if not is_standard(node, "Div", "Mul"):
         return
     a, b = node.inputs
@@ -98,13 +98,13 @@ def _quotient(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
 
 
 def _root(value: ir.Value | None) -> ir.Value | None:
-    """The value that this is the root of."""
+    """The radicand of a value that is a root; None for any other value."""
     node = made_by(value, "Sqrt", "Pow")
     return node.inputs[0] if node is not None and (node.op_type == "Sqrt" or _is(node.inputs[1], 0.5)) else None
 
 
 def _inverse_root(value: ir.Value | None) -> ir.Value | None:
-    """The value that this is one over the root of."""
+    """The radicand of a value that is one over a root; None for any other value."""
     node = made_by(value, "Reciprocal", "Div", "Pow")
     if node is None:
         return None
@@ -116,7 +116,7 @@ def _inverse_root(value: ir.Value | None) -> ir.Value | None:
 
 
 def _norm(node: ir.Node, over: ir.Value, radicand: ir.Value) -> _Norm | None:
-    """The norm that divides `over` by the root of `radicand`, with weight and bias where they follow."""
+    """The norm that divides `over` by the root of `radicand`, with weight and bias if there are any."""
     added = made_by(radicand, "Add")
     terms = () if added is None else ((added.inputs[0], added.inputs[1]), (added.inputs[1], added.inputs[0]))
     for variance, number in terms:
@@ -144,7 +144,7 @@ def _norm(node: ir.Node, over: ir.Value, radicand: ir.Value) -> _Norm | None:
 
 
 def _averaged_square(value: ir.Value | None) -> ir.Value | None:
-    """x, where a value is the mean of x * x over its last dimension, in any view of the same numbers."""
+    """x, if a value is the mean of x * x over its last dimension, in any view of the same numbers."""
     while (view := made_by(value, *VIEWS)) is not None:
         value = view.inputs[0]
     square = made_by(_averaged(value), "Mul", "Pow")
@@ -155,7 +155,7 @@ def _averaged_square(value: ir.Value | None) -> ir.Value | None:
 
 
 def _averaged(value: ir.Value | None) -> ir.Value | None:
-    """x, where a value is its mean over the last dimension."""
+    """x, if a value is the mean of x over the last dimension."""
     node = made_by(value, "ReduceMean")
     if node is None or node.inputs[0] is None:
         return None
@@ -164,7 +164,7 @@ def _averaged(value: ir.Value | None) -> ir.Value | None:
 
 
 def _centred(value: ir.Value) -> ir.Value | None:
-    """x, where a value is x less its mean over the last dimension."""
+    """x, if a value is x minus the mean of x over the last dimension."""
     node = made_by(value, "Sub")
     if node is None or node.inputs[0] is None:
         return None
@@ -175,12 +175,12 @@ def _centred(value: ir.Value) -> ir.Value | None:
 
 
 def _same(one: ir.Value, other: ir.Value) -> bool:
-    """Whether two values are equal: the same one, or both the same value less its mean."""
+    """Whether two values are equal: they are one value, or both are the same value minus its mean."""
     return one is other or ((centre := _centred(one)) is not None and centre is _centred(other))
 
 
 def _with_vector(node: ir.Node, D: int) -> tuple[ir.Value | None, ir.Value | None]:
-    """(vector, other input) of a node of which one input is (D,) and the other is not."""
+    """(vector, other input) of a node with one input (D,) and one of another shape."""
     a, b = node.inputs
     for vector, other in ((a, b), (b, a)):
         if (
@@ -194,9 +194,8 @@ def _with_vector(node: ir.Node, D: int) -> tuple[ir.Value | None, ir.Value | Non
 
 
 def _followed_by(op_type: str, nodes: list[ir.Node], D: int) -> ir.Value | None:
-    """The vector (D,), where all that happens to the first node's result is that it is multiplied or added.
-
-    The node that does so is put before the others.
+    """The vector (D,) that the only reader of the first node's result multiplies it by, or adds to it; None if there is
+    none. This reader is put before the other nodes.
     """
     reader = only_reader(nodes[0].outputs[0])
     if reader is None or not is_standard(reader, op_type):

@@ -1,9 +1,9 @@
-"""Attention over a cache that rotates queries and keys itself, and takes them and the values from one product.
+"""Lets attention over a cache rotate queries and keys itself, and read them and the values from one product.
 
-What `cached_attention` leaves of a step's attention is a node that attends and two that rotate, each of a few hundred
-numbers, so that starting a node, and threads that wait for each other, are a part of the time. ONNX Runtime's
-GroupQueryAttention rotates by tables that it indexes with the positions, and where one product makes queries, keys and
-values (`quantize_weights`) it reads them as they stand there.
+After `cached_attention`, a step's attention is one node that attends and two nodes that rotate, each of a few hundred
+numbers, so that starting nodes and waiting threads take a part of the time. ONNX Runtime's GroupQueryAttention rotates
+by tables that it indexes with the positions. If one product makes queries, keys and values (`quantize_weights`), it
+reads them from the result of that product.
 
 Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
 
@@ -23,16 +23,16 @@ from mod_export.graph.passes.products import MICROSOFT
 from mod_export.types import Dialect, DType
 
 QUERY, KEY, VALUE, KEY_CACHE, TOTAL = 0, 1, 2, 3, 6
-"""Numbers of the operator's inputs."""
+"""The indices of the operator's inputs."""
 ATTRIBUTES = ("interleaved", "rotary_embedding_dim")
-"""Of RotaryEmbedding, besides the number of heads."""
+"""The attributes of RotaryEmbedding besides the number of heads."""
 WIDTHS = 16
-"""The operator rotates heads of a multiple of this width."""
+"""The operator only rotates heads whose width is a multiple of this."""
 VIEWS = ("Reshape", "Unsqueeze", "Squeeze")
 
 
 class _Rotation(NamedTuple):
-    """How queries and keys are rotated: by which tables (P, E / 2), at which positions, int64 of B numbers."""
+    """The rotation of queries and keys: tables (P, E / 2), int64 positions of B elements, and if it is interleaved."""
 
     cos: ir.Value
     sin: ir.Value
@@ -43,7 +43,7 @@ class _Rotation(NamedTuple):
 class PackedAttention:
     """Moves RotaryEmbedding into GroupQueryAttention, and a Split into queries, keys and values likewise.
 
-    A rotation of a part of a head, or by tables that are computed, keeps its form.
+    A rotation of only a part of a head, or by computed tables, stays as it is.
     """
 
     name: ClassVar[str] = "packed_attention"
@@ -52,11 +52,11 @@ class PackedAttention:
         return dialect.cached_attention
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        found = [(node, rotation) for node in model.graph.all_nodes() if (rotation := _rotation(node)) is not None]
+        attentions = [(node, rotation) for node in model.graph.all_nodes() if (rotation := _rotation(node)) is not None]
         shared: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
-        for node, rotation in found:
+        for node, rotation in attentions:
             _rotate_inside(node, rotation, shared)
-        return len(found)
+        return len(attentions)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         return []
@@ -79,7 +79,7 @@ def _rotation(node: ir.Node) -> _Rotation | None:
 
 
 def _looked_up(value: ir.Value | None, cache: tuple[int, ...]) -> tuple[ir.Value, ir.Value] | None:
-    """(table, positions), where a value is a table's row for the one token of each row of text."""
+    """(table, positions), if a value is a table's row for the one token of each row of text."""
     while (view := made_by(value, *VIEWS)) is not None:
         value = view.inputs[0]
     gather = made_by(value, "Gather")
@@ -96,7 +96,7 @@ def _looked_up(value: ir.Value | None, cache: tuple[int, ...]) -> tuple[ir.Value
 
 
 def _rotate_inside(node: ir.Node, rotation: _Rotation, shared: dict[tuple[ir.Graph, ir.Value], ir.Value]) -> None:
-    """`shared` has what earlier attention of the same graph reads: tables and positions."""
+    """Moves a rotation into its attention. `shared` holds tables and positions of earlier attentions of the graph."""
     graph = node.graph
     assert isinstance(graph, ir.Graph)
     writer = NodeWriter(graph, node, "packed")
@@ -114,21 +114,21 @@ def _rotate_inside(node: ir.Node, rotation: _Rotation, shared: dict[tuple[ir.Gra
         P, columns = require_static_shape(table, node)
         missing = slots - P
         if (graph, table) not in shared:
-            # The operator wants a row for every slot, also for the last one, which has no position.
+            # The operator needs a table row for every slot, also for the last one, which has no position.
             none = np.zeros((missing, columns), np.float32) if missing > 0 else None
             shared[graph, table] = table if none is None else writer.op("Concat", table, none, axis=0)
-    made = writer.many(
+    results = writer.many(
         "GroupQueryAttention",
         list(node.outputs),
         *parts,
         *node.inputs[KEY_CACHE : TOTAL + 1],
-        *(shared[graph, one] for one in (rotation.cos, rotation.sin, rotation.positions)),
+        *(shared[graph, value] for value in (rotation.cos, rotation.sin, rotation.positions)),
         domain=MICROSOFT,
         **{name: attribute.value for name, attribute in node.attributes.items()},
         do_rotary=1,
         rotary_interleaved=rotation.interleaved,
     )
-    for old, new in zip(node.outputs, made, strict=True):
+    for old, new in zip(node.outputs, results, strict=True):
         new.name, old.name = old.name, None
         ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
     graph.remove(node, safe=True)

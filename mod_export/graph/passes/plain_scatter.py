@@ -1,12 +1,13 @@
 """Rewrites a scatter with a reduction as gather, arithmetic and a plain scatter.
 
-`x.scatter_add(...)` and `index_add` write x + update at given positions. Where every position occurs once, that equals
+`x.scatter_add(...)` and `index_add` write x + update at given positions. If every position occurs once, that equals
 reading the old values, adding, and writing the sums back, which every target can do.
 
 The proof that every position occurs once follows the indices back to the selections they come from. TopK gives unique
-positions in each row, and that is all a proof can start from: which positions they are is only known when the graph
-runs. So every index is held as a constant plus an unknown position, `offset + draw[slot]`, where the slots of one draw
-are different numbers in [0, span). Reshaping, slicing, concatenating and adding constants keep that form.
+positions in each row, and the proof can start from nothing else, because the positions themselves are only known when
+the graph runs. So every index is represented as a constant plus an unknown position, `offset + draw[slot]`. A draw is
+one unknown selection, whose slots hold different numbers in [0, span). Reshaping, slicing, concatenating and adding
+constants keep that form.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ ARITHMETIC = {"add": "Add", "mul": "Mul", "max": "Max", "min": "Min"}
 GATHERS = {"ScatterND": "GatherND", "ScatterElements": "GatherElements"}
 CONSTANT = -1
 INDEX = np.dtype([(name, np.int64) for name in ("draw", "slot", "offset", "span")])
-"""An index. `draw` is CONSTANT where the index is `offset` alone; `span` is then 1."""
+"""The dtype of an index. `draw` is CONSTANT if the index is `offset` alone; `span` is then 1."""
 SAME_ORDER = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity", "Cast")
 
 
 class PlainScatter:
-    """Rewrites scatters with a reduction whose positions are proven to be unique, so each is written once.
+    """Rewrites scatters with a reduction whose positions are proven to be unique, so that each is written once.
 
-    Runs before `threshold_selection`, since the proof starts from TopK.
+    It runs before `threshold_selection`, because the proof starts from TopK.
     """
 
     name: ClassVar[str] = "plain_scatter"
@@ -45,7 +46,7 @@ class PlainScatter:
         """Rewrites every reducing scatter.
 
         Raises:
-            LimitError: a scatter whose targets are not provably unique.
+            LimitError: the targets of a scatter are not provably unique.
         """
         reducing = _reducing(model)
         for node in reducing:
@@ -83,32 +84,32 @@ def _rewrite(node: ir.Node) -> None:
 
 
 def has_unique_targets(node: ir.Node) -> bool:
-    """Whether no two updates of a ScatterND or ScatterElements can hit the same element, whatever the inputs are.
+    """Whether no two updates of a ScatterND or ScatterElements can hit the same element, for any inputs.
 
-    False also where that cannot be proven.
+    False if that cannot be proven.
     """
-    found = _Tracer().index(node.inputs[1])
-    if found is None or not found.size:
-        return found is not None
+    index = _Tracer().index(node.inputs[1])
+    if index is None or not index.size:
+        return index is not None
     if node.op_type == "ScatterND":
-        return _distinct(found.reshape(-1, found.shape[-1]))
+        return _distinct(index.reshape(-1, index.shape[-1]))
     axis = node.attributes.get_int("axis", 0)
-    # Along a broadcast axis every element repeats the first, so one of them stands for all.
+    # Along a broadcast axis every element repeats the first, so checking the first is enough.
     once = tuple(
-        slice(0, 1) if not stride and i != axis % found.ndim else slice(None) for i, stride in enumerate(found.strides)
+        slice(0, 1) if not stride and i != axis % index.ndim else slice(None) for i, stride in enumerate(index.strides)
     )
-    return _distinct_lines(found[once], axis)
+    return _distinct_lines(index[once], axis)
 
 
 class _Tracer:
-    """Follows indices upwards, and numbers the draws it meets. An index is an array of INDEX of the value's shape."""
+    """Follows indices upwards, and numbers the draws it meets. Indices are INDEX arrays in the shape of their value."""
 
     def __init__(self) -> None:
         self._known: dict[ir.Value, np.ndarray | None] = {}
         self._draws = 0
 
     def index(self, value: ir.Value | None) -> np.ndarray | None:
-        """What is known of an integer value; None if nothing."""
+        """The indices in an integer value; None if nothing is known about them."""
         if value is None:
             return None
         if value not in self._known:
@@ -126,11 +127,11 @@ class _Tracer:
         if is_standard(node, "GatherElements"):
             return self._looked_up(node, shape)
         read = node.inputs if is_standard(node, "Add", "Concat") else node.inputs[:1]
-        inputs = [one for item in read if (one := self.index(item)) is not None]
+        inputs = [index for item in read if (index := self.index(item)) is not None]
         return _follow(node, inputs, shape) if len(inputs) == len(read) else None
 
     def _selected(self, node: ir.Node, value: ir.Value, shape: tuple[int, ...]) -> np.ndarray | None:
-        """TopK: its indices are a new draw for each row, its values a part of the draw that they come from."""
+        """A new draw for each row of a TopK: its indices are positions of the axis, its values some of its inputs."""
         axis = node.attributes.get_int("axis", -1) % len(shape)
         source = static_shape(node.inputs[0])
         if source is None:
@@ -144,7 +145,7 @@ class _Tracer:
         return self._drawn(shape, axis, offset, span)
 
     def _looked_up(self, node: ir.Node, shape: tuple[int, ...]) -> np.ndarray | None:
-        """Different ones of positions that differ, such as those that were selected before."""
+        """A new draw for each line of a GatherElements whose table and indices have no repetition in any line."""
         axis = node.attributes.get_int("axis", 0) % len(shape)
         table, index = self.index(node.inputs[0]), self.index(node.inputs[1])
         if table is None or index is None or not _distinct_lines(table, axis) or not _distinct_lines(index, axis):
@@ -163,11 +164,11 @@ class _Tracer:
 
 
 def _index(shape: tuple[int, ...], **fields: np.ndarray) -> np.ndarray:
-    found = np.zeros(shape, INDEX)
-    found["draw"], found["span"] = CONSTANT, 1
+    result = np.zeros(shape, INDEX)
+    result["draw"], result["span"] = CONSTANT, 1
     for name, field in fields.items():
-        found[name] = field
-    return found
+        result[name] = field
+    return result
 
 
 def _distinct_lines(index: np.ndarray, axis: int) -> bool:
@@ -177,7 +178,7 @@ def _distinct_lines(index: np.ndarray, axis: int) -> bool:
 
 
 def _range_of_lines(index: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """(offset, span) that hold every index of each line, with one element along the axis."""
+    """(offset, span) of a range that contains every index of a line, with one element along the axis."""
     first = index["offset"].min(axis, keepdims=True)
     return first, (index["offset"] + index["span"]).max(axis, keepdims=True) - first
 
@@ -189,7 +190,7 @@ def _follow(node: ir.Node, inputs: list[np.ndarray], shape: tuple[int, ...]) -> 
     if is_standard(node, "Expand"):
         return np.broadcast_to(first, shape)
     if is_standard(node, "Tile"):
-        # Copies along a dimension of one element are those of Expand, for which one line then stands for all.
+        # Copies along a dimension of one element are those of Expand, so only one of them is checked later.
         copies = all(size in (1, new) for size, new in zip(first.shape, shape, strict=True))
         repeats = constant_array(node.inputs[1])
         return np.broadcast_to(first, shape) if copies else None if repeats is None else np.tile(first, repeats)
@@ -206,22 +207,22 @@ def _follow(node: ir.Node, inputs: list[np.ndarray], shape: tuple[int, ...]) -> 
 
 
 def _sliced(node: ir.Node, index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A part of the lines, such as the last k of a whole sort. Going forward, bounds mean what they mean in Python."""
-    given = [None if value is None else constant_array(value) for value in node.inputs[1:]]
-    if len(given) < 2 or any(array is None for array in given):
+    """A slice of indices, such as the last k of a whole sort. With positive steps, bounds are those of Python."""
+    bounds = [None if value is None else constant_array(value) for value in node.inputs[1:]]
+    if len(bounds) < 2 or any(array is None for array in bounds):
         return None
-    starts, ends, *others = (array.tolist() for array in given if array is not None)
+    starts, ends, *others = (array.tolist() for array in bounds if array is not None)
     axes = others[0] if others else range(len(starts))
     steps = others[1] if len(others) > 1 else [1] * len(starts)
     if not len(starts) == len(ends) == len(axes) == len(steps) or min(steps, default=1) < 1:
         return None
     parts = dict(zip(axes, map(slice, starts, ends, steps), strict=True))
-    found = index[tuple(parts.get(axis, parts.get(axis - index.ndim, slice(None))) for axis in range(index.ndim))]
-    return found if found.shape == shape else None
+    result = index[tuple(parts.get(axis, parts.get(axis - index.ndim, slice(None))) for axis in range(index.ndim))]
+    return result if result.shape == shape else None
 
 
 def _sum(a: np.ndarray, b: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The sum of two, at most one of which is unknown at each element."""
+    """The sum of two indices; None if both are unknown at some element."""
     a, b = (np.broadcast_to(item, shape) for item in (a, b))
     if ((a["draw"] != CONSTANT) & (b["draw"] != CONSTANT)).any():
         return None
@@ -233,8 +234,8 @@ def _sum(a: np.ndarray, b: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | N
 def _distinct(tuples: np.ndarray) -> bool:
     """Whether the N index tuples (N, q) are pairwise different.
 
-    Tuples differ if in some column their ranges do not meet. Those whose ranges meet in every column differ if in one
-    of the columns they are different slots of the same draw at the same offset.
+    Tuples differ if their ranges do not overlap in some column. Tuples whose ranges overlap in every column differ if
+    they are different slots of the same draw at the same offset in one of the columns.
     """
     if (tuples["offset"] < 0).any():
         return False  # Negative indices count from the end and may meet any other.

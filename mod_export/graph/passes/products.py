@@ -1,7 +1,7 @@
-"""Products with weights as they are stored, in floats without a transposed copy.
+"""Multiplies by float weights as they are stored, without a transposed copy.
 
 PyTorch stores a linear layer's weight as (out, in), and ONNX MatMul wants (in, out), so an export transposes every
-weight, and a runtime computes the transposed copies while loading: the whole model once more in memory. ONNX Runtime's
+weight, and a runtime computes the transposed copies while loading: the whole model is in memory twice. ONNX Runtime's
 FusedMatMul reads a weight as it is stored, so the weight stays in the file that all buckets map.
 
 Shape legend: K the summed dimension, N columns of the result.
@@ -30,7 +30,7 @@ class Product(NamedTuple):
 
 
 def product_of(node: ir.Node) -> Product | None:
-    """The product that a node computes; None where it is none, or not by a transposed weight."""
+    """The product that a node computes; None if it computes no product with a transposed weight."""
     if not is_standard(node, "MatMul"):
         return _stored_gemm(node)
     x, right = node.inputs
@@ -46,12 +46,12 @@ def product_of(node: ir.Node) -> Product | None:
 
 
 def _stored_gemm(node: ir.Node) -> Product | None:
-    """The product that a Gemm without a bias computes of rows and a stored weight; None where a node is no such."""
+    """The product of rows and a stored weight that a Gemm without a bias computes; None for any other node."""
     if not is_standard(node, "Gemm") or any(value is not None for value in node.inputs[2:]):
         return None
     x, weight = node.inputs[:2]
-    given = (node.attributes.get_float("alpha", 1.0), node.attributes.get_int("transA", 0))
-    if x is None or weight is None or not weight.is_initializer() or given != (1.0, 0):
+    attributes = (node.attributes.get_float("alpha", 1.0), node.attributes.get_int("transA", 0))
+    if x is None or weight is None or not weight.is_initializer() or attributes != (1.0, 0):
         return None
     shape = static_shape(weight)
     if shape is None or node.attributes.get_int("transB", 0) != 1:
@@ -62,8 +62,8 @@ def _stored_gemm(node: ir.Node) -> Product | None:
 class StoredWeights:
     """Replaces MatMul with a transposed weight by com.microsoft::FusedMatMul, which transposes while it packs.
 
-    So too a Gemm that does the same for rows without a batch, as the head of a prompt's last token is exported: ONNX
-    Runtime's sessions share packed weights among operators of one type only.
+    It also replaces a Gemm that does the same for rows without a batch, such as the head of a prompt's last token,
+    because ONNX Runtime's sessions share packed weights only among operators of one type.
     """
 
     name: ClassVar[str] = "stored_weights"
@@ -72,17 +72,17 @@ class StoredWeights:
         return dialect.stored_weights
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        found = _float_products(model)
-        for node, x, weight, _ in found:
+        products = _float_products(model)
+        for node, x, weight, _ in products:
             writer = NodeWriter(graph_around(node), node, "stored")
             writer.replace(writer.op("FusedMatMul", x, weight, domain=MICROSOFT, like=node.outputs[0], transB=1))
             model.opset_imports[MICROSOFT] = 1
-        return len(found)
+        return len(products)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(one.node)} packs a copy of {one.weight.name}" for one in _float_products(model)]
+        return [f"{label_of(product.node)} packs a copy of {product.weight.name}" for product in _float_products(model)]
 
 
 def _float_products(model: ir.Model) -> list[Product]:
-    """Those in branches as well, which use the weights of the whole graph."""
-    return [found for found in map(product_of, model.graph.all_nodes()) if found is not None]
+    """The products with transposed weights, also in branches, which use the weights of the whole graph."""
+    return [product for product in map(product_of, model.graph.all_nodes()) if product is not None]

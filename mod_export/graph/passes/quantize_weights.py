@@ -1,19 +1,18 @@
-"""Weights as numbers of 8 or 4 bits, in the ways that are fast on a CPU. No token depends on the tokens beside it.
+"""Quantizes weights to 8 or 4 bits in forms that are fast on a CPU. The rounding of a token depends on no other token.
 
-Of many rows, int8: activations are rounded to 8 bits too, each token with a scale and a zero point of its own that are
-computed at run time, and the product is computed in integers. Of few rows, as in a step of text, every weight is read
-once and next to nothing is computed, so bytes are what counts: both dtypes store blocks with one scale each, and
-the kernel of MatMulNBits rounds activations block by block. Its errors are the smallest, and it is faster than float32
-for many rows as well, so int8 stores two kinds of weights so everywhere: the head's, because no later layer averages
-its errors, which has 8 bits in int4 too; and those that read the product of two activations, such as SwiGLU's, whose
-few large elements would use up the range of a token's scale. Where the head's weight is the table of ids too, both read
-it in blocks.
+For products of many rows, int8 rounds activations to 8 bits too, with a scale and a zero point for each token that are
+computed at run time, and multiplies integers. For products of few rows, as in a step of text, every weight is read once
+and little is computed, so the number of bytes counts: both dtypes store blocks with one scale each, and the kernel of
+MatMulNBits rounds activations block by block. This form has the smallest errors, and it is faster than float32 for many
+rows as well. So int8 uses it everywhere for two kinds of weights: the head's, because no later layer averages its
+errors (it has 8 bits in int4 too); and those that read the product of two activations, as in SwiGLU, whose few large
+elements would use up the range of a token's scale. If the head's weight is the embedding table too, both read blocks.
 
-An engine that rounds activations itself (`Dialect.rounds_activations`) gets the int8 weights of a graph in which some
-product has many rows as DequantizeLinear and MatMul, the head's too. OpenVINO rounds groups of a token's numbers, so
-its errors are near those of blocks, at the speed of whole columns.
+An engine that rounds activations itself (`Dialect.rounds_activations`) gets int8 weights as DequantizeLinear and
+MatMul, the head's too, if some product of the graph has many rows. OpenVINO rounds groups of a token's numbers, so its
+errors are close to those of blocks, at the speed of whole columns.
 
-Shape legend: K the summed dimension, N columns of the result, R rows, V rows of a table, B and T those of token ids.
+Shape legend: K the summed dimension, N columns of the result, R rows, V rows of a table, (B, T) token ids.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from mod_export.types import QUANTIZED, Dialect, DType
 FLOAT = ir.DataType.FLOAT
 VIEWS = ("Reshape", "Squeeze", "Transpose", "Unsqueeze")
 TAKEN = (*VIEWS, "Gather", "Slice")
-"""What may stand between a head and the logits that a graph returns: a prompt returns those of its last token."""
+"""Operators that may stand between a head and the logits that a graph returns: a prompt returns its last token's."""
 MANY = 32
-"""Rows of which a product in integers is worth its rounding."""
+"""The fewest rows for which a product in integers is worth the rounding of its activations."""
 SMALLEST = 32
-"""Columns or summed elements below which a product gains nothing: a router's projection has one column."""
+"""The fewest columns or summed elements of a product that gains anything: a router's projection has one column."""
 
 
 class _Found(NamedTuple):
@@ -59,7 +58,7 @@ class _Found(NamedTuple):
 
 
 class _Rounded(NamedTuple):
-    """Rows as whole numbers, and what they stand for: x = scale (x_int + below)."""
+    """Rows that are rounded to integers: x = scale (x_int + below)."""
 
     x_int_RK: ir.Value
     scale_R1: ir.Value
@@ -69,7 +68,7 @@ class _Rounded(NamedTuple):
 class QuantizeWeights:
     """Replaces products with weights by MatMulIntegerToFloat, MatMulNBits, or DequantizeLinear and MatMul.
 
-    The router's stays float32, because a selection compares scores (`cast_floats` has the same rule).
+    The router's weight stays float32, because a selection compares scores (`cast_floats` has the same rule).
     """
 
     name: ClassVar[str] = "quantize_weights"
@@ -78,32 +77,32 @@ class QuantizeWeights:
         return dtype in QUANTIZED
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        found = list(_quantizable(model.graph, dialect, dtype))
-        tables = {product.weight: form for product, form in found if form in BITS and BITS[form] == 8}
-        tables = {} if dialect.rounds_activations else tables  # Another graph of it reads the table as it is.
+        quantizable = list(_quantizable(model.graph, dialect, dtype))
+        tables = {product.weight: form for product, form in quantizable if form in BITS and BITS[form] == 8}
+        tables = {} if dialect.rounds_activations else tables  # The engine's other graphs read the table as it is.
         lookups = [node for node in model.graph if _is_lookup(node) and node.inputs[0] in tables]
         rounded: dict[tuple[ir.Value, ir.Graph], _Rounded] = {}
-        for products, form in _side_by_side(found):
+        for products, form in _side_by_side(quantizable):
             if form == "int8" and dialect.rounds_activations:
                 _multiply_dequantized(model.graph, products[0])
             elif form == "int8":
                 _multiply_integers(model.graph, products[0], rounded)
             else:
                 _multiply_blocks(model.graph, products, form)
-        if found:
+        if quantizable:
             model.opset_imports[MICROSOFT] = 1
         for node in lookups:
             assert node.inputs[0] is not None
             _look_up(model.graph, node, tables[node.inputs[0]])
-        return len(found) + len(lookups)
+        return len(quantizable) + len(lookups)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        found = _quantizable(model.graph, dialect, dtype)
-        return [f"{label_of(product.node)} multiplies by a float32 weight" for product, _ in found]
+        quantizable = _quantizable(model.graph, dialect, dtype)
+        return [f"{label_of(product.node)} multiplies by a float32 weight" for product, _ in quantizable]
 
 
 def stored_forms(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, set[Form]]:
-    """The forms in which a graph reads each of its weights once the pass has run, which it does here."""
+    """Runs the pass, and returns the forms in which the graph then reads each of its weights."""
     QuantizeWeights().run(model, dialect, dtype)
     common.RemoveUnusedNodesPass()(model)
     return forms_of(model.graph.initializers)
@@ -111,7 +110,7 @@ def stored_forms(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, s
 
 def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_Found]:
     island = float32_island(graph)
-    # Beside weights of four bits it is the head's alone, whose errors are small there.
+    # In int4 graphs only the head has 8 bits, and its errors are small there, also with longer blocks.
     in_blocks: Form = "int8_blocks64" if dtype == "int4" else "int8_blocks"
     products = [found for node in graph.all_nodes() if node not in island and (found := product_of(node)) is not None]
     most = max((_rows(product) for product in products), default=0)
@@ -133,7 +132,7 @@ def _rows(product: Product) -> int:
 
 
 def _side_by_side(found: Sequence[_Found]) -> list[tuple[list[Product], Form]]:
-    """The products, in blocks those of the same rows in one group: queries, keys and values, or gate and up. As one
+    """Groups the products in blocks that read the same rows, such as queries, keys and values, or gate and up. As one
     product they round the rows once, and threads wait for each other once.
     """
     groups: dict[object, tuple[list[Product], Form]] = {}
@@ -144,7 +143,7 @@ def _side_by_side(found: Sequence[_Found]) -> list[tuple[list[Product], Form]]:
 
 
 def _is_head(node: ir.Node) -> bool:
-    """Whether a product is an output of the graph, directly or through a change of shape or a choice of tokens."""
+    """Whether a product is an output of the graph, directly or after a change of shape or a selection of tokens."""
     value = node.outputs[0]
     while not value.is_graph_output():
         user = only_reader(value)
@@ -155,7 +154,7 @@ def _is_head(node: ir.Node) -> bool:
 
 
 def _is_gated(x: ir.Value) -> bool:
-    """Whether a value is the product of two computed ones."""
+    """Whether a value is the elementwise product of two computed values."""
     while (view := made_by(x, *VIEWS)) is not None and view.inputs[0] is not None:
         x = view.inputs[0]
     product = made_by(x, "Mul")
@@ -167,13 +166,13 @@ def _is_lookup(node: ir.Node) -> bool:
 
 
 def _round(writer: NodeWriter, product: Product) -> _Rounded:
-    """Each row's scale spans from the smallest of its numbers, or zero, to the largest."""
+    """Rounds rows to 8 bits; the range of each row covers zero and all of its numbers."""
     *rows, K = require_static_shape(product.x, product.node)
     x_RK = writer.op("Reshape", product.x, [math.prod(rows), K])
     low_R = writer.op("Min", writer.op("ReduceMin", x_RK, [1], keepdims=0), np.array(0, np.float32))
     high_R = writer.op("Max", writer.op("ReduceMax", x_RK, [1], keepdims=0), np.array(0, np.float32))
     width_R = writer.op("Mul", writer.op("Sub", high_R, low_R), np.array(1 / 255, np.float32))
-    scale_R = writer.op("Max", width_R, np.array(np.finfo(np.float32).tiny))  # Where all numbers are zero.
+    scale_R = writer.op("Max", width_R, np.array(np.finfo(np.float32).tiny))  # All numbers of a row may be zero.
     below_R = writer.op("Round", writer.op("Div", low_R, scale_R))
     zero_R = writer.op("Cast", writer.op("Neg", below_R), to=ir.DataType.UINT8)
     x_int_RK = writer.op("QuantizeLinear", x_RK, scale_R, zero_R, axis=0)
@@ -191,7 +190,7 @@ def _multiply_integers(graph: ir.Graph, product: Product, rounded: dict[tuple[ir
     numbers = (x_int_RK, w_int_KN, np.array(1, np.float32), w_scale_N)
     y_RN = writer.op("MatMulIntegerToFloat", *numbers, domain=MICROSOFT, like=node.outputs[0])
     y_RN.shape = ir.Shape([require_static_shape(x_int_RK, node)[0], sizes[0]])
-    # What the zero points add to every sum; a session computes the sums of columns once, while it is loaded.
+    # This corrects for the zero points. A session computes the sums of columns once, while it is loaded.
     column_1N = writer.op("ReduceSum", writer.op("Cast", w_int_KN, to=ir.DataType.INT32), [0])
     column_1N = writer.op("Mul", writer.op("Cast", column_1N, to=FLOAT), w_scale_N)
     y_RN = writer.op("Mul", writer.op("Gemm", below_R1, column_1N, y_RN), scale_R1)
@@ -207,7 +206,7 @@ def _multiply_dequantized(graph: ir.Graph, product: Product) -> None:
 
 
 def _multiply_blocks(graph: ir.Graph, products: Sequence[Product], form: Form) -> None:
-    """One product in the place of the first of them."""
+    """Replaces products of the same rows by one product, in the place of the first."""
     first, K = products[0], products[0].sizes[1]
     columns = [product.sizes[0] for product in products]
     writer = NodeWriter(graph_around(first.node), first.node, form)
@@ -227,7 +226,7 @@ def _multiply_blocks(graph: ir.Graph, products: Sequence[Product], form: Form) -
 
 
 def _look_up(graph: ir.Graph, node: ir.Node, form: Form) -> None:
-    """Rows of a table (V, K) that a product reads too. Only the rows that are asked for become floats."""
+    """Looks up rows of a table (V, K) that a product reads too. Only these rows become floats."""
     table, ids = node.inputs
     assert table is not None
     V, K = require_static_shape(table, node)
@@ -244,11 +243,11 @@ def _look_up(graph: ir.Graph, node: ir.Node, form: Form) -> None:
 
 
 def _stored(graph: ir.Graph, weight: str, sizes: tuple[int, int], form: Form) -> list[ir.Value]:
-    """The initializers that replace the weight; they get their values from the weights file of this dtype."""
-    made = []
+    """The initializers that replace a weight; they get their values from the weights file of this dtype."""
+    values = []
     for name, (kind, shape) in quantized_tensors(weight, sizes, form).items():
         if name not in graph.initializers:
             tensor_type = ir.TensorType(ir.DataType[ONNX_TYPES[kind]])
             graph.initializers.add(ir.Value(name=name, type=tensor_type, shape=ir.Shape(shape)))
-        made.append(graph.initializers[name])
-    return made
+        values.append(graph.initializers[name])
+    return values

@@ -1,4 +1,4 @@
-"""Causal attention in blocks of queries, each against the keys up to its end, so that hidden scores are not computed.
+"""Splits causal attention into blocks of queries that each read the keys up to their end, which skips hidden scores.
 
 The operator computes all T * T scores and discards half of them. A block of b queries that ends at token e needs b * e
 scores, so T / b blocks need T * (T + b) / 2. Only the triangle at the end of each block still needs a mask.
@@ -32,7 +32,7 @@ Masks = dict[tuple[int, int], ir.Value]
 SHARED_MASK_BYTES = 2**24
 """Masks up to this size are shared by all layers. Larger ones are computed in each layer and freed again."""
 LEAVES_A_KEY = "leaves every query a key"
-"""In `meta` of a mask: nothing has to be done about queries that see no key."""
+"""The key in `meta` of a mask in which every query sees a key, so that no query needs special treatment."""
 
 
 class QueryBlocks:
@@ -44,12 +44,12 @@ class QueryBlocks:
         return bool(dialect.query_blocks)
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        found = _unsplit(model, dialect)
-        # What is made in one branch is not there in another.
+        attentions = _unsplit(model, dialect)
+        # A value of one branch is not visible in another.
         shared: defaultdict[ir.Graph, Masks] = defaultdict(dict)
-        for node, block in found:
+        for node, block in attentions:
             _split(node, block, shared[graph_around(node)], late=dialect.late_masks)
-        return len(found)
+        return len(attentions)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} still computes scores that its mask hides" for node, _ in _unsplit(model, dialect)]
@@ -72,7 +72,7 @@ def splittable_tokens(node: ir.Node) -> int | None:
 
 
 def _unsplit(model: ir.Model, dialect: Dialect) -> list[tuple[ir.Node, int]]:
-    """(node, queries of a block) of every Attention that has to be split."""
+    """(node, queries of a block) of every Attention that must be split."""
     block_of = dict(dialect.query_blocks)
     tokens = [(node, splittable_tokens(node)) for node in model.graph.all_nodes()]
     return [(node, block_of[T]) for node, T in tokens if T is not None and block_of.get(T, T) < T]
@@ -103,10 +103,10 @@ def _split(node: ir.Node, block: int, shared: Masks, *, late: bool) -> None:
 
 
 def _band(writer: NodeWriter, q: ir.Value, T: int, block: int, *, hide: bool) -> ir.Value:
-    """What is added to the scores, (b, T): 0 where key <= T - b + query, else minus infinity.
+    """The mask that is added to the scores, (b, T): 0 where key <= T - b + query, else minus infinity.
 
-    A comparison of two short ranges, which a runtime computes once while loading. With `hide` the ranges depend on the
-    data: then the result is computed when it is needed, and not kept.
+    It compares two short ranges, which a runtime does once while loading. With `hide` the ranges depend on the data, so
+    that the mask is computed when it is needed, and not kept.
     """
     assert q.dtype is not None
     query, key = np.arange(T - block, T)[:, None], np.arange(T)[None, :]
@@ -116,7 +116,7 @@ def _band(writer: NodeWriter, q: ir.Value, T: int, block: int, *, hide: bool) ->
 
 
 def _cut(writer: NodeWriter, value: ir.Value | None, start: int, end: int, *, axis: int) -> ir.Value:
-    """[start, end) along one axis; the value itself where that is the whole axis."""
+    """The slice [start, end) along one axis, or the value itself if that is the whole axis."""
     assert value is not None
     shape = static_shape(value)
     assert shape is not None

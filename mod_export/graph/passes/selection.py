@@ -1,16 +1,15 @@
-"""The selection of the k best tokens, by one TopK of k where a target can take it, and otherwise by a threshold or by
-rounds.
+"""Selects the k best tokens by one TopK of k if a target can take it, and otherwise by a threshold or by rounds.
 
 The reference selects by a stable descending sort, the only selection in PyTorch that specifies the order of ties.
 Exported unchanged, it would sort all S scores. ONNX TopK specifies the same order of ties (the lower index first), so
 TopK(k = S) followed by a slice of the first k indices equals TopK(k).
 
-The k largest scores, ties to the earlier token, are also all scores above tau, the k-th largest value, and as many of
+With ties to the earlier token, the k largest scores are all scores above tau, the k-th largest value, and as many of
 the first scores equal to tau as are still missing. tau is a value, not a position, so several rounds of TopK can find
 it, even without a specified order of ties: each round selects at most the limit and hides what it selected.
 
-Where the order of the scores counts, as it does for a model whose selected tokens stay in that order, the rounds one
-after the other are the selection.
+If the order of the scores matters, as for a model whose selected tokens stay in that order, the selection is the
+concatenation of all rounds.
 
 Shape legend: S tokens in a row, k selected, `...` any leading dimensions (the batch).
 """
@@ -43,7 +42,7 @@ INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
 
 
 class SelectTopk:
-    """Reduces k of a TopK over a whole axis to the k that is kept."""
+    """Reduces the k of a TopK over a whole axis to the number of indices that are used."""
 
     name: ClassVar[str] = "select_topk"
 
@@ -51,26 +50,26 @@ class SelectTopk:
         return True
 
     def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        found = list(_full_sorts(model))
-        for sort, cut, k in found:
+        sorts = list(_full_sorts(model))
+        for sort, cut, k in sorts:
             writer = NodeWriter(model.graph, sort, "narrow")
             sort.replace_input_with(1, writer.constant(np.array([k])))
             kept = cut.outputs[0]
             for value in sort.outputs:
                 value.shape = None if kept.shape is None else kept.shape.copy()
-            # An output of the graph has to keep its name.
+            # A graph output has to keep its name.
             name = kept.name if kept.is_graph_output() else sort.outputs[1].name
             ir.convenience.replace_all_uses_with(kept, sort.outputs[1], replace_graph_outputs=True)
             model.graph.remove(cut, safe=True)
             sort.outputs[1].name = name
-        return len(found)
+        return len(sorts)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         return [f"{label_of(sort)} still sorts a whole axis of which {k} are kept" for sort, _, k in _full_sorts(model)]
 
 
 def _full_sorts(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Node, int]]:
-    """(sort, slice, k) of each TopK over a whole axis of which nothing is used but a slice [0:k] of its indices."""
+    """Yields (sort, slice, k) of each TopK over a whole axis if only a slice [0:k] of its indices is used."""
     for node in model.graph:
         if not is_standard(node, "TopK") or not node.attributes.get_int("sorted", 1) or is_used(node.outputs[0]):
             continue
@@ -92,7 +91,7 @@ def _axis(node: ir.Node) -> int:
 
 
 def _integers(node: ir.Node, number: int) -> list[int] | None:
-    """An input that is a constant; None where it is absent or computed."""
+    """The numbers of a constant input; None if it is absent or computed."""
     array = constant_array(node.inputs[number]) if number < len(node.inputs) else None
     return None if array is None else [int(item) for item in array.reshape(-1)]
 
@@ -108,11 +107,11 @@ class _Selection(NamedTuple):
 
 
 class ThresholdSelection:
-    """Replaces a selection whose k exceeds the dialect's TopK by threshold and compaction, exact also on ties, and any
-    other TopK of such a k by rounds.
+    """Replaces a selection whose k exceeds the dialect's limit by threshold and compaction, and any other such TopK by
+    rounds.
 
-    Rows with fewer than k finite scores keep their meaning: tau is then -inf, and the earliest of the tokens with score
-    -inf (the padding) fill the row. All counts are int32, because floats are exact only up to a limit.
+    The result is exact, also on ties. In rows with fewer than k finite scores, tau is -inf, and the earliest tokens
+    with score -inf (the padding) fill the row. All counts are int32, because floats are exact only up to a limit.
     """
 
     name: ClassVar[str] = "threshold_selection"
@@ -124,17 +123,17 @@ class ThresholdSelection:
         """Rewrites every TopK above the limit.
 
         Raises:
-            GraphError: one of an unknown length.
+            GraphError: the length of such a TopK is unknown.
         """
         large = [node for node, _ in _too_large(model, dialect)]
-        found = [_selection(node) for node in large if _ascends(node)]
-        alone = set(large).difference(*({one.best, one.ascend} for one in found))
-        for selection in found:
+        selections = [_selection(node) for node in large if _ascends(node)]
+        alone = set(large).difference(*({item.best, item.ascend} for item in selections))
+        for selection in selections:
             _select_by_threshold(model.graph, selection, dialect)
         for node in large:
             if node in alone:
                 _select_by_rounds(model.graph, node, dialect)
-        return len(found) + len(alone)
+        return len(selections) + len(alone)
 
     def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
         limit = dialect.topk_limit
@@ -142,15 +141,15 @@ class ThresholdSelection:
 
 
 def _too_large(model: ir.Model, dialect: Dialect) -> list[tuple[ir.Node, int]]:
-    """(node, k) of every TopK whose k is a constant above the limit."""
+    """(node, k) of every TopK with a constant k above the limit."""
     sizes = [(node, _integers(node, 1)) for node in model.graph if is_standard(node, "TopK")]
     return [(node, k[0]) for node, k in sizes if k is not None and k[0] > (dialect.topk_limit or 0)]
 
 
 def _ascends(node: ir.Node) -> bool:
-    """Whether a TopK is the second one of a selection: the smallest of all the indices that the first one selected.
+    """Whether a TopK is the second one of a selection: it puts the indices of the first one into ascending order.
 
-    The first selects the largest scores of the last axis, and nothing else uses what it returns.
+    The first one selects the largest scores of the last axis, and nothing else reads its results.
     """
     indices = node.inputs[0]
     best = made_by(indices, "TopK")
@@ -172,27 +171,27 @@ def _selection(ascend: ir.Node) -> _Selection:
 
 
 def _select_by_rounds(graph: ir.Graph, node: ir.Node, dialect: Dialect) -> None:
-    """The next best of each round after those of the round before: the values and indices that one TopK would give.
+    """Replaces a TopK by rounds that each select the next best: together they give the same values and indices.
 
-    What a round selected is hidden behind a number that is worse than any other. A score of minus infinity itself
-    counts as the smallest finite one, so that no round selects a token again.
+    The scores that a round selected are replaced by the worst number of the dtype. A float score of minus infinity
+    counts as the lowest finite number, so that no round selects its token again.
     """
-    given, limit, k = node.inputs[0], dialect.topk_limit or 0, _integers(node, 1)
-    shape = list(require_static_shape(given, node))
-    assert given is not None
-    assert given.dtype is not None
+    original, limit, k = node.inputs[0], dialect.topk_limit or 0, _integers(node, 1)
+    shape = list(require_static_shape(original, node))
+    assert original is not None
+    assert original.dtype is not None
     assert k is not None
     axis, largest = _axis(node), node.attributes.get_int("largest", 1)
     writer = NodeWriter(graph, node, "rounds")
-    number = given.dtype.numpy()
-    if given.dtype in FLOATS:
+    number = original.dtype.numpy()
+    if original.dtype in FLOATS:
         bound = float(ml_dtypes.finfo(number).max)  # type: ignore[no-untyped-call]  # It has no annotations.
         edge = -bound if largest else bound
-        scores = writer.op("Max" if largest else "Min", given, np.array(edge, number))
+        scores = writer.op("Max" if largest else "Min", original, np.array(edge, number))
         hidden = np.array([-math.inf if largest else math.inf], number)
     else:
         integers = np.iinfo(number)
-        scores, hidden = given, np.array([integers.min if largest else integers.max], number)
+        scores, hidden = original, np.array([integers.min if largest else integers.max], number)
     parts, left = [], k[0]
     while left > 0:
         size = min(left, limit)
@@ -204,7 +203,7 @@ def _select_by_rounds(graph: ir.Graph, node: ir.Node, dialect: Dialect) -> None:
             scores = writer.op("ScatterElements", scores, indices, writer.op("Expand", hidden, shape), axis=axis)
     index = writer.op("Concat", *parts, axis=axis)
     if is_used(node.outputs[0]):
-        substitute(node.outputs[0], writer.op("GatherElements", given, index, axis=axis))
+        substitute(node.outputs[0], writer.op("GatherElements", original, index, axis=axis))
     substitute(node.outputs[1], index, node)
 
 
@@ -218,8 +217,8 @@ def _select_by_threshold(graph: ir.Graph, selection: _Selection, dialect: Dialec
 def _kth_largest(writer: NodeWriter, selection: _Selection, limit: int) -> ir.Value:
     """The k-th largest score tau (..., 1), counted from the nearer end, so that as few rounds as possible are needed.
 
-    What a round selected is replaced by -inf (or +inf). A score that has this value itself may then be counted again,
-    which changes nothing: tau is that value in either case.
+    The scores that a round selected are replaced by -inf (or +inf). A score that has this value itself may then be
+    counted again, which changes nothing: tau is that value in either case.
     """
     scores, (*rows, S), k = selection.scores, selection.shape, selection.k
     assert scores.dtype is not None
@@ -236,7 +235,7 @@ def _kth_largest(writer: NodeWriter, selection: _Selection, limit: int) -> ir.Va
 
 
 def _selected(writer: NodeWriter, selection: _Selection, tau: ir.Value) -> ir.Value:
-    """Bool (..., S): above tau, or among the first k - count(above) that equal it."""
+    """Bool (..., S): true for scores above tau, and for the first k - count(above) scores equal to it."""
     above = writer.op("Greater", selection.scores, tau)
     equal = writer.op("Equal", selection.scores, tau)
     above_count = writer.op("ReduceSum", writer.op("Cast", above, to=INT32), [-1], keepdims=1)
@@ -246,10 +245,10 @@ def _selected(writer: NodeWriter, selection: _Selection, tau: ir.Value) -> ir.Va
 
 
 def _ascending_positions(writer: NodeWriter, selection: _Selection, selected: ir.Value) -> ir.Value:
-    """int64 (..., k): the positions of the selected tokens.
+    """int64 (..., k): the positions of the selected tokens, in ascending order.
 
-    Every token is written to an index of its own, selected tokens by rank from 0 and the others after them. It has to
-    be a permutation, because TensorRT does not define two writes to one index. It is one for all scores, NaN included.
+    Every token is written to an index of its own, selected tokens by rank from 0 and the others after them. They are a
+    permutation for all scores, NaN included: TensorRT does not define two writes to one index.
     """
     S = selection.shape[-1]
     rank = _running_count(writer, selected)
@@ -264,5 +263,5 @@ def _ascending_positions(writer: NodeWriter, selection: _Selection, selected: ir
 
 
 def _running_count(writer: NodeWriter, flags: ir.Value) -> ir.Value:
-    """int32 (..., S): how many flags are set up to and including each token."""
+    """int32 (..., S): the number of flags that are set up to and including each token."""
     return writer.op("CumSum", writer.op("Cast", flags, to=INT32), np.array(-1))

@@ -17,7 +17,7 @@ import torch
 from choice_models import CHOOSERS, SHAPE, Argmax, Bucketize, Chooser, Codebook, D, MaxOfRow, chooser, ids_of
 from command_line import FEW_SAMPLES
 from small_graphs import session
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from mod_export.api import build
 from mod_export.config import config_from_toml
@@ -25,6 +25,7 @@ from mod_export.engines.ort_session import OrtRunner
 from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.weights import state_of
+from mod_export.judge.choices import Choice, Holder
 from mod_export.judge.compare import Slack
 from mod_export.judge.inputs import Batch
 from mod_export.judge.near_ties import batches_of
@@ -224,3 +225,24 @@ def test_builds_pass_on_both_engines(name: str, tmp_path: Path) -> None:
     config.write_text(f'targets = ["ort-cpu", "openvino"]\n{FEW_SAMPLES}', encoding="utf-8")
     report = build(chooser(name), ids_of, [SHAPE], out=tmp_path / "built", config=config)
     assert report.verdict.status == "pass", report.verdict.reasons
+
+
+@pytest.mark.parametrize(("divisor", "expected"), [(0.25, 0.2499), (torch.tensor(0.25), 0.2499), (None, 0.24)])
+def test_a_jump_of_a_remainder_is_told_by_its_divisor(divisor: Tensor | float | None, expected: float) -> None:
+    """Just below and just above a multiple: the remainder jumps by the divisor, and is held as it was."""
+    graph = fx.Graph()
+    x, period = graph.placeholder("x"), graph.placeholder("period")
+    aten = torch.ops.aten
+    args, target = {
+        type(None): ((x,), aten.frac.default),
+        float: ((x, divisor), aten.remainder.Scalar),
+        Tensor: ((x, period), aten.remainder.Tensor),
+    }[type(divisor)]
+    wrapped = graph.call_function(target, args)
+    choice = Choice(node=wrapped, told="", origins=(x,), chain=())
+    holder = Holder([choice], {wrapped.name: (torch.tensor([expected]),)})
+    holder(period, lambda: divisor)
+    moved = torch.tensor([0.0001 if divisor is not None else 0.2401])
+    held = holder(wrapped, lambda: moved)
+    # A small move of the input moves the remainder, and is no jump.
+    assert held.item() == pytest.approx(expected if divisor is not None else 0.2401)
