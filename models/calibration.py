@@ -53,13 +53,23 @@ def calibrate(model: Transformer, rows: Iterable[Tensor]) -> None:
         _set(predictor, router, score_N, selected_share[site])
 
 
+def _quantile(score_N: Tensor, share: float) -> Tensor:
+    """Returns the value below which this share of the scores lies, linear between two scores.
+
+    `torch.quantile` does the same, and refuses more than 2**24 numbers.
+    """
+    ordered_N, rank = score_N.sort().values, share * (len(score_N) - 1)
+    below = int(rank)
+    return torch.lerp(ordered_N[below], ordered_N[min(below + 1, len(score_N) - 1)], rank - below)
+
+
 def _set(predictor: MlpRouter, router: LinearRouter, score_N: Tensor, passed: float) -> None:
     """Makes the first two hidden units compute steepness * (score - threshold); the output ignores the others."""
     if passed == 1:
         nn.init.zeros_(predictor.projection.weight)
         nn.init.ones_(predictor.projection.bias)
         return
-    threshold = torch.quantile(score_N, 1 - passed)
+    threshold = _quantile(score_N, 1 - passed)
     steepness = SPREAD / score_N.std().clamp(min=torch.finfo(torch.float32).tiny)
     bias = 0.0 if router.projection.bias is None else router.projection.bias[0]
     for unit, sign in enumerate((1.0, -1.0)):

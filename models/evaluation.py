@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -82,7 +83,8 @@ def evaluate(model: Transformer, config: TrainConfig, corpus: Corpus | None = No
     model.eval()
     workers = Workers(device=next(model.parameters()).device)
     text = (corpus or read_corpus()).held_out
-    metrics = held_out(LossModule(model, config), text, config, workers)
+    # Nothing is kept for a backward pass, so nothing is recomputed, which would wrap the layers of the caller's model.
+    metrics = held_out(LossModule(model, replace(config, recompute="none")), text, config, workers)
     model.train(training)
     return summary(metrics)
 

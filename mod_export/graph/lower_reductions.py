@@ -100,11 +100,17 @@ def _bags_of(bags: int) -> Lowered:
 
 
 def _median(x: Tensor, dim: int, keepdim: bool = False) -> Sequence[Tensor]:
-    values, indices = x.sort(dim=dim, stable=True)
-    middle = (x.shape[dim] - 1) // 2 if x.dim() else 0
     if not x.dim():
         return x, torch.zeros_like(x, dtype=torch.int64)
-    return tuple(part.narrow(dim, middle, 1) if keepdim else part.select(dim, middle) for part in (values, indices))
+    middle = (x.shape[dim] - 1) // 2
+    values, indices = (part.narrow(dim, middle, 1) for part in x.sort(dim=dim, stable=True))
+    if x.is_floating_point():
+        # The median of a row with NaN is NaN, wherever a runtime sorts it.
+        is_nan = x.isnan()
+        in_row = is_nan.any(dim, keepdim=True)
+        values = torch.where(in_row, math.nan, values)
+        indices = torch.where(in_row, is_nan.to(torch.int64).argmax(dim, keepdim=True), indices)
+    return (values, indices) if keepdim else (values.squeeze(dim), indices.squeeze(dim))
 
 
 def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -28,7 +28,7 @@ from mod_export.graph.weights import digests_of_tensors
 from mod_export.model.fixed_sizes import with_fixed_sizes
 from mod_export.model.functional_programs import functional_program
 from mod_export.model.model import Model
-from mod_export.model.module_state import as_it_was, attributes_kept, attributes_read
+from mod_export.model.module_state import as_it_was, attributes_kept, attributes_read, same_values
 from mod_export.model.plain_programs import plain_program
 from mod_export.model.programs import ProgramModel
 from mod_export.model.pt2_models import sample_tensors
@@ -104,7 +104,7 @@ def _different(samples: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]
     """Returns the samples without duplicates."""
     distinct: list[list[torch.Tensor]] = []
     for sample in samples:
-        if not any(all(map(torch.equal, sample, earlier)) for earlier in distinct):
+        if not any(all(map(same_values, sample, earlier)) for earlier in distinct):
             distinct.append(sample)
     return distinct
 
@@ -285,20 +285,16 @@ def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[C
     runs = program.module()
     for args, kwargs in calls:
         expected, actual = _tensors(_eager(module, (args, kwargs))), _tensors(runs(*args, **kwargs))
-        if all(map(_is_same, expected, actual)):
+        if all(map(same_values, expected, actual)):
             continue
         # A module may choose an attention kernel (`sdpa_kernel`), which rounds differently and is not captured.
         with sdpa_kernel(SDPBackend.MATH):
-            if all(map(_is_same, expected, _tensors(runs(*args, **kwargs)))):
+            if all(map(same_values, expected, _tensors(runs(*args, **kwargs)))):
                 continue
-        if not all(map(_is_same, expected, _tensors(_eager(module, (args, kwargs))))):
+        if not all(map(same_values, expected, _tensors(_eager(module, (args, kwargs))))):
             raise CaptureError(f"{where}: the module returns something else each time it gets the same inputs")
         for number, (reference, value) in enumerate(zip(expected, actual, strict=True)):
             _compare(reference, value, f"{where}: output {number}")
-
-
-def _is_same(expected: torch.Tensor, found: torch.Tensor) -> bool:
-    return torch.equal(expected, found) or bool(((expected == found) | (expected.isnan() & found.isnan())).all())
 
 
 def _compare(expected: torch.Tensor, found: torch.Tensor, where: str) -> None:

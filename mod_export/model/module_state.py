@@ -58,7 +58,7 @@ def as_it_was(module: nn.Module) -> Iterator[None]:
             for name, (buffer, value) in saved_by_name.items():
                 part._buffers[name] = buffer
                 # An equal buffer needs no copy, and torch refuses to write into an expanded one.
-                if buffer is not None and value is not None and not torch.equal(buffer, value):
+                if buffer is not None and value is not None and not same_values(buffer, value):
                     buffer.copy_(value)
         for part, name, _ in plain:
             del part._buffers[name]
@@ -108,7 +108,7 @@ def attributes_read(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]
                 results = run()
             except Exception:  # Any type of error: the model's own code misses the value that it needs.
                 return descriptions
-            if not all(map(torch.equal, expected, results)):
+            if not all(map(same_values, expected, results)):
                 return descriptions
     return ()
 
@@ -228,6 +228,13 @@ def _is_same(one: Any, other: Any) -> bool:
     """Returns whether both are the same object, or pairs of the same objects; `dict.items` makes new pairs."""
     is_pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)
     return one is other or (is_pair and all(a is b for a, b in zip(one, other, strict=True)))
+
+
+def same_values(expected: torch.Tensor, found: torch.Tensor) -> bool:
+    """Says whether two tensors have one shape and equal values, where NaN equals NaN."""
+    if expected.shape != found.shape:
+        return False
+    return torch.equal(expected, found) or bool(((expected == found) | (expected.isnan() & found.isnan())).all())
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

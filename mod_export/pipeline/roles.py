@@ -1,4 +1,4 @@
-"""The three roles of graphs: what is captured, judged and timed of each. Nothing else branches on a role.
+"""What stages do differently for each of the three roles: which graphs are captured, judged and timed, and how.
 
 A `forward` graph reads whole rows. A `prefill` graph reads a prompt and returns a cache, to which a `decode` graph adds
 one token at a time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ def plan_models(request: RepositoryRequest) -> list[TritonModel]:
     engines = _plans(request, "forward")
     if not engines:
         raise UsageError(_without_plans(request))
-    dtype = request.dtype or _fastest_dtype(request) or engines[0].dtype
+    dtype = request.dtype or _best_dtype(request, engines)
     chosen = [engine for engine in engines if engine.dtype == dtype]
     if not chosen:
         built = ", ".join(dict.fromkeys(engine.dtype for engine in engines))
@@ -105,13 +105,19 @@ def _without_plans(request: RepositoryRequest) -> str:
     return f'{what}; build with targets = ["tensorrt"] on the GPU that serves, or use another --forward'
 
 
-def _fastest_dtype(request: RepositoryRequest) -> DType | None:
+def _best_dtype(request: RepositoryRequest, engines: Sequence[Engine]) -> DType:
+    """Returns the dtype of the fastest of these plans that met their gates.
+
+    Without measurements it is the first that met its gates, and the first of all if none did.
+    """
+    refused = {engine.dtype for engine in engines if engine.path in request.manifest.refused}
+    passed = [engine.dtype for engine in engines if engine.dtype not in refused]
     measured = [
         (row.ms, row.dtype)
         for row in request.manifest.measured
-        if (row.model, row.role, row.target) == ("mod", "forward", PLANS)
+        if (row.model, row.role, row.target) == ("mod", "forward", PLANS) and row.dtype in passed
     ]
-    return min(measured)[1] if measured else None
+    return min(measured)[1] if measured else next(iter(passed), engines[0].dtype)
 
 
 def _check_gates(request: RepositoryRequest, paths: list[str], what: str) -> None:

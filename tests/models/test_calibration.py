@@ -8,7 +8,7 @@ import torch
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 from training_runs import CONFIG, SPEC, evaluations, state
 
-from mod_models.calibration import calibrate
+from mod_models.calibration import _quantile, calibrate
 from mod_models.parallel import Workers
 from mod_models.routing import Decisions
 from mod_models.train import TrainConfig, TrainError, train
@@ -33,6 +33,14 @@ def seen_by(model: Transformer, ids_BS: torch.Tensor) -> Decisions:
     decisions = Decisions()
     model.hidden(ids_BS, torch.full((len(ids_BS),), ids_BS.shape[1]), decisions)
     return decisions
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.875, 1.0])
+def test_the_threshold_is_the_quantile_also_of_very_many_scores(share: float) -> None:
+    few_N = torch.randn(101)
+    torch.testing.assert_close(_quantile(few_N, share), torch.quantile(few_N, share))
+    many_N = torch.arange(2**24 + 1, dtype=torch.float32).flip(0)  # torch.quantile refuses as many.
+    assert _quantile(many_N, share) == pytest.approx(share * 2**24)
 
 
 @pytest.mark.parametrize("router", ["linear", "linear_bias"])

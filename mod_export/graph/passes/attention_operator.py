@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from graphlib import TopologicalSorter
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -218,6 +219,10 @@ def _fixed(value: ir.Value | None, known: Known) -> np.ndarray | None:
     return known[value]
 
 
+def _producer(value: ir.Value | None) -> ir.Node | None:
+    return None if value is None else value.producer()
+
+
 def _computed(value: ir.Value) -> np.ndarray | None:
     nodes: list[ir.Node] = []
     constants: dict[str, np.ndarray] = {}
@@ -237,9 +242,10 @@ def _computed(value: ir.Value) -> np.ndarray | None:
         new = [source for source in node.inputs if source is not None and source not in seen]
         seen.update(new)
         waiting += new
-    order = {node: number for number, node in enumerate(nodes[0].graph or ())}
+    # Not in the order of a graph: nodes in a branch of an If can read what is computed around it.
+    order = TopologicalSorter({node: [one for one in map(_producer, node.inputs) if one in nodes] for node in nodes})
     graph = onnx.helper.make_graph(
-        [ir.to_proto(node) for node in sorted(nodes, key=order.__getitem__)],
+        [ir.to_proto(node) for node in order.static_order()],
         "mask",
         [],
         [onnx.helper.make_empty_tensor_value_info(str(value.name))],

@@ -148,8 +148,13 @@ def _half(value: ir.Value | None, width: int, number: int) -> ir.Value | None:
     if is_standard(node, "Split"):
         last = node.attributes.get_int("axis", 0) in (-1, len(shape) - 1)
         return node.inputs[0] if last and node.outputs.index(value) == number else None
-    start = constant_array(node.inputs[1]) if is_standard(node, "Slice") else None
-    return node.inputs[0] if start is not None and start.tolist() == [number * width // 2] else None
+    if not is_standard(node, "Slice"):
+        return None
+    start, _, axis, *step = (constant_array(source) for source in node.inputs[1:])
+    if start is None or axis is None or any(one is None or one.tolist() != [1] for one in step):
+        return None  # Every second entry is as many as a half.
+    last = axis.tolist() in ([-1], [len(shape) - 1])
+    return node.inputs[0] if last and start.tolist() == [number * width // 2] else None
 
 
 def _has_equal_halves(value: ir.Value | None) -> bool:

@@ -173,8 +173,8 @@ def _selection(ascend: ir.Node) -> _Selection:
 def _select_by_rounds(graph: ir.Graph, node: ir.Node, dialect: Dialect) -> None:
     """Replaces a TopK by rounds that each select the next best: together they give the same values and indices.
 
-    The scores that a round selected are replaced by the worst number of the dtype. A float score of minus infinity
-    counts as the lowest finite number, so that no round selects its token again.
+    The scores that a round selected are replaced by the worst number of the dtype. A score that is the worst number
+    itself, such as minus infinity, counts as the next one, so that no round selects its token again.
     """
     original, limit, k = node.inputs[0], dialect.topk_limit or 0, _integers(node, 1)
     shape = list(require_static_shape(original, node))
@@ -190,8 +190,10 @@ def _select_by_rounds(graph: ir.Graph, node: ir.Node, dialect: Dialect) -> None:
         scores = writer.op("Max" if largest else "Min", original, np.array(edge, number))
         hidden = np.array([-math.inf if largest else math.inf], number)
     else:
-        integers = np.iinfo(number)
-        scores, hidden = original, np.array([integers.min if largest else integers.max], number)
+        worst = np.iinfo(number).min if largest else np.iinfo(number).max
+        next_worst = worst + 1 if largest else worst - 1
+        scores = writer.op("Max" if largest else "Min", original, np.array(next_worst, number))
+        hidden = np.array([worst], number)
     parts, left = [], k[0]
     while left > 0:
         size = min(left, limit)

@@ -8,7 +8,7 @@ import pytest
 from small_graphs import TENSORRT, op_types, parsed, random_feeds, run
 
 from mod_export.graph.nodes import made_by
-from mod_export.graph.passes.attention_operator import AttentionOperator
+from mod_export.graph.passes.attention_operator import AttentionOperator, _computed
 
 LOWEST = float(np.finfo(np.float32).min)
 
@@ -164,6 +164,23 @@ def test_a_mask_that_is_made_when_the_model_runs_is_known(name: str) -> None:
     for number, node in enumerate(model.graph):
         node.name = f"node_{number}"
     assert rewritten(model).attributes.get_int("is_causal", 0) == 1
+
+
+def test_a_mask_can_be_computed_partly_in_a_branch() -> None:
+    model = parsed(
+        """g (bool c, float[4,4] m) => (float[4,4] y)
+        <float low = {-1e9}, int64[2] size = {4, 4}, int64 one = {1}> {
+            f = Expand (low, size)
+            y = If (c) <
+                then_branch = t () => (float[4,4] a) { u = Trilu (f, one) a = Add (m, u) },
+                else_branch = e () => (float[4,4] b) { b = Identity (m) }
+            >
+        }"""
+    )
+    (trilu,) = (node for node in model.graph.all_nodes() if node.op_type == "Trilu")
+    for number, node in enumerate(model.graph.all_nodes()):
+        node.name = f"node_{number}"
+    np.testing.assert_array_equal(_computed(trilu.outputs[0]), np.triu(np.full((4, 4), -1e9, np.float32), 1))
 
 
 NOT_THE_SAME = {

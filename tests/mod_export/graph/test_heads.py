@@ -74,7 +74,7 @@ def rotate_half(body: str) -> ir.Model:
     return parsed(
         f"""g (float[2,3,5,8] x, float[2,1,5,4] half) => (float[2,3,5,8] y)
         <int64[1] zero = {{0}}, int64[1] four = {{4}}, int64[1] end = {{8}}, int64[1] last = {{-1}},
-         float scale = {{0.9}},
+         int64[1] two = {{2}}, float scale = {{0.9}},
          int64[5] rows = {{4, 1, 1, 3, 0}}, int64[2,1,5,1] index = {{0,1,2,3,4, 4,3,2,1,0}},
          int64[4] shape = {{2,1,5,8}},
          int64[2,1,5,8] single = {{{", ".join(str(n % 5) for n in range(80))}}}, float[1,1,5,8] fixed = {{{fixed}}},
@@ -104,9 +104,10 @@ def test_the_rotation_of_transformers_is_the_same(name: str) -> None:
         ("cos = Cos (c2)", "g = GatherElements <axis = 2> (c2, single) cos = Cos (g)"),
         ("cos = Cos (c2)", "g = Tanh (c2) cos = Cos (g)"),
         ("y = Add (xc, ts)", "y = Sub (xc, ts)"),
+        ("x, zero, four, last", "x, zero, end, last, two"),
     ],
     ids=["no sign", "swapped", "one half twice", "not x", "other halves", "other constants", "an index for each number",
-         "another function", "difference"],
+         "another function", "difference", "every second column"],
 )  # fmt: skip
 def test_what_only_resembles_it_stays(old: str, new: str) -> None:
     body = ("other = Neg (half) " if "other" in new else "") + TABLES["as in transformers"].replace(old, new)

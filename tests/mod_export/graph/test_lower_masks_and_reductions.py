@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -85,6 +86,9 @@ REDUCED: dict[str, Case] = {
     ),
     "median": (lambda x: x.median(1), [rand(B, S, D)]),
     "median of an odd number, kept": (lambda x: x.median(1, keepdim=True), [rand(B, 7, D)]),
+    "median of rows of which some hold NaN": (
+        lambda x: torch.where(x > 1.5, math.nan, x).median(1).values, [rand(B, S, D)]
+    ),
     "median of all": (lambda x: x.median(), [rand(B, S, D)]),
     "cumprod": (lambda x: x.cumprod(1), [rand(B, S, D)]),
     "cumprod of integers": (lambda x: (x > 0).cumprod(1), [rand(B, S, D)]),

@@ -179,10 +179,23 @@ ASCENDING = "positions, order = TopK <largest = 0> (indices, k)"
         ("int64[2,6] positions", "values, indices = TopK (scores, k) positions, order = TopK (indices, k)"),
         ("int64[6,8] positions", "values, indices = TopK <axis = 0> (tall, k) positions = Identity (indices)"),
         ("int64[2,6] positions", "w = Cast <to = 7> (scores) values, indices = TopK (w, k) " + ASCENDING),
+        ("int64[2,8] indices", "w = Cast <to = 7> (scores) values, indices = TopK (w, all)"),
         ("int64[2,6] positions", "values, i = TopK (scores, k) indices = Neg (i) " + ASCENDING),
         ("float16[2,8] values", "w = Cast <to = 10> (scores) values, indices = TopK <largest = 0> (w, all)"),
     ],
-    ids=["alone", "indices", "order", "values", "smallest", "descending", "axis", "integers", "not the indices", "all"],
+    ids=[
+        "alone",
+        "indices",
+        "order",
+        "values",
+        "smallest",
+        "descending",
+        "axis",
+        "integers",
+        "the least integers",
+        "not the indices",
+        "all",
+    ],
 )
 def test_any_other_selection_is_made_in_rounds(outputs: str, body: str) -> None:
     """In the order in which one TopK would give it."""

@@ -160,6 +160,19 @@ class Expanded(nn.Module):
         return found
 
 
+class Unset(Expanded):
+    """With NaN in an expanded buffer and in its results, and a count of calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("unset", torch.full((1, D), torch.nan).expand(S, D))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.cat([super().forward(x), self.unset.expand(len(x), S, D)], 1)
+
+
 def captured(module: nn.Module) -> ProgramModel:
     torch.manual_seed(0)
     loaded = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine").loaded
@@ -167,7 +180,7 @@ def captured(module: nn.Module) -> ProgramModel:
     return loaded
 
 
-@pytest.mark.parametrize("kind", [Sharing, Noting, Expanded, Subclasses, Frozen])
+@pytest.mark.parametrize("kind", [Sharing, Noting, Expanded, Subclasses, Frozen, Unset])
 def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind().eval()
@@ -178,7 +191,7 @@ def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Mod
     assert {name: id(held) for name, held in after.items()} == {name: id(held) for name, held in before.items()}
     assert {name: repr(held) for name, held in after.items()} == texts
     x = torch.randn(B, S, D)
-    torch.testing.assert_close(loaded.module()(x)[0], module(x))
+    torch.testing.assert_close(loaded.module()(x)[0], module(x), equal_nan=True)
 
 
 @pytest.mark.parametrize("kind", [Warming, Popping, InDictionary, InObject])

@@ -85,6 +85,31 @@ def test_plans_that_missed_their_gates(with_plans: Any, repository: Path, write:
     )
 
 
+def test_the_fastest_plans_that_met_their_gates_are_taken(with_plans: Any, repository: Path, write: Any) -> None:
+    dtypes = ("float16", "bfloat16", "float32")
+    folder = with_plans(*[("forward", "b1s16", dtype, "sm89") for dtype in dtypes])
+    times = dict(zip(dtypes, (1.0, 2.0, 3.0), strict=True))
+    measured = [
+        {"model": "mod", "role": "forward", "target": "tensorrt", "dtype": dtype, "ms": ms}
+        for dtype, ms in times.items()
+    ]
+
+    def served(name: str, **facts: Any) -> str:
+        amend(folder, facts, {})
+        assert write(folder, "-o", repository, "--name", name, "--forward", "tensorrt").exit_code == 0
+        plan = repository / f"{name}-b1s16" / "1" / "model.plan"
+        return next(dtype for dtype in dtypes if plan.samefile(folder / plan_of(dtype)))
+
+    def plan_of(dtype: str) -> str:
+        return f"engines/tensorrt/mod-b1s16-{dtype}-sm89.engine"
+
+    assert served("first") == "float16"
+    assert served("passed", refused={plan_of("float16"): [MISSED]}) == "bfloat16"
+    assert served("measured", measured=measured) == "bfloat16"
+    assert served("slowest", refused={plan_of(dtype): [MISSED] for dtype in dtypes[:2]}) == "float32"
+    assert served("fastest", refused={}) == "float16"
+
+
 def test_plans_of_tensorrt_rtx(with_plans: Any, repository: Path, write: Any) -> None:
     folder = with_plans(PLAN, target="tensorrt-rtx")
     refused(
