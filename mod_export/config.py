@@ -23,24 +23,25 @@ from mod_export.types import Bucket, DType, FloatDType, Outputs
 
 SHOWN_CHARACTERS = 60
 MOST_LOGITS_BYTES = 2**24
-"""Of a bucket, in float32, up to which `outputs = "auto"` returns the logits of every token."""
+"""With `outputs = "auto"`, the graphs return the logits of every token if a bucket has at most this many bytes of
+float32 logits."""
 LONGEST_WINDOW, SHORT_PROMPT = 1024, 128
-"""Default tokens of a window, at most, and of a short prompt."""
+"""Default number of tokens of the longest window and of a short prompt."""
 EXPECTED = {
     "model_type": "expected a table",
     "tuple_type": "expected an array",
     "too_long": "expected fewer items",
 }
-"""Replaces messages of pydantic that name Python types."""
+"""Replacements for messages of pydantic that name Python types."""
 
 RENAMED = {"noise": "rounding_error", "noise_rms": "rounding_error_rms", "places": "slots"}
-"""Keys of earlier configurations -> what they are called now."""
+"""Keys of earlier configurations -> their present names."""
 
 T = TypeVar("T")
 
 
 def _each_once(items: tuple[T, ...]) -> tuple[T, ...]:
-    # An empty list would build nothing, and an item that is named twice would count twice.
+    # An empty list would build nothing, and a repeated item would count twice.
     if not items or len(set(items)) < len(items):
         raise PydanticCustomError("each_once", "expected one item or more, each once")
     return items
@@ -55,7 +56,7 @@ Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
 class _Section(BaseModel):
-    # Strict: TOML has types, so a quoted number, or a 1 instead of true, is a mistake.
+    # Strict, because TOML has types: a quoted number, or 1 instead of true, is a mistake.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True
     )
@@ -65,20 +66,20 @@ class OrtCpuOptions(_Section):
     """ONNX Runtime on the CPU."""
 
     dtypes: Names[Literal["float32", "int8", "int4"]] = ("float32",)
-    """Of whole rows int8 is faster and int4 smaller; text is written faster in both, because each token reads every
-    weight. Neither is served unless it meets its gates. float16 and bfloat16 would not be faster on a CPU, where ONNX
-    Runtime casts them to float32 and back."""
+    """One engine each. For whole rows, int8 is faster and int4 is smaller. Text is written faster in both, because each
+    token reads every weight. Neither is served unless it meets its gates. float16 and bfloat16 would not be faster on a
+    CPU, because ONNX Runtime casts them to float32 and back there."""
     query_block: Literal["measured"] | Annotated[int, Field(ge=0)] = "measured"
-    """Queries that causal attention computes at a time, so that scores hidden by the mask are not computed; 0 computes
-    all at once. `measured` measures on this machine which number is the fastest."""
+    """Number of queries that causal attention computes at a time, so that scores hidden by the mask are not computed; 0
+    computes all queries at once. `measured` measures which number is fastest on this machine."""
 
 
 class OpenVinoOptions(_Section):
     """OpenVINO on the CPU."""
 
     dtypes: Names[Literal["float32", "bfloat16", "int8", "int4"]] = ("float32",)
-    """One engine each. bfloat16 is faster, int8 faster still, and int4 smaller. They are only built on a processor with
-    instructions for bfloat16: with int8 and int4, all that is not a weight is bfloat16."""
+    """One engine each. bfloat16 is faster, int8 faster still, and int4 smaller. These three are only built on a
+    processor with bfloat16 instructions, because with int8 and int4 everything except weights is bfloat16."""
 
 
 class OrtCudaOptions(_Section):
@@ -89,26 +90,26 @@ class OrtCudaOptions(_Section):
     device: Annotated[int, Field(ge=0)] = 0
     """Number of the CUDA device."""
     cuda_graph: bool = True
-    """Whether a run is recorded once as a CUDA graph and then replayed."""
+    """Whether a run is recorded once as a CUDA graph and replayed after that."""
 
 
 class InductorOptions(_Section):
     """torch.compile, packaged ahead of time by AOTInductor for this machine's CPU."""
 
     dtypes: Names[Literal["float32", "bfloat16"]] = ("float32",)
-    """One package each. bfloat16 is for processors with instructions for it."""
+    """One package each. bfloat16 needs a processor with bfloat16 instructions."""
 
 
 class InductorCudaOptions(_Section):
     """torch.compile, packaged ahead of time by AOTInductor for this machine's NVIDIA GPU."""
 
     dtypes: Names[FloatDType] = ("bfloat16", "float32")
-    """One package each. In 16 bits matrix products and attention are; what stands between them, and routers, are
-    float32."""
+    """One package each. In 16 bits, matrix products and attention have the narrow dtype; everything between them, and
+    the routers, is float32."""
     device: Annotated[int, Field(ge=0)] = 0
     """Number of the CUDA device."""
     cuda_graph: bool = True
-    """Whether a run is recorded once as a CUDA graph and then replayed."""
+    """Whether a run is recorded once as a CUDA graph and replayed after that."""
 
 
 class TensorRTOptions(_Section):
@@ -128,11 +129,11 @@ class TensorRTRTXOptions(_Section):
     dtypes: Names[FloatDType] = ("float16", "bfloat16", "float32")
     """One plan each."""
     architectures: Names[str] = ("sm89", "sm120")
-    """Names as NVIDIA writes compute capabilities, for example sm86. One plan each."""
+    """GPU architectures, named as NVIDIA writes compute capabilities, for example sm86. One plan each."""
 
 
 class TargetOptions(_Section):
-    """Options of every target, each under the target's name."""
+    """Options of each target, under the target's name."""
 
     model_config = ConfigDict(alias_generator=lambda n: n.replace("_", "-"))
 
@@ -146,39 +147,39 @@ class TargetOptions(_Section):
 
 
 class ParityGate(_Section):
-    """What an engine or graph of one dtype must meet, compared with eager float32. Reasons: docs/numerics.md.
+    """Limits that an engine or graph of one dtype must meet, compared with eager float32. Reasons: docs/numerics.md.
 
     The rounding error is measured for each model: eager float32 against the same model in float64, on the same inputs
     and with the same selected tokens. The gates `rounding_error` and `rounding_error_rms` are multiples of it, scaled
-    to the dtype's unit roundoff. `max_abs` replaces them where the model is too large for float64 on this machine.
+    to the unit roundoff of the dtype. `max_abs` replaces them if the model is too large for float64 on this machine.
     """
 
     rounding_error: Tolerance
     """Largest error of a logit and of a router score, as a multiple of the largest rounding error of the reference."""
     rounding_error_rms: Tolerance
-    """Largest root mean square of the errors of the logits, as a multiple of that of the rounding errors of the
-    reference."""
+    """Largest root mean square of the errors of the logits, as a multiple of the root mean square of the rounding
+    errors of the reference."""
     max_abs: Tolerance
-    """Largest absolute error of any real token's logits, given the same selected tokens."""
+    """Largest absolute error of the logits of any real token, given the same selected tokens."""
     near_tie: Tolerance
-    """Largest distance of a score from the edge of the selection (the k-th score, or 0), as a share of the layer's
-    largest root mean square of a row's scores, at which a token that only one side selected can be a near-tie, however
-    large the rounding error. Beyond it the difference is a fault."""
+    """Largest distance of a score from the edge of the selection at which a token that only one side selected can be a
+    near-tie, however large the rounding error. The edge is the k-th score, or 0. The distance is a share of the largest
+    root mean square of a row's scores in the layer. Beyond it, the difference is a fault."""
     judged_rows: Share
-    """Smallest share of the rows of outputs that has to be judged, where discrete choices leave others to rounding."""
+    """Smallest share of the rows of outputs that must be judged. Other rows are left out because rounding decides a
+    discrete choice there."""
     next_token_agreement: Share
     """Smallest share of positions whose most probable next token is the same, or equally probable within the rounding
     error."""
     max_kl: Tolerance
-    """Largest mean Kullback-Leibler divergence of the next-token distribution from that of the reference, in nats, of
+    """Largest mean Kullback-Leibler divergence of the next-token distribution from that of the reference, in nats, on
     any input."""
     max_perplexity_ratio: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Largest ratio of the perplexity on held-out text to that of the reference, or the inverse ratio, whichever is
-    larger."""
+    """Largest ratio of the perplexity on text to that of the reference, or the inverse ratio if that is larger."""
 
 
 class ParityOptions(_Section):
-    """Gates of each dtype, and the number of inputs of each kind. The numbers are in export_configs/default.toml."""
+    """Gates of each dtype, and numbers of inputs. The values are in export_configs/default.toml."""
 
     float32: ParityGate
     float16: ParityGate
@@ -186,100 +187,102 @@ class ParityOptions(_Section):
     int8: ParityGate
     int4: ParityGate
     batches_per_kind: Count = 1
-    """Batches of each kind of input (text, random, padded, sample, ties, near_ties) for every bucket."""
+    """Number of batches of each kind of input (text, random, padded, sample, ties, near_ties) for every bucket."""
     text_batches: Count = 4
-    """Least number of batches of held-out text, over which perplexity is averaged."""
+    """Smallest number of batches of held-out text, over which perplexity is averaged."""
     suffixes: Annotated[int, Field(ge=1, le=1000)] = 4
-    """Changed endings of a text that the causality probe tries."""
+    """Number of changed endings of a text that the causality test tries."""
 
     def gate(self, dtype: DType) -> ParityGate:
-        """The gate of one dtype."""
+        """Returns the gate of one dtype."""
         gate: ParityGate = getattr(self, dtype)
         return gate
 
 
 class LatencyOptions(_Section):
-    """How latency is sampled, and which speed-up the build must reach."""
+    """How latency is sampled, and the speed-up that the build must reach."""
 
     samples: Samples = 40
-    """Interleaved samples of each of the two models before the first look, rounded up to whole blocks of rounds; fewer,
-    16 at least, of engines that are too slow for `max_seconds`."""
+    """Interleaved samples of each model before the comparison is first looked at, rounded up to whole blocks of rounds.
+    Engines that are too slow for `max_seconds` get fewer, but at least 16."""
     max_samples: Samples = 640
-    """Most samples of each model: their number is doubled until the comparison is settled. If it is less than
-    `samples`, then `samples`."""
+    """Largest number of samples of each model. The number of samples is doubled until the comparison is settled. If
+    this is less than `samples`, then `samples` counts."""
     max_seconds: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)] = 15.0
-    """Seconds for warming up and sampling one comparison, a third of them for warming up. After that, only the least
-    that says anything is run: 4 rounds of warm-up, 16 samples of each model, and 2 visits of each timed step."""
+    """Seconds for warm-up and sampling of one comparison, a third of them for the warm-up. After that, only the minimum
+    is run: 4 rounds of warm-up, 16 samples of each model, and 2 runs of each timed step."""
     warmup: Count = 5
-    """Rounds of one window of the warm-up. The warm-up ends when two consecutive windows have the same median."""
+    """Rounds in one window of the warm-up. The warm-up ends when two consecutive windows have the same median."""
     max_warmup: Count = 50
-    """Most rounds of a warm-up that does not become stable."""
+    """Largest number of warm-up rounds if the latency does not become stable."""
     warmup_tolerance: Share = 0.05
     """Largest difference at which two medians count as the same, as a share of the earlier one."""
     threads: Annotated[int, Field(ge=0, le=1024)] = 1
-    """Threads of every CPU engine, the same for both models; 0: the library chooses. The default is one, because
-    results on one thread can be compared between machines and runs."""
+    """Threads of every CPU engine, the same for both models; 0: the library chooses. The default is one thread, because
+    its results can be compared between machines and runs."""
     bootstrap: Annotated[int, Field(ge=100, le=100_000)] = 2000
-    """Bootstrap resamples for the intervals of the ratios."""
+    """Number of bootstrap resamples for the intervals of the ratios."""
     resolution: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.02
-    """The smallest speed-up that counts, as a share: if the interval ends below 1 + resolution and does not lie above
-    1, the verdict is `not faster`."""
+    """Smallest speed-up that counts, as a share. If the interval ends below 1 + resolution and does not lie above 1,
+    the verdict is `not faster`."""
     precision: Share = 0.1
     """Sampling continues, within `max_seconds` and `max_samples`, while the interval of the ratio is wider than this
-    share of the ratio; of a model without a dense baseline, the interval of its median."""
+    share of the ratio. For a model without a dense baseline, the interval of its median counts."""
     disturbance: Share = 0.1
-    """Shares above this one are flagged: outliers among the samples, CPU time that other processes used, a change of
+    """Shares above this one are flagged: outliers among the samples, CPU time that other processes used, and changes of
     the CPU's clock."""
     min_speedup: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    """Gate: the whole interval of the ratio dense / MoD must reach this, for every target that runs here, at the
-    largest bucket. 0 means no gate. Without a dense baseline there is none, and one that is set, at the default
-    too, is refused."""
+    """Gate: for every target that runs here, the whole interval of the ratio dense / MoD must reach this at the largest
+    bucket. 0 is no gate. Without a dense baseline there is no gate, and a build that sets one in its configuration,
+    even to the default, is refused."""
 
 
 class GenerationOptions(_Section):
-    """Graphs and engines that write text token by token, for models that can decide about one token at a time."""
+    """Options of the graphs and engines that write text token by token, for models that can decide about one token at a
+    time.
+    """
 
     build: Literal["auto", "always", "never"] = "auto"
     """`auto` builds them for every model that can generate, `always` refuses a model that cannot, `never` builds
     none."""
     targets: Names[Literal["ort-cpu", "openvino", "tensorrt", "tensorrt-rtx"]] = ("ort-cpu", "openvino")
-    """Those of the build's targets that get engines for generation. `mod-export generate` runs those of ort-cpu and
-    openvino; the TensorRT plans are for servers that keep the cache on the GPU."""
+    """Targets of the build that get engines for generation. `mod-export generate` runs those of ort-cpu and openvino.
+    The TensorRT plans are for servers that keep the cache on the GPU."""
     window: Annotated[int, Field(ge=0)] = 0
-    """The longest text in tokens, prompt and answer; the slots of routed layers are computed for it. 0: the model's
-    number of positions, at most 1,024."""
+    """Longest text in tokens, prompt and answer together. The slots of routed layers are computed for it. 0: the
+    model's number of positions, at most 1,024."""
     slack: Annotated[int, Field(ge=0)] = 0
-    """Slots that each routed layer has beyond its capacity in a row of `window` tokens."""
+    """Additional slots of each routed layer, beyond its capacity in a row of `window` tokens."""
     prompts: tuple[Positive, ...] = ()
-    """Lengths of prefill buckets, with one row each; empty: 128 and the window."""
+    """Lengths of prefill buckets, which have one row each; empty: 128 and the window."""
     caches: tuple[Positive, ...] = ()
-    """Cache lengths of decode buckets: how many tokens a text can have in them; empty: the window."""
+    """Cache lengths of decode buckets, that is, the most tokens that a text can have in them; empty: the window."""
     batches: Names[Positive] = (1, 8)
-    """Rows of decode buckets: how many texts are written at once."""
+    """Numbers of rows of decode buckets, that is, of texts that are written at once."""
     slots: Literal["all", "fair"] = "all"
     """How many rows of a step can run in a routed part. `all`: every row that wants a slot, so that texts do not depend
-    on each other. `fair`: as many as run on average; if more rows want a slot, those with the largest scores run, and
+    on each other. `fair`: as many as run on average. If more rows want a slot, those with the largest scores run, and
     the others skip the part and count as overflow."""
     judged_tokens: Annotated[int, Field(ge=2, le=100_000)] = 256
-    """Tokens of the texts on which decode engines are compared with the eager model; at most the length of the
-    cache."""
+    """Number of tokens of the texts on which decode engines are compared with the eager model; at most the length of
+    the cache."""
     compared_texts: Annotated[int, Field(ge=0, le=1000)] = 4
-    """Texts that the engines and the eager model both continue, to be compared, fewer of a large model; 0: none."""
+    """Number of texts that engines and eager model both continue, to be compared; fewer for a large model; 0: none."""
     compared_tokens: Count = 48
-    """New tokens in each of these texts."""
+    """Number of new tokens in each of these texts."""
     measured_tokens: Annotated[int, Field(ge=5, le=100_000)] = 48
     """Number of positions of a text at which a step is timed."""
 
     def window_of(self, max_positions: int) -> int:
-        """The window for a model of so many positions."""
+        """Returns the window for a model with this many positions."""
         return self.window or min(max_positions, LONGEST_WINDOW)
 
     def prompt_lengths(self, window: int) -> tuple[int, ...]:
-        """Lengths of prefill buckets, ascending."""
+        """Returns the lengths of prefill buckets, ascending."""
         return tuple(sorted(set(self.prompts or (min(SHORT_PROMPT, window), window))))
 
     def cache_lengths(self, window: int) -> tuple[int, ...]:
-        """Lengths of decode buckets, ascending."""
+        """Returns the lengths of decode buckets, ascending."""
         return tuple(sorted(set(self.caches or (window,))))
 
 
@@ -287,26 +290,26 @@ class CostOptions(_Section):
     """How the cost model is compared with measurements."""
 
     profile_runs: Annotated[int, Field(ge=0, le=1000)] = 7
-    """Runs of each engine under its own profiler, after one run that does not count; 0 profiles nothing. For each
-    kernel the fastest run counts."""
+    """Number of runs of each engine under its own profiler, after one run that does not count; 0: no profile. The
+    fastest run of each kernel counts."""
     measure_again: bool = False
-    """Whether this machine's roofline is measured again instead of being read from the cache."""
+    """Whether the roofline of this machine is measured again instead of being read from the cache."""
 
 
 class BuildConfig(_Section):
-    """One named build."""
+    """Options of the whole build."""
 
     buckets: tuple[tuple[Positive, Positive], ...] = ()
     """(batch, sequence) pairs; empty: 1 x 128, and 1 x 512 or the longest power of two that the model allows."""
     outputs: Outputs | Literal["auto"] = "auto"
-    """What the graphs return: `logits` of every token; `last`, the logits of each row's last real token, which sampling
-    needs, so that the output head is not computed for the others; or `none`, hidden states after the final norm.
-    `auto` is `last` where the largest bucket would return more than 16 MiB of logits, as of 128 tokens with a
-    vocabulary of 49,152; else `logits`."""
+    """Outputs of the graphs: `logits` of every token; `last`, the logits of the last real token of each row, which
+    sampling needs, so that the output head is not computed for other tokens; or `none`, hidden states after the final
+    norm. `auto` is `last` if the largest bucket would return more than 16 MiB of logits, for example 128 tokens with a
+    vocabulary of 49,152; otherwise `logits`."""
     targets: tuple[str, ...] = ()
-    """Names as in `mod-export targets`; empty: every target that can build on this machine."""
+    """Target names as in `mod-export targets`; empty: every target that can build on this machine."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    """Random seed of the inputs of validation and measurement, of run orders, and of bootstrap resamples."""
+    """Random seed for the inputs of validation and measurement, for run orders, and for bootstrap resamples."""
     max_memory: ByteSize = ByteSize(0)
     """Memory that a build may use, such as "12GiB"; 0: the free memory. A build that needs more is refused before it
     starts, and steps that are not essential (the reference in float64) are left out."""
@@ -319,17 +322,17 @@ class BuildConfig(_Section):
     @model_validator(mode="before")
     @classmethod
     def _tuples(cls, data: Any) -> Any:
-        # TOML has arrays; the tree is frozen and therefore holds tuples.
+        # TOML arrays become lists, but the tree is frozen and holds tuples.
         return _tuples_from_lists(data)
 
     @property
     def returned(self) -> Outputs:
-        """`outputs` of a plan or a build folder, where nothing is left to be decided."""
+        """`outputs` of a plan or a build folder, where `auto` has been resolved."""
         assert self.outputs != "auto", "make_plan decides it"
         return self.outputs
 
     def bucket_list(self, max_positions: int) -> tuple[Bucket, ...]:
-        """The buckets to build, ascending.
+        """Returns the buckets to build, ascending.
 
         Raises:
             ConfigError: a bucket is longer than the model has positions for.
@@ -353,12 +356,13 @@ def _tuples_from_lists(value: Any) -> Any:
 
 
 def config_from_toml(path: Path | None, overrides: Mapping[str, Any] | None = None) -> BuildConfig:
-    """Reads a configuration. Fields that the file leaves out are those of default.toml; None is default.toml itself.
+    """Reads a configuration. Fields that the file leaves out come from default.toml; None reads default.toml alone.
 
-    `overrides` replaces top-level fields, as the command line's options do.
+    `overrides` replaces top-level fields, as the options of the command line do.
 
     Raises:
-        ConfigError: no such file, not TOML, unknown keys (with the nearest known one), or values out of range.
+        ConfigError: the file does not exist or is not TOML, a key is unknown (the message names the nearest known one),
+            or a value is out of range.
     """
     defaults = tomllib.loads(files("mod_export_configs").joinpath("default.toml").read_text(encoding="utf-8"))
     data: dict[str, Any] = {}
@@ -376,13 +380,13 @@ def config_from_toml(path: Path | None, overrides: Mapping[str, Any] | None = No
         config = BuildConfig.model_validate(_merged(defaults, data) | dict(overrides or {}))
     except ValidationError as error:
         raise ConfigError([prefix + _problem(item) for item in error.errors()]) from error
-    # What default.toml says was not set by anybody: a gate that was is refused where it could not be shown.
+    # Values of default.toml do not count as set: only a gate that the user set is refused without a dense baseline.
     latency = LatencyOptions.model_construct(_fields_set={*data.get("latency", ())}, **dict(config.latency))
     return config.model_copy(update={"latency": latency})
 
 
 def toml_from_config(config: BuildConfig) -> str:
-    """The whole resolved configuration as TOML; `config_from_toml` reads it back to an equal value."""
+    """Returns the whole resolved configuration as TOML; `config_from_toml` reads it back to an equal value."""
     return tomli_w.dumps(config.model_dump(mode="json", by_alias=True))
 
 
@@ -399,8 +403,8 @@ def _problem(error: Any) -> str:
     if error["type"] == "missing":
         return f"{where}: missing"
     if error["type"] != "extra_forbidden":
-        said = EXPECTED.get(error["type"]) or error["msg"][0].lower() + error["msg"][1:]
-        return f"{where}: {said}, got {_shown(error['input'])}"
+        problem = EXPECTED.get(error["type"]) or error["msg"][0].lower() + error["msg"][1:]
+        return f"{where}: {problem}, got {_shown(error['input'])}"
     key, known = str(error["loc"][-1]), _known_keys(error["loc"][:-1])
     if RENAMED.get(key) in known:
         return f"{where}: is called {RENAMED[key]!r} now; rename it"

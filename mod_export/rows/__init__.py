@@ -1,1 +1,1 @@
-"""What stages find out: one frozen row for each result, stored in report.json and in the manifest as it is."""
+"""Results of the stages: one frozen row for each result, stored unchanged in report.json and in the manifest."""

@@ -1,4 +1,4 @@
-"""The base of every result, and the fields that say which engine a result is about."""
+"""The base class of every result, and the fields that say which engine a result is about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from mod_export.types import Bucket, DType, ModelKind, Role, Setting
 
 
 class Result(BaseModel):
-    """Frozen and closed. Written to JSON as it is and read back to an equal value: `row.model_dump(mode="json")` and
+    """A frozen result without unknown fields.
+
+    It is written to JSON unchanged and read back to an equal value: `row.model_dump(mode="json")` and
     `Row.model_validate(...)`. Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity".
     """
 
@@ -18,12 +20,12 @@ class Result(BaseModel):
 
 
 def setting_fields(setting: Setting) -> dict[str, Any]:
-    """The fields of an `EngineRow` that say which engine it is about."""
+    """Returns the fields of an `EngineRow` that say which engine it is about."""
     return {**pair_fields(setting), "model": setting.model}
 
 
 def pair_fields(setting: Setting) -> dict[str, Any]:
-    """The fields of a `PairRow` that say which two engines it compares."""
+    """Returns the fields of a `PairRow` that say which two engines it compares."""
     return {"target": setting.target, "dtype": setting.dtype, "role": setting.role, "bucket": setting.bucket.name}
 
 
@@ -31,17 +33,18 @@ class PairRow(Result):
     """A result that compares the MoD engine with the dense baseline of the same target, dtype, role and bucket."""
 
     target: str
-    """The engine family, such as `ort-cpu`."""
+    """Engine family, such as `ort-cpu`."""
     dtype: DType
-    """What the weights of the engine are stored in."""
+    """Dtype in which the weights of the engine are stored."""
     role: Role = "forward"
-    """What the engine does: `forward` reads whole texts, `prefill` reads a prompt, `decode` adds one token."""
+    """Task of the engine: `forward` reads whole texts, `prefill` reads a prompt, `decode` adds one token."""
     bucket: str
-    """The static shape: `b1s512` is one row of 512 tokens; of a decode engine, of the tokens that its cache holds."""
+    """Static shape: `b1s512` is one row of 512 tokens. For a decode engine, the second number is the length of its
+    cache."""
 
     @property
     def setting(self) -> Setting:
-        """That of the MoD engine."""
+        """Setting of the MoD engine."""
         bucket = Bucket.named(self.bucket)
         return Setting(target=self.target, dtype=self.dtype, model="mod", role=self.role, bucket=bucket)
 
@@ -54,5 +57,5 @@ class EngineRow(PairRow):
 
     @property
     def setting(self) -> Setting:
-        """That of the engine."""
+        """Setting of the engine."""
         return super().setting.of(self.model)

@@ -1,4 +1,4 @@
-"""What a graph costs, what this machine can do at most, and where the time of an engine goes."""
+"""The cost of a graph, the limits of this machine, and the time of each part of an engine."""
 
 from __future__ import annotations
 
@@ -10,91 +10,96 @@ from mod_export.rows.base import EngineRow, Result
 from mod_export.types import DType, ModelKind
 
 MS_PER_GIGA = 1e-6
-"""Milliseconds that one unit takes at a rate of one giga-unit a second."""
+"""Milliseconds that one unit takes at a rate of 1e9 units per second."""
 
 
 def not_counted_text(not_counted: Mapping[str, int]) -> str:
-    """Operators and how many nodes of each were not counted: ConvTranspose (1), Loop (2); empty where all were."""
+    """Lists operators with the number of nodes that were not counted: ConvTranspose (1), Loop (2). Empty if there are
+    none.
+    """
     return ", ".join(f"{name} ({count})" for name, count in not_counted.items())
 
 
 class CostRow(Result):
-    """The cost of one run of one portable graph, counted in the graph."""
+    """The cost of one run of one portable graph, counted from the graph."""
 
     model: ModelKind
     """`mod`, or its dense baseline `dense`."""
     bucket: str
     """Name of the bucket."""
     flops: int
-    """FLOPs of all matrix products, two for each multiply-add; attention as the full square."""
+    """FLOPs of all matrix products: two for each multiply-add. Causal attention counts as the full square."""
     flops_by_part: dict[str, int]
-    """The same by part of the model, zeros included: `routing`, `attention_projections`, `attention`, `experts`, `mlp`,
+    """`flops` by part of the model, zeros included: `routing`, `attention_projections`, `attention`, `experts`, `mlp`,
     `head`, `other`."""
     needed_flops: int
-    """`flops` without the attention scores that a causal mask hides: what no kernel can do without."""
+    """`flops` without the attention scores that a causal mask hides: the least that any kernel must compute."""
     weight_bytes: int
-    """Weights as stored, each once. Buffers such as tables of rotary angles are among them."""
+    """Bytes of the weights as stored, each counted once. Buffers, such as tables of rotary angles, are included."""
     activation_bytes: int
-    """Every intermediate value once, outputs and views included: a measure of traffic, not a peak."""
+    """Bytes of all intermediate values, each counted once, outputs and views included. This measures traffic, not peak
+    memory."""
     kv_bytes: int
-    """Keys and values as attention reads them, summed over the layers."""
+    """Bytes of the keys and values that attention reads, summed over the layers."""
     not_counted: dict[str, int] = Field(default_factory=dict)
-    """Operator -> nodes of it that all numbers above leave out, because it has no rule or no static shape. Where there
-    is any, the graph computes more than `flops`, and nothing is predicted from them."""
+    """Operator -> number of its nodes that all numbers above leave out, because the operator has no rule or the node
+    has no static shape. If there are any, the graph computes more than `flops`, and nothing is predicted from it."""
 
 
 class Roofline(Result):
-    """What this machine can do at most, measured, for one dtype and thread count."""
+    """The measured limits of this machine for one dtype and thread count."""
 
     dtype: DType
-    """Of the numbers."""
+    """Dtype of the timed operations."""
     threads: int
-    """CPU threads of one operator; 0 is the library's choice."""
+    """CPU threads of one operator; 0: the library chooses."""
     gemm_gflops: PositiveFloat
-    """1e9 FLOPs a second of matrix products with a constant right side, two FLOPs for each multiply-add."""
+    """Rate of matrix products with a constant right side, in 1e9 FLOPs per second; a multiply-add is two FLOPs."""
     bandwidth_gbs: PositiveFloat
-    """1e9 bytes a second, read and written, over arrays that no cache holds."""
+    """Rate of reading and writing arrays that are larger than every cache, in 1e9 bytes per second."""
     method: str
-    """What was timed, by which library."""
+    """Library and operations that were timed."""
     measured_at: str
-    """ISO 8601, UTC."""
+    """Time of the measurement, ISO 8601, UTC."""
 
     def milliseconds(self, flops: int, size: int) -> float:
-        """The least time for this many FLOPs and bytes, if the one hides behind the other."""
+        """Returns the least time for so many FLOPs and `size` bytes, if computation and memory traffic overlap
+        completely.
+        """
         return MS_PER_GIGA * max(flops / self.gemm_gflops, size / self.bandwidth_gbs)
 
 
 class PartRow(EngineRow):
-    """One part of one engine: what it needs, what the roofline predicts, and what the engine's own profile shows."""
+    """One part of one engine: its work, the time that the roofline predicts, and the time in its own profile."""
 
     part: str
-    """As in `flops_by_part`, and `norms`, `elementwise`, `embedding`."""
+    """Part of the model: one of `flops_by_part`, or `norms`, `elementwise`, `embedding`."""
     flops: int
-    """FLOPs that the engine computes there."""
+    """FLOPs that the engine computes in this part."""
     bytes: int
-    """Bytes that its nodes read and write at least."""
+    """Bytes that the nodes of this part must at least read and write."""
     predicted_ms: float
-    """Sum over its nodes of what the roofline allows each of them, in milliseconds."""
+    """Milliseconds that the roofline predicts: the sum over the nodes of this part."""
     measured_ms: float | None
-    """Milliseconds by the engine's own profile, every kernel in its fastest run; null without a profile."""
+    """Milliseconds in the engine's own profile, each kernel in its fastest run; null without a profile."""
     share: float | None
-    """Share of the profiled time, from 0 to 1."""
+    """Share of the profiled time, from 0 to 1; null without a profile."""
     profiler: str | None
-    """What profiled."""
+    """Name of the profiler; null without a profile."""
     not_counted: int = 0
-    """Nodes that `flops`, `bytes` and `predicted_ms` leave out, because their work is not known."""
+    """Number of nodes that `flops`, `bytes` and `predicted_ms` leave out, because their work is not known."""
 
 
 class Work(Result):
-    """What each of some nodes of a graph computes and moves; kept in the manifest, for profiles on other machines."""
+    """FLOPs and bytes of nodes with equal work. The manifest keeps them for profiles on other machines."""
 
     part: str
     """Part of the model."""
     flops: int
-    """Of one node."""
+    """FLOPs of one node."""
     bytes: int
-    """Of one node, read and written."""
+    """Bytes that one node reads and writes."""
     nodes: tuple[str, ...]
     """Names of the nodes. An attention whose scores pass through memory is in several entries."""
     counted: bool = True
-    """Whether FLOPs and bytes are known; they are 0 where not."""
+    """Whether FLOPs and bytes are known; if not, both are 0."""

@@ -1,6 +1,6 @@
-"""Writing text token by token: speed of steps and prompts, the texts themselves, and their quality.
+"""Results about writing text token by token: speed of steps and prompts, the texts themselves, and their quality.
 
-Parity of prefill and decode engines is told by rows of `parity` with that role.
+Parity of prefill and decode engines is in the rows of `parity` with that role.
 """
 
 from __future__ import annotations
@@ -14,71 +14,72 @@ from mod_export.types import FLOAT_BYTES, DType, ModelKind, Role
 
 
 class TextsRow(EngineRow):
-    """Greedy texts of an engine beside those of the eager model, from the same prompts."""
+    """Greedy texts of an engine compared with those of the eager model, from the same prompts."""
 
     role: Role = "decode"
     """`decode`."""
     texts: int
-    """How many."""
+    """Number of texts."""
     tokens: int
-    """New tokens of all of them."""
+    """Number of new tokens in all texts together."""
     identical: int
-    """Texts that are the same, token for token."""
+    """Number of texts that are the same as those of the eager model, token for token."""
     first_difference: int | None
-    """Number of the first new token that differs in any text; null where none does."""
+    """Smallest number, counted from 1, of a new token that differs in any text; null if no text differs."""
     same: int
-    """Of `tokens`, those before the first difference in their text."""
+    """Number of new tokens before the first difference in their text, out of `tokens`."""
 
 
 class Compared(Result):
-    """The time of the dense baseline over that of MoD."""
+    """MoD compared with its dense baseline."""
 
     measured: float
-    """`ms` of the dense baseline over that of MoD."""
+    """`ms` of the dense baseline divided by `ms` of MoD."""
     ci95: tuple[float, float]
-    """95 % interval of `measured`: of steps by a bootstrap over positions, of prompts as that of a speed-up."""
+    """95 % interval of `measured`: for steps by a bootstrap over positions, for prompts like that of a speed-up."""
     verdict: SpeedVerdict
-    """What follows from the interval, as for a speed-up."""
+    """Verdict that follows from the interval, as for a speed-up."""
 
 
 class StepsCompared(Compared):
-    """The same of steps, with what the bytes that they read predict."""
+    """MoD compared with its dense baseline over decode steps, with the speed-up that the bytes of a step predict."""
 
     predicted_bytes: float
-    """`least_bytes` of the dense baseline over those of MoD: the speed-up of a machine that only moves bytes."""
+    """`least_bytes` of the dense baseline divided by those of MoD: the speed-up if only moving bytes took time."""
     efficiency: float
     """`measured` / `predicted_bytes`."""
     routed_kv_bytes: dict[ModelKind, int]
-    """Of `kv_bytes`, bytes in layers whose cache is shorter than that of the dense baseline."""
+    """The part of `kv_bytes` in layers whose cache is smaller than that of the dense baseline."""
 
 
 class DecodeRow(PairRow):
-    """Time of a decode step at positions all over a text, with caches in place: of both models interleaved, or of the
-    model alone where it has no dense baseline.
+    """Time of a decode step at positions spread over a text, with the cache that the text left. The steps of MoD and
+    dense baseline are interleaved; a model without a dense baseline is timed alone.
     """
 
     role: Role = "decode"
     """`decode`."""
     threads: int
-    """CPU threads of one operator; 0 is the library's choice."""
+    """CPU threads of one operator; 0: the library chooses."""
     positions: int
-    """Positions of a text that were timed."""
+    """Number of positions of a text at which a step was timed."""
     ms: dict[ModelKind, float]
-    """Mean milliseconds of a step, of each model."""
+    """Milliseconds of a step of each model: the mean over the positions, each with its fastest run."""
     tokens_per_second: dict[ModelKind, float]
-    """Rows of the bucket over `ms`."""
+    """Tokens per second of each model: rows of the bucket divided by the time of a step."""
     executed: dict[str, float]
-    """Routing site -> share of the steps in which it ran for some row."""
+    """Routing site -> share of the steps in which at least one row ran there."""
     selected: dict[str, float]
     """Routing site -> share of the tokens that were selected there."""
     least_bytes: dict[ModelKind, int]
-    """Bytes that a step has to read: the weights that it multiplies by, and its cache."""
+    """Bytes that a step must at least read: the weights that it multiplies by, and its cache."""
     predicted_ms: dict[ModelKind, float] | None
-    """Milliseconds that this machine's memory takes for `least_bytes`; null where its bandwidth was not measured."""
+    """Milliseconds that this machine's memory takes to deliver `least_bytes`; null if its bandwidth was not
+    measured."""
     kv_bytes: dict[ModelKind, int]
-    """Bytes of keys and values of the bucket's caches."""
+    """Bytes of keys and values in the caches of the bucket."""
     compared: StepsCompared | None
-    """MoD beside its dense baseline; null where there is none."""
+    """MoD compared with its dense baseline; null if there is none."""
 
 
 class FirstTokenRow(PairRow):
@@ -87,70 +88,70 @@ class FirstTokenRow(PairRow):
     role: Role = "prefill"
     """`prefill`."""
     tokens: int
-    """Tokens of the prompt."""
+    """Number of tokens in the prompt."""
     ms: dict[ModelKind, float]
     """Median milliseconds of each model."""
     compared: Compared | None
-    """MoD beside its dense baseline; null where there is none."""
+    """MoD compared with its dense baseline; null if there is none."""
 
 
 class QualityRow(Result):
-    """Perplexity on text when tokens are selected one at a time, and as the checkpoint was trained."""
+    """Perplexity of a text, once with tokens selected one at a time and once as the checkpoint was trained."""
 
     tokens: int
-    """Predicted tokens."""
+    """Number of predicted tokens."""
     window: int
-    """Tokens of a text."""
+    """Number of tokens in each text."""
     perplexity: float
-    """Selecting one token at a time."""
+    """Perplexity if tokens are selected one at a time."""
     own_perplexity: float
-    """By the checkpoint's own selection, which may look ahead."""
+    """Perplexity with the checkpoint's own selection, which may look ahead."""
     wanted: dict[str, float]
     """Routing site -> share of the tokens that wanted a slot."""
     selected: dict[str, float]
     """Routing site -> share of the tokens that were selected."""
     overflow: dict[str, int]
-    """Routing site -> tokens that wanted a slot and found none."""
+    """Routing site -> number of tokens that wanted a slot and found none."""
     text: Literal["held_out", "documentation"] = "held_out"
-    """Held-out text that comes with the model; or, read with its tokenizer, the English documentation of the running
-    Python, which it may have been trained on."""
+    """`held_out`: held-out text that comes with the model. `documentation`: the English documentation of the running
+    Python, read with the model's tokenizer; the model may have been trained on it."""
 
 
 class GenerationReport(Result):
-    """Everything about writing text but its parity."""
+    """Results about writing text, except parity."""
 
     reason: str = ""
-    """Why no text can be written; then every other field is null or empty."""
+    """Why the model cannot write text here. Every other field is then null or empty. Empty if it can."""
     window: int | None = None
-    """Tokens of the longest text, prompt and answer together."""
+    """Number of tokens of the longest text, prompt and answer together."""
     slots: str | None = None
-    """How many rows of a step can use a routing site, as `generation.slots` of the configuration says."""
+    """How many rows of a step can run at a routing site: `generation.slots` of the configuration."""
     capacity: dict[str, int] | None = None
-    """Routing site -> slots for the tokens of one text."""
+    """Routing site -> number of slots for the tokens of one text."""
     texts: tuple[TextsRow, ...] = ()
-    """One for each decode engine that ran here."""
+    """One row for each decode engine that ran here."""
     decode: tuple[DecodeRow, ...] = ()
-    """One for each decode bucket that ran here."""
+    """One row for each target, dtype and decode bucket that ran here."""
     first_token: tuple[FirstTokenRow, ...] = ()
-    """One for each prefill bucket that ran here."""
+    """One row for each target, dtype and prefill bucket that ran here."""
     quality: QualityRow | None = None
-    """Null without text for the model's vocabulary."""
+    """Perplexity of text; null if there is no text for the model's vocabulary."""
 
 
 class StepBytes(Result):
-    """Bytes that a decode step has to read: always, and at routing sites where some row is selected."""
+    """Bytes that a decode step must read: a constant part, and a part for each routing site at which some row runs."""
 
     always: int
-    """Weights that every step multiplies by, and slots of layers that every token goes through."""
+    """Bytes of the weights that every step multiplies by, and of the cache in layers that every token goes through."""
     sites: dict[str, int]
-    """Routing site -> what is added where some row runs there."""
+    """Routing site -> further bytes that a step reads if some row runs there."""
 
     def of(self, executed: Mapping[str, float]) -> int:
-        """Mean over steps in which each site is executed in this share of them."""
+        """Returns the mean over steps; `executed` is the share of the steps in which each site runs."""
         return round(self.always + sum(size * executed[site] for site, size in self.sites.items()))
 
     def stored_in(self, dtype: DType) -> StepBytes:
-        """The same where weights and cache are floats of this dtype, and not float32."""
+        """Returns the bytes if weights and cache are stored in this float dtype instead of float32."""
         share = FLOAT_BYTES[dtype] / FLOAT_BYTES["float32"]
         return StepBytes(
             always=round(self.always * share), sites={site: round(size * share) for site, size in self.sites.items()}

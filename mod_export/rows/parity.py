@@ -1,6 +1,6 @@
 """Parity with eager PyTorch: which tokens were selected, and the error given the same selection. See docs/numerics.md.
 
-Distances of router scores are shares of the layer's scale, the largest root mean square of a row's scores.
+Distances of router scores are shares of the layer's scale, which is the largest root mean square of a row's scores.
 """
 
 from __future__ import annotations
@@ -10,120 +10,127 @@ from mod_export.types import Site
 
 
 class LayerAgreement(Result):
-    """Which tokens one routing site selected, compared with the reference, over all inputs."""
+    """The tokens that one routing site selected, compared with the reference, over all inputs."""
 
     layer: Site
-    """Number of the layer, or a name such as 3.mlp or 3.expert0 where a layer has several routing sites."""
+    """Number of the layer, or a name such as 3.mlp or 3.expert0 if a layer has several routing sites."""
     k: int
-    """Slots for the tokens of one row."""
+    """Number of slots for the tokens of one row."""
     routed: int
-    """Selected tokens."""
+    """Number of selected tokens."""
     agreed: int
-    """Selected tokens that the reference selected too."""
+    """Number of selected tokens that the reference selected too."""
     overflow: int
-    """Tokens that wanted a slot and found none, where tokens choose."""
+    """Number of tokens that wanted a slot and found none, if tokens choose."""
     near_ties: int
-    """Differences within `score_bound` of the edge of the selection: of the k-th score, or of 0 where tokens choose."""
+    """Number of differences at most `score_bound` away from the edge of the selection: the k-th score, or 0 if tokens
+    choose."""
     faults: int
-    """Differences outside it. One fails the row."""
+    """Number of differences farther away. A single one fails the row."""
     min_margin: float | None
-    """Smallest distance between the scores at rank k and k + 1; null where there is no rank k + 1."""
+    """Smallest distance between the scores at rank k and k + 1; null if there is no rank k + 1."""
     score_bound: float
     """Largest distance at which a difference still counts as a near-tie."""
     worst_flip: float | None
-    """Distance of the worst difference; null where there is none."""
+    """Distance of the worst difference from the edge of the selection; null if there is no difference."""
 
 
 class InputAgreement(Result):
-    """Selected tokens over all routing sites on one batch of inputs."""
+    """The selected tokens of all routing sites on one batch of inputs."""
 
     input: str
     """Kind of input: text, random, padded, ..."""
     routed: int
-    """Selected tokens."""
+    """Number of selected tokens."""
     agreed: int
-    """Selected tokens that the reference selected too."""
+    """Number of selected tokens that the reference selected too."""
 
 
 class RoutingAgreement(Result):
-    """Sums over the routing sites, each site, and each batch of inputs. A dense engine has no sites."""
+    """The selected tokens of all routing sites: sums, each site, each batch of inputs. A dense engine has no sites."""
 
     layers: tuple[LayerAgreement, ...]
-    """One for each routing site."""
+    """One entry for each routing site."""
     routed: int
-    """Selected tokens, over all sites and inputs."""
+    """Number of selected tokens, over all sites and inputs."""
     agreed: int
-    """Selected tokens that the reference selected too."""
+    """Number of selected tokens that the reference selected too."""
     near_ties: int
-    """Differences that rounding explains. One swap is two differences: the token selected and the token skipped."""
+    """Number of differences that rounding explains. If two tokens change places, these are two differences: one token
+    is selected and one is skipped."""
     min_margin: float | None
     """Smallest margin of all sites."""
     by_input: tuple[InputAgreement, ...]
-    """The same for each batch of inputs."""
+    """Selected tokens of each batch of inputs."""
 
 
 class ErrorNumbers(Result):
-    """Differences of one output, of logits those of real tokens, given the same routing."""
+    """Errors of one output given the same routing. For logits, only real tokens count."""
 
     max_abs: float
-    """Largest absolute difference of a value."""
+    """Largest absolute error of a value."""
     mean_abs: float
-    """Mean absolute difference, of the worst input."""
+    """Mean absolute error, on the worst input."""
     max_rel: float
-    """Largest difference over the root mean square of the reference's values."""
+    """Largest absolute error divided by the root mean square of the reference's values, on the worst input."""
     rms: float
-    """Root mean square of the differences, of the worst input."""
+    """Root mean square of the errors, on the worst input."""
 
 
 class Gate(Result):
-    """What the configuration demands for this dtype. The fields are named as in the configuration."""
+    """The gate of the configuration for this dtype. The fields are named as in the configuration."""
 
     max_abs: float
-    """Most for `error.max_abs` where the rounding error is not known."""
+    """Largest `error.max_abs` that passes if the rounding error is not known."""
     near_tie: float
-    """Bound of the distance of scores where the rounding error is not known."""
+    """Largest distance from the edge of the selection at which a difference can be a near-tie, however large the
+    rounding error."""
     judged_rows: float | None = None
-    """Least share of the rows of outputs that were judged; null in reports that were written before."""
+    """Smallest share of the rows of an output that must be judged; null in reports written before this gate existed."""
     next_token_agreement: float
-    """Least `next_token_agreement`."""
+    """Smallest `next_token_agreement` that passes."""
     rounding_error: float
-    """Most for `error.max_abs` as a multiple of `rounding_error`, scaled to the dtype; likewise for scores."""
+    """Largest `error.max_abs` that passes, as a multiple of `rounding_error` scaled to the dtype. The same multiple
+    bounds the distances of scores that rounding can explain."""
     rounding_error_rms: float
-    """Most for `error.rms` as a multiple of that of the reference's rounding error."""
+    """Largest `error.rms` that passes, as a multiple of the root mean square of the reference's rounding errors, scaled
+    to the dtype."""
     max_kl: float
-    """Most for `kl`, in nats."""
+    """Largest `kl` that passes, in nats."""
     max_perplexity_ratio: float
-    """Most for either perplexity over the other."""
+    """Largest ratio of the two perplexities that passes, whichever of them is larger."""
 
 
 class TextQuality(Result):
-    """Perplexity on held-out text."""
+    """Perplexity on real text: held-out text of the model, or Python's documentation if it has none."""
 
     tokens: int
-    """Predicted tokens."""
+    """Number of predicted tokens."""
     perplexity: float
-    """Of the engine."""
+    """Perplexity of the engine."""
     reference_perplexity: float
-    """Of PyTorch, given the engine's routing."""
+    """Perplexity of PyTorch, given the engine's routing."""
     own_perplexity: float
-    """Of PyTorch with its own routing."""
+    """Perplexity of PyTorch with its own routing."""
     next_token_agreement: float
-    """Share of positions with the same most probable next token as PyTorch with its own routing."""
+    """Share of positions at which the engine has the same most probable next token as PyTorch with its own routing."""
 
 
 class Located(Result):
-    """Where candidate and reference differ first, given the same routing. What an engine does not show is null."""
+    """The first place at which candidate and reference differ, given the same routing. A field is null if the engine
+    does not show it.
+    """
 
     layer: str
     """First module whose output differs, such as layers.3."""
     operator: str | None
     """Node of the graph there."""
     input: str
-    """Kind of input that it was seen on."""
+    """Kind of input on which the difference was seen."""
     error: float | None
     """Largest difference of that output."""
     allowed: float | None
-    """What rounding can explain there: nothing where two exports are compared."""
+    """Largest difference that rounding can explain there; 0 if two exports are compared."""
     makes_nan: bool = False
     """Whether the first NaN is made there."""
 
@@ -141,14 +148,14 @@ class Located(Result):
 
 
 class OutputParity(Result):
-    """Another output of a model that has several."""
+    """Parity of a further output, for a model with several."""
 
     name: str
-    """Its name."""
+    """Name of the output."""
     error: ErrorNumbers
-    """Its error, given the same routing."""
+    """Error of the output, given the same routing."""
     rounding_error: float | None
-    """Its largest rounding error in the reference; null where it was not measured."""
+    """Largest rounding error of the output in the reference; null if it was not measured."""
     allowed_max_abs: float
     """Largest `error.max_abs` that passes."""
 
@@ -157,62 +164,64 @@ class LeftOutRows(Result):
     """Rows of an output that were not judged."""
 
     output: str
-    """Its name."""
+    """Name of the output."""
     inputs: tuple[str, ...]
     """Kinds of input on which rows were left out."""
     rows: int
-    """How many, over all inputs."""
+    """Number of rows left out, over all inputs."""
     total: int
-    """Of how many rows of this output, over all inputs."""
+    """Number of all rows of this output, over all inputs."""
     because: str
-    """Why: which input declares padding, or which operation decides by rounding."""
+    """Reason: the input that declares padding, the operation that decides by rounding, or the place where the model
+    itself makes NaN."""
 
     def __str__(self) -> str:
         return f"{self.output}: {self.rows:,} of {self.total:,} rows, on {', '.join(self.inputs)}: {self.because}"
 
 
 class ParityRow(EngineRow):
-    """One engine, or one graph, against eager float32 PyTorch of the same model."""
+    """One engine, or one graph, compared with eager float32 PyTorch of the same model."""
 
     artifact: str | None
-    """The file that was judged, relative to the build folder."""
+    """File that was judged, relative to the build folder."""
     reference: str
-    """What it was compared with."""
+    """Reference that it was compared with."""
     inputs: tuple[str, ...]
-    """Kinds of input; empty where nothing could be run."""
+    """Kinds of input; empty if nothing could be run."""
     tokens: int
-    """Tokens whose outputs were compared, over all inputs: fewer of a larger model. Of an output that has none for each
-    token, its rows."""
+    """Number of tokens whose outputs were compared, over all inputs; fewer for a large model. If the output has no row
+    for each token, the number of its rows."""
     rounding_tokens: int
-    """Those on which the rounding error was measured."""
+    """Number of these tokens on which the rounding error was measured."""
     routing: RoutingAgreement
-    """Which tokens were selected."""
+    """Selected tokens, compared with the reference."""
     error: ErrorNumbers
     """Error of the first output, given the same routing."""
     rounding_error: float | None
-    """Largest difference of a value of it between the reference and the same model in float64, on the same inputs and
-    routing: what rounding alone does to the reference. Null where it was not measured."""
+    """Largest rounding error of the first output: the reference against the same model in float64, on the same inputs
+    and with the same routing. Null if it was not measured."""
     allowed_max_abs: float
     """Largest `error.max_abs` that passes."""
     next_token_agreement: float | None
-    """Share of positions with the same most probable next token, of the worst input; null where the output is not
+    """Share of positions with the same most probable next token, on the worst input; null for outputs other than
     logits."""
     kl: float | None
-    """Mean divergence of the next-token distribution from the reference's in nats, of the worst input; likewise."""
+    """Mean Kullback-Leibler divergence of the next-token distribution from that of the reference, in nats, on the worst
+    input; null for outputs other than logits."""
     text: TextQuality | None
-    """Quality on held-out text, where there is text for the model's vocabulary."""
+    """Quality on real text; null if the candidate was not judged on any."""
     ties_exact: bool | None
-    """Whether exactly equal scores were given to the earlier token; null where that could not be tested."""
+    """Whether the earlier of tokens with exactly equal scores was always selected; null if that could not be tested."""
     further_outputs: tuple[OutputParity, ...] = ()
     """The other outputs, each judged by its own rounding error."""
     left_out: tuple[LeftOutRows, ...] = ()
-    """What was not judged, and why; empty where everything was."""
+    """Rows that were not judged, with the reason; empty if all were judged."""
     located: Located | None
-    """On failure: where candidate and reference differ first, as far as it could be found."""
+    """For a failed row, the first place at which candidate and reference differ; null if it was not found."""
     gate: Gate
-    """What the configuration demands."""
+    """The gate of the configuration."""
     passed: bool
     """Whether every gate was met."""
     reasons: tuple[str, ...]
-    """What missed its gate, each with number and gate, on the worst input, and how many more there are; empty exactly
-    when the row passed."""
+    """Reasons why the row failed, each with number and gate on the worst input, and the number of further reasons.
+    Empty exactly if the row passed."""

@@ -1,6 +1,6 @@
-"""report.json, schema version 2: all results of one build, as the stages made them, and what they hold for.
+"""report.json, schema version 2: all results of one build, as the stages made them, and their conditions.
 
-A field is added freely; none is renamed or removed without a new `schema_version`.
+Fields may be added at any time. Removing or renaming a field needs a new `schema_version`.
 """
 
 from __future__ import annotations
@@ -29,137 +29,138 @@ class Verdict(Result):
     """The outcome of all gates."""
 
     status: Literal["pass", "fail"]
-    """`pass` when every gate was met."""
+    """`pass` if every gate was met."""
     reasons: tuple[str, ...]
-    """What missed its gate, could not be judged, or could not be built; empty exactly when the status is `pass`."""
+    """Gates that were missed, and what could not be judged or built; empty exactly if the status is `pass`."""
 
 
 class ReportedModel(Result):
-    """What was built."""
+    """The model that was built."""
 
     name: str
     """Name of the checkpoint."""
     architecture: str
-    """Entry point that read it."""
+    """Entry point that read the checkpoint."""
     parameters: int
     """Number of weights."""
     checkpoint_sha256: str
-    """Of the checkpoint's bytes."""
+    """SHA-256 of the checkpoint's bytes."""
     spec: dict[str, JsonValue]
-    """Everything about the model that is not a weight."""
+    """Everything about the model except its weights."""
     reads_tokens: bool = True
-    """Whether it reads token ids and answers for each of them, or for the last one: only then can it write text."""
+    """Whether the model reads token ids and returns a result for each token or for the last one. Only then can it write
+    text."""
 
 
 class Stage(Result):
     """One stage of the pipeline."""
 
     name: str
-    """Such as capture, onnx, passes, engines, validate."""
+    """Name of the stage, such as capture, onnx, passes, engines, validate."""
     status: Literal["built", "reused", "failed"]
-    """`reused`: nothing that it depends on has changed."""
+    """`reused`: nothing that the stage depends on has changed."""
     seconds: float
     """Wall time."""
     peak_rss_bytes: int | None
-    """Largest memory of the process so far."""
+    """Largest resident memory of the process during the stage; null if the operating system does not report it."""
     failed: int = 0
-    """How many rows of `failed` are of this stage."""
+    """Number of rows that this stage added to `failed`."""
 
 
 class Artifact(Result):
     """One file of the build folder."""
 
     path: str
-    """Relative to the build folder."""
+    """Path relative to the build folder."""
     kind: Literal["graph", "weights", "engine"]
-    """What it is."""
+    """Kind of file."""
     target: str | None
-    """Null for portable files."""
+    """Target of the file; null for portable files."""
     model: ModelKind | None
-    """Null for files that serve both models."""
+    """Model of the file; null for files that serve both models."""
     bucket: str | None
-    """Null for files that serve all buckets."""
+    """Bucket of the file; null for files that serve all buckets."""
     dtype: DType
-    """Of the weights or of the engine."""
+    """Dtype of the weights or of the engine."""
     bytes: int
     """Size."""
     sha256: str
-    """Of the bytes."""
+    """SHA-256 of the file."""
     role: Role | None
     """`forward` reads whole texts, `prefill` and `decode` write them; null for weights."""
 
 
 class Target(Result):
-    """What this machine can do with a target."""
+    """What this machine can do with one target."""
 
     target: str
-    """The engine family."""
+    """Engine family."""
     available: bool
-    """Whether it can be built here."""
+    """Whether this machine can build engines of the target."""
     reason: str
-    """What was found, or what is missing."""
+    """What this machine has for the target, what it lacks, or why nothing was built."""
     ran: bool
-    """Executed here, not only built."""
+    """Whether engines of the target ran here, beyond being built."""
 
 
 class BuildReport(Result):
     """The whole report."""
 
     schema_version: Literal[2] = 2
-    """2"""
+    """Always 2."""
     command: str | None = None
-    """What was typed to build, or the call of Python; null where nothing was."""
+    """The command of the build as typed, or the call in Python; null if there was neither."""
     rebuild: str | None = None
-    """What builds the same from the same files, or objects, with `config` as config.toml."""
+    """The command or call that builds the same from the same files or objects, with `config` saved as config.toml."""
     capacity: float | None = None
-    """Of every routed layer, where it was given in place of the checkpoint's own (`--capacity`)."""
+    """Capacity of every routed layer, if one was given in place of the checkpoint's own (`--capacity`)."""
     verdict: Verdict
     """The outcome of all gates."""
     not_compared: str | None = None
-    """Why there is no speed-up, and how to get one; null where the build has a dense baseline."""
+    """Why there is no speed-up, and how to get one; null if the build has a dense baseline."""
     unfollowed: tuple[str, ...] = ()
-    """Where no routing site was found in a captured model: each top-k and sort of it, and where its indices go."""
+    """Each top-k and sort of a captured model in which no routing site was found, and where its indices go."""
     model: ReportedModel
-    """What was built."""
+    """The model that was built."""
     environment: dict[str, JsonValue]
     """Versions, CPU, GPU, threads and load of the machine."""
     config: dict[str, JsonValue]
     """The resolved configuration."""
     stages: tuple[Stage, ...]
-    """In the order they ran."""
+    """The stages in the order in which they ran."""
     artifacts: tuple[Artifact, ...]
     """Every graph, weights file and engine."""
     targets: tuple[Target, ...]
-    """Every known target. One that was built but could not run here has no parity, latency or speed-up row."""
+    """Every known target. A target that was built but could not run here has no parity, latency or speed-up row."""
     parity: tuple[ParityRow, ...]
-    """Of every engine that ran here, in every role, and of every graph that no engine stands for."""
+    """One row for every engine that ran here, in every role, and for every graph that no engine stands for."""
     latency: tuple[LatencyRow, ...]
-    """Two rows, MoD and dense, for each setting that ran here; one where there is no dense baseline."""
+    """Two rows, MoD and dense, for each setting that ran here; one row if there is no dense baseline."""
     speedup: tuple[SpeedupRow, ...]
-    """One for each setting that ran here; none where there is no dense baseline."""
+    """One row for each setting that ran here; none if there is no dense baseline."""
     cost: tuple[CostRow, ...]
-    """Of every portable graph."""
+    """One row for every portable graph of whole rows."""
     served: tuple[Served, ...] = ()
-    """What `load` and `load_generator` take where no target is named, of each model."""
+    """The engines of each model that `load` and `load_generator` choose if no target is named."""
     precision: tuple[PrecisionRow, ...] = ()
-    """Narrower dtypes beside float32."""
+    """One row for each engine of a narrower dtype that was compared with float32."""
     structure: tuple[StructureRow, ...] = ()
-    """One or more for each file."""
+    """One or more rows for each file."""
     causality: tuple[CausalityRow, ...] = ()
-    """Of every forward engine that ran here."""
+    """One row for every forward engine that ran here."""
     routing_maps: tuple[RoutingMap, ...] = ()
-    """One for each bucket that a person can read."""
+    """One map for each bucket that is short enough to be read."""
     roofline: tuple[Roofline, ...] = ()
-    """One for each dtype that was profiled."""
+    """One row for each dtype whose roofline was measured."""
     parts: tuple[PartRow, ...] = ()
-    """Every part of every engine that was profiled."""
+    """One row for every part of every engine that can be profiled and has a roofline for its dtype."""
     generation: GenerationReport | None = None
-    """Writing text; null where the model does not read tokens."""
+    """Results about writing text; null if the model does not read tokens."""
     failed: tuple[FailedRow, ...] = ()
-    """What was wanted and could not be built, judged or timed; everything else was."""
+    """Everything that was requested and could not be built, judged or timed."""
 
     def __repr__(self) -> str:
-        """One line: in a notebook, the whole of it is too much to read."""
+        """Returns one line, because the whole report is too much to read in a notebook."""
         reasons = "".join(f"; {reason}" for reason in self.verdict.reasons)
         ran = ", ".join(sorted({row.target for row in self.latency})) or "none"
         return f"<BuildReport of {self.model.name}: {self.verdict.status}, measured: {ran}{reasons}>"
@@ -167,15 +168,15 @@ class BuildReport(Result):
     __str__ = __repr__
 
     def to_json(self) -> str:
-        """report.json, indented, with a newline at its end; `report_from_json` reads it back to an equal value."""
+        """Returns report.json, indented, with a newline at its end. `report_from_json` reads back an equal value."""
         return self.model_dump_json(indent=2) + "\n"
 
 
 def report_from_json(text: str, where: str = "report.json") -> BuildReport:
-    """Reads a report; `where` is what messages call it.
+    """Reads a report; messages call it `where`.
 
     Raises:
-        BuildFolderError: damaged, of another schema version, or not a report.
+        BuildFolderError: the text is damaged, has another schema version, or is not a report.
     """
     try:
         data: Any = from_json(text)

@@ -1,4 +1,4 @@
-"""Which engines are served where none is named: the fastest that met their gates, as the build measured them."""
+"""Chooses the engines to serve if none is named: the fastest that met their gates, as the build measured them."""
 
 from __future__ import annotations
 
@@ -15,57 +15,60 @@ ALONE = "the only one that was measured"
 
 
 class Measured(Result):
-    """How fast the engines of one model, target and dtype are together."""
+    """The speed of the engines of one model, role, target and dtype together."""
 
     model: ModelKind
     """`mod`, or its dense baseline `dense`."""
     role: Role
-    """`forward`: of whole rows; `decode`: of steps, for which engines that write text are chosen."""
+    """`forward` for whole rows; `decode` for steps, by which the engines that write text are chosen."""
     target: str
-    """The engine family."""
+    """Engine family."""
     dtype: DType
-    """What the weights of the engines are stored in."""
+    """Dtype in which the weights of the engines are stored."""
     ms: float
-    """Milliseconds, geometric mean over all buckets: of the median latency of whole rows, of the mean of steps."""
+    """Geometric mean over all buckets, in milliseconds: of the median latency of whole rows, or of the mean time of
+    steps."""
 
 
 class Served(Measured):
-    """The engines that are served where neither target nor dtype is named."""
+    """The engines that are served if neither target nor dtype is named."""
 
     reason: str
-    """Why these."""
+    """Why these engines were chosen."""
 
 
 def measured_from_rows(latency: Iterable[LatencyRow], decode: Iterable[DecodeRow]) -> tuple[Measured, ...]:
-    """What was timed, in its order; of those that were timed in fewer buckets than others nothing is said."""
-    found: dict[tuple[ModelKind, Role, str, DType], list[float]] = defaultdict(list)
+    """Returns the speed of everything that was timed, in the order of the rows. Leaves out engines that were timed in
+    fewer buckets than others of their model and role.
+    """
+    ms_by_engines: dict[tuple[ModelKind, Role, str, DType], list[float]] = defaultdict(list)
     for row in latency:
-        found[row.model, row.role, row.target, row.dtype].append(row.p50_ms)
+        ms_by_engines[row.model, row.role, row.target, row.dtype].append(row.p50_ms)
     for step in decode:
         for kind, mean_ms in step.ms.items():
-            found[kind, step.role, step.target, step.dtype].append(mean_ms)
-    most: dict[tuple[ModelKind, Role], int] = defaultdict(int)
-    for (model, role, _, _), ms in found.items():
-        most[model, role] = max(most[model, role], len(ms))
+            ms_by_engines[kind, step.role, step.target, step.dtype].append(mean_ms)
+    most_buckets: dict[tuple[ModelKind, Role], int] = defaultdict(int)
+    for (model, role, _, _), ms in ms_by_engines.items():
+        most_buckets[model, role] = max(most_buckets[model, role], len(ms))
     return tuple(
         Measured(model=model, role=role, target=target, dtype=dtype, ms=math.exp(sum(map(math.log, ms)) / len(ms)))
-        for (model, role, target, dtype), ms in found.items()
-        if len(ms) == most[model, role]
+        for (model, role, target, dtype), ms in ms_by_engines.items()
+        if len(ms) == most_buckets[model, role]
     )
 
 
 def served_of(measured: Sequence[Measured], refused: Collection[tuple[ModelKind, bool, str, DType]]) -> list[Served]:
-    """What is served of each model and role: the fastest; of equals the first.
+    """Returns the fastest of each model and role; of equally fast ones the first.
 
     Args:
-        measured: what was timed.
+        measured: everything that was timed.
         refused: (model, whether it writes text, target, dtype) of engines that missed their gates.
     """
-    allowed = [one for one in measured if (one.model, writes_text(one.role), one.target, one.dtype) not in refused]
+    allowed = [row for row in measured if (row.model, writes_text(row.role), row.target, row.dtype) not in refused]
     served = []
-    for model, role in dict.fromkeys((one.model, one.role) for one in allowed):
-        ranked = sorted((one for one in allowed if (one.model, one.role) == (model, role)), key=lambda one: one.ms)
-        others = ", ".join(f"{one.target} {one.dtype} {one.ms:.3g} ms" for one in ranked[1:])
+    for model, role in dict.fromkeys((row.model, row.role) for row in allowed):
+        ranked = sorted((row for row in allowed if (row.model, row.role) == (model, role)), key=lambda row: row.ms)
+        others = ", ".join(f"{row.target} {row.dtype} {row.ms:.3g} ms" for row in ranked[1:])
         reason = f"the fastest of those that met their gates; {others}" if others else ALONE
         served.append(Served(**ranked[0].model_dump(), reason=reason))
     return served

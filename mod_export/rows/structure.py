@@ -1,4 +1,4 @@
-"""What can be seen without comparing logits: files, causality, and which token was selected where."""
+"""Results that need no comparison of logits: files, causality, and the tokens that each routing site selected."""
 
 from __future__ import annotations
 
@@ -7,55 +7,59 @@ from mod_export.types import Site
 
 
 class StructureRow(Result):
-    """One file, inspected without running it: every weight is the checkpoint's, every shape is what the spec says."""
+    """One file, inspected without running it. Every weight must be the checkpoint's, and every shape must follow from
+    the spec.
+    """
 
     path: str
-    """Relative to the build folder."""
+    """Path relative to the build folder."""
     checked: tuple[str, ...]
-    """What was compared with the checkpoint and the spec."""
+    """Properties that were compared with the checkpoint and the spec."""
     passed: bool
-    """Whether all of it is as it should be."""
+    """Whether all of them are right."""
     reasons: tuple[str, ...]
-    """What is not."""
+    """Properties that are wrong."""
 
 
 class CausalityRow(EngineRow):
-    """Black box: the end of a text was changed, and the logits before the change were compared."""
+    """Test of an engine as a black box: the end of a text is changed, and the logits before the change are compared."""
 
     suffixes: int
-    """Changed endings that were tried; 0 where the engine could not be probed."""
+    """Number of changed endings that were tried; 0 if the engine could not be tested."""
     causal: bool
-    """`false`: an earlier logit moved, so the model must not be used for autoregressive sampling; `true`: not
-    refuted."""
+    """`false`: an earlier logit changed, so the model must not be used for autoregressive sampling. `true`: no test
+    showed this."""
     earliest_change: int | None
-    """Smallest position before the changed ending whose logits moved by more than rounding explains; null: none did."""
+    """Smallest position before the changed ending at which logits changed by more than rounding explains; null if there
+    is none."""
     largest_change: float
     """Largest change of a logit before the changed ending."""
     statement: str
-    """The same in a sentence."""
+    """The result in a sentence."""
     declared: bool = False
-    """`true`: nothing in the spec looks ahead. A `causal` of `false` is then a fault, and the build fails."""
+    """Whether the spec of the model looks at no later token. A `causal` of `false` is then a fault, and the build
+    fails."""
 
 
 class MapLayer(Result):
-    """What one routing site selected of one text."""
+    """The tokens of one row that one routing site selected."""
 
     layer: Site
     """Number of the layer, or a name such as 3.mlp."""
     k: int
-    """Slots for the tokens of one row."""
+    """Number of slots for the tokens of one row."""
     routed: tuple[int, ...]
     """Positions of the selected tokens, ascending, in the reference."""
     scores: tuple[float | None, ...]
-    """The router's score of every position; null where it was not scored."""
+    """Router score of every position; null for positions that do not reach the site."""
 
 
 class RoutingMap(Result):
-    """Which token of one held-out text was selected by which routing site, in the reference."""
+    """The tokens of one row that each routing site selected in the reference: of real text if the model has any."""
 
     bucket: str
-    """Its length is that of the text."""
+    """Bucket of the row; the row fills it."""
     tokens: tuple[str, ...]
-    """What a person can read of each position; a token that is no text is shown as its number."""
+    """Readable text of each position. Without text: its token id, or for a captured model its position."""
     layers: tuple[MapLayer, ...]
-    """One for each routing site."""
+    """One entry for each routing site."""
