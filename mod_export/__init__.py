@@ -1,8 +1,8 @@
 """mod-export: turns a trained Mixture-of-Depths checkpoint into static, verified inference artefacts.
 
-`build` makes a build folder of a model; `load` opens one for inference, `load_generator` for writing text;
-`mark_selection` is what a model calls to have its routing observed; `ModExportError` is what all of them raise.
-Everything else is the command line's: `mod-export --help`.
+`build` makes a build folder of a model. `load` opens a build folder for inference, `load_generator` for writing text. A
+model calls `mark_selection` to have its routing observed. All of them raise `ModExportError`. Everything else is on the
+command line: `mod-export --help`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Late, so that importing the package (the command line's --help) costs nothing.
+    # Imported on first access, so that importing the package stays fast (for example for --help).
     if name == "__version__":
         return version("mod-export")
     if name not in _MODULES:

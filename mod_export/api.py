@@ -1,4 +1,4 @@
-"""`mod_export.build`: the builds of the command line, of a module in this process."""
+"""`mod_export.build`: the build of the command line as a function, also for a module in this process."""
 
 from __future__ import annotations
 
@@ -39,31 +39,32 @@ def build(
 ) -> BuildReport:
     """Builds engines of a model, judges them against PyTorch, and measures them.
 
-    Progress is shown on stderr, in a notebook too. What a module computes is captured once for each bucket; afterwards
-    the module is as it was.
+    Progress is shown on stderr, in a notebook too. The computation of a module is captured once for each bucket, and
+    the module is left as it was.
 
     Args:
-        model: a module, in any mode, on the CPU, of which `inputs` and `buckets` must be given; or what the command
-            `mod-export build` takes: a checkpoint, .pt2 files of one model, `my_model.py:make_model`.
-        inputs: `inputs(batch, seq)` or `inputs(batch, seq, seed)` gives what `forward` takes: a tensor, a tuple, or a
-            dict by name. It is used for capture, parity and timing; for one bucket, the inputs themselves will do.
+        model: a module on the CPU, in any mode, which also needs `inputs` and `buckets`. Or anything that `mod-export
+            build` takes: a checkpoint, .pt2 files of one model, `my_model.py:make_model`.
+        inputs: `inputs(batch, seq)` or `inputs(batch, seq, seed)` returns the arguments of `forward`: a tensor, a
+            tuple, or a dict by name. They are used for capture, parity and timing. For a single bucket, the arguments
+            can be given instead.
         buckets: (rows, tokens of a row) of every shape to build.
-        baseline: a dense model of the same inputs, which the speed is compared with; as `model`. Without one, latency
-            is measured and no speed-up is demanded.
+        baseline: a dense model with the same inputs, given like `model`, to compare the speed with. Without one,
+            latency is measured and no speed-up is demanded.
         out: the build folder; build/NAME by default.
         targets: name of a target, or names; by default all that can build on this machine.
         config: a configuration file.
-        name: of the model in messages and reports; by default that of the module's class.
+        name: name of the model in messages and reports; by default the class name of a module, or the stem of a file
+            name.
         samples: a safetensors file of inputs, for .pt2 files.
         verbosity: -1 shows nothing, 0 stages, 1 every step.
 
     Returns:
-        The report, as in report.json; `report.verdict` sums it up. A gate that is missed is no error, and neither is a
-        target, dtype or bucket that could not be built while others were: `report.failed` has it, with the reason.
+        The report, as in report.json; `report.verdict` sums it up. A missed gate is not an error. Neither is a target,
+        dtype or bucket that could not be built while others were: `report.failed` lists these with the reasons.
 
     Raises:
-        ModExportError: as on the command line, with the same messages: a request that cannot be met, or nothing that
-            could be built.
+        ModExportError: the request cannot be met, or nothing could be built. Messages are those of the command line.
     """
     names = (targets,) if isinstance(targets, str) else tuple(targets)
     overrides = {"targets": names, "buckets": tuple((int(batch), int(seq)) for batch, seq in buckets)}
@@ -79,35 +80,37 @@ def build(
     from mod_export.pipeline.stages import build as run
 
     def load() -> tuple[Model, Model | None]:
-        own, dense = _model(model, inputs, shapes, title, samples, None)
+        loaded, dense = _model(model, inputs, shapes, title, samples, None)
         if baseline is not None:
-            dense, _ = _model(baseline, inputs, shapes, f"{title}-dense", None, own)
-        return own, dense
+            dense, _ = _model(baseline, inputs, shapes, f"{title}-dense", None, loaded)
+        return loaded, dense
 
-    given: dict[str, object] = {"inputs": inputs, "baseline": baseline, "samples": samples, "name": name}
-    chosen = {
+    shared: dict[str, object] = {"inputs": inputs, "baseline": baseline, "samples": samples, "name": name}
+    called = {
         "buckets": list(map(tuple, buckets)) or None,
         "out": out,
         "targets": list(names) or None,
         "config": config,
     }
-    # Buckets and targets are in the resolved configuration.
-    again = {"out": "BUILD", "config": "config.toml"}
+    # The resolved configuration contains buckets and targets.
+    repeat = {"out": "BUILD", "config": "config.toml"}
     console = Console(stderr=True)
-    if console.is_jupyter:  # A block of HTML for every line, or else a live line in control codes.
+    if console.is_jupyter:  # A notebook would show each line as a block of HTML, or a live line as control codes.
         console = Console(stderr=True, force_jupyter=False, force_terminal=False)
     with Progress(console, verbosity) as progress:
-        return run(load, settings, root, progress, _call(model, given | chosen), rebuild=_call(model, given | again))
+        return run(load, settings, root, progress, _call(model, shared | called), rebuild=_call(model, shared | repeat))
 
 
 def _call(model: object, named: Mapping[str, object]) -> str:
-    """The call of `build`, without what was left out."""
+    """Returns the call of `build` as code, without the arguments that were left out."""
     arguments = [f"{key}={_written(value)}" for key, value in named.items() if value is not None]
     return f"mod_export.build({', '.join([_written(model), *arguments])})"
 
 
 def _written(value: object) -> str:
-    """As it stands in code; a module, a function or tensors as the name of what they are."""
+    """Returns a value as it stands in code. Modules, functions and tensors are replaced by the name of their class or
+    function.
+    """
     if isinstance(value, (str, Path)):
         return repr(str(value))
     if isinstance(value, (tuple, list)):

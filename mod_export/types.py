@@ -11,26 +11,26 @@ from pydantic import BeforeValidator
 ModelKind = Literal["mod", "dense"]
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 Role = Literal["forward", "prefill", "decode"]
-"""What a graph does: `forward` reads whole rows, `prefill` reads a prompt and returns a cache, `decode` reads one token
-of each row."""
+"""The task of a graph: `forward` reads whole rows, `prefill` reads a prompt and returns a cache, `decode` reads one
+token of each row."""
 
 
 def writes_text(role: Role) -> bool:
-    """Whether a role is one of those that write text together; the other one reads whole rows."""
+    """Whether the role is prefill or decode, which write text together. Forward reads whole rows."""
     return role != "forward"
 
 
 Site = int | str
 """A routing site: the number of a routed layer, or a name such as "3.mlp" or "3.expert0" where a layer has several."""
 Outputs = Literal["logits", "last", "none"]
-"""What a model returns: logits of every token, of each row's last real token, or hidden states and no logits."""
+"""The outputs of a model: logits of every token, logits of each row's last real token, or hidden states."""
 BY_POSITION, BY_SCORE = "by_position", "by_score"
 FOUND = (BY_POSITION, BY_SCORE)
 """Rules of a routing site that was found and not marked: the order of its selected tokens, which stays as it is."""
 PRIMARY: dict[Outputs, str] = {"logits": "logits", "last": "last_logits", "none": "hidden"}
-"""The name of what a model of token ids returns: `logits` (B, S, V), `last_logits` (B, V), `hidden` (B, S, D)."""
+"""Name of the output of a model of token ids: `logits` (B, S, V), `last_logits` (B, V), or `hidden` (B, S, D)."""
 TOKEN_INPUTS = ("input_ids", "lengths")
-"""The names of what it reads: int64 (B, S), and int64 (B,), the real tokens of each row."""
+"""Names of the inputs of a model of token ids: ids, int64 (B, S), and numbers of real tokens, int64 (B,)."""
 FloatDType = Literal["float32", "float16", "bfloat16"]
 QuantizedDType = Literal["int8", "int4"]
 DType = Literal["float32", "float16", "bfloat16", "int8", "int4"]
@@ -46,17 +46,17 @@ ROUTED = "routed_"
 
 
 def routed_output(site: Site) -> str:
-    """The name of the graph output that says which positions a site selected."""
+    """Returns the name of the graph output that holds the positions that a site selected."""
     return f"{ROUTED}{site}"
 
 
 def is_expert(site: Site) -> bool:
-    """Whether the site is an expert, and not a block or a part of a block that the other tokens skip."""
+    """Whether the site is an expert. Other sites are blocks or parts of blocks that skipped tokens bypass."""
     return ".expert" in str(site)
 
 
 def site_from_text(text: Site) -> Site:
-    """The site with this name in JSON, whose keys are always text, or in the name of an output."""
+    """Returns the site with this name from JSON, whose keys are always text, or from the name of an output."""
     return int(text) if isinstance(text, str) and text.isdecimal() else text
 
 
@@ -66,19 +66,19 @@ SiteKey = Annotated[Site, BeforeValidator(site_from_text)]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Bucket:
-    """One static shape: `batch` rows of `seq` tokens. Every graph and engine belongs to exactly one."""
+    """One static shape: `batch` rows of `seq` tokens. Every graph and engine has exactly one."""
 
     batch: int
     seq: int
 
     @property
     def name(self) -> str:
-        """As in file names: b1s512."""
+        """Name as in file names: b1s512."""
         return f"b{self.batch}s{self.seq}"
 
     @classmethod
     def named(cls, name: str) -> Bucket:
-        """The bucket of this name."""
+        """Returns the bucket with this name."""
         batch, seq = name.removeprefix("b").split("s")
         return cls(int(batch), int(seq))
 
@@ -95,7 +95,7 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """As in file names: mod-b1s512-float16, or mod-decode-b1s512-float32."""
+        """Name as in file names: mod-b1s512-float16, or mod-decode-b1s512-float32."""
         return f"{_stem(self.model, self.role, self.bucket)}-{self.dtype}"
 
     def __str__(self) -> str:
@@ -104,11 +104,11 @@ class Setting:
 
     @property
     def writes_text(self) -> bool:
-        """Whether the engine is one of those that write text together."""
+        """Whether the engine writes text (`writes_text`)."""
         return writes_text(self.role)
 
     def of(self, model: ModelKind) -> Setting:
-        """The same setting of the other model."""
+        """Returns the same setting for `model`."""
         return replace(self, model=model)
 
 
@@ -123,21 +123,21 @@ About = TypeVar("About", bound=HasSetting)
 
 
 def by_setting(items: Iterable[About]) -> dict[Setting, dict[ModelKind, About]]:
-    """What is about the MoD model, beside what is about its dense baseline where there is anything.
+    """Groups items of the MoD model with those of its dense baseline in the same setting, if there are any.
 
     Returns:
         Setting of the MoD model -> model -> item, in the order of the items of the MoD model.
     """
-    found = {item.setting: item for item in items}
+    items_by_setting = {item.setting: item for item in items}
     return {
-        setting: {kind: found[setting.of(kind)] for kind in KINDS if setting.of(kind) in found}
-        for setting in found
+        setting: {kind: items_by_setting[setting.of(kind)] for kind in KINDS if setting.of(kind) in items_by_setting}
+        for setting in items_by_setting
         if setting.model == "mod"
     }
 
 
 def pairs_of(items: Iterable[About]) -> dict[Setting, dict[ModelKind, About]]:
-    """The same of the settings that have both."""
+    """Like `by_setting`, but only settings that have both models."""
     return {setting: both for setting, both in by_setting(items).items() if len(both) == len(KINDS)}
 
 
@@ -147,33 +147,35 @@ def _stem(model: ModelKind, role: Role, bucket: Bucket) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What the graph of a target may contain. Passes use it to decide what to rewrite, `check_dialect` what to refuse.
+    """The limits of a target's graph. Passes use them to decide what to rewrite, `check_dialect` to decide what to
+    refuse.
 
     Attributes:
-        name: as in messages.
+        name: name in messages.
         max_opset: highest ai.onnx opset that the target's parser supports.
         topk_limit: largest K of a TopK, or None.
-        topk_saving: positions of an axis that a TopK in groups must spare to pay, or None where it never does.
+        topk_saving: smallest number of positions of an axis that a TopK in groups must save to be faster; None if it
+            never is.
         scatter_reduction: whether ScatterND and ScatterElements may reduce.
         whole_scores: whether attention holds all its (B, H, T, T) scores in this machine's memory at once.
         attention_dtypes: dtypes in which the ONNX Attention operator is supported; others get primitive operators.
-        attention_widths: smallest and largest width of a head for which it is supported, or None.
+        attention_widths: smallest and largest width of a head for which Attention is supported, or None.
         extra_domains: operator domains that are allowed in addition to the standard one.
         stored_weights: whether com.microsoft::FusedMatMul can read a weight in its stored layout.
         rotary_embedding: whether the operator RotaryEmbedding is the faster way to rotate queries and keys.
         flat_heads: whether Attention can read heads side by side, (B, T, H * E), without losing speed.
-        branches: whether If is supported, a condition around nodes of fixed shapes.
-        cache_update: whether a step updates its cache itself, with TensorScatter.
+        branches: whether If is supported, as a condition around nodes of fixed shapes.
+        cache_update: whether a decode graph updates its cache itself, with TensorScatter.
         query_blocks: (T, b) for every number of tokens T whose causal attention is computed in blocks of b queries.
-        query_block: b of all of them, where it need not be measured.
-        late_masks: whether masks are computed when the graph runs: an engine would store them as constants.
+        query_block: b for every T, if it need not be measured.
+        late_masks: whether masks are computed when the graph runs; the engine would store them as constants.
         grouped_rows: whether queries that share keys are multiplied as rows of one matrix.
-        one_type_norms: whether RMSNormalization computes in float32 whatever its `stash_type`, and is one kernel only
-            where that is the type of its input.
+        one_type_norms: whether RMSNormalization computes in float32 whatever its `stash_type`, and is a single kernel
+            only if `stash_type` is the type of its input.
         cached_attention: whether com.microsoft::GroupQueryAttention attends to a cache and writes it in place.
-        rounds_activations: whether the engine itself rounds what a weight of whole numbers is multiplied with, a part
-            of one token at a time; the graph then says only what the weight's numbers mean.
-        quantized_beside: dtype of everything else in its graphs of whole numbers.
+        rounds_activations: whether the engine itself rounds the activations that integer weights are multiplied with,
+            in groups within a token. The graph then only dequantizes the weights.
+        quantized_beside: dtype of everything except the weights in graphs with integer weights.
     """
 
     name: str
@@ -200,7 +202,7 @@ class Dialect:
     quantized_beside: FloatDType = "float32"
 
     def floats(self, dtype: DType) -> FloatDType:
-        """The dtype of products, and of what is between them, in a graph of `dtype`."""
+        """Returns the dtype of products, and of the values between them, in a graph of `dtype`."""
         return self.quantized_beside if dtype == "int8" or dtype == "int4" else dtype
 
 
@@ -211,15 +213,15 @@ class Graph:
     Attributes:
         path: relative to the build folder.
         model: `mod` or `dense`.
-        role: what it does.
-        bucket: its shape. Of a decode graph `seq` is the number of tokens that its cache holds.
-        dtype: of its weights and matrix products.
-        target: the target whose dialect it is in; None for the portable graph.
-        k_by_layer: routing site -> slots, as captured; empty in a plan, before that.
-        inputs: name of each of the module's arguments -> its NumPy dtype and shape, in order; as captured likewise.
-        results: name of each of the model's own outputs -> its shape, in order; likewise.
+        role: task of the graph.
+        bucket: shape; for a decode graph, `seq` is the number of tokens that its cache holds.
+        dtype: dtype of the weights and matrix products.
+        target: target whose dialect the graph uses; None for the portable graph.
+        k_by_layer: routing site -> number of slots; empty until the model is captured.
+        inputs: argument of the module -> its NumPy dtype and shape, in order; empty until the model is captured.
+        results: output of the model itself -> its shape, in order; empty until the model is captured.
         query_blocks: number of tokens whose causal attention is computed in blocks -> queries of a block.
-        outputs: what a model of token ids returns.
+        outputs: outputs of a model of token ids.
     """
 
     path: str
@@ -236,7 +238,7 @@ class Graph:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it reads integers (B, S), and its first result is that of each token, (B, S, ...), or of the last."""
+        """Whether it reads integers (B, S), and its first result is for each token, (B, S, ...), or the last one."""
         rows = (self.bucket.batch, self.bucket.seq)
         ids = any(dtype.startswith("int") and shape == rows for dtype, shape in self.inputs.values())
         first = next(iter(self.results.values()), ())
@@ -244,16 +246,16 @@ class Graph:
 
     @property
     def writes_text(self) -> bool:
-        """Whether it is one of the graphs that write text together."""
+        """Whether the graph writes text (`writes_text`)."""
         return writes_text(self.role)
 
     @property
     def stem(self) -> str:
-        """As in file names: mod-b1s512, or mod-decode-b1s512."""
+        """Name as in file names: mod-b1s512, or mod-decode-b1s512."""
         return _stem(self.model, self.role, self.bucket)
 
     def dialect(self, target: Dialect) -> Dialect:
-        """The dialect of its target, with what holds for this graph alone."""
+        """Returns the dialect of its target, with the query blocks of this graph."""
         blocks = tuple(sorted(self.query_blocks.items()))
         return replace(target, query_blocks=blocks)
 
@@ -268,7 +270,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """A built engine file. `weights` is the weights file that it reads at run time, None if it contains its weights."""
+    """A built engine file. `weights` is the weights file that it reads at run time; None if it contains its weights."""
 
     target: str
     model: ModelKind
@@ -281,12 +283,12 @@ class Engine:
 
     @property
     def writes_text(self) -> bool:
-        """Whether it is one of the engines that write text together."""
+        """Whether the engine writes text (`writes_text`)."""
         return writes_text(self.role)
 
     @property
     def setting(self) -> Setting:
-        """Its setting."""
+        """Setting of the engine."""
         return Setting(target=self.target, dtype=self.dtype, model=self.model, role=self.role, bucket=self.bucket)
 
     @property
@@ -296,22 +298,26 @@ class Engine:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Every file that it needs."""
+        """Every file that the engine needs."""
         return (self.path,) if self.weights is None else (self.path, self.weights)
 
 
 def graph_of(engine: Engine, graphs: Sequence[Graph]) -> Graph | None:
-    """The graph that an engine was built from: that of its target and dtype, or the portable one; None if absent."""
-    same = [one for one in graphs if (one.model, one.role, one.bucket) == (engine.model, engine.role, engine.bucket)]
-    own = (one for one in same if (one.target, one.dtype) == (engine.target, engine.dtype))
-    return next(own, next((one for one in same if one.target is None), None))
+    """Returns the graph that an engine was built from: that of its target and dtype, else the portable one, or None."""
+    same_shape = [
+        graph
+        for graph in graphs
+        if (graph.model, graph.role, graph.bucket) == (engine.model, engine.role, engine.bucket)
+    ]
+    rewritten = (graph for graph in same_shape if (graph.target, graph.dtype) == (engine.target, engine.dtype))
+    return next(rewritten, next((graph for graph in same_shape if graph.target is None), None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
-    """What a target can do on this machine; `reason` says what is missing, or what was found.
+    """What a target can do on this machine; `reason` says what is missing, or what is there.
 
-    `arch` is the architecture of the GPU here, for targets whose engines are built ahead of time for a named one.
+    `arch` is the architecture of this machine's GPU, for targets whose engines are built ahead of time for a named one.
     """
 
     builds: bool
@@ -320,7 +326,7 @@ class Availability:
     arch: str | None = None
 
     def refusal(self, engines: Iterable[Engine]) -> str:
-        """Why none of a target's engines runs here; empty when one does."""
+        """Says why none of these engines of the target runs here; empty if one does."""
         if not self.runs:
             return self.reason
         archs = list(dict.fromkeys(engine.arch for engine in engines))
@@ -338,9 +344,9 @@ class Kernel:
     """One step of an engine's run, as the engine's own profiler names it.
 
     Attributes:
-        name: of the kernel; for an engine that runs a graph, the name of the node, or a name derived from it.
-        operator: what it computes, as the engine names it.
-        weights: state_dict names of the weights that it is known to read.
+        name: name of the kernel. For an engine that runs a graph, the name of the node, or a name derived from it.
+        operator: what the kernel computes, as the engine names it.
+        weights: state_dict names of the weights that the kernel is known to read.
         ms: milliseconds in its fastest run, because other load on the machine can only make it slower.
     """
 
@@ -352,7 +358,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The time of each kernel of a run, as named by `profiler`, from `runs` runs."""
+    """Milliseconds of each kernel of a run, by `profiler`, from `runs` runs."""
 
     profiler: str
     runs: int
@@ -360,7 +366,7 @@ class Profile:
 
 
 def primary_output(names: Iterable[str]) -> str:
-    """The first of an engine's outputs that is the model's own, and not the selection of a routing site.
+    """Returns the first output of an engine that is the model's own, and not the selection of a routing site.
 
     Raises:
         StopIteration: there is none.

@@ -21,10 +21,10 @@ class LayerAgreement(Result):
     agreed: int
     """Number of selected tokens that the reference selected too."""
     overflow: int
-    """Number of tokens that wanted a slot and found none, if tokens choose."""
+    """Number of tokens that wanted a slot and found none, if each token decides for itself."""
     near_ties: int
-    """Number of differences at most `score_bound` away from the edge of the selection: the k-th score, or 0 if tokens
-    choose."""
+    """Number of differences at most `score_bound` away from the edge of the selection: the k-th score, or 0 if each
+    token decides for itself."""
     faults: int
     """Number of differences farther away. A single one fails the row."""
     min_margin: float | None

@@ -73,7 +73,7 @@ class Artifact(Result):
     path: str
     """Path relative to the build folder."""
     kind: Literal["graph", "weights", "engine"]
-    """Kind of file."""
+    """Kind of file: ONNX graph, weights file or engine."""
     target: str | None
     """Target of the file; null for portable files."""
     model: ModelKind | None
@@ -100,7 +100,7 @@ class Target(Result):
     reason: str
     """What this machine has for the target, what it lacks, or why nothing was built."""
     ran: bool
-    """Whether engines of the target ran here, beyond being built."""
+    """Whether engines of the target were run here, not only built."""
 
 
 class BuildReport(Result):
