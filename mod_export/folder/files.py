@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, and compared with what was written."""
+"""Writes files whole or not at all, and checks files against the hashes of what was written."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict
 from mod_export.errors import BuildFolderError, UsageError
 
 PARTIAL = ".partial-"
-"""Beginning of the names of what is not whole yet; a process that was killed leaves them behind."""
+"""Prefix of the names of unfinished files and folders; a process that was killed leaves them behind."""
 
 
 class FileEntry(BaseModel):
-    """A file as it was written."""
+    """Size and hash of a file as it was written."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -26,18 +26,18 @@ class FileEntry(BaseModel):
 
 
 def entry_of(path: Path) -> FileEntry:
-    """A file as it is."""
+    """Returns the size and hash of a file as it is."""
     return FileEntry(bytes=path.stat().st_size, sha256=sha256_of_file(path))
 
 
 def sha256_of_file(path: Path) -> str:
-    """SHA-256 of what is in a file."""
+    """Returns the SHA-256 of the content of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def changed_file(root: Path, name: str, entry: FileEntry) -> str:
-    """What is wrong with a file; empty when it is what was built."""
+    """Says what is wrong with a file; empty if it is what was built."""
     problem = _changed_size(root, name, entry)
     if problem or sha256_of_file(root / name) == entry.sha256:
         return problem
@@ -53,7 +53,7 @@ def _changed_size(root: Path, name: str, entry: FileEntry) -> str:
 
 
 def verify_files(root: Path, files: Mapping[str, FileEntry], *, read: bool = True) -> None:
-    """Compares files of a build folder with what its manifest says of them; only their sizes unless `read`.
+    """Compares files of a build folder with their entries in its manifest; without `read`, only their sizes.
 
     Raises:
         BuildFolderError: a file is missing, or is not what was built.
@@ -66,7 +66,7 @@ def verify_files(root: Path, files: Mapping[str, FileEntry], *, read: bool = Tru
 
 
 def replace_file(path: Path, data: str | bytes) -> None:
-    """Writes beside it and renames, so that a reader sees the old file or the new one. Its folder must exist."""
+    """Writes a temporary file and renames it: a reader sees the old file or the new one. The folder must exist."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=PARTIAL) as folder:
         beside = Path(folder) / path.name
         beside.write_bytes(data.encode() if isinstance(data, str) else data)
@@ -77,7 +77,7 @@ def check_place(path: Path, option: str = "--report") -> None:
     """Checks that a file outside of a build folder can be written, before minutes are spent on its content.
 
     Raises:
-        UsageError: it cannot; the message says to choose another place with `option`.
+        UsageError: the file cannot be written; the message says to choose another place with `option`.
     """
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
@@ -86,10 +86,10 @@ def check_place(path: Path, option: str = "--report") -> None:
 
 
 def write_whole(path: Path, data: str | bytes, option: str = "--report") -> None:
-    """Writes a file outside of a build folder, and its folder if need be.
+    """Writes a file outside of a build folder, and creates its folder if necessary.
 
     Raises:
-        UsageError: it cannot be written; the message says to choose another place with `option`.
+        UsageError: the file cannot be written; the message says to choose another place with `option`.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

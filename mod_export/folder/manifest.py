@@ -1,6 +1,6 @@
-"""manifest.json: what a build folder holds, what it was made from, and the hash of every file.
+"""manifest.json: the contents of a build folder, what they were made from, and the hash of every file.
 
-While a build runs the manifest holds its steps (`workspace.py`). A finished build adds the facts that `load`,
+While a build runs, the manifest holds its steps (`workspace.py`). A finished build adds the facts that `load`,
 `validate` and `bench` need without the checkpoint: `Manifest`. They are checked once, when the folder is opened.
 """
 
@@ -26,11 +26,12 @@ from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, g
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
-"""Of a model whose ids are not bytes: beside its weights, as in Hugging Face folders, and in its build folder."""
+"""Tokenizer of a model whose ids are not bytes: beside its weights, as in Hugging Face folders, and in the build
+folder."""
 BESIDE_TOKENIZER = (
     "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-"""What says how the tokenizer of a Hugging Face folder is used; kept with it where it is there."""
+"""Files that say how the tokenizer of a Hugging Face folder is used; kept with the tokenizer if they exist."""
 FORMAT = "mod-export build folder"
 FORMAT_VERSION = 3
 CHECKSUM = "checksum"
@@ -44,12 +45,12 @@ class _Facts(BaseModel):
 
 
 class ModelFacts(_Facts):
-    """The model or its dense baseline: where it came from, and what its reference is rebuilt from.
+    """Origin of the model or of its dense baseline, and the data from which its reference is rebuilt.
 
     Attributes:
-        checkpoint_sha256: of the file, or of the folder's files.
-        spec: as plain data, with a capacity that was replaced.
-        vocab_size: of a model of token ids, else None.
+        checkpoint_sha256: hash of the checkpoint file, or of the files of the checkpoint folder.
+        spec: the spec as plain data, with a capacity that was replaced.
+        vocab_size: vocabulary size of a model of token ids, else None.
         weights: the folder's float32 weights file.
         tensors: names of this model's tensors in that file.
     """
@@ -64,14 +65,14 @@ class ModelFacts(_Facts):
 
 
 class GenerationFacts(_Facts):
-    """What writing text needs to know.
+    """Facts that are needed to write text.
 
     Attributes:
-        window: the longest text in tokens.
+        window: number of tokens of the longest text.
         sites: model -> its routing sites, in the order of the columns of a cache's counts.
-        capacity: routing site -> how many tokens of a text it selects at most.
+        capacity: routing site -> largest number of tokens of a text that it selects.
         kv_bytes: model -> length of a cache -> float32 bytes of the keys and values of one row.
-        step_bytes: decode bucket -> dtype -> model -> bytes that a step has to read.
+        step_bytes: decode bucket -> dtype -> model -> bytes that a step must read.
     """
 
     window: int
@@ -85,19 +86,19 @@ class Manifest(_Facts):
     """A finished build folder.
 
     Attributes:
-        command: that built it, as typed; None where nothing was typed.
+        command: the command that built it, as typed; None if there was no command.
         models: `mod`, and `dense` if there is a dense baseline.
-        buckets: of whole rows, ascending.
-        weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor in the file's dtype.
-        exporters: versions that an exported graph depends on.
-        verified: whether its engines were judged: not where it was built without evidence, before it is validated.
+        buckets: buckets of whole rows, ascending.
+        weight_digests: weights file -> tensor -> SHA-256 of the checkpoint's tensor in the dtype of the file.
+        exporters: versions of the packages that an exported graph depends on.
+        verified: whether its engines were judged. False for a build without evidence, until it is validated.
         refused: engine or graph that missed a gate -> the reasons; `load` does not serve it.
-        measured: how fast engines were, from which `load` chooses where no target is named.
-        generation: what writing text needs, or the reason why the folder cannot.
-        tokenizer: `bytes`, a file of the folder, or None where ids stand for no text.
+        measured: measured speed of the engines; `load` chooses by it if no target is named.
+        generation: facts that are needed to write text, or the reason why this folder cannot.
+        tokenizer: `bytes`, a file of the folder, or None if ids stand for no text.
         cost: FLOPs and bytes of every portable graph of whole rows.
         work: engine -> work of its graph, for profiles.
-        failed: what was wanted and could not be built.
+        failed: what was requested and could not be built.
         config: the resolved configuration.
     """
 
@@ -121,15 +122,16 @@ class Manifest(_Facts):
     files: dict[str, FileEntry]
 
     def entries(self, paths: Iterable[str]) -> dict[str, FileEntry]:
-        """The entries of some of its files."""
+        """Returns the entries of some of its files."""
         return {path: self.files[path] for path in paths}
 
 
 def open_folder(root: Path, *, verify: bool = True) -> Manifest:
-    """The manifest of a finished build folder; with `verify`, its files are compared with their hashes.
+    """Opens a finished build folder and returns its manifest. With `verify`, compares its files with their hashes.
 
     Raises:
-        BuildFolderError: not a build folder, unfinished, of another release, damaged, or contradicting itself.
+        BuildFolderError: the folder is not a build folder, or is unfinished, from another release, damaged, or
+            contradicts itself.
     """
     data = read_manifest(root)
     if "files" not in data:
@@ -152,7 +154,7 @@ def open_folder(root: Path, *, verify: bool = True) -> Manifest:
 
 
 def _contradictions(manifest: Manifest) -> list[str]:
-    """Nothing that is listed in one part may be missing in another, or it would not be judged."""
+    """Returns contradictions between parts. Something that one part lists and another lacks would not be judged."""
     files, engines, graphs = manifest.files, manifest.engines, manifest.graphs
     listed = {*(graph.path for graph in graphs), *(path for engine in engines for path in engine.files)}
     listed |= {*manifest.weight_digests, *(facts.weights for facts in manifest.models.values())}
@@ -164,7 +166,7 @@ def _contradictions(manifest: Manifest) -> list[str]:
     problems = [f"{kind} is not described" for kind in kinds if kind not in manifest.models]
     problems += [f"{path} is no file of it" for path in sorted(listed - files.keys())]
     problems += [
-        f"{one.path} has no weights file" for one in engines if one.weights is None and one.path.endswith(".onnx")
+        f"{item.path} has no weights file" for item in engines if item.weights is None and item.path.endswith(".onnx")
     ]
     known = {*REPORT_FILES, TOKENIZER, *BESIDE_TOKENIZER}
     problems += [f"{path} is nothing that it describes" for path in sorted(files.keys() - listed - known)]
@@ -178,10 +180,10 @@ def _contradictions(manifest: Manifest) -> list[str]:
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest as JSON, of an unfinished folder too, without its checksum.
+    """Returns the manifest as JSON, without its checksum, also for an unfinished folder.
 
     Raises:
-        BuildFolderError: no build folder, a damaged manifest, or one of another format version.
+        BuildFolderError: there is no build folder, or its manifest is damaged or has another format version.
     """
     try:
         data = json.loads((root / MANIFEST).read_text(encoding="utf-8"))
@@ -224,11 +226,11 @@ def _builder(data: Mapping[str, Any]) -> str:
 
 
 def with_checksum(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest as it is written."""
+    """Returns a manifest as it is written."""
     return {**data, CHECKSUM: checksum(data)}
 
 
 def checksum(data: Any) -> str:
-    """SHA-256 of plain data, as JSON gives it back: numbers as keys become text, which sorts differently."""
+    """Returns the SHA-256 of plain data after a JSON round trip: number keys become text, which sorts differently."""
     data = json.loads(json.dumps(data))
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The files of a build folder that a captured model is restored from, and its samples, which need no PyTorch."""
+"""Files of a build folder from which a captured model is restored, and its samples. Reading them needs no PyTorch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from mod_export.errors import BuildFolderError
 from mod_export.types import Bucket, ModelKind
 
 PROGRAM = "program"
-"""The architecture of a model that is captured already (`model/programs.py`), which no package provides."""
+"""Architecture of a model that was captured (`model/programs.py`); no package provides it."""
 ARRAYS = ("samples", "constants")
-"""`b1s512/ids.0` is the input `ids` of the first sample of that bucket; constants are what graphs read beside weights
-and inputs, `b1s512.name` where buckets differ."""
+"""Archives of arrays. In `samples`, `b1s512/ids.0` is the input `ids` of the first sample of that bucket. In
+`constants` are the values that graphs read beside weights and inputs; `b1s512.name` if buckets differ."""
 
 
 def program_files(kind: ModelKind, buckets: Iterable[str]) -> list[str]:
-    """All of them, relative to the folder."""
+    """Returns the names of all these files, relative to the folder."""
     return [*(graph_file(kind, name) for name in buckets), *(arrays_file(kind, name) for name in ARRAYS)]
 
 
 def graph_file(kind: ModelKind, bucket: str) -> str:
-    """The graph of a bucket, as `models/model.json` of a .pt2."""
+    """Returns the file with the graph of a bucket, in the form of `models/model.json` of a .pt2."""
     return f"programs/{kind}-{bucket}.json"
 
 
 def arrays_file(kind: ModelKind, name: str) -> str:
-    """A NumPy archive of one of ARRAYS."""
+    """Returns the NumPy archive for one of ARRAYS."""
     return f"programs/{kind}-{name}.npz"
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """An npz, for `numpy.load`. Not by `numpy.savez`, which takes names as keywords and has some of its own, and writes
-    the time of day.
+    """Writes an npz for `numpy.load`. `numpy.savez` does not fit: it takes names as keyword arguments, some of which
+    are its own, and writes the time of day.
     """
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():
@@ -44,21 +44,21 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """What `write_arrays` has written.
+    """Reads the arrays that `write_arrays` wrote.
 
     Raises:
         BuildFolderError: the file is missing or damaged.
     """
     try:
-        # Opened here, because numpy leaves the file open where it is no archive.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as found:
-            return dict(found)
-    except Exception as error:  # Of any type: a file that was changed may be anything.
+        # Opened here, because numpy leaves the file open if it is not an archive.
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            return dict(archive)
+    except Exception as error:  # Any exception, because a file that was changed may contain anything.
         raise BuildFolderError(f"{path}: missing or damaged ({error}); build again") from error
 
 
 def first_sample(root: Path, bucket: Bucket) -> dict[str, np.ndarray]:
-    """Inputs of one run of a bucket, by name.
+    """Returns the inputs of one run of a bucket, by name.
 
     Raises:
         BuildFolderError: the file is missing or damaged.

@@ -1,10 +1,11 @@
-"""The build folder: what was made, from what, and whether it is still whole.
+"""The build folder: what was made, from which inputs, and whether it is still whole.
 
-Work is cut into *steps*. A step has a name, inputs (plain data: settings, versions, hashes of what it reads), output
-files and a small result. The manifest keeps the hash of the inputs beside the hash of every output, so the next build
-reuses a step exactly when nothing it depends on has changed. Files are made in a folder of their own and renamed into
-place, the manifest last: a killed build leaves whole steps and nothing else. A finished build adds facts, which go
-before any of its files changes, and the manifest has a checksum of its own, so a reader can rely on it.
+Work is divided into *steps*. A step has a name, inputs (plain data: settings, versions, hashes of what it reads),
+output files and a small result. The manifest keeps the hash of the inputs and the hash of every output, so the next
+build reuses a step exactly if nothing that it depends on has changed. Files are made in a temporary folder and renamed
+into place, the manifest last: a killed build leaves whole steps, and temporary files that the next build removes. A
+finished build adds facts, which are removed before any of its files changes. The manifest has a checksum of its own, so
+a reader can rely on it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ Make = Callable[[Sequence[Path]], Any]
 
 
 class Step(BaseModel):
-    """A finished step, as the manifest has it. `seconds` are of the run that made it; `reused`: not this one."""
+    """A finished step, as the manifest records it. `seconds` is the time that it took when it was made; `reused` says
+    that an earlier run made it.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,12 +55,12 @@ class Step(BaseModel):
     reused: bool = Field(False, exclude=True)
 
     def is_of(self, fingerprint: str, outputs: Sequence[str]) -> bool:
-        """Whether it was made from the same inputs, and made these files."""
+        """Whether it was made from the same inputs and made these files."""
         return self.fingerprint == fingerprint and [*self.outputs] == [*outputs]
 
 
 class Workspace:
-    """A build folder that is being written. A context manager that holds the folder's lock."""
+    """A build folder that is being written: a context manager that holds the folder's lock."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -65,7 +68,7 @@ class Workspace:
         self._facts: dict[str, Any] = {}
         self._seen: set[str] = set()
         self._lock: int | None = None
-        self._guard = threading.RLock()  # Several steps may be made at once; they are looked up and placed one by one.
+        self._guard = threading.RLock()  # Steps may be made in parallel, but are looked up and placed one at a time.
 
     def __enter__(self) -> Self:
         with _explained(self.root):
@@ -84,8 +87,10 @@ class Workspace:
         outputs: Sequence[str],
         make: Make,
     ) -> Step:
-        """Does a step, or reuses it. `inputs` are everything that its outputs and its result depend on; `make` writes
-        each output to the path it is given, and returns the result. Both are plain data.
+        """Does a step, or reuses it.
+
+        `inputs` must contain everything that its outputs and its result depend on, as plain data. `make` writes each
+        output to the path that it is given, and returns the result, also plain data.
 
         Raises:
             BuildFolderError: the folder cannot be written, or is full.
@@ -115,13 +120,13 @@ class Workspace:
                     seconds=round(time.perf_counter() - begin, 3),
                 )
                 self._steps[name] = step
-                # Not before it is done: a build can go on without a step that failed.
+                # Only after success, because a build can go on without a step that failed.
                 self._seen.add(name)
                 self._write_manifest()
         return step
 
     def leave_out(self, name: str) -> None:
-        """A step of this run that nothing needs any more: its files go when the build is closed."""
+        """Marks a step of this run as no longer needed: its files are removed when the build is closed."""
         with self._guard:
             self._seen.discard(name)
 
@@ -129,13 +134,13 @@ class Workspace:
         return not any(changed_file(self.root, output, entry) for output, entry in step.outputs.items())
 
     def hash_of(self, output: str) -> str:
-        """SHA-256 of an output of a finished step."""
+        """Returns the SHA-256 of an output of a finished step."""
         with self._guard:
             entries = {path: entry for step in self._steps.values() for path, entry in step.outputs.items()}
         return entries[output].sha256
 
     def files(self) -> dict[str, FileEntry]:
-        """Every output of the steps that this build did or reused."""
+        """Returns every output of the steps that this build did or reused."""
         return {path: entry for name in sorted(self._seen) for path, entry in self._steps[name].outputs.items()}
 
     def close(self, facts: Mapping[str, Any]) -> None:
@@ -161,18 +166,18 @@ class Workspace:
                 data = read_manifest(self.root)
                 self._steps = {name: Step(name=name, **step) for name, step in data["steps"].items()}
                 self._facts = {name: value for name, value in data.items() if name not in EMPTY}
-            # A run that was killed left these: folders of unfinished outputs, and single files.
+            # Leftovers of a run that was killed: folders of unfinished outputs, and single files.
             for left in [*self.root.glob(f"{PARTIAL}*"), *self.root.glob(f"*/{PARTIAL}*")]:
                 shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
             self._write_manifest()
-        except BaseException:  # Interrupted as well: the lock is given back, and a folder that is new goes.
+        except BaseException:  # An interrupt too must release the lock and remove a new folder.
             os.close(self._lock)
             if is_new:
                 shutil.rmtree(self.root)
             raise
 
     def _reopen(self) -> None:
-        """Before files of a finished build change: without its facts the folder counts as unfinished."""
+        """Removes the facts before files of a finished build change. A folder without facts counts as unfinished."""
         if self._facts:
             self._facts = {}
             self._write_manifest()
@@ -181,7 +186,7 @@ class Workspace:
         path = self.root / output
         path.unlink(missing_ok=True)
         for folder in path.relative_to(self.root).parents[:-1]:
-            with contextlib.suppress(OSError):  # Until one that still holds something.
+            with contextlib.suppress(OSError):  # A folder that still holds something stays.
                 (self.root / folder).rmdir()
 
     def _write_manifest(self) -> None:
@@ -191,13 +196,13 @@ class Workspace:
 
 
 class FinishedFolder:
-    """A finished build folder: its steps write no files, and nothing is recorded."""
+    """A finished build folder. Its steps write no files and are not recorded."""
 
     def __init__(self, root: Path, *, verify: bool) -> None:
         """Opens the folder; with `verify`, every file is compared with its hash.
 
         Raises:
-            BuildFolderError: not a whole build folder, or a file that is not what was built.
+            BuildFolderError: this is not a whole build folder, or a file is not what was built.
         """
         self.root = root
         self.manifest = open_folder(root, verify=verify)
@@ -208,20 +213,20 @@ class FinishedFolder:
         return Step(name=name, result=json.loads(json.dumps(make([]))))
 
     def hash_of(self, output: str) -> str:
-        """SHA-256 of a file, as it was built."""
+        """Returns the SHA-256 of a file as it was built."""
         return self.manifest.files[output].sha256
 
     @property
     def exports_alike(self) -> bool:
-        """Whether a fresh export here must give the same graphs; with other versions it may differ for good reasons."""
+        """Whether a fresh export here must give the same graphs. With other versions of the exporters it can differ."""
         return self.manifest.exporters == versions(*EXPORTERS)
 
 
 def amend(root: Path, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Replaces facts and text files of a finished folder, by name: what was found out about it later.
+    """Replaces facts and text files of a finished folder, by name, with what a later run has found.
 
     Raises:
-        BuildFolderError: it cannot be written, or a build is writing there.
+        BuildFolderError: the folder cannot be written, or a build is writing there.
     """
     with _explained(root):
         lock = _locked(root)
@@ -239,7 +244,9 @@ def amend(root: Path, facts: Mapping[str, Any], texts: Mapping[str, str]) -> Non
 
 
 def _locked(root: Path) -> int:
-    """The lock of a build folder, as an open file; closing it gives the lock back, and so does the process's end."""
+    """Returns the lock of a build folder as an open file. Closing it releases the lock, and so does the end of the
+    process.
+    """
     lock = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,10 +257,10 @@ def _locked(root: Path) -> int:
 
 
 def check_root(root: Path) -> None:
-    """Whether a build may write here, found without writing anything.
+    """Checks that a build may write into `root`, without writing anything.
 
     Raises:
-        BuildFolderError: a file, a folder of somebody else's, a damaged build folder, or no right to write.
+        BuildFolderError: it is a file, a folder with other files, a damaged build folder, or cannot be written.
     """
     with _explained(root):
         if root.exists() and not root.is_dir():
@@ -273,7 +280,7 @@ def check_root(root: Path) -> None:
 
 
 def _place(path: Path, final: Path) -> None:
-    # Temporary files are private by default; what is built is for others to read.
+    # Temporary files are private by default, but others must be able to read what is built.
     umask = os.umask(0)
     os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -283,7 +290,7 @@ def _place(path: Path, final: Path) -> None:
 
 @contextlib.contextmanager
 def _explained(root: Path) -> Iterator[None]:
-    """Turns the operating system's refusals to write here into a message for the user."""
+    """Turns the operating system's refusals to write here into messages for the user."""
     try:
         yield
     except OSError as error:
