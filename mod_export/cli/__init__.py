@@ -2,7 +2,7 @@
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 all gates passed, 1 a bug, 2 usage, configuration or
 unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted, 141 the reader of stdout closed
-it (the code that a shell gives a program that a closed pipe ended).
+it (the code that a shell gives to a program that a closed pipe ended).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ for command in (
 def main() -> None:
     """Entry point of the command `mod-export`."""
     for stream in (sys.stdout, sys.stderr):
-        # A name that the terminal's encoding lacks is shown escaped instead of failing the command.
+        # A character that the terminal's encoding lacks is shown as an escape, instead of failing the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     cli(prog_name="mod-export")

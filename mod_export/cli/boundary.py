@@ -1,4 +1,4 @@
-"""What commands have in common: options, and the one place where errors become messages and exit codes."""
+"""What all commands share: options, and the single place where errors become messages and exit codes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESUMABLE = ("build", "demo", "sweep")
 
 
 class _Path(click.Path):
-    """A path that the operating system can look up. Whether it has to exist is for each command to say."""
+    """A path that the operating system can look up. Each command decides whether it must exist."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(value)
@@ -40,7 +40,7 @@ class _Path(click.Path):
 
 
 class _Source(_Path):
-    """What `mod-export build` takes: a path, FILE.py:FUNCTION, or a name on the Hugging Face hub."""
+    """A MODEL argument of `mod-export build`: a path, FILE.py:FUNCTION, or a name on the Hugging Face hub."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value).startswith(PREFIX):
@@ -59,17 +59,17 @@ target_option = click.option(
 
 
 def config_of(path: Path | None, targets: Sequence[str] = (), **overrides: Any) -> BuildConfig:
-    """The configuration of a file, or the default one, with the values that the command line replaces."""
+    """Returns the configuration of a file, or the default one, with the values that the command line replaces."""
     from mod_export.config import config_from_toml
 
     return config_from_toml(path, {**({"targets": tuple(targets)} if targets else {}), **overrides})
 
 
 def command(function: Callable[..., int]) -> Callable[..., None]:
-    """Makes a function the body of a command.
+    """Turns a function into the body of a command.
 
-    The function's result becomes the exit code, and so do its errors, after their message. It gets `verbosity`: -1 with
-    -q, 1 with -v, 0 otherwise.
+    The result of the function becomes the exit code. Its errors become a message and an exit code. The function
+    receives `verbosity`: -1 with -q, 1 with -v, 0 otherwise.
     """
 
     @wraps(function)
@@ -95,7 +95,7 @@ def _exit_code(function: Callable[..., int], *, verbosity: int, **arguments: Any
         click.echo("interrupted" + (resumes if function.__name__ in RESUMABLE else ""), err=True)
         return INTERRUPTED
     except BrokenPipeError:
-        # `mod-export report DIR | head`: what is still buffered must not fail again when Python ends.
+        # For example `mod-export report DIR | head`: buffered output must not fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OUTPUT_CLOSED
     except ImportError as error:
@@ -109,7 +109,7 @@ def _exit_code(function: Callable[..., int], *, verbosity: int, **arguments: Any
 def _say_warning(
     others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
 ) -> None:
-    """Our own as the messages of a command are, because a user has no use for a line of our code."""
+    """Shows our own warnings like the messages of a command, because a line of our code is no use to a user."""
     if issubclass(category, UnverifiedWarning):
         click.echo(f"warning: {message}", err=True)
     else:
@@ -117,7 +117,7 @@ def _say_warning(
 
 
 def _missing_package(error: ImportError, name: str) -> UsageError | None:
-    """Says which extra to install; None where the import that failed is of no optional package."""
+    """Says which extra to install; None if the import that failed is not of an optional package."""
     from mod_export.environment import extra_of_import
 
     extra = extra_of_import(error)

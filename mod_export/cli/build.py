@@ -1,4 +1,4 @@
-"""Commands that build a model of the user: build, sweep."""
+"""Commands that build a user's model: build, sweep."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
 
 def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[tuple[int, int], ...] | None:
-    """1x128,1x512: rows x tokens."""
+    """Parses a list of shapes, rows x tokens, such as 1x128,1x512."""
     if value is None:
         return None
-    found = [SHAPE.fullmatch(part) for part in value.split(",")]
-    if None in found:
+    matches = [SHAPE.fullmatch(part) for part in value.split(",")]
+    if None in matches:
         raise click.BadParameter(f"{value!r}: expected rows x tokens, such as 1x128,1x512", ctx, param)
-    return tuple((int(one[1]), int(one[2])) for one in found if one is not None)
+    return tuple((int(match[1]), int(match[2])) for match in matches if match is not None)
 
 
 @click.command()
@@ -85,9 +85,9 @@ def build(
 ) -> int:
     """Build MODEL for every target.
 
-    MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); what `convert` takes, such as a
-    folder of Hugging Face, hf://ORG/NAME[@REVISION] or a GGUF file; programs of torch.export.save, a .pt2 for each
-    shape; or my_model.py:make_model, a function that returns a module and its inputs.
+    MODEL is a checkpoint (model.pt, or a folder of config.json and model.safetensors); anything that `convert` takes,
+    such as a Hugging Face folder, hf://ORG/NAME[@REVISION] or a GGUF file; programs of torch.export.save, one .pt2 for
+    each shape; or my_model.py:make_model, a function that returns a module and its inputs.
     """
     from mod_export.model.hub import fetched
     from mod_export.model.request import Request
@@ -96,8 +96,8 @@ def build(
     config = config_of(config_file, targets, **{name: value for name, value in overrides.items() if value is not None})
     here = {source: fetched(source) for source in (*models, *baseline)}
     request = Request(
-        sources=tuple(here[one] for one in models),
-        baseline=tuple(here[one] for one in baseline),
+        sources=tuple(here[named] for named in models),
+        baseline=tuple(here[named] for named in baseline),
         samples=samples,
         capacity=capacity,
     )
@@ -106,14 +106,16 @@ def build(
 
 
 def _default_folder(model: str | Path, suffix: str = "") -> Path:
-    """build/NAME: of a file or folder without its ending, of a function's module; build/NAME-build of build/NAME."""
+    """Returns build/NAME, named after the file or folder without its ending, or after the module of a function. If
+    MODEL is that folder itself, returns build/NAME-build.
+    """
     text = str(model)
     if not Path(text).exists():
         text = text.rpartition(":")[0] or text
     name = Path(text).resolve().name
     stem = next((name.removesuffix(end) for end in (".pt2", ".pt", ".py", ".gguf") if name.endswith(end)), name)
-    found = Path("build") / ((stem or "model") + suffix)
-    return found.with_name(f"{found.name}-build") if found.resolve() == Path(text).resolve() else found
+    folder = Path("build") / ((stem or "model") + suffix)
+    return folder.with_name(f"{folder.name}-build") if folder.resolve() == Path(text).resolve() else folder
 
 
 def build_and_show(
@@ -126,9 +128,9 @@ def build_and_show(
     *,
     unverified: bool = False,
 ) -> int:
-    """Runs a build, with its progress on stderr and its report on stdout; returns the exit code.
+    """Runs a build, with its progress on stderr and its report on stdout, and returns the exit code.
 
-    `unverified` stops after the engines.
+    `unverified` stops after the engines are built.
     """
     from rich.console import Console
 
@@ -136,7 +138,7 @@ def build_and_show(
     from mod_export.folder.workspace import check_root
     from mod_export.pipeline.plan import check_names
 
-    # What can be refused without PyTorch is refused before it is loaded, which takes longer than all of this.
+    # Checks that need no PyTorch come first, because loading PyTorch takes longer than all of them.
     check_names(config.targets)
     request.check()
     check_root(folder)
@@ -152,11 +154,11 @@ def build_and_show(
     from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
-    with _tokenizer_of(request.sources[0], tokenizer) as found, Progress(Console(stderr=True), verbosity) as progress:
+    with _tokenizer_of(request.sources[0], tokenizer) as kept, Progress(Console(stderr=True), verbosity) as progress:
         models = partial(request.models, buckets)
-        again = _again(request, tokenizer or (None if is_gguf(Path(request.sources[0])) else found))
+        again = _again(request, tokenizer or (None if is_gguf(Path(request.sources[0])) else kept))
         report = run(
-            models, config, folder, progress, _as_typed(), request.capacity, found, again, evidence=not unverified
+            models, config, folder, progress, _as_typed(), request.capacity, kept, again, evidence=not unverified
         )
     if report_file is not None:
         write_whole(report_file, report.to_json())
@@ -171,8 +173,8 @@ def build_and_show(
 
 @contextlib.contextmanager
 def _tokenizer_of(source: str, named: Path | None) -> Iterator[Path | None]:
-    """The tokenizer.json that was named, or the one in the folder of the model or of a model.pt, as training leaves it,
-    or that of a GGUF file.
+    """Yields the tokenizer.json that was named, or else that of a GGUF file, or the one in the folder of the model or
+    of a model.pt, where training leaves it.
     """
     from mod_export.folder.manifest import TOKENIZER
     from mod_export.model.checkpoint import is_gguf, write_companions
@@ -186,8 +188,8 @@ def _tokenizer_of(source: str, named: Path | None) -> Iterator[Path | None]:
         model = write_companions(Path(source), Path(folder))
         for note in () if model is None else model.notes:
             click.echo(f"note: {note}", err=True)
-        made = Path(folder) / TOKENIZER
-        yield made if made.is_file() else None
+        extracted = Path(folder) / TOKENIZER
+        yield extracted if extracted.is_file() else None
 
 
 def _as_typed() -> str:
@@ -195,10 +197,10 @@ def _as_typed() -> str:
 
 
 def _again(request: Request, tokenizer: Path | None) -> str:
-    """The command for the resolved configuration, which has targets, buckets and memory in it."""
-    given = (("--samples", request.samples), ("--capacity", request.capacity), ("--tokenizer", tokenizer))
-    options = [("--baseline", one) for one in request.baseline] + [
-        (name, one) for name, one in given if one is not None
+    """Returns the command that repeats a build with its resolved configuration (which has targets, buckets, memory)."""
+    optional = (("--samples", request.samples), ("--capacity", request.capacity), ("--tokenizer", tokenizer))
+    options = [("--baseline", value) for value in request.baseline] + [
+        (name, value) for name, value in optional if value is not None
     ]
     named = [str(part) for option in options for part in option]
     return shlex.join(["mod-export", "build", *request.sources, *named, "-c", "config.toml", "-o", "BUILD"])

@@ -1,4 +1,4 @@
-"""The command that brings models in from other formats: convert."""
+"""The command that converts models from other formats: convert."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def convert(
         *columns, console=console, transient=True, disable=verbosity < 0 or not console.is_terminal
     ) as progress:
         task = progress.add_task("weights", total=None)
-        found = run(
+        converted = run(
             path,
             out,
             max_positions,
@@ -78,11 +78,11 @@ def convert(
             dialect,
             capacity,
         )
-    names = [path.name for path in found.companions]
-    said = [f"{out}  {found.family}, {found.parameters / 1e6:,.2f} M parameters"]
-    said += [f"copied {', '.join(names)}"] if names else []
-    for note in found.notes:
+    names = [path.name for path in converted.companions]
+    parts = [f"{out}  {converted.family}, {converted.parameters / 1e6:,.2f} M parameters"]
+    parts += [f"copied {', '.join(names)}"] if names else []
+    for note in converted.notes:
         click.echo(f"note: {note}", err=True)
-    said += [] if TOKENIZER in names else [f"no {TOKENIZER} in {source}, so its ids stand for no text"]
-    click.echo("; ".join(said))
+    parts += [] if TOKENIZER in names else [f"no {TOKENIZER} in {source}, so its ids stand for no text"]
+    click.echo("; ".join(parts))
     return 0

@@ -1,4 +1,4 @@
-"""The command demo: a small trained checkpoint, and an untrained one that is large enough to be timed.
+"""The command demo: builds a small trained checkpoint, and an untrained one that is large enough to be timed.
 
 The trained model shows that everything works on real weights; its report comes first, within a minute. Its layers are
 so small that their timings say little about larger models. So a second model of a useful size, with initial weights, is
@@ -45,10 +45,10 @@ def demo(out: Path, verbosity: int) -> int:
 
 
 def demo_checkpoint() -> Path:
-    """The trained checkpoint that an installed architecture ships.
+    """Returns the trained checkpoint that an installed architecture ships.
 
     Raises:
-        CheckpointError: none ships one.
+        CheckpointError: none of them ships one.
     """
     from mod_export.model.checkpoint import architectures
 
@@ -63,7 +63,7 @@ def demo_checkpoint() -> Path:
 
 @contextlib.contextmanager
 def timed_checkpoint() -> Iterator[Path]:
-    """A checkpoint with initial weights, of a size that can be timed; gone when the context ends.
+    """Yields a checkpoint with initial weights, of a size that can be timed; it is deleted when the context ends.
 
     Raises:
         CheckpointError: no architecture declares such a size.
@@ -81,7 +81,7 @@ def timed_checkpoint() -> Iterator[Path]:
 
 
 def next_steps(checkpoint: Path, trained: Path, timed: Path, command: str) -> str:
-    """What to look at after a demo, and what to try next; `command` is how mod-export is called here."""
+    """Says what to look at after a demo, and what to try next; `command` is how mod-export is called here."""
     writing = trained.with_name("writing")
     look = {
         str(trained / "report.html"): "parity with PyTorch, and which tokens of a text each layer selected",

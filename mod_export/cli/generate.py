@@ -1,4 +1,4 @@
-"""The command generate: text on stdout as it is written and a summary on stderr, or JSON lines."""
+"""The command generate: writes text to stdout token by token and a summary to stderr, or lines of JSON."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def generate(
     messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
     requests: Iterable[Sequence[Prompt]] = [prompts]
     if chat:
-        requests = [[[*messages, _message(str(one))] for one in prompts]] if prompts else _turns(messages)
+        requests = [[[*messages, _message(str(prompt))] for prompt in prompts]] if prompts else _turns(messages)
     sampling |= {
         "ignore_eos": ignore_eos,
         "add_special_tokens": not no_special_tokens,
@@ -130,7 +130,7 @@ def generate(
     }
     with load_generator(folder, target, dtype, kind, threads) as generator:
         if chat and generator.vocabulary is not None:
-            _ = generator.vocabulary.chat_template  # A model without one is refused before a line is typed.
+            _ = generator.vocabulary.chat_template  # Refuses a model without a chat template before the user types.
         for several in requests:
             with generator.stream(several, max_new_tokens, stop=stop, rolling=roll, **sampling) as stream:
                 _show(stream, text=generator.vocabulary is not None, as_json=as_json)
@@ -152,14 +152,14 @@ def _check(prompts: Sequence[Prompt], *, chat: bool, ids: bool, system: str | No
 
 
 def _variables(given: Sequence[str]) -> dict[str, Any]:
-    found = {}
-    for one in given:
-        name, _, value = one.partition("=")
+    variables = {}
+    for assignment in given:
+        name, _, value = assignment.partition("=")
         try:
-            found[name] = json.loads(value)  # Without a = there is no value, which is no JSON either.
+            variables[name] = json.loads(value)  # Without a "=" the value is empty, which is not valid JSON either.
         except (ValueError, RecursionError):
-            raise UsageError(f"--template: expected NAME=VALUE with a VALUE in JSON, got {one[:80]!r}") from None
-    return found
+            raise UsageError(f"--template: expected NAME=VALUE with a VALUE in JSON, got {assignment[:80]!r}") from None
+    return variables
 
 
 def _message(text: str) -> dict[str, str]:
@@ -167,7 +167,7 @@ def _message(text: str) -> dict[str, str]:
 
 
 def _turns(messages: list[dict[str, str]]) -> Iterator[list[Sequence[dict[str, str]]]]:
-    """The conversation with each further line of stdin; whoever answers adds the answer to `messages`."""
+    """Yields the conversation with each further line of stdin. The caller adds the answer to `messages`."""
     while True:
         if sys.stdin.isatty():
             click.echo("> ", nl=False, err=True)
@@ -180,22 +180,22 @@ def _turns(messages: list[dict[str, str]]) -> Iterator[list[Sequence[dict[str, s
 
 
 def _prompts_from(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str]) -> list[str | list[int]]:
-    found: list[str | list[int]] = list(texts)
+    prompts: list[str | list[int]] = list(texts)
     for path in files:
         try:
-            found.append(path.read_text(encoding="utf-8"))
+            prompts.append(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{path}: cannot be read as a prompt ({error})") from error
     for listed in ids:
         try:
-            found.append([int(one) for one in listed.replace(",", " ").split()])
+            prompts.append([int(token) for token in listed.replace(",", " ").split()])
         except ValueError:
             raise UsageError(f"--ids: expected whole numbers, got {listed!r}") from None
-    return found
+    return prompts
 
 
 def _show(stream: Stream, *, text: bool, as_json: bool) -> None:
-    """One text is shown while it is written, several one after the other when all are done."""
+    """Shows a single text while it is written; several texts one after the other when all are done."""
     several = len(stream.completions) > 1
     for piece in stream:
         if as_json:
@@ -213,8 +213,8 @@ def _show(stream: Stream, *, text: bool, as_json: bool) -> None:
 
 def _summary(generator: Generator, stream: Stream) -> str:
     done = stream.completions
-    tokens = sum(len(one.ids) for one in done)
-    first = [one.first_token_s for one in done if one.first_token_s is not None]
+    tokens = sum(len(completion.ids) for completion in done)
+    first = [completion.first_token_s for completion in done if completion.first_token_s is not None]
     rate, steps = stream.tokens_per_second, stream.steps / stream.step_seconds if stream.step_seconds else 0.0
     threads = {0: "the library's own number of threads", 1: "1 thread"}
     parts = [
@@ -223,11 +223,11 @@ def _summary(generator: Generator, stream: Stream) -> str:
         *([] if rate is None else [f"then {rate:,.0f} tokens/s"]),
         *([f"{steps:,.0f} steps/s"] if steps else []),
     ]
-    read = sum(one.read for one in done)
-    ran = [sum(one.ran.get(site, 0) for one in done) / read for site in done[0].ran] if read else []
+    read = sum(completion.read for completion in done)
+    ran = [sum(completion.ran.get(site, 0) for completion in done) / read for site in done[0].ran] if read else []
     if ran:
         parts.append(f"routed layers ran {100 * min(ran):.1f} to {100 * max(ran):.1f} % of the tokens")
-    overflow = sum(sum(one.overflow.values()) for one in done)
+    overflow = sum(sum(completion.overflow.values()) for completion in done)
     if overflow:
         parts.append(f"{overflow} tokens found no slot")
     parts += [
@@ -245,7 +245,7 @@ def _score(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Scores prompts with the ordinary buckets of a folder, whatever its model's selection."""
+    """Scores prompts with the forward buckets of a folder, with whatever selection its model has."""
     from mod_export.folder.manifest import open_folder
     from mod_export.runtime.deployment import load
     from mod_export.runtime.logits import score
@@ -260,14 +260,14 @@ def _score(
                     "build again where an earlier mod-export built it"
                 )
             ids = vocabulary.ids(prompt) if isinstance(prompt, str) and vocabulary else list(map(int, prompt))
-            found = score(deployment, ids)
+            scored = score(deployment, ids)
             if as_json:
-                nll = None if math.isnan(found.nll) else found.nll  # JSON has no NaN.
-                line = {"row": row, "tokens": found.tokens, "nll": nll, "following": found.following}
+                nll = None if math.isnan(scored.nll) else scored.nll  # JSON has no NaN.
+                line = {"row": row, "tokens": scored.tokens, "nll": nll, "following": scored.following}
                 say(json.dumps(line) + "\n")
                 continue
-            say(f"prompt {row}: {found.tokens} tokens, perplexity {found.perplexity:.3f}\n")
-            for token, share in found.following:
+            say(f"prompt {row}: {scored.tokens} tokens, perplexity {scored.perplexity:.3f}\n")
+            for token, share in scored.following:
                 reader = None if vocabulary is None else vocabulary.reader()
                 text = "" if reader is None else repr(reader.feed(token) + reader.close())
                 say(f"  next {token:>6} {text:<8} {100 * share:5.1f} %\n")

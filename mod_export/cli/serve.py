@@ -1,4 +1,4 @@
-"""The command serve: a build folder as a server, until a signal ends it."""
+"""The command serve: serves a build folder until a signal ends it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def serve(
 ) -> int:
     """Serve a build folder: OpenAI's API, the Open Inference Protocol, and metrics.
 
-    A signal ends it when its texts are done, a second one at once. -v logs every request.
+    The first signal ends the server when its texts are done, a second one at once. -v logs every request.
     """
     from mod_export.serve.server import read_keys, serve_folder
     from mod_export.serve.service import ServiceOptions

@@ -34,15 +34,15 @@ def report(folder: Path, form: str, verbosity: int) -> int:
     from mod_export.rows.report import report_from_json
 
     manifest = open_folder(folder, verify=False)
-    # Engines may be missing from a copied folder, but a changed report is no measurement.
+    # Engines may be missing from a copied folder, but a report that was changed is not a measurement.
     verify_files(folder, manifest.entries(["report.json"]))
     text = (folder / "report.json").read_text(encoding="utf-8")
-    found = report_from_json(text, str(folder / "report.json"))
+    build_report = report_from_json(text, str(folder / "report.json"))
     if form == "text":
-        print_report(found, str(folder))
+        print_report(build_report, str(folder))
     else:
-        # Both are UTF-8 by their own rules, whatever the terminal's encoding.
-        click.echo((text if form == "json" else render_html(found)).encode(), nl=False)
+        # JSON and the page are always UTF-8, whatever the terminal's encoding.
+        click.echo((text if form == "json" else render_html(build_report)).encode(), nl=False)
     return 0
 
 
@@ -66,7 +66,7 @@ def targets(verbosity: int) -> int:
     from mod_export.engines import ENGINES
     from mod_export.environment import missing_modules
 
-    # Every engine is built from graphs that PyTorch and ONNX make, whatever its own library is.
+    # Every engine is built from graphs made with PyTorch and ONNX, whatever its own library is.
     missing = missing_modules("build")
     width = max(map(len, ENGINES))
     for name, engine in ENGINES.items():
@@ -106,7 +106,9 @@ def explain(verbosity: int) -> int:
 
 
 def _explained(section: BaseModel, name: str, known: set[type[BaseModel]]) -> Iterator[str]:
-    """Lines of Markdown about a table of the configuration and those below it; `known` are explained already."""
+    """Yields lines of Markdown about a table of the configuration and the tables in it. Sections in `known` were
+    explained before, so only their defaults are shown.
+    """
     from pydantic import BaseModel
 
     kind = type(section)

@@ -34,19 +34,19 @@ def validate(
     config = config_of(config_file) if config_file else None
     with Progress(Console(stderr=True), verbosity) as progress:
         progress.stage_started("validate")
-        found = validate_folder(folder, config, targets, checkpoint)
-    rows = found.rows
+        checked = validate_folder(folder, config, targets, checkpoint)
+    rows = checked.rows
     text = render_validation(
         rows(StructureRow),
         rows(ParityRow),
         rows(CausalityRow),
         rows(TextsRow),
         rows(QualityRow),
-        found.verdict,
-        found.notes,
+        checked.verdict,
+        checked.notes,
     )
     click.echo(text, nl=False)
-    return 0 if found.verdict.status == "pass" else GATE_FAILED
+    return 0 if checked.verdict.status == "pass" else GATE_FAILED
 
 
 @click.command()
@@ -66,8 +66,8 @@ def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbos
     config = config_of(config_file) if config_file else None
     with Progress(Console(stderr=True), verbosity) as progress:
         progress.stage_started("bench")
-        found = bench_folder(folder, config, targets)
-    for note in found.notes:
+        timed = bench_folder(folder, config, targets)
+    for note in timed.notes:
         click.echo(f"note: {note}", err=True)
-    click.echo(render_bench(found.rows(PairRow), found.verdict, found.not_compared), nl=False)
-    return 0 if found.verdict.status == "pass" else GATE_FAILED
+    click.echo(render_bench(timed.rows(PairRow), timed.verdict, timed.not_compared), nl=False)
+    return 0 if timed.verdict.status == "pass" else GATE_FAILED
