@@ -42,14 +42,16 @@ def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     metavar="MODEL",
     type=SOURCE,
     multiple=True,
-    help="A dense model to compare with, in place of the dense baseline that is derived from MODEL, if it can be; "
-    "several .pt2 of one dense model are given one by one.",
+    help="A dense model to compare with, in place of the dense baseline that is derived from MODEL where possible; "
+    "repeat it for each .pt2 of one dense model.",
 )
 @click.option(
     "--buckets", metavar="BxS,...", callback=_shapes, help="Shapes, rows x tokens, in place of the configuration's."
 )
-@click.option("--samples", metavar="FILE", type=PATH, help="A safetensors file of inputs for a .pt2, by name.")
-@click.option("--capacity", metavar="C", type=float, help="Of every routed layer, in place of the model's own.")
+@click.option("--samples", metavar="FILE", type=PATH, help="A safetensors file with the inputs of a .pt2, by name.")
+@click.option(
+    "--capacity", metavar="C", type=float, help="Capacity of every routed layer, in place of the model's own."
+)
 @target_option
 @click.option(
     "--max-memory", metavar="SIZE", help="Memory that the build may use, such as 12GiB; default: what is free."
@@ -208,10 +210,14 @@ def _again(request: Request, tokenizer: Path | None) -> str:
 
 @click.command()
 @click.argument("model", type=PATH)
-@click.option("--capacity", "capacities", metavar="C,...", multiple=True, help="Default: the model's own.")
-@click.option("--seq", "seqs", metavar="S,...", multiple=True, help="Lengths; default: the configuration's.")
-@click.option("--batch", "batches", metavar="B,...", multiple=True, help="Default: the configuration's.")
-@click.option("--target", "targets", metavar="T,...", multiple=True, help="Default: the first that can run here.")
+@click.option("--capacity", "capacities", metavar="C,...", multiple=True, help="Capacities; default: the model's own.")
+@click.option("--seq", "seqs", metavar="S,...", multiple=True, help="Row lengths; default: the configuration's.")
+@click.option(
+    "--batch", "batches", metavar="B,...", multiple=True, help="Numbers of rows; default: the configuration's."
+)
+@click.option(
+    "--target", "targets", metavar="T,...", multiple=True, help="Targets; default: the first that can run here."
+)
 @config_option
 @click.option("-o", "--out", metavar="DIR", type=PATH, help="Folder of the sweep; default build/NAME-sweep.")
 @click.option("--ray", "ray_address", metavar="ADDRESS", help="Spread the cells over this Ray cluster.")

@@ -30,43 +30,47 @@ say = partial(click.echo, nl=False)
 @click.command()
 @folder_argument
 @click.argument("given", metavar="[TEXT]...", nargs=-1)
-@click.option("--prompt", "texts", metavar="TEXT", multiple=True, help="As TEXT; may be given several times.")
-@click.option("--prompt-file", "files", metavar="FILE", type=PATH, multiple=True, help="A file that is a prompt.")
+@click.option(
+    "--prompt", "texts", metavar="TEXT", multiple=True, help="A prompt, like TEXT; may be given several times."
+)
+@click.option("--prompt-file", "files", metavar="FILE", type=PATH, multiple=True, help="A file that holds a prompt.")
 @click.option("--ids", metavar="N,...", multiple=True, help="A prompt as token ids.")
 @click.option(
     "--chat",
     is_flag=True,
-    help="Prompts are messages of a user, told in the model's chat template; without any, each line of stdin is one, "
-    "and continues the conversation.",
+    help="Prompts are messages of a user, put into the model's chat template. Without a prompt, each line of stdin is "
+    "the next message of one conversation.",
 )
 @click.option("--system", metavar="TEXT", help="The system message of --chat.")
 @click.option(
     "--template",
     metavar="NAME=VALUE",
     multiple=True,
-    help="A variable of the chat template, in JSON, such as enable_thinking=false.",
+    help="A variable of the chat template with its value in JSON, such as enable_thinking=false.",
 )
 @click.option("--no-special-tokens", is_flag=True, help="Leave out what the tokenizer adds to a prompt, such as <s>.")
-@click.option("--max-new-tokens", metavar="N", type=int, default=128, show_default=True, help="Of each text.")
+@click.option(
+    "--max-new-tokens", metavar="N", type=int, default=128, show_default=True, help="Most new tokens of each text."
+)
 @click.option(
     "--temperature",
     metavar="T",
     type=float,
-    help="0 is greedy, the default unless the model's generation_config.json says do_sample: then as it says.",
+    help="0 is greedy. Default: 0, unless the model's generation_config.json sets do_sample; then its temperature.",
 )
 @click.option(
-    "--top-k", metavar="K", type=int, help="Sample among K tokens; 0: all. Default: generation_config's or 0."
+    "--top-k", metavar="K", type=int, help="Sample among K tokens; 0: all. Default: generation_config.json, else 0."
 )
-@click.option("--top-p", metavar="P", type=float, help="Nucleus sampling. Default: as there, else 1.")
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Of sampling.")
-@click.option("--stop", metavar="TEXT", multiple=True, help="Ends a text; is not part of it.")
+@click.option("--top-p", metavar="P", type=float, help="Nucleus sampling. Default: generation_config.json, else 1.")
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of sampling.")
+@click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends a text and is not part of it.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the tokens at which the model ends its texts.")
 @click.option("--roll", is_flag=True, help="At the end of the window, continue from the second half of the text.")
+@click.option("--target", metavar="T", help="Target of the engines; default: the fastest here, as the build measured.")
 @click.option(
-    "--target", metavar="T", help="Target whose engines run; default: the fastest here, as the build measured."
-)
-@click.option(
-    "--dtype", metavar="D", help="Of the engines; default: of the fastest, of a named target the first built."
+    "--dtype",
+    metavar="D",
+    help="Dtype of the engines; default: that of the fastest, or with --target the first that was built.",
 )
 @click.option("--model", "kind", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
 @click.option("--threads", metavar="N", type=int, help="CPU threads of an engine; default: every physical core.")

@@ -14,11 +14,19 @@ from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
 
 @click.command()
 @folder_argument
-@click.option("--host", metavar="H", default="127.0.0.1", show_default=True, help="Another needs --api-key-file.")
-@click.option("--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any.")
-@click.option("--name", metavar="NAME", help="Of the model, as clients name it; default: as the checkpoint is called.")
 @click.option(
-    "--rows", metavar="N", type=int, help="Texts written at once, by one engine; default: as many as the engines can."
+    "--host",
+    metavar="H",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; only loopback needs no --api-key-file.",
+)
+@click.option(
+    "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port."
+)
+@click.option("--name", metavar="NAME", help="Name of the model for clients; default: the checkpoint's.")
+@click.option(
+    "--rows", metavar="N", type=int, help="Texts that one engine writes at once; default: as many as the engines can."
 )
 @click.option(
     "--max-queue", metavar="N", type=int, default=MAX_QUEUE, show_default=True, help="Texts that may wait for a row."
@@ -30,15 +38,17 @@ from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
     type=float,
     default=MAX_WAIT_S,
     show_default=True,
-    help="Seconds they may wait.",
+    help="Seconds that a text may wait for a row.",
 )
 @click.option(
     "--drain", "drain_s", metavar="S", type=float, default=DRAIN_S, show_default=True,
-    help="Seconds that texts have to end after a signal.",
+    help="Seconds that texts have to finish after a signal.",
 )  # fmt: skip
-@click.option("--api-key-file", "key_file", metavar="FILE", type=PATH, help="API keys, one a line; requests bring one.")
-@click.option("--target", metavar="T", help="Target whose engines run; default: the fastest here.")
-@click.option("--dtype", metavar="D", help="Of the engines; default: of the fastest.")
+@click.option(
+    "--api-key-file", "key_file", metavar="FILE", type=PATH, help="API keys, one per line; requests must send one."
+)
+@click.option("--target", metavar="T", help="Target of the engines; default: the fastest here.")
+@click.option("--dtype", metavar="D", help="Dtype of the engines; default: that of the fastest.")
 @click.option("--model", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
 @click.option("--threads", metavar="N", type=int, help="CPU threads of an engine; default: every physical core.")
 @command

@@ -27,7 +27,7 @@ Every option of a configuration file, with its default. `mod-export config expla
 @click.option("--format", "form", type=click.Choice(["text", "json", "html"]), default="text", show_default=True)
 @command
 def report(folder: Path, form: str, verbosity: int) -> int:
-    """Render what a build measured."""
+    """Show the report of a build folder."""
     from mod_export.folder.files import verify_files
     from mod_export.folder.manifest import open_folder
     from mod_export.report import print_report, render_html
@@ -48,7 +48,7 @@ def report(folder: Path, form: str, verbosity: int) -> int:
 
 @click.command()
 @click.argument("path", metavar="MODEL|PROGRAM|GRAPH|DIR", type=PATH)
-@click.option("--text", metavar="FILE|TEXT", help="Show which layer runs which token of it.")
+@click.option("--text", metavar="FILE|TEXT", help="Show which layer runs which token of this text.")
 @click.option("--html", metavar="FILE", type=PATH, help="Write the model as a page, with the routing of a text.")
 @command
 def inspect(path: Path, text: str | None, html: Path | None, verbosity: int) -> int:

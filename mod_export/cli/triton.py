@@ -25,10 +25,16 @@ if TYPE_CHECKING:
     help="What runs whole rows: mod-export in the Python backend, or portable graphs or plans in the backend of their "
     "library, with a router that needs no mod-export.",
 )
-@click.option("--name", metavar="NAME", help="Of the model; default: that of the checkpoint. Text is NAME-text.")
-@click.option("--target", metavar="T", help="Whose engines the Python models run; default: the fastest here.")
 @click.option(
-    "--dtype", metavar="D", help="Of those engines, or of the plans; default: of the fastest, else the first built."
+    "--name",
+    metavar="NAME",
+    help="Name of the model; default: that of the checkpoint. The model that writes text is NAME-text.",
+)
+@click.option(
+    "--target", metavar="T", help="Target of the engines that the Python models run; default: the fastest here."
+)
+@click.option(
+    "--dtype", metavar="D", help="Dtype of those engines, or of the plans; default: the fastest, else the first built."
 )
 @click.option("--threads", metavar="N", type=int, help="CPU threads of an engine; default: every physical core.")
 @click.option(
