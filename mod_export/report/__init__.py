@@ -1,6 +1,6 @@
-"""Rendering of a build report: text for a console, and one HTML page.
+"""Renders a build report as text for a console and as one HTML page.
 
-Everything here returns or prints text. Files are written by the caller, beside and renamed into place.
+The functions here return or print text. Callers write the files, as temporary files that are renamed into place.
 """
 
 from __future__ import annotations

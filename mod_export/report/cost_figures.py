@@ -1,4 +1,4 @@
-"""The charts of cost: FLOPs by part, time by part, and the roofline that time is predicted from."""
+"""The charts of cost: FLOPs by part, time by part, and the roofline from which time is predicted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mod_export.types import ModelKind, Setting
 
 
 def flops_figures(rows: Sequence[CostRow]) -> dict[str, Markup]:
-    """Bucket -> FLOPs by part, the dense model first, on an axis that starts at 0."""
+    """Returns bucket -> chart of FLOPs by part, the dense model first, on an axis that starts at 0."""
     buckets = dict.fromkeys(row.bucket for row in rows)
     return {bucket: _flops_figure([row for row in rows if row.bucket == bucket]) for bucket in buckets}
 
@@ -63,10 +63,11 @@ def _flops_of(row: CostRow) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeFigure:
-    """Time by part in one setting. `rows` are part -> model -> entry, for a table.
+    """Time by part in one setting. `rows` are part -> model -> row, for a table.
 
-    `gap` says what each part adds to the difference of measured and predicted speed-up; None where profiles and counts
-    do not tell every part of both engines. `not_counted` are the nodes of both engines that no prediction has in it.
+    `gap` says how much each part adds to the difference of measured and predicted speed-up; None if the profiles or
+    counts do not cover every part of both engines. `not_counted` is the number of nodes of both engines that no
+    prediction includes.
     """
 
     setting: Setting
@@ -79,7 +80,7 @@ class TimeFigure:
 
 
 def time_figures(rows: Sequence[PartRow]) -> tuple[TimeFigure, ...]:
-    """One for each setting that has parts: predicted above measured, dense before MoD."""
+    """Returns one figure for each setting that has parts: predicted above measured, dense before MoD."""
     engines = by_engine(rows)
     return tuple(
         _time_figure(setting, {model: engines.get(setting.of(model), {}) for model in MODELS})
@@ -89,9 +90,9 @@ def time_figures(rows: Sequence[PartRow]) -> tuple[TimeFigure, ...]:
 
 def _time_figure(setting: Setting, engines: Mapping[ModelKind, Mapping[str, PartRow]]) -> TimeFigure:
     times: list[tuple[ModelKind, str, dict[str, float]]] = []
-    for model, own in engines.items():
-        predicted = {part: row.predicted_ms for part, row in own.items()}
-        measured = {part: row.measured_ms for part, row in own.items() if row.measured_ms is not None}
+    for model, by_part in engines.items():
+        predicted = {part: row.predicted_ms for part, row in by_part.items()}
+        measured = {part: row.measured_ms for part, row in by_part.items() if row.measured_ms is not None}
         times += [(model, "predicted", predicted), (model, "measured", measured)]
     times = [(model, how, parts) for model, how, parts in times if parts]
     axis = axis_from_zero((sum(parts.values()) for _, _, parts in times), smallest=CLOCK_MS, unit=" ms")
@@ -105,12 +106,15 @@ def _time_figure(setting: Setting, engines: Mapping[ModelKind, Mapping[str, Part
         )
         for model, how, parts in times
     )
-    rows = [row for own in engines.values() for row in own.values()]
+    rows = [row for by_part in engines.values() for row in by_part.values()]
     return TimeFigure(
         setting=setting,
         chart=lanes_chart(lanes, axis),
         measured_ms={name_of(model): sum(parts.values()) for model, how, parts in times if how == "measured"},
-        rows={row.part: {model: own[row.part] for model, own in engines.items() if row.part in own} for row in rows},
+        rows={
+            row.part: {model: by_part[row.part] for model, by_part in engines.items() if row.part in by_part}
+            for row in rows
+        },
         profilers=tuple(dict.fromkeys(row.profiler for row in rows if row.profiler)),
         gap=gap_of(engines["dense"], engines["mod"]),
         not_counted=sum(row.not_counted for row in rows),
@@ -118,7 +122,7 @@ def _time_figure(setting: Setting, engines: Mapping[ModelKind, Mapping[str, Part
 
 
 def roofline_figures(roofs: Iterable[Roofline], parts: Sequence[PartRow]) -> tuple[Markup, ...]:
-    """What each dtype can reach, and what the parts of engines reached, logarithm over logarithm.
+    """Returns the limits of each dtype and what the parts of engines reached, both axes logarithmic.
 
     A part without FLOPs, bytes or measured time is not drawn.
     """

@@ -1,8 +1,8 @@
 """report.html, and the frame that it shares with the pages of sweep and inspect.
 
-A page is self-contained: no network, the reader's own fonts, one small script.
-The template engine escapes text. The content security policy allows the page's own styles and the one script whose hash
-it names. Everything can be read without the script, which lets a reader point at a sample or a token.
+A page is self-contained: no network, the reader's own fonts, one small script. The template engine escapes text. The
+content security policy allows the page's own styles and the one script whose hash it names. Everything can be read
+without the script, which lets a reader point at a sample or a token.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DARK = "@media screen and (prefers-color-scheme: dark)"
 
 
 def render_html(report: BuildReport) -> str:
-    """The report as one page."""
+    """Returns the report as one page."""
     compared = any(artifact.model == "dense" for artifact in report.artifacts)
     with page_about(routes=compared or any(row.routing.layers for row in report.parity)):
         return _rendered(report)
@@ -61,7 +61,7 @@ def render_html(report: BuildReport) -> str:
 def _rendered(report: BuildReport) -> str:
     settings, steps, prompts = (settings_of(report, role) for role in ("forward", "decode", "prefill"))
     whole, written = parity_of(report, forward=True), parity_of(report, forward=False)
-    found, generation, alone = gains(report), report.generation, report.not_compared is not None
+    totals, generation, alone = gains(report), report.generation, report.not_compared is not None
     steps_timed = result_tables.STEPS_ALONE if alone else result_tables.STEPS_TIMED
     prompts_timed = result_tables.PROMPTS_ALONE if alone else result_tables.PROMPTS_TIMED
     return render_page(
@@ -75,19 +75,21 @@ def _rendered(report: BuildReport) -> str:
         config_toml=tomli_w.dumps(_without_null(report.config)),
         spec_json=json.dumps(report.model.spec, indent=2),
         settings=settings,
-        gains=found,
-        difference=wording.difference_text(found.routed - found.agreed, found.faults),
+        gains=totals,
+        difference=wording.difference_text(totals.routed - totals.agreed, totals.faults),
         samplings=samplings(report),
         causality=report.model.reads_tokens or any(row.suffixes for row in report.causality),
         deployments=deployments(report),
         chosen=chosen(report),
         untried=untried_targets(report),
         speedup=speedup_figure(report.speedup),
-        speedup_table=table_of((result_tables.NAMED, *result_tables.COMPARED), [one for one in settings if one.speed]),
+        speedup_table=table_of(
+            (result_tables.NAMED, *result_tables.COMPARED), [entry for entry in settings if entry.speed]
+        ),
         precision_table=table_of(result_tables.PRECISION, precisions(report)),
         slots=wording.slots_text(generation.capacity or {}) if generation else "",
         steps_table=table_of((result_tables.NAMED, *result_tables.STEPS_JUDGED, *steps_timed), steps),
-        step_charts=[(one, step_figure(one)) for one in steps if one.written],
+        step_charts=[(entry, step_figure(entry)) for entry in steps if entry.written],
         step_legend=step_legend(alone=alone),
         prompts_table=table_of((result_tables.NAMED, result_tables.OUTCOME, *prompts_timed), prompts),
         generation_lines=generation_lines(generation, steps) if generation else (),
@@ -111,19 +113,19 @@ def _rendered(report: BuildReport) -> str:
 
 
 def _without_null(value: Mapping[str, JsonValue]) -> dict[str, Any]:
-    """TOML has no null: a key that is absent says the same."""
+    """Leaves out keys without a value, because TOML has no null."""
     return {
         key: _without_null(item) if isinstance(item, dict) else item for key, item in value.items() if item is not None
     }
 
 
 def render_page(package: str, template: str, *, script: str | None = None, **values: Any) -> str:
-    """A page of `template`, a file of `package` that extends shell.html.j2 and gets `values`; `script` is its own."""
+    """Renders `template`, a file of `package` that extends shell.html.j2, with `values`. `script` replaces page.js."""
     return _template(package, template).render(**_shell(script), **values).lstrip() + "\n"
 
 
 def light_colours() -> Mapping[str, str]:
-    """Name -> #rrggbb or #rgb of the style sheet, for light paper: figures outside of a page look like those on it."""
+    """Returns name -> #rrggbb or #rgb of the style sheet for light paper, so that other figures look like a page."""
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})\b", _part("page.css").split(DARK)[0]))
 
 
@@ -169,6 +171,6 @@ def _environment() -> Environment:
 
 
 def _cleaned(value: Any) -> Any:
-    """Takes control characters and the like out of what came from outside; markup of our own passes."""
+    """Makes control characters in text from elsewhere visible. Our own markup passes unchanged."""
     outside = isinstance(value, str | Setting) and not isinstance(value, Markup)
     return wording.printable(str(value), keep="\n") if outside else value

@@ -1,4 +1,4 @@
-"""The charts of parity and routing: errors, flips by layer, which token ran in which layer, and overflow."""
+"""The charts of parity and routing: errors, flips by layer, the layers that each token ran in, and overflow."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from mod_export.rows.structure import MapLayer, RoutingMap
 from mod_export.types import Site, is_expert
 
 MOST_TOKENS = 512
-"""Tokens that are shown; the others stand in report.json."""
+"""Largest number of tokens that the page shows; report.json has all of them."""
 SHADES = 4
-"""Shades of how many of the routed layers a token went through, beside none."""
+"""Number of shades that show in how many routed layers a token ran, beside the shade for none."""
 
 
 def error_figure(rows: Sequence[ParityRow]) -> Markup:
-    """Errors of all engines between the rounding error of the reference and the gate."""
+    """Returns a chart of the errors of all engines, with the rounding error of the reference and the gate."""
     numbers = [
         n for row in rows for n in (row.error.max_abs, row.error.mean_abs, row.rounding_error, row.allowed_max_abs)
     ]
@@ -71,7 +71,7 @@ def error_figure(rows: Sequence[ParityRow]) -> Markup:
 
 
 def layers_legend() -> Markup:
-    """Of all `layers_figure`s together."""
+    """Returns the common legend of all `layers_figure`s."""
     signs = [
         (glyph(upright("bound", HALF, 0, "100%")), "bound of the scores"),
         (glyph(dot("mean", HALF, "50%", 4)), "largest flip, a near-tie"),
@@ -82,12 +82,13 @@ def layers_legend() -> Markup:
 
 
 def layers_figure(row: ParityRow) -> Markup:
-    """Right of the bound a flip is a fault, left of it a near-tie; a margin right of the bound cannot flip at all.
+    """Returns a chart of the routing sites. A flip to the right of the bound is a fault, to the left a near-tie. A
+    margin to the right of the bound cannot flip.
 
-    Empty where no layer has a distance to draw.
+    Empty if no layer has a distance to draw.
     """
     layers = row.routing.layers
-    axis = axis_of_logarithm([n for one in layers for n in (one.score_bound, one.worst_flip, one.min_margin)])
+    axis = axis_of_logarithm([n for site in layers for n in (site.score_bound, site.worst_flip, site.min_margin)])
     lanes, drawn = [], False
     for layer in layers:
         places = [axis.place(n) for n in (layer.score_bound, layer.min_margin, layer.worst_flip)]
@@ -119,7 +120,7 @@ def layers_figure(row: ParityRow) -> Markup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapToken:
-    """A position: the layers that ran it, and the score of each routed layer, NaN where it is not known."""
+    """A position: the layers that ran it, and its score in each routed layer, NaN if the score is not known."""
 
     position: int
     text: str
@@ -130,9 +131,10 @@ class MapToken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenMap:
-    """One text: the tokens that are shown, of `total`, and `chart` with a lane of positions for each layer.
+    """One text: its first tokens out of `total`, and `chart` with a lane of positions for each layer.
 
-    `skipped` counts the tokens, of all, that no routed layer ran. `numbered`: tokens are no text, and shown as numbers.
+    `skipped` counts the tokens of the whole text that no routed layer ran. `numbered` says that tokens are not text and
+    are shown as numbers.
     """
 
     bucket: str
@@ -148,8 +150,8 @@ class TokenMap:
 
 
 def token_maps(maps: Sequence[RoutingMap]) -> tuple[TokenMap, ...]:
-    """One for each text."""
-    return tuple(_token_map(one) for one in maps if one.tokens)
+    """Returns one map for each text."""
+    return tuple(_token_map(routing_map) for routing_map in maps if routing_map.tokens)
 
 
 def _token_map(one: RoutingMap) -> TokenMap:
@@ -195,9 +197,10 @@ def _positions_lane(layer: MapLayer, count: int) -> Lane:
 
 
 def executed_figure(found: GenerationReport) -> Markup:
-    """Shares of the tokens that each routed layer ran, and those that overflowed, beside its slots.
+    """Returns a chart of the shares of tokens that each routed layer ran and that overflowed, beside the share of its
+    slots.
 
-    Empty where no text was read, or nothing but experts is routed.
+    Empty if no text was read, or if only experts are routed.
     """
     quality, slots = found.quality, found.capacity or {}
     sites = [site for site in (quality.selected if quality else ()) if not is_expert(site)]

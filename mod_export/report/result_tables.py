@@ -1,4 +1,4 @@
-"""The columns of every table of results: of the console, of `validate` and `bench`, and of the page."""
+"""The columns of all tables of results: on the console, in `validate` and `bench`, and on the page."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ VERDICTS: dict[SpeedVerdict, State] = {"faster": "pass", "not faster": "fail", "
 
 
 def _if_known(value: Callable[[Row], float | None], text: Callable[[float], str]) -> Callable[[Row], str]:
-    """The text of a number; a dash where there is none."""
+    """Returns a cell function that formats a number; a dash if there is none."""
 
     def cell(row: Row) -> str:
-        found = value(row)
-        return "-" if found is None else text(found)
+        number = value(row)
+        return "-" if number is None else text(number)
 
     return cell
 
@@ -59,7 +59,7 @@ def _of_whole_texts(text: Callable[[SpeedupRow], Cell | str]) -> Callable[[Found
 
 
 def _of_model(text: Callable[[LatencyRow], str]) -> Callable[[Found], str]:
-    """What is shown of the latency of the model itself."""
+    """Returns a cell function that shows the latency of the MoD model; a dash if there is none."""
 
     def cell(row: Found) -> str:
         latency = row.latency("mod")
@@ -82,8 +82,8 @@ def _ms(kind: ModelKind, name: str | None = None) -> Column[Found]:
 
 def _rate(kind: ModelKind, name: str | None = None) -> Column[Found]:
     def cell(row: DecodeRow) -> str:
-        found = row.tokens_per_second.get(kind)
-        return "-" if found is None else f"{found:,.0f}"
+        rate = row.tokens_per_second.get(kind)
+        return "-" if rate is None else f"{rate:,.0f}"
 
     return Column(name or f"{name_of(kind)} tok/s", _of_steps(cell))
 
@@ -114,7 +114,7 @@ ROLE: Column[HasSetting] = Column("role", lambda row: row.setting.role, number=F
 PROMPT: Column[Found] = Column("prompt", lambda row: f"{row.setting.bucket.seq:,} tokens", number=False)
 SETTING = (TARGET, BUCKET, DTYPE)
 NAMED: Column[HasSetting] = Column("setting", lambda row: str(row.setting), number=False)
-"""In place of SETTING and ROLE, on pages."""
+"""Replaces SETTING and ROLE on pages."""
 TIMES = (_ms("dense"), _ms("mod"))
 OUTCOME: Column[Found] = Column("parity", lambda row: judged(row.parity_passed), number=False)
 SPEEDUP: Column[Found] = Column("speed-up [95 %]", _speedup)
@@ -142,7 +142,7 @@ ALONE: tuple[Column[Found], ...] = (
     Column("p90 ms", _of_model(lambda row: ms_text(row.p90_ms))),
     Column("p99 ms", _of_model(lambda row: ms_text(row.p99_ms))),
 )
-"""In place of TIMES and all that compares them, where there is no dense baseline."""
+"""Replaces TIMES and all columns that compare them, if there is no dense baseline."""
 COMPARED: tuple[Column[Found], ...] = (
     SPEEDUP,
     VERDICT,
@@ -166,21 +166,21 @@ STEPS_TIMED: tuple[Column[Found], ...] = (
     Column("efficiency", _of_steps_compared(lambda row: f"{row.efficiency:.2f}")),
 )
 STEPS_ALONE: tuple[Column[Found], ...] = (SELECTED, _ms("mod", "ms a token"), _rate("mod", "tok/s"))
-"""In place of STEPS_TIMED, where there is no dense baseline."""
+"""Replaces STEPS_TIMED if there is no dense baseline."""
 STEPS_JUDGED: tuple[Column[Found], ...] = (OUTCOME, Column("identical texts", _identical))
 PROMPTS_TIMED: tuple[Column[Found], ...] = (*TIMES, SPEEDUP, VERDICT)
 PROMPTS_ALONE: tuple[Column[Found], ...] = (_ms("mod", "ms"),)
-"""In place of PROMPTS_TIMED, likewise."""
+"""Replaces PROMPTS_TIMED if there is no dense baseline."""
 PROMPTS: tuple[Column[Found], ...] = (TARGET, PROMPT, DTYPE)
 STACKS: Stacks = ((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11))
-"""Which columns of WHOLE_TEXTS, and of SETTING, STEPS_JUDGED and STEPS_TIMED, stand on top of each other on a narrow
-terminal."""
+"""Columns that stand on top of each other on a narrow terminal: of WHOLE_TEXTS, and of SETTING, STEPS_JUDGED and
+STEPS_TIMED."""
 ALONE_STACKS: Stacks = ((0, 1, 2), (3, 4, 5), (6, 7, 8))
-"""Likewise of JUDGED and ALONE."""
+"""Stacks of JUDGED and ALONE."""
 STEPS_ALONE_STACKS: Stacks = ((0, 1, 2), (3, 4), (5, 6, 7))
-"""Likewise of SETTING, STEPS_JUDGED and STEPS_ALONE."""
+"""Stacks of SETTING, STEPS_JUDGED and STEPS_ALONE."""
 PROMPTS_STACKS: Stacks = ((0, 1, 2), (3,), (4, 5), (6, 7))
-"""Likewise of PROMPTS, OUTCOME and PROMPTS_TIMED."""
+"""Stacks of PROMPTS, OUTCOME and PROMPTS_TIMED."""
 PROMPTS_ALONE_STACKS: Stacks = ((0, 1, 2), (3,), (4,))
 
 
@@ -196,15 +196,15 @@ def _quality(text: Callable[[ParityRow], Cell | str]) -> Callable[[Judged], Cell
 
 
 def _gated(found: float | None, gate: float, text: Callable[[float], str]) -> Cell | str:
-    """A number with its gate; a dash where the model's output is no logits."""
+    """Returns a cell with a number and its gate; a dash if the output of the model is not logits."""
     return "-" if found is None else Cell(text(found), f"gate {text(gate)}")
 
 
 def _errors(row: ParityRow) -> Cell:
-    """Of every output of the model, in order."""
-    found: list[ParityRow | OutputParity] = [row, *row.further_outputs]
-    gates = ", ".join(error_text(one.allowed_max_abs) for one in found)
-    return Cell(", ".join(error_text(one.error.max_abs) for one in found), f"gate {gates}")
+    """Returns a cell with the errors and gates of all outputs of the model, in order."""
+    outputs: list[ParityRow | OutputParity] = [row, *row.further_outputs]
+    gates = ", ".join(error_text(output.allowed_max_abs) for output in outputs)
+    return Cell(", ".join(error_text(output.error.max_abs) for output in outputs), f"gate {gates}")
 
 
 PARITY: tuple[Column[ParityRow], ...] = (

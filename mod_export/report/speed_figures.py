@@ -37,15 +37,16 @@ from mod_export.rows.latency import LatencyRow, SpeedupRow
 from mod_export.types import ModelKind, Setting
 
 STRIP_PLACES = 500
-"""Samples that fall on the same of so many places of the axis are drawn as one line."""
+"""Number of places on an axis. Samples at the same place are drawn as one line."""
 MOST_BINS = 200
-"""More samples than this are drawn as the smallest and the largest sample of each of so many bins."""
+"""Largest number of bins. With more samples than this, only the smallest and the largest sample of each bin are
+drawn."""
 NARROWEST, WIDEST = 0.05, 0.5
-"""How far from the median, as shares of it, the drawing in order reaches at least and at most."""
+"""Least and greatest distance from the median, as shares of it, that the drawing in order shows."""
 
 
 def speedup_figure(rows: Sequence[SpeedupRow]) -> Markup:
-    """Measured with its interval, predicted twice, the control and the gate, all settings on one axis."""
+    """Returns a chart of all settings on one axis: measured speed-up, interval, two predictions, control and gate."""
     axis = axis_around([1.0, *(number for row in rows for number in _speedup_numbers(row))], "{:g}x".format)
     lanes = (
         Lane(
@@ -91,10 +92,11 @@ def _speedup_told(row: SpeedupRow) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyFigure:
-    """The samples of one setting: how they are distributed, and in the order in which they were taken.
+    """The samples of one setting: their distribution, and their values in the order in which they were taken.
 
-    `bins` are, for each model drawn in order, (number of the first sample, of the last, smallest, largest): numbers
-    from 1, milliseconds as text. `low` and `high` bound the drawing in order, as shares of a model's own median.
+    `bins` are, for each model drawn in order, (number of the first sample, number of the last, smallest, largest).
+    Numbers start at 1, milliseconds are text. `low` and `high` bound the drawing in order, as shares of a model's own
+    median.
     """
 
     setting: Setting
@@ -112,8 +114,8 @@ class LatencyFigure:
 
 
 def latency_figures(settings: Iterable[Found]) -> tuple[LatencyFigure, ...]:
-    """One for each setting that was sampled, the dense model first."""
-    return tuple(_latency_figure(one.setting, rows) for one in settings if (rows := one.of(LatencyRow)))
+    """Returns one figure for each setting that was sampled, the dense model first."""
+    return tuple(_latency_figure(entry.setting, rows) for entry in settings if (rows := entry.of(LatencyRow)))
 
 
 def _latency_figure(setting: Setting, found: Iterable[LatencyRow]) -> LatencyFigure:
@@ -136,7 +138,7 @@ def _latency_figure(setting: Setting, found: Iterable[LatencyRow]) -> LatencyFig
 
 
 def _distribution_lane(row: LatencyRow, axis: Axis) -> Lane:
-    """A bar that ends at the median, a thin line for each sample, and ticks at p90 and p99."""
+    """Returns a lane with a bar up to the median, a thin line for each sample, and ticks at p90 and p99."""
     median = axis.place(row.p50_ms)
     places = {round(place * STRIP_PLACES / 100) for place in map(axis.place, row.samples_ms) if place is not None}
     strip = "".join(f"M{100 * place / STRIP_PLACES:g} 0v1" for place in sorted(places))
@@ -156,7 +158,9 @@ def _distribution_lane(row: LatencyRow, axis: Axis) -> Lane:
 
 
 def _lane_in_order(row: LatencyRow, low: float, high: float) -> Lane:
-    """A curve of the extremes of every bin; what lies outside of the drawing is drawn at its edge, and counted."""
+    """Returns a lane with a curve through the extremes of every bin. Samples outside the drawing are drawn at its edge
+    and counted.
+    """
 
     def height(sample: float) -> float:
         return 100 - 100 * (min(high, max(low, sample / row.p50_ms)) - low) / (high - low)
@@ -165,7 +169,7 @@ def _lane_in_order(row: LatencyRow, low: float, high: float) -> Lane:
     points = []
     for first, end in _edges(count):
         finite = [(index, row.samples_ms[index]) for index in range(first, end) if math.isfinite(row.samples_ms[index])]
-        extremes = {min(finite, key=lambda one: one[1]), max(finite, key=lambda one: one[1])} if finite else set()
+        extremes = {min(finite, key=lambda pair: pair[1]), max(finite, key=lambda pair: pair[1])} if finite else set()
         points += [(100 * (index + 0.5) / count, height(sample)) for index, sample in sorted(extremes)]
     beyond = sum(not low <= sample / row.p50_ms <= high for sample in row.samples_ms)
     outside = html("<br><small>{} outside, drawn at the edge</small>", beyond) if beyond else ""
@@ -203,7 +207,9 @@ def _edges(count: int) -> Iterable[tuple[int, int]]:
 
 
 def step_figure(steps: Found) -> Markup:
-    """Milliseconds of a step of one decode bucket, beside those that memory takes for the bytes; empty if untimed."""
+    """Returns a chart of the time of a step of one decode bucket, and of the time that memory takes for its bytes.
+    Empty if steps were not timed.
+    """
     row, bucket = steps.written, steps.setting.bucket
     if not isinstance(row, DecodeRow):
         return Markup()
@@ -211,7 +217,7 @@ def step_figure(steps: Found) -> Markup:
     axis = axis_from_zero([*row.ms.values(), *bound_ms.values()], smallest=CLOCK_MS, unit=" ms")
     texts = f"{bucket.batch} text{'' if bucket.batch == 1 else 's'} of {bucket.seq} tokens"
     lanes = []
-    for model in (one for one in MODELS if one in row.ms):
+    for model in (kind for kind in MODELS if kind in row.ms):
         ms, bound = ms_text(row.ms[model]), bound_ms.get(model)
         memory = "" if bound is None else f", memory takes {ms_text(bound)} ms for its bytes"
         lanes.append(
@@ -230,7 +236,7 @@ def step_figure(steps: Found) -> Markup:
 
 
 def step_legend(*, alone: bool) -> Markup:
-    """Of all `step_figure`s together; `alone` without those of a dense baseline."""
+    """Returns the common legend of all `step_figure`s; with `alone`, without the dense baseline."""
     models: list[ModelKind] = ["mod"] if alone else ["dense", "mod"]
     memory = (glyph(upright("bound", HALF, 0, "100%")), "predicted (bytes)")
     return legend([*((key(model), name_of(model)) for model in models), memory])

@@ -1,4 +1,4 @@
-"""What a reader asks first: for each setting the verdict and the gain, which files to deploy, and what did not run."""
+"""What a reader asks first: the verdict and gain of each setting, the files to deploy, and what did not run."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ Row = TypeVar("Row", bound=PairRow)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """Everything that was found in one setting, named after the MoD engine; what was not measured is None or empty."""
+    """All results of one setting, named after the MoD engine; results that were not measured are None or empty."""
 
     setting: Setting
     rows: tuple[PairRow, ...]
 
     def of(self, row_type: type[Row]) -> list[Row]:
-        """The rows of one type."""
+        """Returns the rows of one type."""
         return [row for row in self.rows if isinstance(row, row_type)]
 
     @property
     def speed(self) -> SpeedupRow | Compared | None:
-        """The comparison with the dense baseline; None where there is none."""
+        """The comparison with the dense baseline; None if there is none."""
         if self.written is not None:
             return self.written.compared
         return next(iter(self.of(SpeedupRow)), None)
 
     @property
     def written(self) -> DecodeRow | FirstTokenRow | None:
-        """What was timed of an engine that writes text or reads a prompt of one."""
+        """The times of an engine that writes text or reads a prompt; None for other engines or if it was not timed."""
         return next((row for row in self.rows if isinstance(row, DecodeRow | FirstTokenRow)), None)
 
     def latency(self, kind: ModelKind) -> LatencyRow | None:
-        """Of one of the two models."""
+        """Returns the latency of one of the two models; None if it was not measured."""
         return next((row for row in self.of(LatencyRow) if row.model == kind), None)
 
     def ms(self, kind: ModelKind) -> float | None:
-        """Milliseconds of one run: the median, or the mean over steps."""
+        """Returns the milliseconds of one run: the median of whole rows and prompts, or the mean over steps."""
         if self.written is not None:
             return self.written.ms.get(kind)
         row = self.latency(kind)
@@ -57,30 +57,30 @@ class Found:
 
     @property
     def parity_passed(self) -> bool | None:
-        """Whether all parity rows passed, those of the dense baseline included; None when there are none."""
+        """Whether all parity rows passed, those of the dense baseline included; None if there are none."""
         rows = self.of(ParityRow)
         return all(row.passed for row in rows) if rows else None
 
     @property
     def routing(self) -> RoutingAgreement | None:
-        """Of the MoD engine."""
+        """Selected tokens of the MoD engine, compared with the reference."""
         return next((row.routing for row in self.of(ParityRow) if row.model == "mod"), None)
 
     @property
     def error(self) -> ErrorNumbers | None:
-        """Of the worse of the two engines; NaN is the worst."""
+        """Error of the worse of the two engines; NaN is the worst."""
         errors = [row.error for row in self.of(ParityRow)]
         return max(errors, key=lambda error: (math.isnan(error.max_abs), error.max_abs), default=None)
 
     @property
     def texts(self) -> tuple[int, int]:
-        """How many texts of both models are those of PyTorch, and how many were compared."""
+        """Number of texts of both models that equal those of PyTorch, and number of texts that were compared."""
         rows = self.of(TextsRow)
         return sum(row.identical for row in rows), sum(row.texts for row in rows)
 
 
 def settings_of(found: BuildReport | Iterable[PairRow], role: Role) -> tuple[Found, ...]:
-    """Every setting of a role that has a row, in the order in which they are first named."""
+    """Returns every setting of a role that has a row, in the order in which they are first named."""
     grouped: dict[Setting, list[PairRow]] = {}
     for row in _rows(found) if isinstance(found, BuildReport) else found:
         if row.role == role:
@@ -95,7 +95,7 @@ def _rows(report: BuildReport) -> list[PairRow]:
 
 
 def parity_of(report: BuildReport, *, forward: bool) -> tuple[ParityRow, ...]:
-    """Rows of engines that read whole texts, or of those that write them."""
+    """Returns the rows of engines that read whole texts, or of those that write them."""
     return tuple(row for row in report.parity if row.setting.writes_text is not forward)
 
 
@@ -104,21 +104,21 @@ class Gains:
     """The whole build in a few numbers."""
 
     slowest: float | None
-    """Lowest of the speed-ups, NaN if there is one; None when nothing was measured."""
+    """Smallest speed-up, NaN if any is NaN; None if nothing was measured."""
     fastest: float | None
     routed: int
-    """Selected tokens that were compared, over all settings."""
+    """Number of selected tokens that were compared, over all settings."""
     agreed: int
     faults: int
-    """Differences that are not near-ties."""
+    """Number of differences that are not near-ties."""
     by_input: tuple[InputAgreement, ...]
-    """Ties made on purpose differ where text does not."""
+    """Selected tokens by kind of input, because inputs made of ties may differ where text does not."""
     max_abs: float | None
-    """Largest error of a logit, NaN if there is one; None when nothing was compared."""
+    """Largest error of a first output, NaN if any is NaN; None if nothing was compared."""
 
 
 def gains(report: BuildReport) -> Gains:
-    """Sums up what was found of whole texts on this machine."""
+    """Sums up the results about whole texts on this machine."""
     measured = [row.measured for row in report.speedup]
     parity = parity_of(report, forward=True)
     return Gains(
@@ -133,27 +133,27 @@ def gains(report: BuildReport) -> Gains:
 
 
 def lacks_sites(rows: Sequence[ParityRow]) -> bool:
-    """Whether the model ran, and no selection in it was known that could have been judged."""
+    """Whether the model ran and has no known routing site whose selection could be judged."""
     ran = [row for row in rows if row.model == "mod" and row.inputs]
     return bool(ran) and not any(row.routing.layers for row in ran)
 
 
 def given_routing(rows: Sequence[ParityRow]) -> str:
-    """What makes errors comparable, where some model has routing sites."""
+    """Returns the condition under which errors are compared; empty if no model has routing sites."""
     return " given the same routing" if any(row.routing.layers for row in rows) else ""
 
 
 def left_out_lines(rows: Sequence[ParityRow]) -> tuple[str, ...]:
-    """What was not judged and why, once for all engines of which the same is true."""
-    found: dict[str, list[str]] = {}
+    """Lists the rows that were not judged and the reasons; engines with the same line are named together."""
+    settings_by_line: dict[str, list[str]] = {}
     for row in rows:
-        for one in row.left_out:
-            found.setdefault(str(one), []).append(str(row.setting))
-    return tuple(f"{', '.join(dict.fromkeys(settings))}: {line}" for line, settings in found.items())
+        for part in row.left_out:
+            settings_by_line.setdefault(str(part), []).append(str(row.setting))
+    return tuple(f"{', '.join(dict.fromkeys(settings))}: {line}" for line, settings in settings_by_line.items())
 
 
 def agreement_by_input(rows: Sequence[ParityRow]) -> tuple[InputAgreement, ...]:
-    """The batches of one kind of input added up, in the order in which kinds first occur."""
+    """Returns the sums over all batches of each kind of input, in the order in which the kinds first occur."""
     batches = [batch for row in rows for batch in row.routing.by_input if batch.routed]
     return tuple(
         InputAgreement(
@@ -167,11 +167,11 @@ def agreement_by_input(rows: Sequence[ParityRow]) -> tuple[InputAgreement, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Whether a model may generate text token by token. `causal` is None where it was not probed.
+    """Whether a model may generate text token by token.
 
-    `engines` were probed with `suffixes` changed ends altogether; `statements` are what the probe said, each
-    once, those that refute causality first. `decodes` is whether engines that read one token at a time were compared
-    with PyTorch, and all of them met their gates.
+    `causal` is None if causality was not tested. `engines` is the number of tested engines and `suffixes` the number of
+    changed ends in all tests. `statements` are the different results of the tests, those that refute causality first.
+    `decodes` says whether engines that read one token at a time were compared with PyTorch and all met their gates.
     """
 
     model: ModelKind
@@ -183,18 +183,18 @@ class Sampling:
 
 
 def samplings(report: BuildReport) -> tuple[Sampling, ...]:
-    """One for each model of the build: it may be used only if no engine of it was seen to look ahead.
+    """Returns one entry for each model of the build. It may be used only if no engine of it was seen to look ahead.
 
-    None where the models do not read tokens: nobody asks.
+    Empty if the models do not read tokens.
     """
     if not report.model.reads_tokens:
         return ()
-    found = []
+    listed = []
     for model in KINDS if report.not_compared is None else KINDS[:1]:
         rows = sorted((row for row in report.causality if row.model == model), key=lambda row: row.causal)
         probed = [row for row in rows if row.suffixes]
         decoded = [row.passed for row in report.parity if (row.role, row.model) == ("decode", model)]
-        found.append(
+        listed.append(
             Sampling(
                 model=model,
                 causal=all(row.causal for row in probed) if probed else None,
@@ -204,31 +204,33 @@ def samplings(report: BuildReport) -> tuple[Sampling, ...]:
                 statements=tuple(dict.fromkeys(row.statement for row in rows)),
             )
         )
-    return tuple(found)
+    return tuple(listed)
 
 
 def untried_targets(report: BuildReport) -> dict[str, list[Target]]:
-    """Targets that did not run here: those that the build folder has engines for, and those that were `not built`."""
+    """Returns the targets that did not run here: `built` if the build folder has engines for them, else `not built`."""
     engines = {artifact.target for artifact in report.artifacts if artifact.kind == "engine"}
     untried = [target for target in report.targets if not target.ran]
-    found = {
+    by_state = {
         "built": [target for target in untried if target.target in engines],
         "not built": [target for target in untried if target.target not in engines],
     }
-    return {state: targets for state, targets in found.items() if targets}
+    return {state: targets for state, targets in by_state.items() if targets}
 
 
 def uncompared(report: BuildReport) -> list[str]:
-    """Why a setting in which the model was timed has no comparison, where there is a dense baseline otherwise."""
+    """Says for a build with a dense baseline why settings in which the model was timed have no comparison."""
     if report.not_compared is not None:
         return []
-    timed = [found for role in get_args(Role) for found in settings_of(report, role) if found.ms("mod") is not None]
-    rows = {one.setting: reason_for(report.failed, setting_fields(one.setting.of("dense"))) for one in timed}
+    timed = [item for role in get_args(Role) for item in settings_of(report, role) if item.ms("mod") is not None]
+    rows = {entry.setting: reason_for(report.failed, setting_fields(entry.setting.of("dense"))) for entry in timed}
     return [f"{setting}: the dense engine could not be built: {row.why}" for setting, row in rows.items() if row]
 
 
 def uncounted(report: BuildReport) -> list[str]:
-    """Which operators were not counted, and in which graphs; graphs that lack the same are named together."""
+    """Lists the operators that were not counted, with their graphs. Graphs that lack the same operators are named
+    together.
+    """
     graphs: dict[str, list[str]] = {}
     for row in report.cost:
         if row.not_counted:
@@ -238,9 +240,9 @@ def uncounted(report: BuildReport) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deployment:
-    """A file that serves the MoD model: the engines of a target, or, with `target` None, the portable graphs.
+    """A file that serves the MoD model: an engine of a target, or a portable graph if `target` is None.
 
-    `found` is what was found for it on this machine, None when it did not run.
+    `found` are its results on this machine; None if it did not run.
     """
 
     target: str | None
@@ -250,13 +252,13 @@ class Deployment:
 
 
 def deployments(report: BuildReport) -> tuple[Deployment, ...]:
-    """What to deploy: engines that ran here, then those built for other machines, then portable graphs."""
+    """Returns the files to deploy: engines that ran here, engines for other machines, then portable graphs."""
     passed = {row.artifact: row.passed for row in report.parity if row.model == "mod" and row.artifact is not None}
-    # A portable graph is often the very file that ONNX Runtime runs: what was found for one holds for the other.
+    # ONNX Runtime often runs the very bytes of the portable graph, so results for one hold for the other.
     by_bytes = {item.sha256: passed[item.path] for item in report.artifacts if item.path in passed}
-    by_setting = {one.setting: one for role in get_args(Role) for one in settings_of(report, role)}
+    by_setting = {entry.setting: entry for role in get_args(Role) for entry in settings_of(report, role)}
     states: dict[bool | None, State] = {True: "passed", False: "failed"}
-    found = []
+    listed = []
     for artifact in report.artifacts:
         if artifact.model != "mod" or artifact.kind == "weights" or (artifact.kind == "graph" and artifact.target):
             continue
@@ -265,9 +267,9 @@ def deployments(report: BuildReport) -> tuple[Deployment, ...]:
             measured = None if state == "not run here" else by_setting.get(_setting(artifact))
         else:
             state, measured = states.get(by_bytes.get(artifact.sha256), "portable"), None
-        found.append(Deployment(target=artifact.target, artifact=artifact, state=state, found=measured))
+        listed.append(Deployment(target=artifact.target, artifact=artifact, state=state, found=measured))
     order = {"passed": 0, "failed": 0, "not run here": 1, "portable": 2}
-    return tuple(sorted(found, key=lambda item: (item.target is None, order[item.state], item.target or "")))
+    return tuple(sorted(listed, key=lambda item: (item.target is None, order[item.state], item.target or "")))
 
 
 def _setting(engine: Artifact) -> Setting:
@@ -277,11 +279,11 @@ def _setting(engine: Artifact) -> Setting:
 
 
 def precisions(report: BuildReport) -> list[tuple[PrecisionRow, ParityRow | None]]:
-    """Every engine of a narrower dtype, with its parity where it was judged."""
+    """Returns every engine of a narrower dtype with its parity; None if it was not judged."""
     judged = {row.setting: row for row in report.parity}
     return [(row, judged.get(row.setting)) for row in report.precision]
 
 
 def chosen(report: BuildReport) -> list[Served]:
-    """What is served of the MoD model where no target is named, as far as there was a choice."""
+    """Returns the engines of the MoD model that are served if no target is named, unless there was no choice."""
     return [row for row in report.served if row.model == "mod" and row.reason != ALONE]

@@ -1,7 +1,8 @@
-"""Tables: what a column shows is said once, for terminals, for logs and for pages.
+"""Tables: each column is defined once, for terminals, logs and pages.
 
-`table_of` fills a table from columns. A log gets lines that never wrap (`lines_of`), a terminal gets columns that are
-stacked where it is too narrow for them side by side (`fitted_table`), and a page the same cells (`macros.html.j2`).
+`table_of` fills a table from columns. A log gets lines that never wrap (`lines_of`). A terminal gets a table whose
+columns are stacked if it is too narrow for all of them side by side (`fitted_table`). A page gets the same cells
+(`macros.html.j2`).
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from rich.table import Table
 from rich.text import Text
 
 UNBOUNDED = 10_000
-"""Columns of a console that never wraps."""
+"""Width of a console that never wraps."""
 HEAD = box.Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
-"""A rule below the head, and another above the total where there is one."""
+"""A rule below the head, and another one above the total if there is one."""
 GOOD, BAD, QUIET = "green", "bold red", "dim"
 State = Literal["", "pass", "fail", "warn", "none"]
-"""Of a cell that judges something; classes of page.css."""
+"""State of a cell that judges something; also a class of page.css."""
 STYLES: dict[State, str] = {"pass": GOOD, "fail": BAD}
 Row = TypeVar("Row", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """`note` is small print beside the text, on pages only; `state` gives it a colour."""
+    """Text of a cell. `note` is small print beside the text, on pages only; `state` gives the cell a colour."""
 
     text: str
     note: str = ""
@@ -39,7 +40,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Row]):
-    """What a column is called, and what it shows of a row. Numbers are aligned to the right."""
+    """Name of a column, and the function that makes its cell from a row. Numbers are aligned to the right."""
 
     name: str
     cell: Callable[[Row], Cell | str]
@@ -56,22 +57,22 @@ class ResultTable:
 
 
 def table_of(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> ResultTable:
-    """One line for each row."""
+    """Returns a table with one line for each row."""
     cells = (tuple(column.cell(row) for column in columns) for row in rows)
     return ResultTable(
         tuple(column.name for column in columns),
         tuple(column.number for column in columns),
-        tuple(tuple(Cell(one) if isinstance(one, str) else one for one in line) for line in cells),
+        tuple(tuple(Cell(cell) if isinstance(cell, str) else cell for cell in line) for line in cells),
     )
 
 
 def judged(passed: bool | None) -> Cell:
-    """The outcome of gates; a dash where nothing was judged."""
+    """Returns the outcome of gates; a dash if nothing was judged."""
     return Cell("-") if passed is None else Cell("pass", state="pass") if passed else Cell("FAIL", state="fail")
 
 
 def lines_of(table: ResultTable) -> list[str]:
-    """A table as lines of plain text, as wide as it needs to be."""
+    """Returns a table as lines of plain text, as wide as it needs to be."""
     return _lines(_table(table.heads, [[Text(cell.text) for cell in row] for row in table.rows], table.numbers))
 
 
@@ -82,8 +83,8 @@ def table_lines(
     numbers_from: int | None = None,
     total: Sequence[str] | None = None,
 ) -> list[str]:
-    """Lines of plain text from heads and cells. The column `numbers_from` and all after it are aligned to the right;
-    `total` is a last row below a rule.
+    """Returns lines of plain text from heads and cells. The column `numbers_from` and all after it are aligned to the
+    right; `total` is a last row below a rule.
     """
     first = len(columns) if numbers_from is None else numbers_from
     return _lines(_table(columns, rows, [index >= first for index in range(len(columns))], total))
@@ -92,8 +93,8 @@ def table_lines(
 def fitted_table(
     table: ResultTable, stacks: Sequence[Sequence[int]], console: Console, clean: Callable[[str], str]
 ) -> Table:
-    """A table for a terminal: `stacks` are the columns that stand on top of each other where the console is too narrow
-    for all of them. `clean` makes text from elsewhere safe for this console.
+    """Returns a table for a terminal. `stacks` are the columns that stand on top of each other if the console is too
+    narrow for all of them. `clean` makes text from elsewhere safe for this console.
     """
     rows = [[Text(clean(cell.text), style=STYLES.get(cell.state, "")) for cell in row] for row in table.rows]
     wide = _table(table.heads, rows, table.numbers)
@@ -106,7 +107,7 @@ def fitted_table(
 
 
 def _stacked(row: Sequence[Text], stacks: Sequence[Sequence[int]]) -> list[Text]:
-    # All of one height, because a table aligns heads at the bottom and cells at the top.
+    # All cells get the same height, because a table aligns heads at the bottom and cells at the top.
     height = max(len(stack) for stack in stacks)
     cells = [[*(row[index] for index in stack), *[Text()] * (height - len(stack))] for stack in stacks]
     return [Text("\n").join(lines) for lines in cells]
@@ -135,7 +136,7 @@ def _table(
 
 
 def _text(cell: str | Text) -> Text:
-    # What is no Text yet may come from outside, and rich would read [brackets] in it as its own markup.
+    # A str may come from elsewhere, and rich would read [brackets] in it as its own markup.
     return Text(cell) if isinstance(cell, str) else cell
 
 

@@ -1,7 +1,7 @@
-"""Results as text: the report on a console, and what `mod-export validate` and `bench` print.
+"""Results as text: the report on a console, and the output of `mod-export validate` and `bench`.
 
-Colour and width follow the terminal, NO_COLOR is honoured, and what is not a terminal gets lines that never wrap.
-The text is ASCII but for names that came in from outside.
+Colour and width follow the terminal, and NO_COLOR is honoured. Without a terminal, lines never wrap. The text is ASCII
+except for names that come from elsewhere.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ Cleaner = Callable[[str], str]
 Parts = list[Table | Text]
 Row = TypeVar("Row")
 TIMED = 8
-"""Columns of PRECISION that `bench` fills; the others judge."""
+"""Number of columns of PRECISION that `bench` fills; the others judge."""
 NOT_COMPARED = "not compared: "
-"""What the reason stands behind."""
+"""Prefix of the reason why there is no comparison."""
 
 
 def print_report(report: BuildReport, folder: str, file: IO[str] | None = None) -> None:
@@ -74,7 +74,7 @@ def print_report(report: BuildReport, folder: str, file: IO[str] | None = None) 
 def render_text(
     report: BuildReport, folder: str, *, width: int = UNBOUNDED, color: bool = False, encoding: str = "utf-8"
 ) -> str:
-    """The report as text, without colour and without wrapping unless asked for, for a file of this encoding."""
+    """Returns the report as text for a file of this encoding, by default without colour and without wrapping."""
     file = io.StringIO()
     console = Console(
         file=file,
@@ -107,7 +107,7 @@ def _print(report: BuildReport, folder: str, console: Console, encoding: str) ->
         parts += [*(Text(clean(f"{NOT_COMPARED}{line}")) for line in lonely), Text()]
     if missing := uncounted(report):
         parts += [
-            *_quiet([f"FLOPs not counted: {one}; nothing is predicted from the others" for one in missing], clean),
+            *_quiet([f"FLOPs not counted: {names}; nothing is predicted from the others" for names in missing], clean),
             Text(),
         ]
     if report.precision:
@@ -134,7 +134,7 @@ def _headline(report: BuildReport, clean: Cleaner) -> Text:
 
 
 def _conditions(report: BuildReport) -> list[str]:
-    """The conditions that the numbers hold for."""
+    """Lists the conditions under which the numbers hold."""
     lines = []
     parity = parity_of(report, forward=True)
     if parity:
@@ -146,9 +146,9 @@ def _conditions(report: BuildReport) -> list[str]:
             + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
         lines += [f"not judged: {line}" for line in left_out_lines(parity)]
-        found = gains(report)
-        inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in found.by_input)
-        differences = difference_text(found.routed - found.agreed, found.faults)
+        totals = gains(report)
+        inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in totals.by_input)
+        differences = difference_text(totals.routed - totals.agreed, totals.faults)
         lines += [f"routing agreement: {inputs}; {differences}"] if inputs else []
         if lacks_sites(parity):
             lines += [f"routing agreement: {NO_SITES}", *(f"no routing site: {seen}" for seen in report.unfollowed)]
@@ -165,19 +165,21 @@ def _conditions(report: BuildReport) -> list[str]:
 
 
 def _sampled(rows: Sequence[LatencyRow], samples: str) -> list[str]:
-    """On what each target ran, and how many samples were taken: sampling ends when a comparison is settled."""
+    """Lists what each target ran on and its number of samples, which varies: sampling ends when a comparison is
+    settled.
+    """
     counts: dict[tuple[str, tuple[str, ...], int], list[int]] = {}
     for row in rows:
         counts.setdefault((row.target, row.providers, row.threads), []).append(len(row.samples_ms))
     return [
         f"latency: {target} on {', '.join(providers)}, {threads_text(threads)}, "
-        f"{min(found):,}{f' to {max(found):,}' if max(found) > min(found) else ''} {samples}"
-        for (target, providers, threads), found in counts.items()
+        f"{min(sizes):,}{f' to {max(sizes):,}' if max(sizes) > min(sizes) else ''} {samples}"
+        for (target, providers, threads), sizes in counts.items()
     ]
 
 
 def _control(rows: Sequence[SpeedupRow]) -> str:
-    """In how many settings the control covers 1, and how far from 1 the worst one is, of one or more rows."""
+    """Says in how many settings the control covers 1, and how far the worst one is from 1. `rows` is not empty."""
     controls = [row.control for row in rows]
     covering = sum(control.covers_one for control in controls)
     worst = max(controls, key=lambda control: abs(control.measured - 1))
@@ -193,7 +195,7 @@ def _reasons(rows: Sequence[SpeedupRow]) -> list[str]:
 
 
 def _disturbances(rows: Sequence[LatencyRow]) -> list[str]:
-    """One line for each flag; what holds for both models of a setting is said once."""
+    """Returns one line for each flag; a flag of both models of a setting gets a single line."""
     models: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for flag in row.flags:
@@ -205,15 +207,15 @@ def _disturbances(rows: Sequence[LatencyRow]) -> list[str]:
 
 
 def _generation(report: BuildReport, clean: Cleaner, fitted: Callable[..., Parts]) -> Parts:
-    """The section about writing text; nothing where it was not asked for."""
-    found = report.generation
-    if found is None:
+    """Returns the section about writing text; empty if the model does not read tokens."""
+    generation = report.generation
+    if generation is None:
         return []
     title = ("Token by token", "bold")
-    if found.window is None:
-        return [Text.assemble(title, f"  not built: {clean(found.reason)}"), Text()]
-    slots = slots_text(found.capacity or {})
-    about = f"texts of up to {found.window:,} tokens, prompt and answer"
+    if generation.window is None:
+        return [Text.assemble(title, f"  not built: {clean(generation.reason)}"), Text()]
+    slots = slots_text(generation.capacity or {})
+    about = f"texts of up to {generation.window:,} tokens, prompt and answer"
     parts: Parts = [
         Text.assemble(title, f"  {about}; {f'slots of a text: {slots}' if slots else 'no routed layers'}"),
         Text(),
@@ -231,13 +233,13 @@ def _generation(report: BuildReport, clean: Cleaner, fitted: Callable[..., Parts
     failed = [row for row in parity_of(report, forward=False) if not row.passed]
     parts += [Text(clean(f"  - {row.setting} {row.model}: {reason}")) for row in failed for reason in row.reasons]
     parts += [Text()] if failed else []
-    return [*parts, *_quiet(generation_lines(found, steps), clean), Text()]
+    return [*parts, *_quiet(generation_lines(generation, steps), clean), Text()]
 
 
 def generation_lines(found: GenerationReport, steps: Sequence[Found]) -> list[str]:
-    """What the tables of steps and prompts hold for, and what was found about the texts."""
+    """Lists the conditions of the tables of steps and prompts, and the results about the texts."""
     lines = []
-    timed = [one.written for one in steps if isinstance(one.written, DecodeRow)]
+    timed = [entry.written for entry in steps if isinstance(entry.written, DecodeRow)]
     if timed:
         positions = " or ".join(f"{count:,}" for count in sorted({row.positions for row in timed}))
         threads = " or ".join(threads_text(count) for count in sorted({row.threads for row in timed}))
@@ -312,7 +314,7 @@ def render_validation(
     verdict: Verdict,
     notes: Sequence[str] = (),
 ) -> str:
-    """One line for each candidate that ran, what was found in the files, and the verdict with every reason."""
+    """Returns one line for each candidate that ran, the results about files, and the verdict with every reason."""
     causal = {row.setting: row.causal for row in causality if row.suffixes}
     columns: tuple[Column[ParityRow], ...] = (
         shown.SETTING[0],
@@ -329,12 +331,12 @@ def render_validation(
 
 
 def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | None = None) -> str:
-    """One line for each comparison of whole texts, reasons and disturbances, the verdict, and what else was timed.
+    """Returns one line for each comparison of whole texts, reasons and disturbances, the verdict, and other times.
 
     `not_compared` says why there are no comparisons; then there is one line for each engine.
     """
     whole, prompts, steps = (
-        [one for one in settings_of(rows, role) if one.ms("mod") is not None]
+        [entry for entry in settings_of(rows, role) if entry.ms("mod") is not None]
         for role in ("forward", "prefill", "decode")
     )
     if not_compared is None:
@@ -375,13 +377,13 @@ def _files(structure: Sequence[StructureRow]) -> list[str]:
 
 
 def _statements(causality: Sequence[CausalityRow]) -> list[str]:
-    """One statement for each model: that of an engine that looks ahead, if one does."""
+    """Returns one statement for each model: that of an engine that looks ahead, if there is one."""
     rows = sorted(causality, key=lambda row: row.causal)
     by_model = {kind: [row for row in rows if row.model == kind] for kind in reversed(MODELS)}
     return [
-        f"{kind}: {found[0].statement} ({found[0].target} {found[0].bucket})"
-        for kind, found in by_model.items()
-        if found
+        f"{kind}: {tested[0].statement} ({tested[0].target} {tested[0].bucket})"
+        for kind, tested in by_model.items()
+        if tested
     ]
 
 

@@ -1,4 +1,4 @@
-"""How numbers are written for people. Nothing is rounded up to perfection: only 8,192 of 8,192 is `all`."""
+"""Formats numbers for people. Nothing is rounded up to perfection: only 8,192 of 8,192 is `all`."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ NO_SITES = (
 
 
 def ms_text(ms: float) -> str:
-    """Three significant digits, and whole milliseconds above a hundred: 0.123, 20.1, 4,563."""
+    """Formats milliseconds with three significant digits, from a hundred on as whole numbers: 0.123, 20.1, 4,563."""
     return f"{ms:,.0f}" if abs(ms) >= 100 else f"{ms:#.3g}".rstrip(".")
 
 
 def ratio_text(ratio: float) -> str:
-    """A factor: 1.68x."""
+    """Formats a factor: 1.68x."""
     return f"{ratio:.2f}x"
 
 
 def interval_text(row: SpeedupRow | Compared | PrecisionRow) -> str:
-    """A speed-up with its interval: 1.68x [1.66, 1.69]."""
+    """Formats a speed-up with its interval: 1.68x [1.66, 1.69]."""
     return f"{ratio_text(row.measured)} [{row.ci95[0]:.2f}, {row.ci95[1]:.2f}]"
 
 
 def ci_text(interval: tuple[float, float] | None) -> str:
-    """An interval of milliseconds: [112, 114]; nothing where there is none."""
+    """Formats an interval of milliseconds: [112, 114]; empty if there is none."""
     return "" if interval is None else f"[{ms_text(interval[0])}, {ms_text(interval[1])}]"
 
 
 def verdicts_text(verdicts: Iterable[SpeedVerdict]) -> str:
-    """How many settings have which verdict, in full: faster in 3 of 4 settings, inconclusive in 1."""
+    """Counts the settings of each verdict: faster in 3 of 4 settings, inconclusive in 1."""
     count = Counter(verdicts)
     settings = f"{count.total()} setting{'' if count.total() == 1 else 's'}"
     named = [f"{verdict} in {count[verdict]}" for verdict in ("faster", "not faster", "inconclusive") if count[verdict]]
@@ -49,12 +49,12 @@ def verdicts_text(verdicts: Iterable[SpeedVerdict]) -> str:
 
 
 def error_text(error: float) -> str:
-    """An error in two significant digits: 2.1e-06."""
+    """Formats an error with two significant digits: 2.1e-06."""
     return "0" if error == 0 else f"{error:.1e}"
 
 
 def agreement_text(routing: RoutingAgreement | LayerAgreement | InputAgreement) -> str:
-    """Selected tokens that the reference selected too: all 8,192, or 8,189 of 8,192."""
+    """Formats the number of selected tokens that the reference selected too: all 8,192, or 8,189 of 8,192."""
     if routing.routed == 0:
         return "-"
     if routing.agreed == routing.routed:
@@ -63,20 +63,22 @@ def agreement_text(routing: RoutingAgreement | LayerAgreement | InputAgreement) 
 
 
 def difference_text(differing: int, faults: int) -> str:
-    """What kind of differences there are between selected tokens."""
+    """Says whether selected tokens differ, and whether all differences are near-ties."""
     if faults:
         return "1 difference is not a near-tie" if faults == 1 else f"{faults:,} differences are not near-ties"
     return "every difference is a near-tie" if differing else "no token is routed differently"
 
 
 def served_text(row: Served) -> str:
-    """What is served where no target is named, and why."""
+    """Names the engines that are served if no target is named, and the reason."""
     what = "text" if writes_text(row.role) else "whole rows"
     return f"{row.model}, {what}: {row.target} {row.dtype}, {ms_text(row.ms)} ms: {row.reason}"
 
 
 def causality_text(looks_ahead: Sequence[str]) -> str:
-    """Whether texts can be generated, given what in a spec looks at later tokens (`DeclaredRouting.looks_ahead`)."""
+    """Says whether a model can generate text, given the parts of its spec that look at later tokens
+    (`DeclaredRouting.looks_ahead`).
+    """
     if not looks_ahead:
         return "causal: a token's logits depend on nothing after it, so texts can be generated token by token"
     return (
@@ -86,24 +88,26 @@ def causality_text(looks_ahead: Sequence[str]) -> str:
 
 
 def share_text(share: float) -> str:
-    """A share as a percentage, cut instead of rounded, so that 100 % means all."""
+    """Formats a share as a percentage, truncated instead of rounded, so that 100 % means all."""
     if math.isnan(share):
         return "nan"
     return "100 %" if share >= 1 else f"{math.floor(share * 10_000) / 100:.2f} %"
 
 
 def percent_text(share: float | None) -> str:
-    """A share that is no agreement, such as a coefficient of variation: 1.2 %; a dash where there is none."""
+    """Formats a share for which rounding is harmless, such as a coefficient of variation: 1.2 %; a dash if there is
+    none.
+    """
     return "-" if share is None else f"{100 * share:.1f} %"
 
 
 def token_text(text: str) -> str:
-    """A token that can be seen: a line feed gets a sign before it, and what is empty gets one of its own."""
+    """Makes a token visible: a line feed gets a sign before it, and an empty token is replaced by a sign."""
     return text.replace("\n", "\N{RETURN SYMBOL}\n") or "\N{EMPTY SET}"
 
 
 def count_text(count: float) -> str:
-    """A large number with a decimal prefix: 3.08 M, 1.27 G."""
+    """Formats a large number with a decimal prefix: 3.08 M, 1.27 G."""
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
@@ -111,13 +115,13 @@ def count_text(count: float) -> str:
 
 
 def flops_text(count: float) -> str:
-    """FLOPs: 29.77 GFLOP."""
+    """Formats FLOPs: 29.77 GFLOP."""
     text = count_text(count)
     return f"{text}FLOP" if " " in text else f"{text} FLOP"
 
 
 def bytes_text(count: int) -> str:
-    """Bytes with a binary prefix: 12.3 MiB."""
+    """Formats bytes with a binary prefix: 12.3 MiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= size:
             return f"{count / size:.1f} {unit}"
@@ -125,26 +129,28 @@ def bytes_text(count: int) -> str:
 
 
 def range_text(share: Mapping[str, float]) -> str:
-    """Shares of tokens that were selected in routed layers, without experts: 8.3 to 12.5 %; a dash without routing."""
-    found = [100 * part for site, part in share.items() if not is_expert(site)]
-    if not found:
+    """Formats the range of the shares of tokens that routed layers selected, without experts: 8.3 to 12.5 %; a dash
+    without routing.
+    """
+    percentages = [100 * part for site, part in share.items() if not is_expert(site)]
+    if not percentages:
         return "-"
-    low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+    low, high = f"{min(percentages):.1f}", f"{max(percentages):.1f}"
     return f"{low} %" if low == high else f"{low} to {high} %"
 
 
 def slots_text(capacity: Mapping[str, int]) -> str:
-    """How many tokens of a text each routed layer selects: 64 in layers 1, 3, 5, 7; empty where nothing routes."""
+    """Lists how many tokens of a text each routed layer selects: 64 in layers 1, 3, 5, 7. Empty if nothing routes."""
     layers: dict[int, list[str]] = {}
     for site, k in capacity.items():
         if not is_expert(site):
             layers.setdefault(k, []).append(site)
-    return "; ".join(f"{k:,} in layer{'s' if len(of) > 1 else ''} {', '.join(of)}" for k, of in layers.items())
+    return "; ".join(f"{k:,} in layer{'s' if len(names) > 1 else ''} {', '.join(names)}" for k, names in layers.items())
 
 
 def quality_text(quality: QualityRow | None) -> str:
-    """What selecting one token at a time costs in perplexity, and how often a layer had no free slot left; the
-    perplexity alone of a model that selects nothing.
+    """Says how much perplexity is lost by selecting one token at a time, and how often a layer had no free slot. For a
+    model that selects nothing, gives the perplexity alone.
     """
     if quality is None:
         return "quality: not measured, there is no text here for this model's vocabulary"
@@ -162,12 +168,12 @@ def quality_text(quality: QualityRow | None) -> str:
 
 
 def threads_text(threads: int) -> str:
-    """How many threads an engine was allowed."""
+    """Says how many threads an engine was allowed."""
     return {0: "threads as the library chooses", 1: "1 thread"}.get(threads, f"{threads} threads")
 
 
 def value_text(value: JsonValue) -> str:
-    """Plain data of the environment: nothing becomes `none`, lists stand in one line."""
+    """Formats plain data of the environment: null as `none`, lists in one line."""
     if value is None:
         return "none"
     if isinstance(value, list):
@@ -176,8 +182,8 @@ def value_text(value: JsonValue) -> str:
 
 
 def printable(text: str, *, keep: str = "", encoding: str = "utf-8") -> str:
-    """Names come from outside: whatever is no printable character (terminal controls, text direction overrides, lone
-    surrogates), or is not in the encoding, is written as its escape.
+    """Replaces characters that cannot be printed safely by their escapes, because names come from elsewhere: terminal
+    controls, text direction overrides, lone surrogates, and characters that the encoding lacks.
     """
     shown = "".join(char if char.isprintable() or char in keep else ascii(char)[1:-1] for char in text)
     return shown.encode(encoding, "backslashreplace").decode(encoding)
