@@ -47,7 +47,7 @@ class Embedded(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Embeddings (B, S, D) -> hidden states, with nanoGPT's attention: basic operators and a causal mask in a buffer."""
+    """Embeddings (B, S, D) -> hidden states, with attention as in nanoGPT: basic operators, causal mask in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
