@@ -1,4 +1,4 @@
-"""Rotation and attention each become one operator over heads side by side; graphs that only look alike stay."""
+"""Rotation and attention each become one operator over heads side by side; other graphs stay as they are."""
 
 from __future__ import annotations
 

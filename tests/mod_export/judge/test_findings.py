@@ -58,9 +58,7 @@ def judged(
     folder: Path, candidate: Candidate, reference: Reference, config: BuildConfig, fresh: Callable[[Graph], bytes]
 ) -> Parity:
     """Parity of a candidate in a folder; the default is the correct engine."""
-    return lambda judged_candidate=candidate, by=reference, root=folder: parity_of(
-        root, judged_candidate, by, config, fresh
-    )
+    return lambda other=candidate, by=reference, root=folder: parity_of(root, other, by, config, fresh)
 
 
 def test_a_sound_engine(judged: Parity) -> None:
@@ -195,7 +193,7 @@ EXPERTS = ExpertsSpec(n_experts=2, layers=(0, 2))
             16,
             [["0.experts.router", "2.experts.router", "2.router"], ["0.experts.router", "2.experts.router"]],
         ),
-        # Experts behind a router are also zeroed by themselves.
+        # Experts behind a router are also zeroed separately.
         (
             routed_spec(capacity=0.5, experts=EXPERTS),
             16,

@@ -218,7 +218,7 @@ def test_other_maps(
     batches: list[Batch],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tokens that are no text are shown as numbers; a dense model, no input and a long row give no map."""
+    """Tokens that are not text are shown as numbers; a dense model, no input and a long row give no map."""
     others = [batch for batch in batches if batch.kind != "text"]
     assert routing_map(reference, bucket, others).tokens == tuple(map(str, others[0].ids_BS[0]))
     assert routing_map(Reference(loaded.dense()), bucket, batches) is None

@@ -379,14 +379,14 @@ class _WithoutText:
 
 def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingModel, writing_model: Model) -> None:
     """It needs its tokenizer; one that fails, or gives too few tokens or too large ids, leaves quality out."""
-    causal, original = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
+    causal, full = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
     assert len(documentation()) > 100_000
     text_of = documentation_of(Bytes().ids, 256)
-    assert quality_of(writer, causal, original, 2, 0) is None
-    row = quality_of(writer, causal, original, 2, 0, text_of)
+    assert quality_of(writer, causal, full, 2, 0) is None
+    row = quality_of(writer, causal, full, 2, 0, text_of)
     assert row is not None
     assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
-    assert quality_of(writer, causal, original, 2, 0, text_of) == row
+    assert quality_of(writer, causal, full, 2, 0, text_of) == row
     held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, text_of)
     assert held_out is not None
     assert held_out.text == "held_out"
@@ -395,4 +395,4 @@ def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingM
         raise UsageError("no token")
 
     others: list[Callable[[str], Sequence[int]]] = [refuses, lambda text: [1] * WINDOW, lambda text: [256] * 999]
-    assert [quality_of(writer, causal, original, 2, 0, documentation_of(ids_of, 256)) for ids_of in others] == [None] * 3
+    assert [quality_of(writer, causal, full, 2, 0, documentation_of(encode, 256)) for encode in others] == [None] * 3

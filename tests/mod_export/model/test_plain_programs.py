@@ -199,7 +199,7 @@ def test_autocast_computes_in_float32() -> None:
 
 
 class Read(nn.Module):
-    """Reads embeddings at ids after a cast; lengths, a mask and a bias are no ids."""
+    """Reads embeddings at ids after a cast; lengths, a mask and a bias are not ids."""
 
     def __init__(self) -> None:
         super().__init__()
