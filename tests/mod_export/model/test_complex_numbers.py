@@ -1,4 +1,4 @@
-"""Rotary positions in complex numbers are computed as pairs of real numbers; other complex operators are refused."""
+"""Complex numbers of rotary positions are computed as pairs of real numbers; unsupported operators are refused."""
 
 from __future__ import annotations
 
