@@ -18,8 +18,6 @@ SPEC = ModelSpec(
     routing=RoutingSpec(),
 )  # fmt: skip
 """A Llama-like decoder of 40 M parameters, with initial weights; every other block is routed at 12.5 %."""
-GATE_FAILED = 4
-"""What `mod-export build` ends with where a gate failed: it has a report, which says so."""
 SHOWN_LINES = 3
 CONFIG = """\
 buckets = {buckets}
