@@ -18,7 +18,7 @@ LAYER = {"d_model": 64, "nhead": 4, "dim_feedforward": 96, "dropout": 0.0}
 
 
 class Stack(nn.Module):
-    """A model from ids to logits with blocks of one class. Of a tuple that a block returns, it uses the first tensor."""
+    """A model from ids to logits with blocks of one class. If a block returns a tuple, its first tensor is used."""
 
     def __init__(self, block: Callable[[], nn.Module], depth: int = 2) -> None:
         super().__init__()
