@@ -62,7 +62,8 @@ class Load:
     def __init__(self, environment: Any, address: str, payloads: list[dict[str, Any]]) -> None:
         self._environment, self._address = environment, address
         self._bodies = [
-            json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode() for body in payloads
+            json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+            for body in payloads
         ]
         self._first_s, self._gaps_s, self._whole_s, self._ended = (array("d") for _ in range(4))
         self._tokens = 0
