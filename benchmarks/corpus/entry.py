@@ -17,7 +17,7 @@ from benchmarks.corpus.routers import Routed
 ROWS, TOKENS, WIDTH = 2, 32, 64
 """Bucket of most entries, and the width of their residual stream. No other dimension of a small model is 32."""
 NOISE = 0.02
-"""Standard deviation of the noise added to every weight. Nobody would notice a lost bias of zeros or scale of ones."""
+"""Standard deviation of the noise added to every weight. Without noise, a lost bias of zeros would change nothing."""
 Inputs: TypeAlias = "dict[str, Any] | tuple[Any, ...]"
 """Arguments of forward, by name or in order: tensors, tuples of tensors, and constant numbers."""
 

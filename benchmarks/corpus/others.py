@@ -52,7 +52,7 @@ def linformer() -> nn.Module:
 
 
 BRANCH = "if not padding_mask.any():\nPython chooses its way by a value that depends on the data"
-"""Part of the refusal of ESM2, which branches on whether a batch has padding."""
+"""Part of the message that refuses ESM2, which branches on whether a batch has padding."""
 ENTRIES = [
     Entry("fair-esm", "ESM2", esm2, protein, "layers.*", SequenceFirst, dim=0, refused=BRANCH),
     Entry(

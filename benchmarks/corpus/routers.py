@@ -168,7 +168,7 @@ class SequenceFirst(Routed):
 
 
 class Apart(Routed):
-    """Attention and MLP each have a router. Selected tokens get the part's output added, all others get zero."""
+    """Attention and MLP each have a router. Selected tokens get the gated output of a part added, all others zero."""
 
     around = "part"
 

@@ -27,7 +27,7 @@ TARGETS = ("ort-cpu", "openvino", "inductor", "tensorrt-rtx")
 FRESH = range(1000, 1003)
 """Seeds of the inputs that engines and eager are compared on; a build uses none of them."""
 LARGEST_ERROR = 1e-4
-"""As a share of the output's root mean square. Both sides round to float32 (6e-8) some hundred times."""
+"""Allowed error, as a share of the output's root mean square. Both sides round float32 (6e-8) some hundred times."""
 CONFIG = """
 [target.tensorrt-rtx]
 architectures = ["sm89"]

@@ -1,4 +1,4 @@
-"""Runs one entry in its own process. The fork server imports the packages that all entries need only once, because
+"""Runs one entry in its own process. The fork server imports the common packages once for all processes, because the
 imports take two fifths of a small model's time.
 """
 

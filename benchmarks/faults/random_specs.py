@@ -74,7 +74,7 @@ def _built(load: Load, toml: str, folder: Path) -> BuildReport:
 
 
 def random_foreign(seed: int) -> RandomForeign:
-    """Returns a model that routes as public code does, with random weights. Its buckets are random if it takes any."""
+    """Returns a model that routes as public code does, with random weights. Unless fixed, its buckets are random."""
     rng = random.Random(seed)
     name, std = rng.choice(sorted({*DIALECTS, *MANNERS})), rng.choice((0.05, 0.1, 0.2, 0.4))
     if name in MANNERS:

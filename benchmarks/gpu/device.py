@@ -24,7 +24,7 @@ from mod_export.types import Engine, by_setting
 
 
 def used_mib() -> int:
-    """Returns the memory of the first GPU that all processes use together, from nvidia-smi."""
+    """Returns the MiB of the first GPU's memory that all processes use together, from nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0])
 

@@ -44,7 +44,7 @@ GATE_FAILED = 4
 
 
 class Scenario(NamedTuple):
-    """Scenario that must end within `limit_s`; None if the limit follows from the time of the steady load."""
+    """A scenario that must end within `limit_s`. If that is None, the time of the steady load decides the limit."""
 
     run: Callable[[Setting], Awaitable[list[Check]]]
     limit_s: float | None
@@ -116,7 +116,7 @@ def run(name: str, setting: Setting) -> Outcome:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Returns busy CPU seconds of the machine, and minus those of this process and of its children that have ended."""
+    """Returns busy CPU seconds of the machine, and the negative of those of this process and its ended children."""
     machine, process = psutil.cpu_times(), os.times()
     busy = sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - getattr(machine, "guest", 0.0)
     return busy, -(process.user + process.system + process.children_user + process.children_system)

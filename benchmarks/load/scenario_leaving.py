@@ -23,7 +23,7 @@ CANCELLED = 'mod_export_texts_total{finish="cancelled"}'
 
 
 async def leaving(setting: Setting) -> list[Check]:
-    """They leave no busy row, no place in the queue and no descriptor, and the texts of other clients stay right."""
+    """The clients leave no busy row, place in the queue or descriptor behind, and the texts of others stay right."""
     rng = random.Random(setting.seed)
     with Served(setting, "leaving") as server:
         rows, window = await server.rows(), await server.window()

@@ -18,7 +18,7 @@ from benchmarks.load.served import Sample, Served, Setting, greedy
 STALLED_MS = 5000
 STREAMS = 6
 TEXTS = 8
-"""Texts in each stream, with 20 logprobs for every token: more megabytes than the two or three of system buffers."""
+"""Texts in each stream. With 20 logprobs for every token, they exceed the two or three megabytes of system buffers."""
 READ_S = 12.0
 """Seconds in which another client is timed beside clients that do read."""
 ACCEPTED_S = 5.0
@@ -30,7 +30,7 @@ MOST_CUT_OFF_S = 60.0
 
 
 async def slow_readers(setting: Setting) -> list[Check]:
-    """The server cuts them off, and another client's tokens come as fast beside them as beside clients that read."""
+    """The server cuts off clients that do not read. Others' tokens come as fast as beside clients that do read."""
     with Served(setting, "slow_readers", stalled_ms=STALLED_MS) as server:
         window = await server.window()
         asked = prompts(STREAMS + 1, 64, setting.seed)

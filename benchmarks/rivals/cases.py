@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Whole rows that a dense and a routed model with initial weights read."""
+    """Whole rows as the input of a dense and a routed model with initial weights."""
 
     size: str
     seq: int

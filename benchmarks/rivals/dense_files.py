@@ -90,7 +90,7 @@ def _write_tokenizer_of_bytes(size: int, folder: Path) -> None:
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, dtype: type[np.floating[Any]] = np.float32) -> Path:
-    """Writes a GGUF file of architecture `llama` with matrices in `dtype`. It needs no vocabulary for ids."""
+    """Writes a GGUF file of architecture `llama` with matrices in `dtype`, without a vocabulary: programs get ids."""
     spec = checkpoint.spec
     check_llama(spec)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -139,7 +139,7 @@ class LlamaCpp:
 
 
 def write_onnxruntime_genai(precision: str, case: TextCase, folder: Path) -> None:
-    """Runs onnxruntime-genai's model builder; for int8 and int4 with int8 activations (accuracy_level 4): faster."""
+    """Runs onnxruntime-genai's model builder. Int8 and int4 use int8 activations (accuracy_level 4): it is faster."""
     import onnxruntime_genai  # noqa: F401  Where it is not installed, this says so.
 
     options = ["prune_lm_head=true"]
