@@ -18,8 +18,6 @@ SPEC = ModelSpec(
     routing=RoutingSpec(),
 )  # fmt: skip
 """A Llama-like decoder of 40 M parameters, with initial weights; every other block is routed at 12.5 %."""
-GATE_FAILED = 4
-"""Exit code of `mod-export build` when a gate failed; the report exists and says so."""
 SHOWN_LINES = 3
 CONFIG = """\
 buckets = {buckets}

@@ -22,11 +22,12 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.plan import GATE_FAILED, SHOWN_LINES, SPEC, Step, planned, why_not
+from benchmarks.gpu.plan import SHOWN_LINES, SPEC, Step, planned, why_not
 from benchmarks.gpu.render import render
 from mod_export.engines import ENGINES
 from mod_export.engines.trt_worker import cuda_devices
 from mod_export.environment import describe_machine
+from mod_export.errors import GATE_FAILED
 from mod_export.types import Availability
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 

@@ -35,12 +35,10 @@ from benchmarks.load.scenario_overload import overload
 from benchmarks.load.scenario_slow_readers import slow_readers
 from benchmarks.load.scenario_steady import steady
 from benchmarks.load.served import Setting, keep_clients_apart, machine_line
-from mod_export.errors import BuildFolderError
+from mod_export.errors import GATE_FAILED, BuildFolderError
 from mod_export.folder.manifest import open_folder
 
 CHECKPOINT = Path("models/checkpoints/stdlib-3m.pt")
-GATE_FAILED = 4
-"""Exit code of a build that missed a gate."""
 
 
 class Scenario(NamedTuple):
