@@ -51,7 +51,6 @@ EXTRAS = {
     "convert": ("gguf", "huggingface_hub"),
     "generate": ("tokenizers",),
     "serve": ("starlette", "uvicorn", "httptools", "prometheus_client"),
-    "figures": ("matplotlib",),
     "ray": ("ray",),
 }
 """Extra of this package -> the modules that come with it."""

@@ -50,13 +50,12 @@ def report(folder: Path, form: str, verbosity: int) -> int:
 @click.argument("path", metavar="MODEL|PROGRAM|GRAPH|DIR", type=PATH)
 @click.option("--text", metavar="FILE|TEXT", help="Show which layer runs which token of it.")
 @click.option("--html", metavar="FILE", type=PATH, help="Write the model as a page, with the routing of a text.")
-@click.option("--png", metavar="FILE", type=PATH, help="The same as a picture.")
 @command
-def inspect(path: Path, text: str | None, html: Path | None, png: Path | None, verbosity: int) -> int:
+def inspect(path: Path, text: str | None, html: Path | None, verbosity: int) -> int:
     """Show what a model, a program (.pt2), an ONNX graph or a build folder holds: routing, FLOPs, sizes, operators."""
     from mod_export.inspect import describe
 
-    click.echo(describe(path, text=text, html=html, png=png), nl=False)
+    click.echo(describe(path, text=text, html=html), nl=False)
     return 0
 
 

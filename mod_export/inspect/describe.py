@@ -15,7 +15,6 @@ from mod_export.folder.files import check_place, write_whole
 from mod_export.folder.manifest import MANIFEST
 from mod_export.inspect.layers import layer_lines, layers_of
 from mod_export.inspect.page import render_html
-from mod_export.inspect.picture import check_matplotlib, render_png
 from mod_export.inspect.routed_text import lane_lines, routed_text
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import token_ids
@@ -31,23 +30,22 @@ if TYPE_CHECKING:
 MOST_COLUMNS = 120
 
 
-def describe(path: Path, *, text: str | None = None, html: Path | None = None, png: Path | None = None) -> str:
+def describe(path: Path, *, text: str | None = None, html: Path | None = None) -> str:
     """Describes a build folder, an ONNX graph, a program of `torch.export.save`, or else a checkpoint.
 
     Args:
         path: the file or folder.
-        text: a text to route, or the name of a file that holds one; only for a checkpoint. The result, the page and the
-            picture show its routing map. Without it, the page and the picture show that of held-out text.
+        text: a text to route, or the name of a file that holds one; only for a checkpoint. The result and the page show
+            its routing map. Without it, the page shows that of held-out text.
         html: where to write a page; only for a checkpoint.
-        png: where to write a picture; only for a checkpoint.
 
     Raises:
         ModExportError: the path is none of these, or it does not support these options.
     """
     folder = (path / MANIFEST).exists()
     if not folder and path.suffix not in (".onnx", ".pt2"):
-        return _model(path, text, html, png)
-    if options := _named([("--text", text), ("--html", html), ("--png", png)]):
+        return _model(path, text, html)
+    if options := _named([("--text", text), ("--html", html)]):
         what = "a build folder, which report --format html shows" if folder else "a graph"
         raise UsageError(f"{options}: {path} is {what}; give the checkpoint of a model")
     if path.suffix == ".pt2" and not folder:
@@ -61,13 +59,9 @@ def _named(options: Sequence[tuple[str, object]]) -> str:
     return ", ".join(name for name, value in options if value is not None)
 
 
-def _model(path: Path, text: str | None, html: Path | None, png: Path | None) -> str:
-    # Output paths are checked before the model is loaded and run.
-    for name, file in (("--html", html), ("--png", png)):
-        if file is not None:
-            check_place(file, name)
-    if png is not None:
-        check_matplotlib()
+def _model(path: Path, text: str | None, html: Path | None) -> str:
+    if html is not None:
+        check_place(html, "--html")  # Before the model is loaded and run.
     model = model_from_checkpoint(path)
     loaded = model.loaded
     about = [
@@ -77,18 +71,16 @@ def _model(path: Path, text: str | None, html: Path | None, png: Path | None) ->
         "",
     ]
     if not (isinstance(loaded, DeclaredRouting) and isinstance(loaded, LayerCosts)):
-        if options := _named([("--text", text), ("--html", html), ("--png", png)]):
+        if options := _named([("--text", text), ("--html", html)]):
             raise UsageError(f"{options}: {path} does not declare its layers; build it, and look at its report")
         return "\n".join([*about, "its layers are not declared; build it, and inspect the build folder"]) + "\n"
     layers = layers_of(model, config_from_toml(None).bucket_list(token_ids(loaded).max_positions))
-    routed = None if text is None and html is None and png is None else routed_text(loaded, text)
+    routed = None if text is None and html is None else routed_text(loaded, text)
     lines = [*about, causality_text(loaded.looks_ahead), "", *layer_lines(layers)]
     if text is not None:
         lines += ["", *(lane_lines(routed) if routed else ["no routing map: every layer runs every token"])]
     if html is not None:
         write_whole(html, render_html(model, layers, routed), "--html")
-    if png is not None:
-        write_whole(png, render_png(model, layers, routed), "--png")
     return "\n".join(lines) + "\n"
 
 

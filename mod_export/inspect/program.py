@@ -1,10 +1,11 @@
 """Describes a program of `torch.export.save` as text: inputs, outputs, FLOPs, and for each routing site k, its share of
-the FLOPs, the gate and the order.
+the FLOPs and the order in which its tokens run.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mod_export.errors import CheckpointError
 from mod_export.graph.capture import with_found_sites
-from mod_export.graph.routing_sites import routing_sites
+from mod_export.graph.program_nodes import shape_of
+from mod_export.graph.routing_sites import Marked, routing_sites
+from mod_export.graph.token_flow import flows_of, nodes_of
+from mod_export.graph.token_places import Selection
 from mod_export.graph.unfollowed import unfollowed_selections
-from mod_export.inspect.routed_part import gates_and_flops
+from mod_export.marker import MARKER, REORDERED
 from mod_export.model.pt2 import read_program
 from mod_export.report.tables import table_lines
 from mod_export.types import BY_POSITION, BY_SCORE
 
+ATEN = torch.ops.aten
 ORDERS = {
     BY_POSITION: "order of position",
     BY_SCORE: "order of score: not causal among the selected tokens",
@@ -71,10 +76,53 @@ def _site_lines(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> list[
     if not sites:
         return [NO_SITES, *(f"seen: {selection}" for selection in unfollowed_selections(program))]
     rows = [
-        [str(site.name), str(site.k), f"{share:.1%}", gate, ORDERS[site.rule]]
-        for site, (gate, share) in zip(sites, gates_and_flops(program, flops), strict=True)
+        [str(site.name), str(site.k), f"{share:.1%}", ORDERS[site.rule]]
+        for site, share in zip(sites, _shares_of_flops(program, flops), strict=True)
     ]
-    return table_lines(["routing site", "k", "of the FLOPs", "gate", "selected tokens run in"], rows)
+    return table_lines(["routing site", "k", "of the FLOPs", "selected tokens run in"], rows)
+
+
+def _shares_of_flops(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> list[float]:
+    """Returns the share of all FLOPs spent on selected tokens at every site, in the order of `routing_sites`."""
+    total = max(1, sum(flops.values()))
+    markers = [node for node in program.graph.nodes if node.op == "call_function" and node.target is MARKER]
+    selections = [selection for node in markers if (selection := _selection(node)) is not None]
+    flows, _ = flows_of(program, selections)
+    by_marker = {flow.selection.node: flow for flow in flows}
+    shares: list[float] = []
+    for node in markers:
+        flow = by_marker.get(node)
+        if flow is None or not flow.reads:
+            shares += [0.0] * len(_marked(node).sites)
+        else:
+            shares.append(sum(flops.get(item, 0) for item in nodes_of(flow.pairs)) / total)
+    return shares
+
+
+def _marked(marker: fx.Node) -> Marked:
+    arguments: Any = marker.args
+    return Marked(*arguments)
+
+
+def _selection(marker: fx.Node) -> Selection | None:
+    """Selection of a marker; None if its indices are unused, or not of shape (rows, slots)."""
+    index = next((use for use in marker.users if use.target is operator.getitem and use.args[1] == 0), None)
+    if index is None or len(shape_of(index)) != 2:
+        return None
+    scores = _marked(marker).scores
+    order = next((use for node in _shapes_of(index) for use in node.users if use.target is REORDERED), None)
+    if order is not None:
+        dim: Any = order.args[2]
+        return Selection(node=marker, scores=scores, dim=dim, indices=order, values=[], largest=True, is_order=True)
+    return Selection(node=marker, scores=scores, dim=1, indices=index, values=[], largest=True)
+
+
+def _shapes_of(node: fx.Node) -> list[fx.Node]:
+    """Returns the node, and all nodes that only change its shape."""
+    nodes = [node]
+    for current in nodes:  # The loop appends to this list.
+        nodes += [use for use in current.users if use.target in (ATEN.t.default, ATEN.reshape.default)]
+    return nodes
 
 
 def _inputs(program: ExportedProgram) -> list[fx.Node]:

@@ -41,7 +41,7 @@ OPTIONS = {
     "validate": ["--config", "--model", "--target", "-c", "folder"],
     "bench": ["--config", "--target", "-c", "folder"],
     "report": ["--format", "folder"],
-    "inspect": ["--html", "--png", "--text", "path"],
+    "inspect": ["--html", "--text", "path"],
     "targets": [],
     "config show": ["config_file"],
     "config explain": [],

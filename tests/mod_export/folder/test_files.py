@@ -14,12 +14,12 @@ from mod_export.folder.files import FileEntry, check_place, verify_files, write_
 def test_what_is_written_replaces_what_was_there(tmp_path: Path) -> None:
     path = tmp_path / "new" / "a.html"
     write_whole(path, "\xe9\n")
-    write_whole(path, b"\x89PNG", "--png")
+    write_whole(path, b"\x89PNG", "--html")
     assert path.read_bytes() == b"\x89PNG"
     assert [entry.name for entry in path.parent.iterdir()] == ["a.html"]
 
 
-@pytest.mark.parametrize("option", ["--report", "--png"])
+@pytest.mark.parametrize("option", ["--report", "--html"])
 def test_errors_name_the_option(tmp_path: Path, option: str) -> None:
     (tmp_path / "file").touch()
     below = tmp_path / "file" / "a"
