@@ -1,5 +1,5 @@
-"""What `make load` is made of: arrivals, percentiles, the client, wrong requests, verdicts, and tables. The load itself
-takes minutes, and is no test.
+"""Components of `make load`: arrivals, percentiles, the client, wrong requests, verdicts, and tables. The load itself
+takes minutes and is no test.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def test_poisson_arrivals_come_at_their_rate_and_differ_by_seed():
     assert times[-1] < 200
     assert len(times) == pytest.approx(4000, rel=0.1)
     between = [b - a for a, b in pairwise(times)]
-    # Of independent arrivals, the share of pauses longer than the mean one is 1/e.
+    # For independent arrivals, the share of pauses longer than the mean pause is 1/e.
     assert sum(one > 1 / 20 for one in between) / len(between) == pytest.approx(math.exp(-1), abs=0.03)
 
 

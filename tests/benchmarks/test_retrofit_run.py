@@ -1,4 +1,4 @@
-"""`make retrofit` on a tiny model, trained for this; the results of a real one are in docs/retrofit.md."""
+"""`make retrofit` on a tiny model that is trained for this test; docs/retrofit.md has the results of a real one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_page(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "result.json").write_text(json.dumps(one))
     about = {"model": "m", "text": "t", "steps": 10, "batch": 2, "seq": 50}
-    for _ in range(2):  # Again over a page that has been written.
+    for _ in range(2):  # The second pass writes over an existing page.
         render(tmp_path, tmp_path, [*found, "not trained"], about)
     page = (tmp_path / "retrofit.md").read_text()
     assert page.startswith("# Before\n")

@@ -1,4 +1,4 @@
-"""FLOPs and bytes: of real graphs against the formula of their spec, and rule by rule."""
+"""FLOPs and bytes: those of real graphs compared with the formula of their spec, and those of each rule."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MORE = {
         )
     },
 }  # fmt: skip
-"""Those whose products differ."""
+"""Kinds whose products differ."""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ MORE = {
     ],
 )
 def test_a_real_graph_costs_what_the_formula_of_its_spec_says(spec: ModelSpec) -> None:
-    """tests/models/test_flops.py holds the formula against PyTorch's own counter."""
+    """tests/models/test_flops.py compares the formula with PyTorch's own counter."""
     bucket = BUCKET if spec.max_positions >= BUCKET.seq else Bucket(2, 13)
     row = cost_row(portable_graph(spec, bucket.batch, bucket.seq), "mod", bucket)
     costs = layer_costs(spec, bucket.batch, bucket.seq)
@@ -90,7 +90,7 @@ def test_a_router_whose_score_nobody_reads_is_in_no_graph() -> None:
 
 
 def parsed(text: str, **initializers: tuple[int, ...]) -> ir.Model:
-    """A graph in ONNX's own text form, with float32 initializers, after shape inference."""
+    """Parses a graph in ONNX's text form, with float32 initializers, and infers shapes."""
     header = '<ir_version: 10, opset_import: ["" : 23, "vendor" : 1]>'
     proto = onnx.parser.parse_model(f"{header} {text}")
     for name, shape in initializers.items():
@@ -196,7 +196,7 @@ def test_what_is_stored_and_computed_is_counted_once(tmp_path: Path) -> None:
             "w.data", 64, 96, ir.DataType.FLOAT, shape=ir.Shape((8, 3)), name=str(value.name), base_dir=tmp_path
         )
     assert cost_row(model, "mod", Bucket(1, 4)).weight_bytes == 96
-    # An output that nobody asked for costs nothing.
+    # An unused output costs nothing.
     model = parsed("g (float[2,8] x) => (int64[2,3] i) { k = Constant<value_ints=[3]>() none, i = TopK(x, k) }")
     next(node for node in model.graph if node.op_type == "TopK").outputs[0].name = ""
     assert cost_row(model, "mod", Bucket(1, 4)).activation_bytes == 6 * 8
@@ -205,7 +205,7 @@ def test_what_is_stored_and_computed_is_counted_once(tmp_path: Path) -> None:
 LOOP = """y = Loop(n, , h) <body = b (int64 i, bool c, float[5,3] s) => (bool k, float[5,3] t)
     { k = Identity(c) t = Add(s, outer) }>"""
 PLAIN = 2 * 5 * 7 * 3
-"""FLOPs of the product that stands beside what is not counted."""
+"""FLOPs of the one product that is counted."""
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_has_no_rule_is_named_and_counts_nothing(body: str, name: str) -> N
     row = cost_row(model, "mod", Bucket(1, 4))
     assert row.flops == PLAIN
     assert row.not_counted[name] == 1
-    assert row.not_counted.keys() <= {name, "ConcatFromSequence"}  # One makes a sequence, the other reads it.
+    assert row.not_counted.keys() <= {name, "ConcatFromSequence"}  # One node makes a sequence, the other reads it.
     found = work_of_graph(model, "mod b1s4", whole_scores=False)
     assert {(one.flops, one.bytes) for one in found if not one.counted} == {(0, 0)}
     assert sum(len(one.nodes) for one in found if not one.counted) == sum(row.not_counted.values())

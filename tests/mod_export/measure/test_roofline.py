@@ -1,4 +1,4 @@
-"""Both rates on both libraries, and their cache: kept, keyed, replaced when asked, and survived when damaged."""
+"""Both rates on both libraries, and their cache: kept, keyed, and replaced when asked or damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MACHINE = {"cpu": "a processor", "logical_cores": 2}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and module of a few milliseconds."""
+    """An empty cache folder, and a module that measures for a few milliseconds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "SIZES", ((16, 32, 8),))
     monkeypatch.setattr(module, "REPEATS", 3)
@@ -40,7 +40,7 @@ def found(threads: int = 1, **options: bool) -> Roofline:
 
 
 def with_rate(cache: Path, gemm_gflops: object) -> None:
-    """Changes what the cache holds, so that whoever reads it can be told from whoever measures."""
+    """Changes the cached rate, so that a cached result differs from a new measurement."""
     data = json.loads(cache.read_text(encoding="utf-8"))
     changed = {key: entry | {"gemm_gflops": gemm_gflops} for key, entry in data.items()}
     cache.write_text(json.dumps(changed), encoding="utf-8")
@@ -127,7 +127,7 @@ def test_both_libraries_give_rates(measure: Callable[[str, int], Rate], library:
 
 
 class Clock:
-    """Says the given seconds for one repeat after the other."""
+    """A clock that reports the given seconds for one repeat after the other."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._seconds: Iterator[float] = iter(seconds)

@@ -1,4 +1,4 @@
-"""The verdict: every failed gate is a reason, and so is every gate that nobody could evaluate."""
+"""The verdict: every failed gate is a reason, and so is every gate that could not be evaluated."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_what_failed_is_a_reason_and_what_is_long_missing_is_none() -> None:
     said = "ort-cpu b1s512 float32 dense: could not be built (stage engines): no memory"
     assert judge(SETTINGS, [SMALL, LARGE], **given, failed=[dense]).reasons == (said,)
     assert judge(SETTINGS, [SMALL, LARGE], **given, missing=[dense]).status == "pass"
-    # An engine that was built and could not be timed has to be judged all the same.
+    # An engine that was built but not timed must still be judged.
     timed = lost(target="ort-cpu", dtype="float32", stage="benchmark")
     assert judge(SETTINGS, [SMALL, LARGE], **given, failed=[timed]).reasons == (
         "ort-cpu float32: could not be timed (stage benchmark): no memory", unjudged

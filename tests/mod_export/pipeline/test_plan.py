@@ -1,4 +1,4 @@
-"""What is refused before any work is done, and what a plan holds."""
+"""What is refused before any work is done, and the contents of a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_of(spec: ModelSpec, name: str = "m") -> Model:
 
 
 def model_with(checkpoint: Checkpoint, name: str = "m") -> Model:
-    loaded: Any = LoadedTransformer(checkpoint)  # What an entry point gives: neither package knows the other's types.
+    loaded: Any = LoadedTransformer(checkpoint)  # An entry point returns Any: neither package knows the other's types.
     return Model(name=name, architecture="mod_transformer", loaded=loaded, checkpoint_sha256="0" * 64)
 
 
@@ -55,7 +55,7 @@ WRITES = RoutingSpec(predictor_hidden=2)
 
 
 def test_what_is_returned_where_nothing_is_said(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
-    """More than 16 MiB of logits are not returned unless the configuration says so."""
+    """Logits larger than 16 MiB are not returned unless the configuration asks for them."""
     for vocab_size, batch, expected in ((2**16, 1, "logits"), (2**16 + 1, 1, "last"), (2**16, 2, "last")):
         model = model_of(replace(tiny_spec, vocab_size=vocab_size, d_model=8, n_heads=1, n_kv_heads=1))
         sized = updated(config, buckets=[[1, 8], [batch, 64]])
@@ -160,7 +160,7 @@ def test_generation_that_cannot_be_built(
     fields: dict[str, Any],
     problems: list[str],
 ) -> None:
-    """Beside what else is wrong, all at once."""
+    """All problems are reported at once, these and others."""
     other = updated(generating(config, **fields), buckets=[[1, 64], [10**9, 64]])
     with pytest.raises(ConfigError) as caught:
         make_plan(model_of(replace(tiny_spec, routing=routing)), None, other, tmp_path)
@@ -189,7 +189,7 @@ def test_no_targets_named_takes_all_that_build_here(model: Model, config: BuildC
 def test_a_model_without_depth_routing_is_built_once_and_has_no_gain_to_reach(
     config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path
 ) -> None:
-    """A dense baseline would be itself. Beside another model that is given as the baseline it has a gain to reach."""
+    """Its dense baseline would be the model itself. With another model as its baseline, there is a gain to reach."""
     dense, demanding = model_of(tiny_spec.dense()), updated(config, latency={"min_speedup": 1.1})
     alone = make_plan(dense, None, config, tmp_path)
     assert (list(alone.loaded), {graph.model for graph in alone.graphs}) == (["mod"], {"mod"})
@@ -223,13 +223,13 @@ def test_what_a_target_cannot_take(model: Model, config: BuildConfig, tmp_path: 
     asked = updated(config, targets=["tensorrt-rtx"], target=options)
     with pytest.raises(ConfigError) as caught:
         make_plan(model, None, asked, tmp_path)
-    # One line, not one for each bucket.
+    # There is one line for all buckets.
     (line,) = str(caught.value).splitlines()
     assert "target.tensorrt-rtx.architectures: TensorRT-RTX has no plans for sm10; it builds for " in line
 
 
 def test_no_room(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
-    # A view that claims 2**60 numbers and stores one.
+    # A view that claims 2**60 numbers but stores one.
     vast = torch.zeros(1).expand(2**30, 2**30)
     small = random_checkpoint(tiny_spec, 0)
     model = model_with(replace(small, weights={**small.weights, "vast": vast}))

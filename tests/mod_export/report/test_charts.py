@@ -1,4 +1,4 @@
-"""Axes, marks, and the two kinds of chart."""
+"""Axes, marks, and the two kinds of charts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which numbers of a report become which marks: charts of speed, of parity and routing, and of cost."""
+"""Which numbers of a report become which marks, in charts of speed, of parity and routing, and of cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from mod_export.rows.structure import MapLayer, RoutingMap
 
 
 def in_lanes(html: str, kind: str) -> list[dict[str, float]]:
-    """Marks of the chart itself, without those of its legend."""
+    """Marks of the chart itself, without its legend."""
     return drawn(html[html.index('<div class="chart') :], kind)
 
 
@@ -187,7 +187,7 @@ def test_overflow_stands_behind_what_ran(report: BuildReport) -> None:
     assert overflow["width"] / second["width"] == pytest.approx((14.89 - 12.45) / 12.45, rel=1e-2)
     assert in_lanes(chart, "bound")[1]["x1"] / second["width"] == pytest.approx(12.5 / 12.45, rel=1e-2)
     assert first["width"] < second["width"]
-    # Nothing is drawn without text or without routing of depth.
+    # Nothing is drawn without text or without depth routing.
     assert generation.quality is not None
     experts = {"0.expert0": 0.5}
     only = changed(generation.quality, wanted=experts, selected=experts, overflow={"0.expert0": 1})
@@ -221,7 +221,7 @@ def test_a_long_text_is_cut_and_missing_scores_are_not_made_up(report: BuildRepo
     ]  # fmt: skip
     assert told(found[0].chart) == [f"layer 1 ran 1 of the {MOST_TOKENS} positions shown"]
     assert [str(found[1].tokens[position].scores[0]) for position in (0, 7)] == ["0.5", "nan"]
-    # A map without tokens is left out; one without layers has no shades.
+    # A map without tokens is left out; a map without layers has no shades.
     assert {token.shade for token in found[2].tokens} == {0}
     assert [one.total for one in found[3:]] == [128]
 
@@ -263,7 +263,7 @@ def test_times_are_predicted_and_measured_on_one_axis_per_setting(report: BuildR
         assert list(figure.rows) == list(dict.fromkeys(row.part for row in report.parts))
         routing = "routing" in told(figure.chart)[3]
         assert routing is (figure.setting.target != "inductor"), "the profile of torch cannot tell routing"
-        # The difference of the speed-ups is told where every part was measured.
+        # The difference of the speed-ups is shown only if every part was measured.
         assert (figure.gap is not None) is routing
         assert figure.gap is None or figure.gap.contributions.keys() == figure.rows.keys()
 
@@ -285,7 +285,7 @@ def test_a_part_that_reaches_the_roof_lies_on_it(report: BuildReport) -> None:
     heights = [mark["cy"] for one in ("", " hollow") for mark in drawn(chart, f"part-{part.part}{one}")]
     assert heights[0] == pytest.approx(flat["y1"], abs=0.1)
     assert heights[1] > heights[0]
-    # What has no place in it is left out.
+    # Work that has no place in the chart is left out.
     changes: tuple[dict[str, Any], ...] = (
         {"flops": 0}, {"bytes": 0}, {"measured_ms": None}, {"measured_ms": 0.0}, {"measured_ms": math.nan},
         {"dtype": "float16"},

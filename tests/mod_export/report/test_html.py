@@ -1,4 +1,4 @@
-"""report.html as text: complete, self-contained, accessible, and safe with names that come from outside."""
+"""report.html as text: complete, self-contained, accessible, and safe with names from outside."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_of_a_model_that_reads_no_tokens_nobody_asks_for_text(report: BuildRepor
         assert absent not in text
     assert "Routing of a sample The first sample, a number for each token, as the reference routes it." in text
     assert re.search(r">0</span> <span[^>]*>1</span> ", html)
-    # Of embeddings, which stand for tokens, it was probed; whether to sample is not the question.
+    # With embeddings instead of tokens, causality was probed, but there is nothing to sample.
     probed = words(render_html(changed(images, causality=report.causality)))
     assert "Causality The end of a text was changed" in probed
     assert "May it be used" not in probed
@@ -68,7 +68,7 @@ def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> No
 
 
 def section(report: BuildReport, **fields: Any) -> str:
-    """The section on generation, of which these fields were changed."""
+    """Section on generation, after a change of these fields."""
     if fields:
         assert report.generation is not None
         report = changed(report, generation=changed(report.generation, **fields))
@@ -91,12 +91,12 @@ def test_the_page_tells_everything(report: BuildReport) -> None:
     assert str(report.environment["cpu"]) in text
     assert "Lower precision" in text
     assert text.count("2.00x [1.90, 2.10]") == 2
-    # Sampling is answered beside the verdict.
+    # The verdict also says whether sampling is safe.
     head = text[: text.index("What to deploy Files of")]
     assert "MoD: may not be used. Logits moved when only later tokens were changed." in head
     assert report.causality[0].statement in head
     assert "Dense baseline: may be used. Not refuted by 48 changed suffixes on 4 engines, which is no proof." in head
-    # Time by part explains the speed-up where it is known.
+    # Time by part explains the speed-up if it is known.
     assert text.count("where the roofline predicts") == 2
     assert "The profiled times give a speed-up of 1.51x, where the roofline predicts 1.66x." in text
     assert "The parts add up to the difference of -0.15; most is lost to" in text
@@ -122,7 +122,7 @@ def test_the_page_needs_nothing_from_outside(report: BuildReport) -> None:
     assert re.findall(r"(?:https?:)?//[\w.]+|url\(|@import|@font-face", html) == []
     assert "prefers-color-scheme: dark" in html
     assert not re.search(r"@keyframes|animation|transition|scroll-behavior", html)
-    # Every link leads to a place of the page itself.
+    # Every link leads to a place on the page itself.
     names = {attributes.get("id") for _, attributes, _ in page.elements}
     assert {str(anchor["href"]) for anchor in page.all("a")} <= {f"#{name}" for name in names}
     assert {section["aria-labelledby"] for section in page.all("section")} <= names
@@ -163,7 +163,7 @@ def test_charts_and_tables_can_be_heard(report: BuildReport) -> None:
 
 
 def assert_even(html: str) -> None:
-    """Every row of a table has as many cells as its head."""
+    """Checks that every row of a table has as many cells as its head."""
     for table in re.findall(r"<table.*?</table>", html, flags=re.DOTALL):
         head, *rows = re.findall(r"<tr.*?</tr>", table, flags=re.DOTALL)
         assert rows
@@ -243,7 +243,7 @@ def test_what_failed_says_where_and_is_opened(failed_report: BuildReport) -> Non
     ):
         assert told in text, told
     assert re.search(r"<details open>\s*<summary>What was checked in each file", html)
-    # A failing layer is open, the others are closed.
+    # A failing layer is open; the others are closed.
     layers = html[html.index('<h2 id="layers">') : html.index('<h2 id="causality">')]
     assert re.findall(r"<details open>\s*<summary>(.*?)</summary>", layers) == [
         "inductor b1s512 float32: routing agreement 1,533 of 1,536 tokens of 6 routed layers, 1 near-tie, 2 faults"
@@ -357,11 +357,11 @@ def test_generation_is_told(report: BuildReport) -> None:
 
 
 def test_engines_that_could_not_be_asked_whether_they_look_ahead(report: BuildReport) -> None:
-    """As those that return the last token's logits: text is written with the others, or not at all."""
+    """Engines that return only the last token's logits cannot be probed: other engines write the text, or none does."""
     rows = tuple(changed(row, suffixes=0, causal=True, statement="not probed: ...") for row in report.causality)
     text = words(render_html(changed(report, causality=rows)))
     assert "MoD: with the engines that generate. They read one token at a time, and were compared" in text
-    # Engines that nobody compared, as of a build without evidence, are no answer; nor is one that missed its gate.
+    # Engines that were not compared, as in a build without evidence, give no answer, nor do those that missed a gate.
     whole = tuple(row for row in report.parity if row.role != "decode")
     failed = tuple(changed(row, passed=False, reasons=("wrong",)) for row in report.parity if row.role == "decode")
     assert failed

@@ -1,4 +1,4 @@
-"""report.html in a real browser: quiet, alone, readable, and everything interactive works by mouse and by keyboard."""
+"""report.html in a real browser: no messages or requests, readable text, and controls for mouse and keyboard."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_nothing_runs_that_the_page_does_not_hold(opened: Opened, report: BuildR
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_and_marks_stand_out(opened: Opened, failed_report: BuildReport, scheme: str) -> None:
-    """WCAG 2.2: a contrast of at least 4.5 for every piece of text (1.4.3), of 3 for marks of figures (1.4.11)."""
+    """WCAG 2.2 asks for a contrast of at least 4.5 for all text (1.4.3), and of 3 for marks of figures (1.4.11)."""
     chromium = opened(failed_report, DESK, scheme)
     assert chromium.evaluate(f"(() => {{ {COLORS} return {MARKS.strip()} }})()") == []
     chromium.evaluate(OPEN_ALL)

@@ -1,4 +1,4 @@
-"""What a reader asks first, from the rows of a report."""
+"""Answers to a reader's first questions, from the rows of a report."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_graph_is_judged_by_its_path_or_with_the_engine_that_it_is(report: Bui
     assert (found[graph.path], found["graphs/mod-b1s512.onnx"], found[engine.path]) == (
         "failed", "portable", "not run here",
     )  # fmt: skip
-    # The graph of a target is a step to its engine, and nothing to deploy.
+    # The graph of a target is an intermediate file, and nothing to deploy.
     of_target = changed(graph, target="tensorrt-rtx", path="graphs/tensorrt-rtx/mod.onnx")
     artifacts = (engine, changed(graph, sha256=engine.sha256), of_target)
     held = deployments(changed(report, parity=report.parity[:1], artifacts=artifacts))
@@ -135,6 +135,6 @@ def test_an_engine_is_judged_and_timed_by_the_rows_of_its_role(report: BuildRepo
 
 
 def test_what_stands_beside_float32(report: BuildReport) -> None:
-    known = precision_row(dtype="float32")  # An engine that the report's parity knows.
+    known = precision_row(dtype="float32")  # The report's parity has this engine.
     parity = next(row for row in report.parity if row.setting == known.setting)
     assert precisions(changed(report, precision=(known, precision_row()))) == [(known, parity), (precision_row(), None)]

@@ -1,4 +1,4 @@
-"""Results as text: the console report, character by character and on consoles that are none; `validate`; `bench`."""
+"""Results as text: the console report, character by character, also without a console; `validate`; `bench`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def section(report: BuildReport, **fields: Any) -> str:
-    """The section of a report of which these fields of `generation` were changed."""
+    """Section on generation, after a change of these fields."""
     if fields:
         assert report.generation is not None
         report = changed(report, generation=changed(report.generation, **fields))
@@ -96,7 +96,7 @@ def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> N
     assert cells(line(text, "ort-cpu   b1s512"))[6:] == [interval, f"{row.p90_ms:.0f}", f"{row.p99_ms:.0f}"]
     assert "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 samples\n" in text
     assert f"\n\nnot compared: {NO_BASELINE}\n\n" in text
-    assert text.count("dense") == 2  # In that line.
+    assert text.count("dense") == 2  # Both are in that line.
     assert "speed-up" not in text
     steps = line(text, "ort-cpu  b8s512")
     assert cells(steps)[3:] == ["pass", "all 4", "8.3 to 10.4 %", "3.48", "2,301"]
@@ -110,7 +110,7 @@ def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> N
 
 
 def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> None:
-    """Whoever builds a routed model of which no site was found learns it from the first page."""
+    """If no site was found in a routed model, the first page says so."""
     told = "routing agreement: no routing site was found, so no selection is judged by itself; if the model selects"
     unrouted = tuple(changed(row, routing=parity_row().routing) for row in report.parity)
     assert told not in render_text(report, "b")
@@ -168,7 +168,7 @@ def test_conditions_are_said(report: BuildReport) -> None:
         "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 to 1,200 interleaved samples",
         "speed-up: median dense / median MoD, with a 95 % bootstrap interval; no gate on speed-up",
         "ort-cpu b1s128 float32: not faster: FLOPs predict 1.02x",
-        # What holds for both models is said once.
+        # A statement about both models appears once.
         f"ort-cpu b1s128 float32: {busy}",
         f"ort-cpu b1s128 float32 mod: {outliers}",
     ):
@@ -337,7 +337,7 @@ def test_bench_has_one_line_for_each_comparison(report: BuildReport) -> None:
         assert found[:3] == [row.target, row.bucket, row.dtype]
         assert float(found[3]) > float(found[4])
         assert found[5].startswith(f"{row.measured:.2f}x [")
-        # The gate is for the largest bucket.
+        # Only the largest bucket has a gate.
         assert found[6:] == [
             "faster", "1.002x [0.996, 1.009]", f"{row.predicted_flops:.2f}x", f"{row.predicted_roofline:.2f}x",
             f"{row.efficiency:.2f}", "1.00x pass" if row.bucket == "b1s512" else "-",

@@ -1,4 +1,4 @@
-"""docs/report.schema.json and docs/report.md: what is published is what is written."""
+"""docs/report.schema.json and docs/report.md agree with what is written."""
 
 from __future__ import annotations
 

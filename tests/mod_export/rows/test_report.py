@@ -1,4 +1,4 @@
-"""report.json: what is written is what is read, and what cannot be read is explained."""
+"""report.json reads back as it was written, and errors explain what cannot be read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_report_reads_back_equal_from_standard_json(report: BuildReport, faile
 
 
 def test_no_field_that_users_read_is_missing() -> None:
-    """The golden only grows: a field that is renamed or removed needs a new schema version."""
+    """The golden file only grows: renaming or removing a field needs a new schema version."""
     schema = BuildReport.model_json_schema()
     found = {"BuildReport": schema["properties"]}
     found |= {name: part["properties"] for name, part in schema["$defs"].items() if "properties" in part}

@@ -1,4 +1,4 @@
-"""A result is stored as it is: in a manifest, in report.json, and read back to an equal value."""
+"""A result is stored in a manifest and in report.json, and reads back as an equal value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which engines are served where none is named."""
+"""Which engines are served if none is named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_engines_are_measured_over_all_their_buckets() -> None:
     ]  # fmt: skip
     steps = [_decode(1, 2.0, 3.0, (1.4, 1.6)), _decode(8, 8.0, 12.0, (1.4, 1.6))]
     found = {(one.model, one.role, one.target): one.ms for one in measured_from_rows(rows, steps)}  # type: ignore[arg-type]
-    # Nothing is said of what was measured in one of two buckets.
+    # An engine that was measured in only one of two buckets is left out.
     assert found == {
         ("mod", "forward", "ort-cpu"): pytest.approx(4),
         ("mod", "forward", "openvino"): pytest.approx(3),
@@ -44,7 +44,7 @@ def test_the_fastest_that_met_its_gates_is_served() -> None:
     assert (text.role, text.target, text.reason) == ("decode", "ort-cpu", ALONE)
     refused: list[tuple[ModelKind, bool, str, DType]] = [("mod", False, "openvino", "bfloat16")]
     assert next(iter(served_of(measured, refused))).dtype == "float32"
-    # One that writes text is another engine.
+    # The engine that writes text is another one.
     assert served_of(measured, [("mod", True, "openvino", "bfloat16")])[0].dtype == "bfloat16"
     assert served_of([], ()) == []
     assert served_of([changed(timed(1.0), target="a"), changed(timed(1.0), target="b")], ())[0].target == "a"

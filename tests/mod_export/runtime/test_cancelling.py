@@ -24,7 +24,7 @@ def test_a_row_is_cancelled_and_the_others_go_on(generator: Generator, writer: G
     assert finishes == ["length", "cancelled", "length", "cancelled"]
     expected = [writer.write(prompt, 20) for prompt in prompts]
     assert [one.ids for one in stream.completions] == [expected[0], expected[1][:5], expected[2], []]
-    # It counts what it read until then.
+    # Tokens that were read before count.
     assert stream.completions[1].read == 4 + 4
     assert sum(stream.completions[1].ran.values()) > 0
 
@@ -52,7 +52,7 @@ def test_closing_in_the_middle_frees_the_generator(generator: Generator) -> None
     assert [one.finish for one in stream.completions] == ["cancelled"] * 4
     assert list(stream) == []
     assert [one.finish for one in generator.generate(prompts, 2)] == ["length"] * 4
-    # A stream that nobody has read from takes nothing.
+    # A stream that was never read from occupies nothing.
     streams = [generator.stream([[1, 2]], 3) for _ in range(2)]
     first, second = (list(stream) for stream in streams)
     assert first == second != []
@@ -73,7 +73,7 @@ def test_a_closed_generator_stays_closed(written: Path) -> None:
 
 
 def test_closing_waits_for_the_thread_that_writes(written: Path) -> None:
-    """Or refuses it its next step: either way nobody runs what is gone."""
+    """Closing waits, or the thread's next step is refused; either way nothing uses a closed session."""
     for _ in range(2):
         generator = load_generator(written)
         started, ends = threading.Event(), []

@@ -1,5 +1,5 @@
-"""A model of transformers with its tokenizer, from its folder to a conversation: where texts begin and end, how they
-are sampled, and that what says so travels with it.
+"""A transformers model with its tokenizer, from its folder to a conversation: where texts begin and end, how they are
+sampled, and that the files which define this move with the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WRITTEN = 24
 
 
 def write_model(folder: Path) -> Any:
-    """A random Llama with Llama 3's tokenizer and template."""
+    """Writes a random Llama with Llama 3's tokenizer and template."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=408, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
@@ -56,7 +56,7 @@ def write_model(folder: Path) -> Any:
 
 
 def greedy(model: Any, ids: list[int], **options: Any) -> list[int]:
-    """What transformers writes after the prompt."""
+    """Ids that transformers writes after the prompt."""
     ids_1S = torch.tensor([ids])
     mask_1S = torch.ones_like(ids_1S)
     (found,) = model.generate(ids_1S, attention_mask=mask_1S, max_new_tokens=WRITTEN, do_sample=False, **options)
@@ -65,7 +65,7 @@ def greedy(model: Any, ids: list[int], **options: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its generation_config.json names two tokens that end a text: one that greedy text comes upon, and another."""
+    """A model whose generation_config.json names two end tokens: one that greedy text reaches, and another."""
     folder = tmp_path_factory.mktemp("source") / "llama"
     model = write_model(folder)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
@@ -80,7 +80,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its build folder, moved; the source is not looked at again."""
+    """Its build folder, moved; the source is not read again."""
     root = tmp_path_factory.mktemp("chat")
     (root / "c.toml").write_text(BUILD_TOML)
     said = invoke("build", source, "--no-evidence", "-c", root / "c.toml", "-o", root / "build", "-q")
@@ -105,7 +105,7 @@ def generator(folder: Path) -> Iterator[Generator]:
 
 
 def test_an_answer_is_that_of_transformers(generator: Generator, model: Any, tokenizer: Any) -> None:
-    """The same prompt, the same tokens, and the same end, over two turns."""
+    """The prompt, the tokens and the end agree over two turns."""
     messages: list[dict[str, str]] = [SYSTEM, USER]
     for turn in range(2):
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -143,7 +143,7 @@ def test_several_conversations_and_texts_at_once(generator: Generator) -> None:
 
 
 def test_sampling_is_as_the_model_says(generator: Generator) -> None:
-    """`do_sample` with its temperature and top_p, unless a request says otherwise."""
+    """`do_sample` applies with its temperature and top_p, unless a request overrides them."""
     assert (generator.defaults.temperature, generator.defaults.top_k, generator.defaults.top_p) == (0.7, 0, 0.9)
     prompt = [SYSTEM, USER]
     (found,) = generator.generate(prompt, WRITTEN, seed=5)
@@ -153,7 +153,7 @@ def test_sampling_is_as_the_model_says(generator: Generator) -> None:
 
 
 def test_special_tokens_stop_a_text_by_name(generator: Generator) -> None:
-    """No text shows them, so their names become ids."""
+    """They do not appear in the text, so their names become ids."""
     assert generator.texts("x", stop=["<|eot_id|>", "x"], ignore_eos=True)[0].stop_ids == {404}
 
 
@@ -214,7 +214,7 @@ def test_a_folder_without_a_template(folder: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").unlink()
     rewrite_manifest(copy, lambda manifest: manifest["files"].pop("chat_template.jinja"))
     refused(invoke("generate", copy, "--chat", "a", "-q"), "this model has no chat template ")
-    # Of a conversation on stdin before anything is said.
+    # With a conversation on stdin, the command refuses before it reads anything.
     refused(invoke("generate", copy, "--chat", "-q"), "this model has no chat template ")
 
 
@@ -235,7 +235,7 @@ def test_a_configuration_that_lies_is_refused_before_the_build(source: Path, tmp
 
 @pytest.mark.slow
 def test_a_tokenizer_travels_from_conversion_through_training(source: Path, tmp_path: Path) -> None:
-    """Converted, trained with routers, built and moved: the files are the source's, and it answers."""
+    """Converted, trained with routers, built and moved, the tokenizer's files equal the source's, and it answers."""
     assert invoke("convert", source, tmp_path / "dense").exit_code == 0
     texts = tmp_path / "texts"
     texts.mkdir()

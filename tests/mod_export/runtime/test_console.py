@@ -1,4 +1,4 @@
-"""`mod-export generate`: what is written where, what is refused, and how it exits."""
+"""`mod-export generate`: its outputs, its refusals, and its exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = "def f("
 
 
 def word_file(path: Path, words: int) -> Path:
-    """A tokenizer of the words w0, w1, ..., with so many ids."""
+    """Writes a tokenizer with `words` ids, for the words w0, w1, ..."""
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(path))
@@ -61,7 +61,7 @@ def test_a_process_without_pytorch_writes(written: Path, generator: Generator) -
 
 
 def test_nothing_is_reported_to_anybody(written: Path, tmp_path: Path) -> None:
-    """ONNX Runtime would keep a number of the device and a queue of reports in the user's folder."""
+    """ONNX Runtime would keep a device id and a queue of reports in the user's folder."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
     environment = {**kept, "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
     said = command(
@@ -92,7 +92,7 @@ def test_json_lines(written: Path, generator: Generator) -> None:
 
 
 def test_several_prompts_one_after_the_other(written: Path, generator: Generator, tmp_path: Path) -> None:
-    """Texts, then files, then ids, each as they were given."""
+    """Texts come first, then files, then ids, each in the given order."""
     (tmp_path / "p.txt").write_text("x = \N{EURO SIGN}", encoding="utf-8")
     arguments = ["--ids", "1, 2", "--prompt-file", tmp_path / "p.txt", "--prompt", PROMPT, "--ids", "3"]
     said = invoke("generate", written, *arguments, "--max-new-tokens", 4)
@@ -161,7 +161,7 @@ def test_a_model_that_ranks_scores_prompts(built: Path) -> None:
     share_V = logits_SV[-1].softmax(0)
     assert [token for token, _ in first["following"]] == share_V.topk(5).indices.tolist()
     np.testing.assert_allclose([share for _, share in first["following"]], share_V.topk(5).values, rtol=1e-6)
-    # A first token has nothing before it that could foretell it.
+    # A single token has nothing before it that could predict it.
     assert second["tokens"] == 1
     assert second["nll"] is None
     shown = invoke("generate", built, "--prompt", "import os\n", "--selection", "topk-prefill").stdout
@@ -182,7 +182,7 @@ def test_prompts_without_a_score(built: Path, arguments: list[str], message: str
 
 
 def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path, tmp_path: Path) -> None:
-    """Nothing else is made again for it."""
+    """Nothing else is made again."""
     copy = Path(shutil.copytree(writing_folder / "build", tmp_path / "out"))
     file = word_file(tmp_path / "words.json", 256)
     arguments = ["-c", writing_folder / "writing.toml", "-o", copy, "--tokenizer", file, "-q"]
@@ -202,7 +202,7 @@ def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path,
     assert re.search(r"^  next +\d+ 'w\d+'", scored.stdout, re.MULTILINE)
     (copy / "tokenizer.json").write_bytes(b"{}")
     refused(invoke("generate", copy, "--prompt", "w3"), r"tokenizer\.json")
-    # Without it, it goes.
+    # A build without a tokenizer deletes it.
     build(
         Request.checkpoint(writing_folder / "writing.pt").models,
         config_from_toml(writing_folder / "writing.toml"),
@@ -215,7 +215,7 @@ def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path,
 
 
 def test_tokenizers_of_other_models_are_refused(writing_folder: Path, tmp_path: Path) -> None:
-    """The one in the model's own folder too."""
+    """A tokenizer in the model's own folder is refused as well."""
     model, out, given = tmp_path / "model", tmp_path / "out", tmp_path / "words.json"
     save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
     word_file(given, 300)

@@ -1,4 +1,4 @@
-"""Texts of a build folder are the eager model's, however they are batched, begun, cut or cancelled."""
+"""Texts of a build folder equal the eager model's, however they are batched, begun, cut or cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLED = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
 
 @pytest.mark.parametrize("length", [1, 8, 9, 17])
 def test_greedy_text_is_the_eager_models(generator: Generator, writer: GeneratingModel, length: int) -> None:
-    """From prompts of every bucket, and longer than all of them."""
+    """Prompts have lengths of every bucket, and longer ones."""
     (prompt,) = prompts_of_lengths([length], seed=length)
     new = WINDOW + 1 - length
     (found,) = generator.generate([prompt], new)
@@ -39,10 +39,10 @@ def test_greedy_text_is_the_eager_models(generator: Generator, writer: Generatin
 
 @pytest.mark.parametrize(("rows", "options"), [(2, {}), (7, SAMPLED)], ids=["greedy", "sampled"])
 def test_rows_write_what_they_write_alone(generator: Generator, rows: int, options: dict[str, float]) -> None:
-    """More prompts than rows take turns, and short texts leave while long ones go on."""
+    """Prompts take turns if there are more than rows, and short texts leave while long ones continue."""
     prompts = prompts_of_lengths(LENGTHS[:rows])
     found = generator.generate(prompts, 20, stop=[17, 40, 99], **options)
-    # A text draws with numbers of its row, so the text is put there: behind others that end at once.
+    # The row of a text seeds its draws, so the text is put into the same row, behind others that end at once.
     alone = [
         generator.generate([*prompts_of_lengths([1] * row), prompt], 20, stop=[17, 40, 99], **options)[row]
         for row, prompt in enumerate(prompts)
@@ -71,7 +71,7 @@ def test_what_ran_is_counted(generator: Generator, writing_model: Model, writer:
 
 @pytest.mark.parametrize(("before", "after"), [(8, 0), (20, 6)])
 def test_a_prefix_is_the_beginning_of_the_prompt(generator: Generator, before: int, after: int) -> None:
-    """A long one is read on token by token; an empty prompt goes on right after it."""
+    """A long prefix is continued token by token; with an empty prompt the text starts right after it."""
     (whole,) = prompts_of_lengths([before + after], seed=before)
     prefix = generator.prefix(whole[:before])
     (found,) = generator.generate([whole[before:]], 12, prefix=prefix)
@@ -82,11 +82,11 @@ def test_a_prefix_is_the_beginning_of_the_prompt(generator: Generator, before: i
 
 
 def test_a_prefix_is_read_once(generator: Generator) -> None:
-    """By rows that come one after the other, too."""
+    """Rows that come one after the other also read it once."""
     (begin, *ends) = prompts_of_lengths([10, 1, 2, 3, 4])
     prefix = generator.prefix(begin)
     found = generator.generate(ends, 6, prefix=prefix)
-    # What was read is prefix, prompt and the new tokens but for the last.
+    # Read tokens are the prefix, the prompt, and the new tokens except the last.
     assert [one.read for one in found] == [10 + len(end) + 5 for end in ends]
     assert [one.ids for one in found] == [one.ids for one in generator.generate([[*begin, *end] for end in ends], 6)]
     assert sum(row.nbytes for row in prefix.kept.rows.values()) < generator.cache_bytes(Bucket(1, WINDOW))
@@ -137,7 +137,7 @@ def test_one_token(generator: Generator, writer: GeneratingModel) -> None:
 
 @pytest.mark.parametrize("length", [5, 20])
 def test_the_rate_is_that_of_tokens_after_the_first(generator: Generator, length: int) -> None:
-    """Prompts of up to 16 tokens are read at once, longer ones step by step; neither counts."""
+    """Prompts of up to 16 tokens are read at once, longer ones step by step; the rate counts neither."""
     with generator.stream(prompts_of_lengths([length]), 25) as stream:
         tokens = sum(piece.token is not None for piece in stream)
     (done,) = stream.completions
@@ -175,13 +175,13 @@ def test_cache_bytes_are_what_is_allocated(generator: Generator) -> None:
         with generator._exclusive(bucket) as (decoder,):
             allocated = sum(array.nbytes for name, array in decoder.cache.items() if name != "counts")
             slot = bucket.batch * 2 * 2 * 8 * 4
-            # Two routed layers of 18 slots, and one of all; each has one more, for rows that keep nothing.
+            # Two routed layers have 18 slots, one layer has all; each has one more, for rows that keep nothing.
             assert generator.cache_bytes(bucket) == (2 * 18 + WINDOW) * slot
             assert allocated == sum(decoder.kv_bytes.values()) == generator.cache_bytes(bucket) + 3 * slot
 
 
 def many_buckets(written: Path) -> Generator:
-    """Opens nothing."""
+    """A generator that opens no engines."""
     decodes = [Bucket(b, c) for b in (1, 3, 8) for c in (16, 32)]
     engines = [
         Engine(target="ort-cpu", model="mod", bucket=one, dtype="float32", path="p", weights="w", role="decode")
@@ -195,7 +195,7 @@ def many_buckets(written: Path) -> Generator:
 
 
 def test_bucket_for(written: Path) -> None:
-    """The shortest cache first, then the fewest rows; where no bucket has enough rows, the most. The longest cache may
+    """Takes the shortest cache, then the fewest rows, or the most rows if no bucket has enough. The longest cache may
     be shorter than the window that capacities are counted for.
     """
     generator = many_buckets(written)
@@ -209,7 +209,7 @@ def test_bucket_for(written: Path) -> None:
 
 
 def rolled(writer: GeneratingModel, prompt: list[int], new: int) -> list[int]:
-    """What rolling means: a full window is forgotten but for its second half, which is read as if it were all."""
+    """Text with rolling: only the second half of a full window is kept, and read as if it were the whole text."""
     text, written = list(prompt), []
     while len(written) < new:
         part = writer.write(text, min(WINDOW + 1 - len(text), new - len(written)))
@@ -219,12 +219,12 @@ def rolled(writer: GeneratingModel, prompt: list[int], new: int) -> list[int]:
 
 
 def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingModel) -> None:
-    """They go on from the second half; a prompt may fill the window. A text that does not fill it does not roll."""
+    """They continue from the second half; a prompt may fill the window. A text that does not fill it does not roll."""
     prompts = prompts_of_lengths([2, WINDOW, 41, 7], seed=5)
     found = generator.generate(prompts, 70, rolling=True)
     assert [one.ids for one in found] == [rolled(writer, prompt, 70) for prompt in prompts]
     assert {one.finish for one in found} == {"length"}
-    # The halves that were read again are counted.
+    # Halves that were read again are counted.
     assert all(one.read > len(prompt) + 69 for one, prompt in zip(found, prompts, strict=True))
     (alone,) = generator.generate([prompts[1]], 120, rolling=True)
     assert alone.ids == rolled(writer, prompts[1], 120)
@@ -233,7 +233,7 @@ def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingMo
 
 TOKENS = 5000
 GROWTH = 3 * 2**20
-"""Bytes of a text: itself, and what an allocator rounds up. What rolling reads again would be more."""
+"""Bytes of a text and what the allocator rounds up. Keeping what rolling reads again would need more."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""How probable tokens were: those of the eager model, of new tokens and of prompts."""
+"""Log probabilities of new tokens and of prompts equal the eager model's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISE = 2e-4
 
 
 def eager_logprobs(writer: GeneratingModel, ids: list[int]) -> np.ndarray:
-    """float64 (S, V): of what follows each of these tokens."""
+    """Log probabilities of the token after each position, float64 (S, V)."""
     ids_1S = torch.tensor([ids])
     with torch.no_grad():
         logits_1SV, *_ = writer.loaded.module()(ids_1S, torch.tensor([len(ids)]))
@@ -31,13 +31,13 @@ def test_of_new_tokens(generator: Generator, writer: GeneratingModel) -> None:
     for one, expected_V in zip(found.logprobs, expected_SV, strict=True):
         assert one.logprob == pytest.approx(expected_V[one.token], abs=PRECISE)
         assert [value for _, value in one.top] == pytest.approx(np.sort(expected_V)[:-4:-1], abs=PRECISE)
-        assert one.top[0] == (one.token, one.logprob)  # It is greedy.
+        assert one.top[0] == (one.token, one.logprob)  # The text is greedy.
     assert generator.generate([prompt], 3)[0].logprobs == []
 
 
 @pytest.mark.parametrize("length", [1, 9, WINDOW])
 def test_of_a_prompt_alone(generator: Generator, writer: GeneratingModel, length: int) -> None:
-    """Every token but the first has one, whatever prefill engines there are; nothing is written."""
+    """Every token but the first has one, with any prefill engines; nothing is written."""
     (prompt,) = prompts_of_lengths([length], seed=length)
     (found,) = generator.generate([prompt], 0, prompt_logprobs=True)
     assert (found.ids, found.finish, found.first_token_s) == ([], "length", None)
@@ -48,7 +48,7 @@ def test_of_a_prompt_alone(generator: Generator, writer: GeneratingModel, length
 
 
 def test_a_prompt_that_is_too_long_to_be_scored(generator: Generator) -> None:
-    """Every token of it is read, unlike the last one of a text that is written."""
+    """Every token of the prompt is read; when a text is written, its last token is not."""
     with pytest.raises(TooLongError, match=f"a text of {WINDOW + 1} tokens"):
         generator.generate([[1] * (WINDOW + 1)], 0, prompt_logprobs=True)
     assert generator.generate([[1] * WINDOW], 1)[0].ids

@@ -1,4 +1,4 @@
-"""What is refused, before the first token or at the one that goes wrong, and how it is said."""
+"""What is refused, before the first token or at the one that goes wrong, and with which message."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def test_engines_that_are_damaged_or_missed_their_gates_are_refused(written_copy
 
 
 def test_what_a_folder_does_not_hold(written: Path) -> None:
-    """The rest is said as `load` says it."""
+    """Other refusals are those of `load`."""
     with pytest.raises(TargetError, match="holds no float16 engine that writes text for ort-cpu"):
         load_generator(written, dtype="float16")
 
 
 def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
-    """One that runs on this machine, and whose runners keep no buffers."""
+    """The target runs on this machine, but its runners keep no buffers."""
 
     def change(manifest: dict[str, Any]) -> None:
         for engine in manifest["engines"]:
@@ -118,7 +118,7 @@ def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
 
 
 def test_folders_that_cannot_generate(built: Path) -> None:
-    """The model chooses with the whole text before it; the way out is training, and what is possible is scoring."""
+    """The model selects with the whole text; the message offers training as the way out, and scoring as possible."""
     with pytest.raises(UsageError) as caught:
         load_generator(built)
     said = str(caught.value)
@@ -128,7 +128,7 @@ def test_folders_that_cannot_generate(built: Path) -> None:
 
 
 def poisoned(folder: Path, name: str, row: int) -> None:
-    """NaN in a row of a weight, signed as if it had been built so."""
+    """Writes NaN into a row of a weight, and updates its hash."""
     (path,) = (folder / "graphs").glob("weights-float32.data")
     _, shape, offset, length = WeightsFile.open(path).entries[name]
     data = bytearray(path.read_bytes())
@@ -141,7 +141,7 @@ def poisoned(folder: Path, name: str, row: int) -> None:
 
 
 def test_logits_that_are_not_finite_stop_with_token_and_position(written_copy: Path, generator: Generator) -> None:
-    """The embedding of a token that the text comes to is damaged."""
+    """The embedding of a token that the text reaches is damaged."""
     prompts = prompts_of_lengths([2, 6], seed=4)
     whole = generator.generate(prompts, 20)[1].ids
     at = next(i for i, token in enumerate(whole) if token not in whole[:i] and i > 3)
@@ -155,7 +155,7 @@ def test_logits_that_are_not_finite_stop_with_token_and_position(written_copy: P
         with pytest.raises(EngineError, match=message):
             list(stream)
         assert stream.completions[0].ids == whole[: at + 1]
-        # The generator is free again, and texts without that token go on.
+        # The generator is free again, and texts without that token continue.
         assert damaged.generate([prompts[1]], at)[0].ids == whole[:at]
         with pytest.raises(EngineError, match="the logits of token 1 of prompt 0 are not finite, at position 2"):
             damaged.generate([[whole[at], 1]], 3)
