@@ -1,4 +1,4 @@
-"""A complete report as a build would give it: two targets that ran, one built for elsewhere, two missing."""
+"""A complete report as a build writes it: two targets that ran, one built for another machine, two missing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ STATEMENTS: dict[ModelKind, str] = {
 
 @pytest.fixture(scope="session")
 def report() -> BuildReport:
-    """A report whose gates are all met."""
+    """A report that meets all gates."""
     cost = [_cost(bucket, kind) for bucket in BUCKETS for kind in MODELS]
     flops = {(row.bucket, row.model): row.flops_by_part for row in cost}
     return BuildReport(
@@ -123,7 +123,7 @@ def report() -> BuildReport:
             StructureRow(path=f"graphs/{kind}-{bucket}.onnx", checked=("weights", "shapes"), passed=True, reasons=())
             for bucket in BUCKETS for kind in MODELS
         ),
-        # MoD looks ahead, its dense baseline does not.
+        # MoD looks ahead; its dense baseline does not.
         causality=tuple(
             causality_row(
                 target=target, bucket=bucket, model=kind, suffixes=12, causal=kind == "dense",
@@ -216,7 +216,7 @@ def _faulty(row: ParityRow, reason: str) -> ParityRow:
 
 
 def renamed(report: BuildReport, name: str) -> BuildReport:
-    """The same report of a model with another name."""
+    """The same report with another model name."""
     return changed(report, model=changed(report.model, name=name))
 
 
@@ -256,7 +256,7 @@ def _cost(bucket: str, kind: ModelKind) -> CostRow:
 
 
 def _parts(target: str, bucket: str, kind: ModelKind, flops_by_part: dict[str, int], total_ms: float) -> list[PartRow]:
-    """What each part needs, and what the profile says; that of torch cannot tell routing."""
+    """Work and profiled times of each part; the torch profile cannot tell routing."""
     weights = {part: flops_by_part[part] / 72e6 for part in PARTS} | {"other": 0.03 * total_ms}
     scale = total_ms / sum(weights.values())
     told = {part: scale * weights[part] for part in PARTS if (target, part) != ("inductor", "routing")}
@@ -272,7 +272,7 @@ def _parts(target: str, bucket: str, kind: ModelKind, flops_by_part: dict[str, i
 
 
 def _layer(number: int, k: int, routed: int, **fields: Any) -> LayerAgreement:
-    """What one layer selected, all of it as the reference did."""
+    """Selections of one layer, all of which agree with the reference."""
     known = {"overflow": 0, "near_ties": 0, "faults": 0, "min_margin": 0.0013, "score_bound": 4e-05, "worst_flip": None}
     return LayerAgreement(**{"layer": number, "k": k, "routed": routed, "agreed": routed, **known, **fields})
 
@@ -280,7 +280,7 @@ def _layer(number: int, k: int, routed: int, **fields: Any) -> LayerAgreement:
 def _judged(
     kind: ModelKind, layers: list[LayerAgreement], by_input: tuple[InputAgreement, ...] = (), **fields: Any
 ) -> ParityRow:
-    """A row of parity that passed, whose layers selected what the reference did."""
+    """A parity row that passed, in whose layers all selections agree with the reference."""
     routed = sum(layer.agreed for layer in layers)
     margin = 0.0013 if layers and by_input else None
     text = TextQuality(
@@ -359,7 +359,7 @@ def _routing_map() -> RoutingMap:
 
 
 def _decode(texts: int, mod_ms: float, dense_ms: float, ci95: tuple[float, float]) -> DecodeRow:
-    """Steps of one bucket."""
+    """Measured steps of one bucket."""
     ms: dict[ModelKind, float] = {"mod": mod_ms, "dense": dense_ms}
     selected = {"1": 0.1042, "3": 0.0833}
     return DecodeRow(
@@ -383,7 +383,7 @@ def _first_token(tokens: int, mod_ms: float, dense_ms: float, ci95: tuple[float,
 
 
 def _generation() -> GenerationReport:
-    """A model that writes: two decode buckets, one of them not certainly faster, and two of prompts."""
+    """A model that writes: two decode buckets, one of which is not certainly faster, and two of prompts."""
     return GenerationReport(
         window=512, capacity={"1": 64, "3": 64},
         texts=tuple(

@@ -1,4 +1,4 @@
-"""One result of each kind with plain values, for tests that care about a few of its fields."""
+"""One result of each kind with plain values, for tests that need only a few of its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions, the machine and its memory, as far as they can be told from outside."""
+"""Versions, the machine and its memory, as far as they can be found out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_machine_is_described_as_plain_data() -> None:
 def test_a_gpu_is_named_with_its_driver(
     tool: bytes | None, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As nvidia-smi says, where there is one that runs and finds something."""
+    """nvidia-smi names it, if the tool exists, runs and finds a GPU."""
     monkeypatch.setenv("PATH", str(tmp_path))
     if tool is not None:
         (tmp_path / "nvidia-smi").write_bytes(tool)
@@ -188,7 +188,7 @@ print(before, during, peak_rss_bytes())
 
 
 def test_peak_memory_is_that_since_the_last_reset() -> None:
-    # In a process of its own: what other tests have left is given back at any time.
+    # Other tests may free memory at any time, so this one runs in its own process.
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
     before, during, after = map(int, done.stdout.split())
     assert during - before > 48 * 2**20

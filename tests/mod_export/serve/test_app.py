@@ -1,4 +1,4 @@
-"""The application around both APIs: who may use it, what it says of itself, and its page in a browser."""
+"""The application around both APIs: who may use it, how it describes itself, and its page in a browser."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_addresses_and_methods_that_are_none(server: Server) -> None:
 
 
 def test_foreign_pages_are_kept_out_where_no_key_is_asked_for(written: Path) -> None:
-    """A browser sends requests for any page, which cannot read the answers, but they would keep the engine busy."""
+    """A page can make the browser send requests. It cannot read the answers, but the engine would be busy."""
     with serving(written, hosts=["127.0.0.1"]) as server:
         for origin, status in (
             (server.url, 200),

@@ -34,7 +34,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with Llama 3's tokenizer and template."""
+    """Build folder of a random Llama with Llama 3's tokenizer and template."""
     source = tmp_path_factory.mktemp("chat") / "llama"
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -129,7 +129,7 @@ def test_logprobs_name_every_token(client: openai.OpenAI, generator: Generator) 
 
 
 def test_names_of_tokens_in_completions(client: openai.OpenAI) -> None:
-    """Special tokens are named, and the text that is echoed is the one that was given."""
+    """Special tokens appear by name, and the echoed text equals the given one."""
     found = client.completions.create(
         model="llama", prompt="The quick", max_tokens=1, temperature=0, echo=True, logprobs=3
     )
@@ -166,7 +166,7 @@ def test_the_template_gets_its_variables(client: openai.OpenAI, generator: Gener
 def test_where_a_text_ends_at_once_its_stop_token_has_a_logprob(
     client: openai.OpenAI, generator: Generator, monkeypatch: pytest.MonkeyPatch, server: Server, stream: bool
 ) -> None:
-    """Harnesses ask for one token after a continuation, and take everything but the last token for its score."""
+    """Harnesses ask for one token after a continuation, and use every token but the last for its score."""
     assert isinstance(server.service.writing, Writing)
     (free,) = generator.generate("The quick", 1)
     owned = server.service.writing.generator

@@ -1,4 +1,4 @@
-"""The Open Inference Protocol: whole rows, by tritonclient and in JSON."""
+"""The Open Inference Protocol with whole rows, by tritonclient and in JSON."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_model_with_inputs_of_its_own(tmp_path: Path) -> None:
             np.testing.assert_allclose(found.as_numpy(one), tensor_found.numpy(), atol=1e-5)
         with pytest.raises(InferenceServerException, match="no bucket was built for patches"):
             client.infer(name, [tensor("patches", patches[:, :5], binary=True), tensor("scale", scale, binary=True)])
-        # JSON's whole numbers are numbers, too.
+        # Integers in JSON are valid floats.
         body = {
             "inputs": [
                 {"name": "scale", "shape": [1], "datatype": "FP32", "data": [2]},

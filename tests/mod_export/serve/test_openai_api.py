@@ -1,4 +1,4 @@
-"""OpenAI's API as its own client uses it, and as programs that read its JSON do."""
+"""OpenAI's API, used by its own client and by programs that read its JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def post(server: Server, body: Any, path: str = "/v1/completions") -> httpx2.Res
 
 
 def idle(server: Server) -> bool:
-    """Whether no row is in use, a moment after the last client has gone."""
+    """Whether no row is in use, shortly after the last client has left."""
     scheduler = server.writing.scheduler
     deadline = time.monotonic() + PATIENCE_S
     while (scheduler.busy or scheduler.waiting) and time.monotonic() < deadline:
@@ -122,7 +122,7 @@ def test_sixteen_tokens_unless_asked(client: openai.OpenAI) -> None:
 
 
 def test_echo_gives_the_logprob_of_every_token_of_the_prompt(client: openai.OpenAI, other: Generator) -> None:
-    """As evaluation harnesses ask, who slice the lists at the length of the context."""
+    """Evaluation harnesses ask for this, and slice the lists at the length of the context."""
     (expected,) = other.generate(PROMPT, 1, logprobs=2, prompt_logprobs=True)
     for prompt in (PROMPT, list(PROMPT.encode())):
         found = client.completions.create(
@@ -137,7 +137,7 @@ def test_echo_gives_the_logprob_of_every_token_of_the_prompt(client: openai.Open
         assert listed.top_logprobs is not None
         assert listed.text_offset == list(range(10))
         assert "".join(listed.tokens[:9]) == PROMPT
-        assert listed.token_logprobs[0] is None  # Nothing comes before it.
+        assert listed.token_logprobs[0] is None  # It has nothing before it.
         known = [one.logprob for one in [*expected.prompt_logprobs, *expected.logprobs]]
         assert listed.token_logprobs[1:] == pytest.approx(known, abs=1e-4)
         assert listed.top_logprobs[0] is None
@@ -145,7 +145,7 @@ def test_echo_gives_the_logprob_of_every_token_of_the_prompt(client: openai.Open
             token in top and len(top) in (2, 3)
             for token, top in zip(listed.tokens[1:], listed.top_logprobs[1:], strict=True)
         )
-        # What lm-eval does to see whether the continuation is what greedy text would be.
+        # lm-eval checks this way whether the continuation equals greedy text.
         top = listed.top_logprobs[-1]
         assert max(top, key=lambda name: top[name]) == listed.tokens[-1]
 
@@ -227,7 +227,7 @@ def test_a_full_queue_answers_429_with_a_time(written: Path) -> None:
             client.completions.create(model="writing", prompt=["a", "b"])
         assert (refused.value.code, refused.value.type) == ("queue_full", "rate_limit_error")
         assert int(refused.value.response.headers["retry-after"]) >= 1
-        # A client that tries again by itself gets its text.
+        # A client that retries gets its text.
         patient = client.with_options(max_retries=3)
         assert patient.completions.create(model="writing", prompt="a").choices[0].finish_reason == "length"
 
@@ -294,7 +294,7 @@ def test_a_step_that_fails_in_a_stream_is_told_in_it(written: Path, monkeypatch:
         wrote = metrics.wrote
 
         def spoil(text: Text, since_s: float | None) -> None:
-            """After the third token the caches hold NaN."""
+            """Fills the caches with NaN after the third token."""
             wrote(text, since_s)
             if len(text.completion.ids) == 3:
                 for decoder in writing.generator._decoders.values():

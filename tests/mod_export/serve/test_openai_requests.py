@@ -1,4 +1,4 @@
-"""What is refused of a request: neutral values of fields that are not supported pass, and nothing that would matter."""
+"""Requests: neutral values of unsupported fields pass, and values that would have an effect are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scheduler's thread: which text begins when, what it is refused, and how it ends."""
+"""The scheduler's thread: when each text begins, why one is refused, and how it ends."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def generator(written: Path) -> Iterator[Generator]:
 
 @pytest.fixture
 def scheduler(generator: Generator) -> Iterator[Scheduler]:
-    """Of one engine, so that texts are the same to the last bit."""
+    """A scheduler with one engine, so that texts agree to the last bit."""
     with Scheduler(generator, ROWS) as found:
         yield found
 
 
 def alone(scheduler: Scheduler, generator: Generator, prompt: list[int], tokens: int, **options: Any) -> list[int]:
-    """What a text is where no other one is written."""
+    """Ids of a text that is written alone."""
     return submitted(scheduler, generator, [prompt], tokens, **options).completions()[0].ids
 
 
@@ -103,7 +103,7 @@ def test_a_late_short_text_ends_before_an_early_long_one(scheduler: Scheduler, g
 
 
 def test_requests_take_turns(scheduler: Scheduler, generator: Generator) -> None:
-    """One with many texts does not make one that came after it wait for all of them."""
+    """A request with many texts does not make a later one wait for all of them."""
     began: list[str] = []
 
     class Began:
@@ -126,7 +126,7 @@ def test_requests_take_turns(scheduler: Scheduler, generator: Generator) -> None
 
 
 def test_texts_that_are_written_wait_for_one_prompt_at_a_time(scheduler: Scheduler, generator: Generator) -> None:
-    """Between the first tokens of two prompts that came at once, the running text has a token of its own."""
+    """Between the first tokens of two prompts that came at once, the running text gets a token."""
     order: list[int] = []
     with held(scheduler, generator, [[1, 2, 3]], 30) as running:
         told = running.tell
@@ -156,7 +156,7 @@ def test_the_queue_is_bounded(generator: Generator) -> None:
             assert (scheduler.busy, scheduler.waiting) == (
                 1,
                 4,
-            )  # Two of them have a row as soon as the thread goes on.
+            )  # Two of them get a row when the thread goes on.
             message = (
                 "1 texts are being written, 4 wait for a row and at most 2 may, so there is no room for 1 more; try"
             )
@@ -222,7 +222,7 @@ def test_what_is_not_done_fails_when_it_is_closed(generator: Generator) -> None:
         assert isinstance(error, ClosingError)
         assert str(error) == "this server shut down before the request was done"
         assert events.found.empty()
-    # Its rows are free for somebody else.
+    # Its rows are free for other texts.
     assert generator.generate([[1]], 2)[0].ids
 
 
@@ -306,7 +306,7 @@ def test_the_fewest_rows_that_are_enough(generator: Generator, rows: int | None,
 
 
 def test_a_text_moves_to_the_engine_of_more_rows_when_others_come(generator: Generator, written: Path) -> None:
-    """Alone it is written by the engine for one text; its cache, counts and the rest of its prompt go along."""
+    """A single text is written by the engine for one text; its cache, counts and remaining prompt move with it."""
     prompts = prompts_of_lengths([20, 5, 9], seed=4)
     with load_generator(written) as other:
         expected = [other.generate([prompt], 25)[0] for prompt in prompts]
@@ -326,13 +326,13 @@ def test_a_text_moves_to_the_engine_of_more_rows_when_others_come(generator: Gen
             again = submitted(scheduler, generator, [prompts[1]], 25).completions()[0]
     for done, one in zip([*found, again], [*expected, expected[1]], strict=True):
         assert (done.ids, done.ran, done.overflow, done.read) == (one.ids, one.ran, one.overflow, one.read)
-    # One row for the first alone, three while others are there, and one again when all had ended.
+    # One row for the first text alone, three while others are there, and one again when all had ended.
     assert [batch for batch, _ in itertools.groupby(steps)] == [1, 3, 1]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_comes_every_text_ends_once(generator: Generator, seed: int) -> None:
-    """Random requests, some of them cancelled, from several threads: nothing is lost, and what is whole is right."""
+    """Random requests from several threads, some of them cancelled: none is lost, and complete texts are correct."""
     rng = random.Random(seed)
     known = {n: prompts_of_lengths([n], seed=n)[0] for n in range(1, 12)}
     with Scheduler(generator, max_queue=1000) as scheduler:

@@ -1,4 +1,4 @@
-"""Break-even, the stair and the front, on latencies chosen so that the answer is known."""
+"""Break-even, the stair and the front, on chosen latencies with a known answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mod_export.sweep.schema import CellEntry
     ("speedups", "k"),
     [
         ({64: 0.9, 8: 2.0, 16: 1.5, 32: 1.01}, 16),
-        # A larger capacity that happens to be faster does not vouch for the smaller one that is not.
+        # A larger capacity that happens to be faster says nothing about a smaller one that is not.
         ({8: 1.2, 16: 0.99, 32: 1.2}, 8),
         ({8: 0.9, 16: 1.5}, None),
     ],
@@ -68,14 +68,14 @@ def test_a_step_is_what_costs_the_same(cell: Any) -> None:
 
 
 def test_a_slow_slope_is_no_flat_step(cell: Any) -> None:
-    """Each k costs what its neighbour does within its interval, and the last is far from the first."""
+    """Within its interval each k costs as much as its neighbour, but the last is far from the first."""
     cells = [cell(8 + i, 2.0 - 0.03 * i, width=0.02) for i in range(7)]
     (stair,) = stairs(points_of(cells))
     assert [step.k for step in stair.steps] == [(8, 9), (10, 11), (12, 13), (14,)]
 
 
 def test_the_drift_of_the_machine_is_taken_out(cell: Any) -> None:
-    """The second cell ran while everything took twice as long; its ratio says what k costs."""
+    """The second cell ran while everything took twice as long; only its ratio shows the cost of k."""
     (stair,) = stairs(points_of([cell(8, 2.0, dense_ms=10.0), cell(16, 2.0, dense_ms=20.0)]))
     assert [step.k for step in stair.steps] == [(8, 16)]
     assert stair.drift == pytest.approx(1.0)
@@ -84,7 +84,7 @@ def test_the_drift_of_the_machine_is_taken_out(cell: Any) -> None:
 
 
 def test_an_imprecise_cell_says_nothing_about_others(cell: Any) -> None:
-    """Its interval overlaps with everything, so every k would cost the same as it does."""
+    """Its interval overlaps with all others, so every k would seem to cost the same."""
     wide = cell(16, 2.3, width=0.7, perplexity=1.0, name="wide")
     cells = [cell(8, 2.0, perplexity=3.0), wide, cell(32, 1.0, perplexity=2.0)]
     found = findings_of(cells)

@@ -1,4 +1,4 @@
-"""Whole sweeps of the tiny model: resumed, with failures, and what the command line makes of them."""
+"""Whole sweeps of the tiny model, with failures and resumed, and the output of the command."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     axes = Axes(capacities=("0.25",), seqs=("16",), batches=("1", "1000000000"))
 
     def run() -> tuple[SweepReport, list[str]]:
-        """The report, and the first two words of every line of progress about a cell."""
+        """Runs the sweep; returns the report, and the first two words of every progress line about a cell."""
         file = io.StringIO()
         progress = SweepProgress(Console(file=file, width=200), 0, "out")
         report = sweep(checkpoint, config_from_toml(fast), folder, axes, None, progress, "mod-export sweep tiny.pt")
@@ -53,10 +53,10 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     assert report.model.capacity == 0.125
     assert report.environment["mod_export"]
 
-    # The cell is a build of its own, of the same checkpoint with another capacity.
+    # The cell is a separate build of the same checkpoint at another capacity.
     built = report_from_json((folder / good.folder / "report.json").read_text())
     assert built.model.checkpoint_sha256 == report.model.checkpoint_sha256
-    # A spec is JSON, of any shape as far as types go.
+    # By its type, a spec may be any JSON.
     assert built.model.spec["routing"]["capacity"] == 0.25  # type: ignore[index,call-overload]
     assert read_manifest(folder / good.folder)["models"]["mod"]["spec"]["routing"]["capacity"] == 0.25
 
@@ -72,7 +72,7 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     assert told == ["2 cells, 1 of them finished before", f"2/2 {HUGE}"]
     assert resumed.cells[0] == good
 
-    # A cell whose row was lost is done again, and its build folder is what saves the work.
+    # A cell whose row is lost is done again, and reuses its build folder.
     (folder / f"cells/{GOOD}.json").unlink()
     third = invoke("sweep", checkpoint, "-c", fast, "-o", folder, "--capacity", "0.25")
     assert third.exit_code == 0, third.output
