@@ -1,4 +1,4 @@
-"""What the README shows runs, and what it links to exists."""
+"""The README's examples run, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_inference_example(
 
 
 class Named(torch.nn.Module):
-    """Another model, whose input has the name that the README gives it."""
+    """Wraps a model, with the input name that the README uses."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Named(torch.nn.Module):
 
 
 def test_example_of_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the smallest model that has its names, at shapes that take no time, and for one target."""
+    """Uses the smallest model with the README's names, at shapes that take no time, and one target."""
     monkeypatch.chdir(tmp_path)
     (example,) = [block for block in BLOCKS if "mod_export.build(" in block]
     example = example.replace("32_000", "40").replace("128", "16").replace("512", "32")

@@ -1,4 +1,4 @@
-"""A build from Python, as the report tells of it."""
+"""A build from Python, as the report describes it."""
 
 from __future__ import annotations
 

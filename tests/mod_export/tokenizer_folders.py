@@ -1,5 +1,5 @@
-"""Folders with a tokenizer in the manner of model families: trained on a page of several scripts, with the files that
-say how it is used, as a Hugging Face folder has them.
+"""Folders with a tokenizer in the style of model families: trained on a page of several scripts, with the files that
+say how it is used, as in a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def _byte_level(special: list[str], split: str | None = None) -> Tokenizer:
 
 
 def _sentence_piece(special: list[AddedToken]) -> Tokenizer:
-    """Words with their space as U+2581, and bytes for characters that were not seen; special tokens come first."""
+    """Words keep their space as U+2581, and unseen characters become bytes; special tokens come first."""
     trained = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "always")
-    # Only some scripts are in the vocabulary; the others fall back to bytes.
+    # Only some scripts are in the vocabulary; the others become bytes.
     trained.train_from_iterator(
         TEXTS[:3], trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=["<unk>"])
     )
@@ -125,14 +125,14 @@ def qwen2() -> Made:
 
 
 def qwen3() -> Made:
-    """Thoughts are between added tokens that are not special, so they are shown."""
+    """Thoughts are between added tokens that are not special, so the text shows them."""
     tokenizer, config, _ = qwen2()
     tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in ("<think>", "</think>")])
     return tokenizer, config, "qwen3"
 
 
 def llama2() -> Made:
-    """Legacy Llama: a space before every piece of text, which decoding takes away once."""
+    """Legacy Llama puts a space before every piece of text, and decoding removes it once."""
     tokenizer = _sentence_piece(_special("<unk>", "<s>", "</s>"))
     _of_llama(tokenizer)
     _begin_with(tokenizer, "<s>")
@@ -159,7 +159,7 @@ def gemma() -> Made:
 
 
 def phi3() -> Made:
-    """Special tokens that swallow the white space behind them."""
+    """The special tokens swallow white space after them."""
     tokenizer = _sentence_piece(_special("<unk>", "<s>", "</s>", "<|endoftext|>"))
     tokenizer.add_special_tokens(_special("<|assistant|>", "<|system|>", "<|end|>", "<|user|>", rstrip=True))
     _of_llama(tokenizer)
@@ -183,7 +183,7 @@ def added_tokens_of(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
 
 
 def write_folder(folder: Path, family: str, **changed: Any) -> Path:
-    """tokenizer.json, tokenizer_config.json and the config.json that transformers finds the family in."""
+    """Writes tokenizer.json, tokenizer_config.json and the config.json from which transformers knows the family."""
     tokenizer, config, model_type = FAMILIES[family]()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,5 +1,5 @@
-"""Answers to requests for text: one that cannot be sent keeps no other waiting. How Triton itself takes them is tested
-on a real server (tests/triton).
+"""Answers to text requests: one that cannot be sent does not delay others. How Triton itself takes them is tested on a
+real server (tests/triton).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FINAL = 1
 
 
 class Sender:
-    """Keeps what it is given; `broken` after the first response."""
+    """Keeps its responses; if `broken`, it fails after the first."""
 
     def __init__(self, *, broken: bool = False) -> None:
         self.broken, self.left = broken, False
@@ -37,7 +37,7 @@ class Sender:
 
 
 def utils(errors: list[str]) -> Any:
-    """What `Answers` needs of triton_python_backend_utils, which exists inside of Triton only."""
+    """The parts of triton_python_backend_utils that `Answers` needs; the module exists only inside Triton."""
     return SimpleNamespace(
         Tensor=lambda name, array: (name, array.tolist()[0]),
         InferenceResponse=dict,
@@ -71,7 +71,7 @@ def test_a_text_that_nobody_reads_is_ended(written: Path) -> None:
         Answers(utils([]), shows_text=True) as answers,
         Scheduler(generator) as scheduler,
     ):
-        # One text more than there are rows: what waits is ended as well.
+        # There is one text more than rows, so a waiting text is ended as well.
         others = [Sender() for _ in range(3)]
         for one in [*others, sender]:
             answers.begin(scheduler, generator.texts("ab", max_new_tokens=40), one)

@@ -1,4 +1,4 @@
-"""Every refusal of `mod-export triton`, and that nothing is left where one was refused."""
+"""Every refusal of `mod-export triton`, which leaves no files behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `mod-export triton` writes: files, configurations, and that the result can be moved and opened."""
+"""Output of `mod-export triton`: files and configurations; the result can be moved and opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = ("--max-queue", 5, "--instances", 2, "--threads", 1)
 
 
 def config_of(repository: Path, model: str) -> Any:
-    """config.pbtxt, read as Triton reads it."""
+    """Reads config.pbtxt as Triton does."""
     text = (repository / model / "config.pbtxt").read_text(encoding="utf-8")
     return text_format.Parse(text, model_config_pb2.ModelConfig())
 
@@ -34,7 +34,7 @@ def files_of(folder: Path) -> set[str]:
 
 
 def ports(listed: Any) -> dict[str, tuple[str, list[int], bool]]:
-    """Name -> data type, dims, and whether it may be left out."""
+    """Data type, dims, and whether it is optional, by name."""
     names = model_config_pb2.DataType.Name
     return {one.name: (names(one.data_type), list(one.dims), getattr(one, "optional", False)) for one in listed}
 
@@ -92,7 +92,7 @@ def test_the_configuration_of_a_model_that_writes_text(written: Path, repository
     assert list(ports(config.output)) == ["text", "token", "finish_reason"]
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     assert parameters == {"target": "ort-cpu", "dtype": "float32", "max_queue": "64"}
-    # Three rows beside the queue of the scheduler.
+    # There are three rows, and the queue of the scheduler.
     assert config.dynamic_batching.default_queue_policy.max_queue_size == 67
 
 
@@ -122,7 +122,7 @@ def test_portable_graphs_stand_beside_their_weights(built: Path, repository: Pat
             model = repository / f"demo-{bucket.name}"
             expected = {"config.pbtxt", "1/model.onnx", "1/weights-float32.data", "warmup/lengths"}
             assert files_of(model) == expected
-            # As Triton opens it: by its path, and with no option about where weights are.
+            # Triton opens it by its path, without an option that says where weights are.
             session = ort.InferenceSession(model / "1" / "model.onnx", providers=["CPUExecutionProvider"])
             ids, lengths = np.ones((bucket.batch, bucket.seq), np.int64), np.full(bucket.batch, bucket.seq)
             (logits,) = session.run(["logits"], {"input_ids": ids, "lengths": lengths})
@@ -227,7 +227,7 @@ def test_a_model_of_other_inputs(tmp_path: Path, repository: Path, write: Any) -
         outputs = deployment.infer({name: array.numpy() for name, array in masked_inputs(1, 16).items()})
     for name in ("one", "two"):
         config = config_of(repository, name)
-        # Batch and sequence differ between the buckets, and nothing else does.
+        # Only batch and sequence differ between the buckets.
         assert ports(config.input) == {
             "input_ids": ("TYPE_INT64", [-1, -1], False), "attention_mask": ("TYPE_FP32", [-1, -1], False),
         }  # fmt: skip

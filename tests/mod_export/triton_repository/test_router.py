@@ -1,4 +1,4 @@
-"""How a router pads a request to a bucket, cuts the result back, and what it refuses."""
+"""How a router pads a request to a bucket and cuts the result back, and what it refuses."""
 
 from __future__ import annotations
 

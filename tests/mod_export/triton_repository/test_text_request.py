@@ -1,4 +1,4 @@
-"""From the tensors of a request to the text that is written for it."""
+"""From the tensors of a request to its text."""
 
 from __future__ import annotations
 
