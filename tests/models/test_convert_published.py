@@ -1,4 +1,4 @@
-"""The config.json of published models is accepted as it is, and its spec has as many weights as the model has."""
+"""The config.json of published models is accepted unchanged, and its spec has as many weights as the model."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         2506.2,
     ),
 }  # fmt: skip
-"""Name -> (what its config.json says beside `COMMON`, millions of weights)."""
+"""Name -> (fields of its config.json beside `COMMON`, millions of weights)."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -1,4 +1,4 @@
-"""The static graphs of prefill and steps: ONNX Runtime gives what the eager model gives, and runs nothing skipped."""
+"""The static graphs of prefill and steps: ONNX Runtime agrees with the eager model, and runs no skipped block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def branches_of(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
 
 
 def step_of(name: str, rows: int, path: Path, *, skip: bool = True) -> tuple[Step, onnx.GraphProto]:
-    """A step with a fair share of slots, and its graph, which is saved and checked to be static and sound."""
+    """Makes a step with a fair share of slots, and its graph, which is saved and checked to be static and sound."""
     model = generating_model(name, torch.float32)
     step = Step(model.spec, rows, WINDOW, slots_of_step(model.spec, rows, WINDOW), skip=skip).sharing(model)
     proto = ir.to_proto(step_graph(name, rows, "fair", skip=skip))
@@ -42,7 +42,7 @@ def step_of(name: str, rows: int, path: Path, *, skip: bool = True) -> tuple[Ste
 
 
 def random_state(spec: ModelSpec, rows: int, seed: int) -> list[Tensor]:
-    """Tokens, positions, and any finite cache."""
+    """Random tokens, positions, and finite cache."""
     generator = torch.Generator().manual_seed(seed)
     layout = cache_layout(spec, rows, WINDOW)
     cache = [torch.randn(one.shape, generator=generator) for one in layout if one.layer is not None]
@@ -64,7 +64,7 @@ def test_four_rows_in_onnx_runtime(skip: bool, tmp_path: Path) -> None:
     step, graph = step_of("predictor", 4, tmp_path / "step.onnx", skip=skip)
     assert len(branches_of(graph)) == (4 if skip else 0)
     session = ort.InferenceSession(tmp_path / "step.onnx")
-    # Without conditions around it, the selection of rows is found like any other, and returned as well.
+    # Without conditions, the selection of rows is a routing site like any other, and returned as well.
     own = [one.name for one in graph.output if not one.name.startswith("routed_")]
     ran = set()
     for seed in range(8):
@@ -80,7 +80,7 @@ def test_four_rows_in_onnx_runtime(skip: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["predictor", pytest.param("routed apart by predictors", marks=pytest.mark.slow)])
 def test_a_skipped_block_is_not_run(name: str, tmp_path: Path) -> None:
-    """ONNX Runtime's own profile lists every node that it ran: those of a branch are there when it was chosen."""
+    """ONNX Runtime's own profile lists every node that ran; nodes of a branch are in it if the branch was chosen."""
     step, graph = step_of(name, 1, tmp_path / "step.onnx")
     conditions = [node for node in graph.node if node.op_type == "If"]
     n_sites = len(step.sites)
@@ -95,7 +95,7 @@ def test_a_skipped_block_is_not_run(name: str, tmp_path: Path) -> None:
     for seed in range(13):
         given = random_state(step.spec, 1, seed)
         if seed == 12:
-            given[-1][:] = WINDOW  # All slots are used.
+            given[-1][:] = WINDOW  # All slots are in use.
         feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in given], strict=True))
         ran_at = step(*given)[-1][0].tolist()
         expected = outside + sum(
@@ -110,7 +110,7 @@ def test_a_skipped_block_is_not_run(name: str, tmp_path: Path) -> None:
 
 
 def products_run(path: Path, feeds: dict[str, np.ndarray], profile: Path) -> int:
-    """How many MatMul nodes ran once, in every graph and branch."""
+    """Number of MatMul nodes that ran once, in all graphs and branches."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_profiling, options.profile_file_prefix = True, str(profile)
@@ -121,7 +121,7 @@ def products_run(path: Path, feeds: dict[str, np.ndarray], profile: Path) -> int
 
 
 def test_weights_keep_their_names() -> None:
-    """One file of weights serves prompts and steps: what they hold is the model's, by its own names, in no branch."""
+    """One weights file serves prompts and steps: both hold the model's weights under its names, outside branches."""
     model = generating_model("predictor", torch.float32)
     prefill = Prefill(model.spec, WINDOW).sharing(model)
     step = Step(model.spec, 1, WINDOW).sharing(model)
@@ -136,7 +136,7 @@ def test_weights_keep_their_names() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_step_is_one_graph_for_every_token(rows: int) -> None:
-    """Captured whole and once: no break, no other graph for another token, slot or length."""
+    """Each step is captured whole and once: no break, no other graph for another token, slot or length."""
     model = generating_model("predictor", torch.float32)
     step = Step(model.spec, rows, WINDOW, dict.fromkeys([0, 2], (rows + 1) // 2)).sharing(model)
     graphs = []

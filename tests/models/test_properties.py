@@ -1,6 +1,5 @@
-"""What holds for every kind of model, whatever its sizes, its declarations and its input.
-
-"Equal" is bit for bit here: the same operations on the same numbers, in tensors of the same shape.
+"""Properties of every kind of model, for any sizes, declarations and input. "Equal" means bit for bit here: the same
+operations on the same numbers, in tensors of the same shape.
 """
 
 import dataclasses
@@ -88,9 +87,9 @@ class Example:
             return observed(self.model, ids_BS, self.lengths_B if lengths_B is None else lengths_B, forced)
 
     def depths(self, forced: dict[Site, Tensor] | None = None) -> list[Tensor]:
-        """The stream before the first layer, and after each one: of the model cut off there."""
+        """Stream before the first layer and after each one, from the model cut off there."""
         layers, found = self.model.layers, []
-        # Cut off, the model has fewer sites; the others are forced in the same way.
+        # The model that is cut off has fewer sites; they are forced in the same way.
         with torch.no_grad(), Observing(SiteRun(self.ids_BS.shape[1], forced)):
             for depth in range(len(layers) + 1):
                 self.model.layers = layers[:depth]
@@ -100,7 +99,7 @@ class Example:
 
 
 def token_ids(seed: int, batch: int, seq: int) -> Tensor:
-    """From a seed: to draw each id would leave a search little room for specs. Some texts have few different tokens."""
+    """Ids from a seed: drawing them would leave the search little room for specs. Some texts have few different ids."""
     return torch.randint(16 if seed % 3 else 3, (batch, seq), generator=torch.Generator().manual_seed(seed))
 
 
@@ -121,9 +120,8 @@ def selected(routing: Selection, b: int) -> list[int]:
 @given(examples())
 @some_examples
 def test_each_site_selects_what_its_rule_says(example: Example) -> None:
-    """Never more than k, from the scores of the tokens that were open to it: the k best, or the first k above 0.
-
-    Empty slots come last. They are -1, or padding positions where a site selects the top k of whole rows.
+    """At most k tokens are selected, from the scores of the tokens available to the site: the k best, or the first k
+    above 0. Empty slots come last. They are -1, or padding positions if a site selects the top k of whole rows.
     """
     _, decided = example.trace()
     k_by_layer, routing = example.spec.k_by_layer(example.ids_BS.shape[1]), example.spec.routing
@@ -151,7 +149,7 @@ def test_each_site_selects_what_its_rule_says(example: Example) -> None:
 @given(examples(specs(parts=("block", "separate"))))
 @some_examples
 def test_skipped_tokens_are_untouched(example: Example) -> None:
-    """Not selected, or overflow: the bits that came in come out."""
+    """The values of tokens that were not selected, or overflowed, stay the same bit for bit."""
     _, decided = example.trace()
     streams = example.depths()
     for layer in example.spec.routed_layers:
@@ -165,7 +163,7 @@ def test_skipped_tokens_are_untouched(example: Example) -> None:
 @given(examples(routings(("exit",)).map(lambda routing: make_spec(routing=routing))), st.data())
 @few_examples
 def test_tokens_that_exit_never_come_back(example: Example, data: st.DataObject) -> None:
-    """Nor are they changed again, whichever are told to exit."""
+    """They are never changed again, whichever tokens are told to exit."""
     k_by_layer = example.spec.k_by_layer(example.ids_BS.shape[1])
     sites = [site for site in k_by_layer if site in example.spec.routed_layers]
     emptied = {site: torch.full((len(example.ids_BS), k_by_layer[site]), -1) for site in sites}
@@ -188,7 +186,7 @@ def test_tokens_that_exit_never_come_back(example: Example, data: st.DataObject)
 @given(data=st.data())
 @few_examples
 def test_the_other_part_runs_on_every_token(parts: str, data: st.DataObject) -> None:
-    """A skipped token gets what the part that is not routed adds, and nothing else."""
+    """A skipped token gets only the update of the part that is not routed."""
     routing = data.draw(routings(tuple(name for name in SELECTIONS if name != "exit"), (parts,)))
     example = data.draw(examples(st.just(make_spec(routing=routing))))
     _, decided = example.trace()
@@ -209,7 +207,7 @@ def test_the_other_part_runs_on_every_token(parts: str, data: st.DataObject) -> 
 @given(examples(), st.data())
 @some_examples
 def test_other_rows_and_padding_change_nothing(example: Example, data: st.DataObject) -> None:
-    """Rows are independent, of experts too: their slots are counted for each row by itself."""
+    """Rows are independent, even in experts: their slots are counted for each row separately."""
     batch, seq = example.ids_BS.shape
     kept = data.draw(st.integers(0, batch - 1))
     length = int(example.lengths_B[kept])
@@ -227,7 +225,7 @@ def test_other_rows_and_padding_change_nothing(example: Example, data: st.DataOb
 @given(examples(specs(selections=CAUSAL, choices=("token",))), st.data())
 @some_examples
 def test_causal_where_nothing_looks_ahead(example: Example, data: st.DataObject) -> None:
-    """Other tokens after t, or none at all, change no decision and no logit up to t."""
+    """Replacing or removing the tokens after t changes no decision and no logit up to t."""
     assert example.spec.looks_ahead == ()
     batch, seq = example.ids_BS.shape
     t = data.draw(st.integers(0, seq - 1))
@@ -255,7 +253,7 @@ NOT_CAUSAL = {
 
 @pytest.mark.parametrize("reason", NOT_CAUSAL)
 def test_what_looks_ahead_does(reason: str) -> None:
-    """For each thing that `looks_ahead` names there is a later token that changes an earlier one's logits."""
+    """For each item of `looks_ahead`, some later token changes an earlier token's logits."""
     spec = NOT_CAUSAL[reason]
     assert spec.looks_ahead == (reason,)
     model = lively_checkpoint(spec).module()
@@ -271,7 +269,7 @@ def test_what_looks_ahead_does(reason: str) -> None:
 @given(examples(), st.data())
 @some_examples
 def test_other_decisions_are_obeyed(example: Example, data: st.DataObject) -> None:
-    """A token that is forced into a slot runs there if it is open to it, in order, and no other does."""
+    """A token that is forced into a slot runs there if it is available, in order, and no other token runs."""
     batch, seq = example.ids_BS.shape
     forced = {}
     for site, k in example.spec.k_by_layer(seq).items():
@@ -287,7 +285,7 @@ def test_other_decisions_are_obeyed(example: Example, data: st.DataObject) -> No
 
 @pytest.mark.parametrize("name", [name for name, spec in VARIANTS.items() if spec.routing or spec.experts])
 def test_silent_routers_choose_the_earlier(name: str) -> None:
-    """Equal scores: the first tokens, and the experts with the lowest numbers; 0 is not above a threshold."""
+    """Equal scores select the first tokens and the experts with the lowest numbers; 0 is not above a threshold."""
     spec = VARIANTS[name]
     decides = ("router.", "predictor.")
     silent = {
@@ -315,8 +313,8 @@ def test_silent_routers_choose_the_earlier(name: str) -> None:
 @given(examples(routings(("topk",), ("block",)).map(lambda routing: make_spec(routing=routing))), st.data())
 @some_examples
 def test_causal_among_the_selected(example: Example, data: st.DataObject) -> None:
-    """A selected token changes itself and later selected tokens; a skipped one changes no other. In one block, given a
-    stream that it does not write to.
+    """A selected token changes itself and later selected tokens; a skipped one changes no other. This is one block
+    whose stream comes from elsewhere.
     """
     layer, seq = example.spec.routed_layers[0], example.ids_BS.shape[1]
     block, k = example.model.layers[layer], max(1, example.spec.k_of_layer(seq)[layer])
@@ -351,12 +349,12 @@ def test_causal_among_the_selected(example: Example, data: st.DataObject) -> Non
         ({"combine": "replace_ungated"}, 0.0),
         ({"combine": "ffn_gated", "gate": "ones"}, 0.0),
         ({"combine": "replace", "gate": "ones"}, 0.0),
-        ({"combine": "paper", "gate": "ones"}, 1e-4),  # x + (A + M) where the dense block has (x + A) + M
+        ({"combine": "paper", "gate": "ones"}, 1e-4),  # x + (A + M); the dense block has (x + A) + M
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )
 def test_a_slot_for_every_token_is_the_dense_block(changes: dict[str, str], tolerance: float) -> None:
-    """k = S without a weight is the dense baseline."""
+    """With k = S and no weight, the model equals the dense baseline."""
     checkpoint = lively_checkpoint(make_spec(layers=(0, 1, 2), capacity=1.0, **changes))
     for seq, lengths in ((8, [8, 3]), (1, [1]), (5, [2])):
         ids_BS, lengths_B = token_ids(seq, len(lengths), seq), torch.tensor(lengths)

@@ -1,4 +1,4 @@
-"""Prompts of which few tokens run: a routed layer computes few slots, and everything means the same."""
+"""Prompts of which few tokens run: a routed layer computes few slots, and all results stay the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = (
     "predictor", "routed apart by predictors", "attention routed", "MLP routed", "compact positions", "FFN gated",
     "everybody may", "biases",
 )  # fmt: skip
-"""Of GENERATING: each part of a block with a decision of its own, and each form of positions and weights."""
+"""Names in GENERATING: each part of a block that decides for itself, and each form of positions and weights."""
 NARROW = 3
 
 
@@ -36,7 +36,7 @@ def read(prefill: Prefill, ids_BS: Tensor, lengths_B: Tensor) -> tuple[tuple[Ten
 
 
 def slots_in_use(output: str, decisions: Decisions, value: Tensor) -> Tensor:
-    """1 where a slot of keys or values holds a token: others hold any numbers."""
+    """1 where a slot of keys or values holds a token; other slots hold arbitrary numbers."""
     part, _, layer = output.rpartition("_")
     sites = [
         site
@@ -51,7 +51,7 @@ def slots_in_use(output: str, decisions: Decisions, value: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of every length, one alone and three together, of which the one that runs most decides for all."""
+    """Prompts of every length, one alone and three together; the row that runs most tokens decides for all."""
     model, ids_BS = generating_model(name), texts(3)
     few, every = prefill_of(model, NARROW), prefill_of(model, 0)
     computed: list[int] = []
@@ -89,7 +89,7 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
 
 
 def windows(capacity: float | tuple[float, ...], window: int = 1024, **routing: object) -> ModelSpec:
-    """Three layers, two of which are routed, by the spec of a window."""
+    """Spec for a window, of three layers, two of which are routed."""
     sizes = {"vocab_size": 16, "d_model": 8, "n_layers": 3, "n_heads": 2, "n_kv_heads": 1, "d_head": 4, "d_ff": 12}
     declared = RoutingSpec(layers=(0, 2), capacity=capacity, selection="threshold", **routing)  # type: ignore[arg-type]
     return for_generation(ModelSpec(**sizes, max_positions=1024, routing=declared), window)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def windows(capacity: float | tuple[float, ...], window: int = 1024, **routing: 
     ],
 )  # fmt: skip
 def test_slots_of_a_short_prompt(capacity: float, seq: int, slots: int) -> None:
-    """Half as many again as its share of the prompt, and at most three quarters of the prompt."""
+    """They are 1.5 times the share of the prompt, and at most three quarters of the prompt."""
     assert narrow_slots(windows(capacity), seq, 1024) == ({0: slots, 2: slots} if slots else {})
 
 

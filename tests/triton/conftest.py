@@ -1,4 +1,4 @@
-"""A build folder that writes text slowly enough to be interrupted, and real servers of what is made of it."""
+"""A build folder that writes text slowly enough to be interrupted, and real servers of its repository."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TritonPythonModel:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Was built without evidence, which takes a minute and is not looked at here."""
+    """Build folder without evidence, which takes a minute and is not needed here."""
     root = tmp_path_factory.mktemp("folder")
     checkpoint = lively_checkpoint(replace(SPEC, max_positions=WINDOW, n_layers=6), 6)
     save_checkpoint(root / "model.pt", checkpoint)
@@ -72,7 +72,7 @@ def backend_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve(folder: Path, backend_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """A server of the repository that the command writes with these options. Not started yet."""
+    """Makes a server, not yet started, of the repository that the command writes with these options."""
 
     own = folder
 
@@ -94,6 +94,6 @@ def serve(folder: Path, backend_folder: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def server(serve: Serve) -> Iterator[TritonServer]:
-    """Of --forward python, with default limits."""
+    """A server with --forward python and default limits."""
     with serve() as found:
         yield found

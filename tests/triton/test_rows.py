@@ -1,4 +1,4 @@
-"""Whole rows, served by a real Triton: the results of `mod_export.load`, in both forms that this machine can run."""
+"""Whole rows from a real Triton equal the results of `mod_export.load`, in both forms that this machine can run."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_a_model_of_other_inputs(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_process_was_killed(serve: Serve) -> None:
-    """As docs/triton.md says: the server goes on saying that it is ready."""
+    """The server still says that it is ready, as docs/triton.md states."""
     tensor = {"name": "input_ids", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}
     with serve() as server:
         (stub,) = [
@@ -150,4 +150,4 @@ def test_a_model_whose_process_was_killed(serve: Serve) -> None:
         status, body = server.post("models/demo/infer", {"inputs": [tensor]})
         assert (status, "Stub process" in body) == (500, True), body
         assert server.get("health/ready")[0] == 200
-        server.process.kill()  # It would wait half a minute for the model that is gone.
+        server.process.kill()  # Otherwise it would wait half a minute for the model that is gone.

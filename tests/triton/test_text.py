@@ -1,4 +1,4 @@
-"""Text, streamed by a real Triton: what the generator writes, in pieces; its limits; clients that leave; the end."""
+"""Text streamed by a real Triton: the generator's text in pieces, its limits, clients that leave, and its end."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def inputs_of(given: dict[str, Any]) -> list[grpc.InferInput]:
 
 
 def stream(client: grpc.InferenceServerClient, given: dict[str, Any]) -> queue.SimpleQueue[Any]:
-    """Where the responses to a request arrive."""
+    """Queue of the responses to a request."""
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.start_stream(lambda result, error: found.put(error or result))
     client.async_stream_infer("demo-text", inputs_of(given))
@@ -133,7 +133,7 @@ def test_what_cannot_be_written_is_answered_400(server: TritonServer, given: dic
 
 
 def test_what_triton_itself_answers(server: TritonServer) -> None:
-    """As docs/triton.md says: one response is all that these two can give."""
+    """Only one response is possible at these two addresses, as docs/triton.md states."""
     tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
     assert server.post("models/demo-text/infer", {"inputs": [tensor]})[0] == 501
     status, body = server.post("models/demo-text/generate", {"text": "a", "max_tokens": 3})
@@ -146,7 +146,7 @@ def test_the_queue_is_bounded(serve: Serve) -> None:
         found = list(pool.map(lambda _: server.post("models/demo-text/generate_stream", given), range(30)))
     codes = [code for code, _ in found]
     assert set(codes) == {200, 503}, [body for code, body in found if code not in (200, 503)]
-    assert codes.count(200) >= 5  # Three rows, and two that wait.
+    assert codes.count(200) >= 5  # There are three rows, and two texts that wait.
     assert all('"finish_reason":"length"' in body for code, body in found if code == 200)
     refused = [body for code, body in found if code == 503]
     assert all("wait for a row and at most" in body or "Exceeds maximum queue size" in body for body in refused)
