@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_study, "EVAL_BATCHES", 2)
-        patch.setattr(step_times, "STUDIED", [one for one in STUDIED if one.name in NAMES])
+        patch.setattr(step_times, "STUDIED", [model for model in STUDIED if model.name in NAMES])
         for name in NAMES:
             assert train_one(folder, name, 0, SMALL).startswith(f"{name}, seed 0: ")
         (folder / "step_times.json").write_text(json.dumps(step_times.step_times(rounds=1)), encoding="utf-8")

@@ -80,11 +80,11 @@ class Application:
     def replicas(self) -> list[Any]:
         """Actors of the running replicas."""
         named = ray.util.list_named_actors(all_namespaces=True)
-        own = [one for one in named if one["name"].startswith(f"SERVE_REPLICA::{self.name}#")]
+        actors = [actor for actor in named if actor["name"].startswith(f"SERVE_REPLICA::{self.name}#")]
         found = []
-        for one in own:
+        for actor in actors:
             with contextlib.suppress(ValueError):  # The actor may have ended meanwhile.
-                found.append(ray.get_actor(one["name"], namespace=one["namespace"]))
+                found.append(ray.get_actor(actor["name"], namespace=actor["namespace"]))
         return found
 
     def running(self) -> int:

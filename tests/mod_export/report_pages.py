@@ -45,10 +45,10 @@ def drawn(html: str, kind: str) -> list[dict[str, float]]:
     return [
         {
             name: float(str(value).removesuffix("%"))
-            for name, value in one.items()
+            for name, value in mark.items()
             if name != "class" and value != "100%"
         }
-        for one in found
+        for mark in found
     ]
 
 

@@ -86,7 +86,7 @@ def check_folder(root: Path, module: nn.Module, inputs: Any, sites: dict[str, in
         with pytest.raises(
             mod_export.errors.UsageError, match=rf"no bucket was built for {name} \[1\].*; built: {name}"
         ):
-            deployment.infer({name: np.zeros(1), **{key: one.numpy() for key, one in feeds.items() if key != name}})
+            deployment.infer({name: np.zeros(1), **{key: value.numpy() for key, value in feeds.items() if key != name}})
         with pytest.raises(UsageError, match="inputs of its own; give them by name: infer"):
             deployment.run(np.zeros((1, 16), np.int64))
 
@@ -115,15 +115,15 @@ def test_a_module(
     assert report.model.reads_tokens == (name == QUICK)
     assert (report.generation is None) == (name != QUICK)
     assert len(rows[0].further_outputs) == len(pytree.tree_leaves(module.eval()(**named(inputs, module, buckets)))) - 1
-    assert all(other.error.max_abs <= other.allowed_max_abs for row in rows for other in row.further_outputs)
+    assert all(further.error.max_abs <= further.allowed_max_abs for row in rows for further in row.further_outputs)
     check_folder(tmp_path / "built", module.eval(), inputs(*buckets[0]), sites)
 
 
 def named(inputs: Callable[..., Any], module: nn.Module, buckets: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     import inspect
 
-    given = inputs(*buckets[0])
-    return given if isinstance(given, dict) else {next(iter(inspect.signature(module.forward).parameters)): given}
+    feeds = inputs(*buckets[0])
+    return feeds if isinstance(feeds, dict) else {next(iter(inspect.signature(module.forward).parameters)): feeds}
 
 
 def save_program(path: Path, module: nn.Module, batch: int, seq: int) -> str:
@@ -139,7 +139,7 @@ def test_attention_under_a_mask_in_a_buffer_becomes_the_operator(tmp_path: Path,
         masked = [node for node in model.graph.node if node.op_type in ("Softmax", "Where") or "bias" in node.input]
         attentions = [node for node in model.graph.node if node.op_type == "Attention"]
         assert (masked, len(attentions)) == ([], 2)
-        assert all(("is_causal", 1) in [(one.name, one.i) for one in node.attribute] for node in attentions)
+        assert all(("is_causal", 1) in [(item.name, item.i) for item in node.attribute] for node in attentions)
 
 
 def test_programs_with_a_baseline_and_samples(tmp_path: Path, toml: Path) -> None:
@@ -184,10 +184,10 @@ def test_a_factory_is_its_own_baseline(tmp_path: Path, toml: Path) -> None:
     assert more.exit_code == 0, more.output
     assert open_folder(tmp_path / "half").graphs[0].k_by_layer == {1: 8}
     # The report's own command gives the same result, so nothing is left to do.
-    told = report_from_json((tmp_path / "half/report.json").read_text())
-    assert told.rebuild == "mod-export build maker.py:make --capacity 0.5 -c config.toml -o BUILD"
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(told.config), encoding="utf-8")
-    repeated = invoke(*shlex.split(told.rebuild.replace("BUILD", "half"))[1:])
+    half_report = report_from_json((tmp_path / "half/report.json").read_text())
+    assert half_report.rebuild == "mod-export build maker.py:make --capacity 0.5 -c config.toml -o BUILD"
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(half_report.config), encoding="utf-8")
+    repeated = invoke(*shlex.split(half_report.rebuild.replace("BUILD", "half"))[1:])
     assert repeated.exit_code == 0, repeated.output
     *stages, report = repeated.stderr.splitlines()
     assert {line.split()[2] for line in stages} == {"reused"}

@@ -172,11 +172,11 @@ def test_not_a_build_folder(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["validate", "bench"])
 def test_targets_that_are_not_in_the_folder_or_cannot_run(name: str, small_copy: Path) -> None:
-    asked = ["--target", "inductor", "--target", "ort-cpu", "--target", "tensorrt"]
-    refused(invoke(name, small_copy, *asked), r"moved: holds no engine for inductor, tensorrt; built for ort-cpu\n$")
+    targets = ["--target", "inductor", "--target", "ort-cpu", "--target", "tensorrt"]
+    refused(invoke(name, small_copy, *targets), r"moved: holds no engine for inductor, tensorrt; built for ort-cpu\n$")
     available = ENGINES["ort-cuda"].availability()
     if not available.runs:
-        rewrite_manifest(small_copy, lambda manifest: [one.update(target="ort-cuda") for one in manifest["engines"]])
+        rewrite_manifest(small_copy, lambda manifest: [row.update(target="ort-cuda") for row in manifest["engines"]])
         refused(invoke(name, small_copy), rf"moved: no engine runs here: ort-cuda: {re.escape(available.reason)}\n$")
 
 

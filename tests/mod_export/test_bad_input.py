@@ -45,8 +45,8 @@ def _file(name: str, data: bytes, *options: str) -> Case:
 def _given(*arguments: str) -> Case:
     """Options for a sound model; an argument that begins with DIR is a path in the folder."""
     return lambda folder, checkpoint: [
-        folder / one.removeprefix("DIR/") if one.startswith("DIR") else {"MODEL": checkpoint}.get(one, one)
-        for one in arguments
+        folder / word.removeprefix("DIR/") if word.startswith("DIR") else {"MODEL": checkpoint}.get(word, word)
+        for word in arguments
     ]
 
 

@@ -34,7 +34,7 @@ def copied(built: Path, tmp_path: Path) -> Path:
 def _samples(change: Callable[[str, np.ndarray], Mapping[str, np.ndarray]]) -> Callable[[Path], None]:
     def changed(root: Path) -> None:
         found = [change(name, array) for name, array in read_arrays(root / SAMPLES).items()]
-        write_arrays(root / SAMPLES, {name: array for one in found for name, array in one.items()})
+        write_arrays(root / SAMPLES, {name: array for data in found for name, array in data.items()})
 
     return changed
 

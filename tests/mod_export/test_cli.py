@@ -114,19 +114,19 @@ def test_nobody_reads_the_result(small: Path) -> None:
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
-    said = process.stderr.read()
+    errors = process.stderr.read()
     process.stderr.close()
     assert process.wait() == 141
-    assert said == b""
+    assert errors == b""
 
 
 def test_bench_and_validate_take_a_config(small: Path, tmp_path: Path) -> None:
     text = FAST_TOML.replace("min_speedup = 0.0", "min_speedup = 90.0") + "[parity.float32]\nrounding_error = 0.0\n"
     strict = toml_file(tmp_path, text)
-    for name, said in (("validate", "FAIL"), ("bench", "90.00x FAIL")):
+    for name, expected in (("validate", "FAIL"), ("bench", "90.00x FAIL")):
         found = invoke(name, small, "-c", strict, "--target", "ort-cpu")
         assert found.exit_code == 4
-        assert said in found.stdout
+        assert expected in found.stdout
 
 
 @pytest.mark.slow
@@ -196,18 +196,18 @@ def test_inspect_of_each_kind(small_folder: Path, small: Path) -> None:
 
 def test_folders_that_a_command_chooses(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default it has the model's name; the demo's second one is beside the first, and is checked first."""
-    here = tmp_path / "here"
-    (here / "build").mkdir(parents=True)
-    (here / "deep").mkdir()
-    monkeypatch.chdir(here)
+    working_folder = tmp_path / "here"
+    (working_folder / "build").mkdir(parents=True)
+    (working_folder / "deep").mkdir()
+    monkeypatch.chdir(working_folder)
     for path in ("here/build/tiny", "here-timed"):
         (tmp_path / path).write_text("in the way")
     assert invoke("build", checkpoint).stderr == "error: build/tiny: is a file; name a folder with -o\n"
     # A model lies where its build folder would be.
-    (here / "build/model").mkdir()
-    (here / "build/model-build").write_text("in the way")
+    (working_folder / "build/model").mkdir()
+    (working_folder / "build/model-build").write_text("in the way")
     for name in ("config.json", "model.safetensors"):
-        (here / "build/model" / name).touch()
+        (working_folder / "build/model" / name).touch()
     assert invoke("build", Path("build/model")).stderr == "error: build/model-build: is a file; name a folder with -o\n"
     for out in (".", "deep/.."):
         found = invoke("demo", "-o", out)
@@ -217,17 +217,17 @@ def test_folders_that_a_command_chooses(tmp_path: Path, checkpoint: Path, monkey
 
 
 def test_commands_and_options_are_frozen() -> None:
-    expected = {name: sorted([*COMMON, *own]) for name, own in OPTIONS.items()}
+    expected = {name: sorted([*COMMON, *options]) for name, options in OPTIONS.items()}
     assert {name: sorted(_names(command)) for name, command in _commands(cli.commands)} == expected
     assert _names(cli) == ["--version", "-h", "--help"]
 
 
 def _commands(found: Mapping[str, click.Command], prefix: str = "") -> Iterator[tuple[str, click.Command]]:
-    for name, one in found.items():
-        if isinstance(one, click.Group):
-            yield from _commands(one.commands, f"{name} ")
+    for name, subcommand in found.items():
+        if isinstance(subcommand, click.Group):
+            yield from _commands(subcommand.commands, f"{name} ")
         else:
-            yield prefix + name, one
+            yield prefix + name, subcommand
 
 
 def _names(one: click.Command) -> list[str]:

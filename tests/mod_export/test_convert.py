@@ -63,8 +63,8 @@ def test_a_folder_is_converted(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "one").spec.attention_bias == "qkv"
     model_folder("Qwen2", tmp_path / "whole")
     found = invoke("convert", tmp_path / "whole", tmp_path / "two", "-q")
-    said = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
-    assert found.stdout == f"{tmp_path / 'two'}  qwen2, 0.07 M parameters; {said}"
+    files = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
+    assert found.stdout == f"{tmp_path / 'two'}  qwen2, 0.07 M parameters; {files}"
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     refused(invoke("convert", source, out), "source: no such file or folder")
     saved("Mistral", source)
     change_config(source, sliding_window=16, note="mine")
-    said = r"config.json: sliding_window: .* --max-positions 16; note: unknown field"
-    refused(invoke("convert", source, out), said)
-    refused(invoke("build", source, "-o", out), said)
+    message = r"config.json: sliding_window: .* --max-positions 16; note: unknown field"
+    refused(invoke("convert", source, out), message)
+    refused(invoke("build", source, "-o", out), message)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     arguments = ["convert", source, out, "--max-positions", 16, "--ignore-field", "note"]
     found = invoke(*arguments)
@@ -96,8 +96,8 @@ def test_a_gguf_file_is_converted(tmp_path: Path) -> None:
     as_gguf("Llama", source, change=lambda metadata, tensors: metadata.update(WORDS))
     found = invoke("convert", source, tmp_path / "one")
     assert (found.exit_code, found.stderr) == (0, "")
-    said = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
-    assert found.stdout == f"{tmp_path / 'one'}  llama, 0.06 M parameters; {said}"
+    files = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
+    assert found.stdout == f"{tmp_path / 'one'}  llama, 0.06 M parameters; {files}"
     assert Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")).encode("abcab").ids == [4, 3]
     as_gguf("Llama", source, change=lambda metadata, tensors: metadata.update({**WORDS, "tokenizer.ggml.pre": "mine"}))
     found = invoke("convert", source, tmp_path / "two")

@@ -41,8 +41,8 @@ def test_the_timed_checkpoint_is_large_and_temporary() -> None:
 
 
 def test_the_demo_ends_with_what_to_look_at_and_what_to_try() -> None:
-    said = next_steps(Path("m.pt"), Path("build/demo"), Path("build/demo-timed"), ".venv/bin/mod-export")
-    lines = [line.strip() for line in said.splitlines()]
+    text = next_steps(Path("m.pt"), Path("build/demo"), Path("build/demo-timed"), ".venv/bin/mod-export")
+    lines = [line.strip() for line in text.splitlines()]
     named = [line.rpartition("    ")[0].rstrip() for line in lines if "    " in line]
     assert named == [
         "build/demo/report.html",

@@ -75,7 +75,7 @@ def faulty(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
         for name in ("surprising", "faulty")
     ]
     code = f"sys.path.insert(0, {str(folder)!r})"
-    found = commands([[*one, "-c", small_folder / "small.toml"] for one in builds], code)
+    found = commands([[*arguments, "-c", small_folder / "small.toml"] for arguments in builds], code)
     assert [path.name for path in folder.glob("*-out")] == ["faulty-out"]
     assert list(read_manifest(folder / "faulty-out")["steps"]) == ["load"]
     assert {entry.name for entry in (folder / "faulty-out").iterdir()} == {"manifest.json", ".lock"}
@@ -185,16 +185,16 @@ def test_130_interrupted_and_resumed(tmp_path: Path, small_folder: Path) -> None
     arguments = [sys.executable, "-c", code, "build", str(checkpoint), "-c", str(fast), "-o", str(out), "-v"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    said = "".join(_until(process.stderr, "graph/dense-b1s16"))
+    progress = "".join(_until(process.stderr, "graph/dense-b1s16"))
     process.send_signal(2)
     stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130, said + stderr
+    assert process.returncode == 130, progress + stderr
     assert stdout == ""
-    assert "Traceback" not in said + stderr
+    assert "Traceback" not in progress + stderr
     assert stderr.endswith("interrupted; finished steps are kept, and the same command resumes after them\n")
     done = read_manifest(out)["steps"]
-    whole = {"load", "capture/mod-b1s16", "capture/dense-b1s16", "weights/weights-float32", "graph/mod-b1s16"}
-    assert set(done) == whole
+    finished = {"load", "capture/mod-b1s16", "capture/dense-b1s16", "weights/weights-float32", "graph/mod-b1s16"}
+    assert set(done) == finished
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files == {"manifest.json", ".lock", "graphs/mod-b1s16.onnx", "graphs/weights-float32.data"}
     again = invoke("validate", out)
@@ -205,7 +205,7 @@ def test_130_interrupted_and_resumed(tmp_path: Path, small_folder: Path) -> None
     assert resumed.exit_code == 0, resumed.output
     assert re.search(r"\* load +reused.*\n\* capture +reused.*\n\* onnx +built", resumed.stderr)
     steps = read_manifest(out)["steps"]
-    assert {name: steps[name] for name in whole} == done
+    assert {name: steps[name] for name in finished} == done
 
 
 def _until(stream: IO[str], text: str) -> Iterator[str]:

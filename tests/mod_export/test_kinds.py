@@ -92,9 +92,9 @@ def check_causality(spec: ModelSpec, report: BuildReport) -> None:
 
 
 def check_plans(spec: ModelSpec, root: Path, report: BuildReport) -> None:
-    plans = [one for one in report.artifacts if one.kind == "engine" and one.target == "tensorrt-rtx"]
-    assert {one.model for one in plans} == ({"mod", "dense"} if spec.routed_layers else {"mod"})
-    assert all((root / one.path).stat().st_size == one.bytes > 10_000 for one in plans)
+    plans = [file for file in report.artifacts if file.kind == "engine" and file.target == "tensorrt-rtx"]
+    assert {file.model for file in plans} == ({"mod", "dense"} if spec.routed_layers else {"mod"})
+    assert all((root / file.path).stat().st_size == file.bytes > 10_000 for file in plans)
 
 
 def check_served(spec: ModelSpec, root: Path, config: BuildConfig) -> None:
@@ -110,10 +110,10 @@ def check_served(spec: ModelSpec, root: Path, config: BuildConfig) -> None:
     real_BS = np.arange(12) < LENGTHS[:, None]
     np.testing.assert_allclose(found_BSV[real_BS], logits_BSV.numpy()[:, :12][real_BS], atol=1e-4)
     engine = next(
-        one for one in open_folder(root, verify=False).engines if (one.target, one.model) == ("ort-cpu", "mod")
+        item for item in open_folder(root, verify=False).engines if (item.target, item.model) == ("ort-cpu", "mod")
     )
     with ENGINES["ort-cpu"].load(root, engine, config, 1) as runner:
         feeds = {"input_ids": padded_BS, "lengths": LENGTHS}
         outputs = runner.run({name: array for name, array in feeds.items() if name in runner.inputs})
     routed = {name: array.tolist() for name, array in outputs.items() if name.startswith("routed_")}
-    assert routed == {f"routed_{site}": one.index_BK.tolist() for site, one in decided.items()}
+    assert routed == {f"routed_{site}": item.index_BK.tolist() for site, item in decided.items()}

@@ -54,7 +54,7 @@ def test_the_fastest_of_two_families_and_two_precisions_is_served(config: BuildC
     # The fastest engine is served, and the page says so.
     served = next(row for row in report.served if (row.model, row.role) == ("mod", "forward"))
     times = {(row.target, row.dtype): row.p50_ms for row in report.latency if row.model == "mod"}
-    assert (served.target, served.dtype) == min(times, key=lambda one: times[one])
+    assert (served.target, served.dtype) == min(times, key=lambda variant: times[variant])
     assert served.reason.startswith("the fastest of those that met their gates; ")
     assert served.reason in render_html(report)
     ids_BS = np.random.default_rng(0).integers(0, 256, (1, 160))

@@ -67,8 +67,8 @@ def check_ranks(tmp_path: Path, targets: list[str]) -> Path:
             with mod_export.load(out, target=target, threads=threads) as deployment:
                 found = list(deployment.infer({"ids": ids.numpy()}).values())
             assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in expected]
-            for array, other in zip(found, expected, strict=True):
-                np.testing.assert_allclose(array, other, atol=1e-5)
+            for array, reference in zip(found, expected, strict=True):
+                np.testing.assert_allclose(array, reference, atol=1e-5)
     return out
 
 

@@ -86,7 +86,7 @@ def test_the_folder_validates_again(returning: tuple[Outputs, Path, BuildReport]
 def test_what_was_not_probed_is_not_said_to_be_causal(returning: tuple[Outputs, Path, BuildReport]) -> None:
     outputs, _, report = returning
     expected = {"mod": None, "dense": None} if outputs == "last" else {"mod": False, "dense": True}
-    assert {one.model: one.causal for one in samplings(report)} == expected
+    assert {sampling.model: sampling.causal for sampling in samplings(report)} == expected
     assert ("It was not probed." in render_html(report)) == (outputs == "last")
 
 

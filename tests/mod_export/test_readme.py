@@ -110,9 +110,9 @@ def test_options_of_generation_are_those_of_the_configuration() -> None:
 
 def test_the_command_that_writes_text_has_the_options_that_are_explained() -> None:
     page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
-    known = {name for option in generate.params for name in option.opts if name.startswith("--")}
+    options = {name for option in generate.params for name in option.opts if name.startswith("--")}
     rows = "\n".join(re.findall(r"^\| (`--.*?) \|", page, re.MULTILINE))
-    assert set(re.findall(r"--[a-z-]+", rows)) == known - {"--quiet", "--verbose"}
+    assert set(re.findall(r"--[a-z-]+", rows)) == options - {"--quiet", "--verbose"}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser")

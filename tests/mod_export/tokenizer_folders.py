@@ -51,7 +51,7 @@ def _byte_level(special: list[str], split: str | None = None) -> Tokenizer:
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
 
 
@@ -63,18 +63,18 @@ def _sentence_piece(special: list[AddedToken]) -> Tokenizer:
     trained.train_from_iterator(
         TEXTS[:3], trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=["<unk>"])
     )
-    made = json.loads(trained.to_str())["model"]
+    model = json.loads(trained.to_str())["model"]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    words = [one for one in made["vocab"] if one != "<unk>"]
-    vocab = {one: number for number, one in enumerate([*(one.content for one in special), *bytes_, *words])}
-    merges = [tuple(one) for one in made["merges"]]
+    words = [item for item in model["vocab"] if item != "<unk>"]
+    vocab = {item: number for number, item in enumerate([*(item.content for item in special), *bytes_, *words])}
+    merges = [tuple(item) for item in model["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.add_special_tokens(special)
     return tokenizer
 
 
 def _special(*texts: str, rstrip: bool = False) -> list[AddedToken]:
-    return [AddedToken(one, special=True, normalized=False, rstrip=rstrip) for one in texts]
+    return [AddedToken(text, special=True, normalized=False, rstrip=rstrip) for text in texts]
 
 
 def _begin_with(tokenizer: Tokenizer, bos: str) -> None:
@@ -127,7 +127,7 @@ def qwen2() -> Made:
 def qwen3() -> Made:
     """Thoughts are between added tokens that are not special, so the text shows them."""
     tokenizer, config, _ = qwen2()
-    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in ("<think>", "</think>")])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
     return tokenizer, config, "qwen3"
 
 

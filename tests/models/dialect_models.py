@@ -121,8 +121,8 @@ class Dlo(OfTransformers):
         }  # fmt: skip
         width = self.whole.config.hidden_size
         self.whole.model.routers = nn.ModuleList(
-            enlivened(nn.Linear(width, 1, bias=False), seed + number) if one else None
-            for number, one in enumerate(self.fields["is_dlo"])
+            enlivened(nn.Linear(width, 1, bias=False), seed + number) if routed else None
+            for number, routed in enumerate(self.fields["is_dlo"])
         )
 
     def row(self, ids_T: Tensor) -> Tensor:
@@ -166,8 +166,8 @@ def turned(x_THE: Tensor) -> Tensor:
     """Takes neighbouring numbers as complex, and rotates them by the token's number times 10000 ** (-2 i / E)."""
     T, _, E = x_THE.shape
     angle = torch.arange(T)[:, None].float() * 10000.0 ** (-torch.arange(0, E, 2).float() / E)
-    whole = torch.view_as_complex(x_THE.reshape(T, -1, E // 2, 2)) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.view_as_real(whole).flatten(2)
+    pairs = torch.view_as_complex(x_THE.reshape(T, -1, E // 2, 2)) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.view_as_real(pairs).flatten(2)
 
 
 def attended(q_TF: Tensor, k_TF: Tensor, v_TF: Tensor, kv_heads: int, seen_T: Tensor | None = None) -> Tensor:

@@ -88,4 +88,4 @@ def meaning(model: Transformer, ids_BS: Tensor) -> Meaning:
 def empty_cache(spec: ModelSpec, rows: int, max_len: int) -> dict[str, Tensor]:
     """Cache before the first token: float64 zeros by name."""
     dtypes = {torch.float32: torch.float64, torch.int64: torch.int64}
-    return {one.name: torch.zeros(one.shape, dtype=dtypes[one.dtype]) for one in cache_layout(spec, rows, max_len)}
+    return {item.name: torch.zeros(item.shape, dtype=dtypes[item.dtype]) for item in cache_layout(spec, rows, max_len)}

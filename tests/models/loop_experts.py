@@ -67,13 +67,13 @@ def _token_choice(
     for t, x in enumerate(normed):
         # The most probable comes first; among equals, the lower number.
         ranked = sorted(range(len(logits[t])), key=lambda e: (-logits[t][e], e))
-        mine = ranked[:top_k]
+        picked = ranked[:top_k]
         last, next_ = logits[t][ranked[top_k - 1]], logits[t][ranked[top_k]]
         found.margin = min(found.margin, last - next_)
         probability = _softmax(logits[t])
-        total = sum(probability[e] for e in mine) if top_k > 1 else 1.0
+        total = sum(probability[e] for e in picked) if top_k > 1 else 1.0
         delta = np.zeros_like(x)
-        for e in mine:
+        for e in picked:
             # Experts beyond the real ones do nothing; a full expert accepts no more tokens.
             if e < n and len(found.chosen[e]) < capacity:
                 found.chosen[e].append(t)
@@ -82,7 +82,7 @@ def _token_choice(
                 found.overflow += 1
         found.deltas.append(delta)
         for e in range(n):
-            found.scores[e].append(logits[t][e] - (next_ if e in mine else last))
+            found.scores[e].append(logits[t][e] - (next_ if e in picked else last))
     return found
 
 

@@ -23,9 +23,9 @@ def pairwise(choices: Mapping[str, Sequence[Any]], sound: Callable[[Row], bool])
 
     numbers = {name: range(len(values)) for name, values in choices.items()}
     every = (
-        {one: i, other: j}
-        for one, other in itertools.combinations(choices, 2)
-        for i, j in itertools.product(numbers[one], numbers[other])
+        {left: i, right: j}
+        for left, right in itertools.combinations(choices, 2)
+        for i, j in itertools.product(numbers[left], numbers[right])
     )
     missing = {frozenset(pair.items()): pair for pair in every if sound(chosen(pair))}
     draw, rows = Random(0), []

@@ -55,17 +55,17 @@ def test_a_predictor_says_what_its_router_says(parts: str, router: str) -> None:
         assert torch.equal(model.state_dict()[name], tensor), name
     seen = seen_by(model, ids_BS).seen
     assert len(seen) == len(model.spec.routed_layers) * (2 if parts == "separate" else 1)
-    for one in seen.values():
-        assert one.predictor is not None
-        logit_BT = one.predictor(one.x_BTD)
+    for seen_block in seen.values():
+        assert seen_block.predictor is not None
+        logit_BT = seen_block.predictor(seen_block.x_BTD)
         # Predictions rise linearly with the scores, so they have the router's order.
-        score_N, logit_N = one.l_BT.flatten(), logit_BT.flatten()
+        score_N, logit_N = seen_block.l_BT.flatten(), logit_BT.flatten()
         slope, offset = (logit_N.max() - logit_N.min()) / (score_N.max() - score_N.min()), 0.0
         offset = (logit_N - slope * score_N).mean()
         torch.testing.assert_close(logit_N, slope * score_N + offset, rtol=1e-4, atol=1e-4)
         assert slope > 0
         # Over these rows, as many tokens pass as top-k takes.
-        assert abs(int((logit_BT > 0).sum()) - one.k * len(ids_BS)) <= 1
+        assert abs(int((logit_BT > 0).sum()) - seen_block.k * len(ids_BS)) <= 1
 
 
 def test_what_is_called_in_evaluation_stays_there_and_is_decided_by_top_k() -> None:
@@ -75,17 +75,17 @@ def test_what_is_called_in_evaluation_stays_there_and_is_decided_by_top_k() -> N
     for model in (first, second):
         calibrate(model, [ids_BS])
     assert not second.training
-    for (name, one), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
+    for (name, tensor), expected in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+        assert torch.equal(tensor, expected), name
 
 
 def test_where_every_token_runs_predictors_say_yes() -> None:
     model = lively(capacity=1.0)
     ids_BS = distinct_ids(model.spec, 2, 32)
     calibrate(model, [ids_BS])
-    for one in seen_by(model, distinct_ids(model.spec, 3, 16)).seen.values():
-        assert one.predictor is not None
-        assert bool((one.predictor(one.x_BTD) > 0).all())
+    for seen_block in seen_by(model, distinct_ids(model.spec, 3, 16)).seen.values():
+        assert seen_block.predictor is not None
+        assert bool((seen_block.predictor(seen_block.x_BTD) > 0).all())
 
 
 def test_a_run_calibrates_before_it_evaluates_and_resumes_to_the_same(tmp_path: Path) -> None:

@@ -41,19 +41,19 @@ def test_one_form_into_the_other(tmp_path: Path, spec: ModelSpec) -> None:
 
 
 def test_module_shares_float32_weights_and_is_ready_to_run() -> None:
-    one = checkpoint()
-    module = one.module()
+    saved_checkpoint = checkpoint()
+    module = saved_checkpoint.module()
     assert not module.training
     assert not any(parameter.requires_grad for parameter in module.parameters())
     for name, tensor in module.state_dict().items():
-        assert tensor.data_ptr() == one.weights[name].data_ptr()
+        assert tensor.data_ptr() == saved_checkpoint.weights[name].data_ptr()
 
 
 def test_a_view_is_stored_without_what_it_is_a_view_of(tmp_path: Path) -> None:
     """Tensors are views of a larger one, and one tensor has two names, as in a converted model."""
-    one = checkpoint()
-    fused = torch.cat([one.weights["embedding.weight"], torch.zeros(10_000, 8)])
-    weights = {**one.weights, "embedding.weight": fused[:16], "head.weight": fused[:16]}
+    original = checkpoint()
+    fused = torch.cat([original.weights["embedding.weight"], torch.zeros(10_000, 8)])
+    weights = {**original.weights, "embedding.weight": fused[:16], "head.weight": fused[:16]}
     weights["norm.weight"] = torch.nn.Parameter(fused[:8, 0])  # neither contiguous nor detached
     for form in FORMS:
         save_checkpoint(tmp_path / form, Checkpoint(spec=SPEC, weights=weights))
@@ -67,8 +67,8 @@ def test_random_checkpoint_is_a_function_of_spec_and_seed() -> None:
     before = torch.random.get_rng_state()
     assert_same(random_checkpoint(SPEC, 3), random_checkpoint(SPEC, 3))
     assert torch.equal(torch.random.get_rng_state(), before)
-    other = random_checkpoint(SPEC, 4).weights["embedding.weight"]
-    assert not torch.equal(random_checkpoint(SPEC, 3).weights["embedding.weight"], other)
+    other_seed = random_checkpoint(SPEC, 4).weights["embedding.weight"]
+    assert not torch.equal(random_checkpoint(SPEC, 3).weights["embedding.weight"], other_seed)
     trained_from = Transformer(SPEC)
     trained_from.init_weights(torch.Generator().manual_seed(3))
     assert_same(random_checkpoint(SPEC, 3), Checkpoint(spec=SPEC, weights=trained_from.state_dict()))

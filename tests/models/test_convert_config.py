@@ -192,7 +192,7 @@ def test_families_of_the_page() -> None:
     assert tuple(re.findall(r"^\| `(\w+)` \|", folders, re.MULTILINE)) == ("model_type", *FAMILIES)
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", files, re.MULTILINE)
     assert re.findall(r"\w+", " ".join(rows)) == [*gguf_model.FAMILIES]
-    assert all(re.search(rf"\b{one}\b", files) for one in (*BLOCKS, *BYTE_LEVEL) if one not in ("llama3", "llama-v3"))
+    assert all(re.search(rf"\b{pre}\b", files) for pre in (*BLOCKS, *BYTE_LEVEL) if pre not in ("llama3", "llama-v3"))
 
 
 def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:

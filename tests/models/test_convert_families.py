@@ -133,10 +133,10 @@ def spec_in(fields: dict[str, Any]) -> ModelSpec:
 @each_family
 def test_what_a_config_leaves_out_is_what_transformers_assumes(name: str) -> None:
     """Leaves out each field alone. 32 heads can be grouped by every default number of keys."""
-    made = of(type(CONFIGS[name]()), hidden_size=128, num_attention_heads=32)()
+    config = of(type(CONFIGS[name]()), hidden_size=128, num_attention_heads=32)()
     required = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                 "max_position_embeddings", "model_type"}  # fmt: skip
-    stated = made.to_dict()
+    stated = config.to_dict()
     for left_out in stated.keys() - required:
         fields = {field: value for field, value in stated.items() if field != left_out}
         theirs = transformers.AutoConfig.for_model(**fields).to_dict()

@@ -140,8 +140,8 @@ def test_a_shard_that_runs_code(copy: Callable[[str], Path], tmp_path: Path) -> 
     pickled(source, 3)
     shard = source / "pytorch_model-00002-of-00003.bin"
     torch.save({"model.norm.weight": Runs()}, shard)
-    said = refused(source, tmp_path / "out")
-    assert said.startswith(
+    message = refused(source, tmp_path / "out")
+    assert message.startswith(
         "SOURCE/pytorch_model-00002-of-00003.bin: refused, its pickle asks for posix.system, which is "
     )
     shard.unlink()

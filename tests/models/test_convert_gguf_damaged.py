@@ -274,13 +274,13 @@ def test_any_damage_is_refused_or_read(seed: int, tmp_path: Path) -> None:
     """Does one of these 50 times: flips bytes, makes numbers huge, cuts the file, or moves a piece of it."""
     path, out = tmp_path / "model.gguf", tmp_path / "out"
     as_gguf("Llama", path, kinds=lambda name: Kind.F16, change=says(**VOCABULARY))
-    whole = path.read_bytes()
+    intact = path.read_bytes()
     read_foreign(path)
-    header = whole.index(text("output_norm.weight")) + 60
+    header = intact.index(text("output_norm.weight")) + 60
     random = np.random.default_rng(seed)
     refusals: list[str] = []
     for _ in range(50):
-        data = bytearray(whole)
+        data = bytearray(intact)
         at = int(random.integers(4, header))
         match random.integers(4):
             case 0:
@@ -305,7 +305,7 @@ def test_any_damage_is_refused_or_read(seed: int, tmp_path: Path) -> None:
             file.unlink()
         if out.exists():
             out.rmdir()
-        assert [one.name for one in tmp_path.iterdir()] == ["model.gguf"]
+        assert [left_over.name for left_over in tmp_path.iterdir()] == ["model.gguf"]
     assert len(list(filter(None, refusals))) > 25
 
 

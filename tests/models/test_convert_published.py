@@ -73,8 +73,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name: str) -> None:
-    said, millions = PUBLISHED[name]
-    fields = {**COMMON, "architectures": [FAMILIES[said["model_type"]].architecture], **said}
+    config_fields, millions = PUBLISHED[name]
+    fields = {**COMMON, "architectures": [FAMILIES[config_fields["model_type"]].architecture], **config_fields}
     family = FAMILIES[fields["model_type"]]
     config = Config(fields, family.defaults)
     spec = spec_of(family, config, None)

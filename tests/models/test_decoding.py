@@ -30,18 +30,18 @@ a_few_kinds = pytest.mark.parametrize("name", FEW)
 
 def assert_split(model: Transformer, ids_BS: Tensor, split: int, max_len: int, narrow: int = 0) -> Session:
     """Reads `split` tokens at once and the others one at a time, and compares with the causal model on all of them."""
-    whole = meaning(model, ids_BS)
-    assert whole.margin > 1e-5, "a decision too close for two ways of computing it; use another seed"
+    expected = meaning(model, ids_BS)
+    assert expected.margin > 1e-5, "a decision too close for two ways of computing it; use another seed"
     session = Session(model, max_len, len(ids_BS))
     for block in session.prefill.layers:
         if isinstance(block, RoutedBlock):
             block.narrow = narrow
     found = [session.read(ids_BS[:, :split], torch.full((len(ids_BS),), split))]
     found += [session.write(ids_BS[:, t]) for t in range(split, ids_BS.shape[1])]
-    error = (torch.stack(found, 1) - whole.logits_BSV[:, split - 1 :]).abs().max()
+    error = (torch.stack(found, 1) - expected.logits_BSV[:, split - 1 :]).abs().max()
     assert error < 1e-9
-    assert session.ran == whole.ran
-    assert session.overflow_BN.tolist() == [list(row.values()) for row in whole.overflow]
+    assert session.ran == expected.ran
+    assert session.overflow_BN.tolist() == [list(row.values()) for row in expected.overflow]
     return session
 
 
@@ -57,8 +57,8 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
     for layer in range(model.spec.n_layers):
         used = slots_in_use(caches[0], layer)
         for part in ("keys", "values"):
-            one, other = (session.cache[f"{part}_{layer}"][:, :, :used] for session in (caches[0], caches[-1]))
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+            stepped, prefilled = (session.cache[f"{part}_{layer}"][:, :, :used] for session in (caches[0], caches[-1]))
+            torch.testing.assert_close(stepped, prefilled, rtol=0, atol=1e-9)
 
 
 def test_the_kinds_meet_slots_that_are_full() -> None:
@@ -168,7 +168,7 @@ def test_more_rows_than_slots_in_a_step(slots: int) -> None:
     model = generating_model("threshold")
     # Row 3 equals row 1.
     ids_B = torch.tensor([3, 0, 12, 0, 6, 9])
-    free, narrow = (Step(model.spec, 6, WINDOW, given).sharing(model) for given in (None, {0: slots}))
+    free, narrow = (Step(model.spec, 6, WINDOW, slots_by_layer).sharing(model) for slots_by_layer in (None, {0: slots}))
     position_B, cache = torch.zeros(6, dtype=torch.int64), empty_cache(model.spec, 6, WINDOW)
     everyone, some = free(ids_B, position_B, *cache.values()), narrow(ids_B, position_B, *cache.values())
     with torch.no_grad():
@@ -234,10 +234,10 @@ def test_slots_of_a_step() -> None:
 def assert_greedy(model: Transformer, prompt: list[int], new: int, window: int) -> None:
     """Each token is the model's best after the whole text before it."""
     written = generate_eager(model, prompt, new, window=window)
-    whole = meaning(model, torch.tensor([[*prompt, *written.ids[:-1]]]))
-    torch.testing.assert_close(written.logits_NV, whole.logits_BSV[0, len(prompt) - 1 :], rtol=0, atol=1e-9)
+    expected = meaning(model, torch.tensor([[*prompt, *written.ids[:-1]]]))
+    torch.testing.assert_close(written.logits_NV, expected.logits_BSV[0, len(prompt) - 1 :], rtol=0, atol=1e-9)
     assert written.ids == written.logits_NV.argmax(-1).tolist()
-    assert (len(written.ids), written.ran, written.overflow) == (new, whole.ran[0], whole.overflow[0])
+    assert (len(written.ids), written.ran, written.overflow) == (new, expected.ran[0], expected.overflow[0])
 
 
 @a_few_kinds

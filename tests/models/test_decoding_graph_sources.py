@@ -103,10 +103,10 @@ def test_sources(name: str) -> None:
         assert not source.module.training
         assert all(tensor.is_meta for tensor in source.module.state_dict().values())
         assert {*source.module.state_dict()} == {*lively_checkpoint(spec).module().state_dict()}
-        for example, other in zip(*source.examples, strict=True):
+        for example, again in zip(*source.examples, strict=True):
             assert example.is_meta
-            assert (example.shape, example.dtype) == (other.shape, other.dtype)
+            assert (example.shape, example.dtype) == (again.shape, again.dtype)
         assert len({id(tensor) for example in source.examples for tensor in example}) == 2 * len(source.examples[0])
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in step.examples[0][2:]]
-    assert shapes == [(one.shape, one.dtype) for one in cache_layout(graphs.spec, 3, 12)]
+    assert shapes == [(item.shape, item.dtype) for item in cache_layout(graphs.spec, 3, 12)]
     assert [tuple(tensor.shape) for tensor in prefill.examples[0]] == [(2, 9), (2,)]

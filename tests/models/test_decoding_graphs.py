@@ -25,7 +25,7 @@ TOLERANCE = 2e-5
 
 
 def branches_of(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
-    return [one.g for node in graph.node for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]
+    return [item.g for node in graph.node for item in node.attribute if item.type == onnx.AttributeProto.GRAPH]
 
 
 def step_of(name: str, rows: int, path: Path, *, skip: bool = True) -> tuple[Step, onnx.GraphProto]:
@@ -45,16 +45,16 @@ def random_state(spec: ModelSpec, rows: int, seed: int) -> list[Tensor]:
     """Random tokens, positions, and finite cache."""
     generator = torch.Generator().manual_seed(seed)
     layout = cache_layout(spec, rows, WINDOW)
-    cache = [torch.randn(one.shape, generator=generator) for one in layout if one.layer is not None]
-    cache += [torch.randint(0, 6, one.shape, generator=generator) for one in layout if one.layer is None]
+    cache = [torch.randn(tensor.shape, generator=generator) for tensor in layout if tensor.layer is not None]
+    cache += [torch.randint(0, 6, tensor.shape, generator=generator) for tensor in layout if tensor.layer is None]
     ids_B = torch.randint(0, spec.vocab_size, (rows,), generator=generator)
     return [ids_B, torch.randint(0, WINDOW, (rows,), generator=generator), *cache]
 
 
 def close(found: list[np.ndarray], expected: tuple[Tensor, ...]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.numpy().dtype
-        np.testing.assert_allclose(one, other.numpy(), rtol=0, atol=TOLERANCE)
+    for array, reference in zip(found, expected, strict=True):
+        assert array.dtype == reference.numpy().dtype
+        np.testing.assert_allclose(array, reference.numpy(), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_four_rows_in_onnx_runtime(skip: bool, tmp_path: Path) -> None:
     assert len(branches_of(graph)) == (4 if skip else 0)
     session = ort.InferenceSession(tmp_path / "step.onnx")
     # Without conditions, the selection of rows is a routing site like any other, and returned as well.
-    own = [one.name for one in graph.output if not one.name.startswith("routed_")]
+    output_names = [output.name for output in graph.output if not output.name.startswith("routed_")]
     ran = set()
     for seed in range(8):
-        given = random_state(step.spec, 4, seed)
-        given[1][seed % 4] = -1
-        feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in given], strict=True))
-        expected = step(*given)
-        close(session.run(own, feeds), expected)
+        state = random_state(step.spec, 4, seed)
+        state[1][seed % 4] = -1
+        feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in state], strict=True))
+        expected = step(*state)
+        close(session.run(output_names, feeds), expected)
         ran |= {int(number) for number in expected[-1].sum(0)}
     assert 0 in ran
     assert max(ran) == 2
@@ -86,22 +86,22 @@ def test_a_skipped_block_is_not_run(name: str, tmp_path: Path) -> None:
     n_sites = len(step.sites)
     assert len(conditions) == n_sites
     for condition in conditions:
-        branches = {one.name: one.g for one in condition.attribute}
+        branches = {attribute.name: attribute.g for attribute in condition.attribute}
         products = [node for node in branches["then_branch"].node if node.op_type == "MatMul"]
         assert products
         assert {node.op_type for node in branches["else_branch"].node} <= {"Identity", "Constant", "ConstantOfShape"}
     outside = [node.op_type for node in graph.node].count("MatMul")
     seen = set()
     for seed in range(13):
-        given = random_state(step.spec, 1, seed)
+        state = random_state(step.spec, 1, seed)
         if seed == 12:
-            given[-1][:] = WINDOW  # All slots are in use.
-        feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in given], strict=True))
-        ran_at = step(*given)[-1][0].tolist()
+            state[-1][:] = WINDOW  # All slots are in use.
+        feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in state], strict=True))
+        ran_at = step(*state)[-1][0].tolist()
         expected = outside + sum(
             [node.op_type for node in branch.node].count("MatMul")
             for condition, ran in zip(conditions, ran_at, strict=True)
-            for branch in [one.g for one in condition.attribute if one.name == "then_branch" and ran]
+            for branch in [attribute.g for attribute in condition.attribute if attribute.name == "then_branch" and ran]
         )
         assert products_run(tmp_path / "step.onnx", feeds, tmp_path / f"run{seed}") == expected
         seen.add(tuple(ran_at))
@@ -128,9 +128,9 @@ def test_weights_keep_their_names() -> None:
     assert {*prefill.state_dict()} == {*step.state_dict()} == {*model.state_dict()}
     for name, tensor in model.state_dict().items():
         assert step.state_dict()[name].data_ptr() == tensor.data_ptr() == prefill.state_dict()[name].data_ptr()
-    given = random_state(model.spec, 1, 0)
+    state = random_state(model.spec, 1, 0)
     with torch.no_grad():
-        program = torch.export.export(step, tuple(given))
+        program = torch.export.export(step, tuple(state))
     assert {*program.state_dict} == {*model.state_dict()}
 
 
@@ -150,9 +150,9 @@ def test_a_step_is_one_graph_for_every_token(rows: int) -> None:
     ran = set()
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(8):
-            given = random_state(model.spec, rows, seed)
-            expected = step(*given)
-            close([tensor.numpy() for tensor in compiled(*given)], expected)
+            state = random_state(model.spec, rows, seed)
+            expected = step(*state)
+            close([tensor.numpy() for tensor in compiled(*state)], expected)
             ran |= set(expected[-1][:, 0].tolist())
     torch._dynamo.reset()
     assert len(graphs) == 1

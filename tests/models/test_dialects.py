@@ -91,9 +91,9 @@ def test_what_is_said_about_text(name: str, tmp_path: Path) -> None:
     logits_BSV = theirs(ids_BS)[:, :-8]
     causal = name in CAUSAL
     assert bool((logits_BSV - logits_BSV[:1]).abs().max() < TOLERANCE) == causal
-    said = next(note for note in found.notes if "write text token by token" in note)
-    assert said.startswith("causal; can write" if causal else "looks ahead: routing.selection=topk")
-    assert (for_generation(found.spec, 64).looks_ahead == ()) if causal else "cannot write" in said
+    note_about_text = next(note for note in found.notes if "write text token by token" in note)
+    assert note_about_text.startswith("causal; can write" if causal else "looks ahead: routing.selection=topk")
+    assert (for_generation(found.spec, 64).looks_ahead == ()) if causal else "cannot write" in note_about_text
 
 
 @pytest.mark.parametrize("name", CAUSAL)

@@ -28,7 +28,7 @@ def test_every_dialect_is_on_the_page() -> None:
 @pytest.mark.parametrize(("name", "cells"), rows("dialect | a selected token").items())
 def test_what_it_says_of_text(name: str, cells: list[str]) -> None:
     """test_dialects.py measures `CAUSAL`."""
-    causal = {MODELS[one][0] for one in CAUSAL}
+    causal = {MODELS[model][0] for model in CAUSAL}
     assert cells[2:] == (["yes", "yes"] if name in causal else ["no", "no"])
 
 

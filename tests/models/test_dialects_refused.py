@@ -60,10 +60,10 @@ def test_a_dialect_is_not_guessed(name: str, tmp_path: Path) -> None:
     {"astramind": lambda: Astramind("Llama", 0), "dlo": lambda: Dlo(0), "ohara": lambda: Ohara(0)}[name]().save(
         tmp_path / "source"
     )
-    said = "how they route is in no file. Dialects with such names: "
-    refused(tmp_path / "source", f"{said}{name}. If it is in one of them, say so: mod-export convert")
+    message = "how they route is in no file. Dialects with such names: "
+    refused(tmp_path / "source", f"{message}{name}. If it is in one of them, say so: mod-export convert")
     for read in (MOD_TRANSFORMER.read, MOD_TRANSFORMER.look):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             read(tmp_path / "source")
 
 
@@ -128,8 +128,8 @@ def test_a_capacity_that_has_to_be_given(name: str, tmp_path: Path) -> None:
         "--capacity 1 gives each token a slot and computes what its code computes",
         dialect=name,
     )
-    said = "dlo_capacity was 0.7" if name == "dlo" else "dynamic_active_target was 0.6"
-    refused(tmp_path / "source", said, dialect=name)
+    default = "dlo_capacity was 0.7" if name == "dlo" else "dynamic_active_target was 0.6"
+    refused(tmp_path / "source", default, dialect=name)
     refused(tmp_path / "source", "spec.routing.capacity: expected a share in (0, 1]", dialect=name, capacity=2.0)
 
 

@@ -62,8 +62,8 @@ def test_what_generates_does_not_look_ahead_and_means_the_same_in_every_bucket(s
     found = for_generation(spec, 12)
     assert found.looks_ahead == ()
     assert found.k_of_layer(12) == spec.k_of_layer(12)
-    given = dataclasses.replace(spec, experts=None) if spec.experts else spec
-    assert found.k_by_layer(12) == spec.k_by_layer(12) or given == spec
+    without_experts = dataclasses.replace(spec, experts=None) if spec.experts else spec
+    assert found.k_by_layer(12) == spec.k_by_layer(12) or without_experts == spec
     for seq in (1, 5, 12, 16):
         assert found.k_by_layer(seq) == {site: min(k, seq) for site, k in found.k_by_layer(16).items()}
     # A second call with the same window changes nothing.

@@ -132,16 +132,16 @@ def test_only_what_the_model_has_is_metered() -> None:
     no_predictor = losses(fresh(make_spec(vocab_size=256)), some_rows(), everything)
     assert set(no_predictor.metrics) == {"router_loss", "router_accuracy/0", "router_accuracy/2"}
     # A layer that takes no token at this length decides nothing.
-    one = make_spec(vocab_size=256, predictor_hidden=4, capacity_rule="floor", capacity=(1e-9, 0.5))
-    assert set(losses(fresh(one), some_rows()).metrics) == {"predictor_loss", "predictor_accuracy/2"}
+    small_capacity = make_spec(vocab_size=256, predictor_hidden=4, capacity_rule="floor", capacity=(1e-9, 0.5))
+    assert set(losses(fresh(small_capacity), some_rows()).metrics) == {"predictor_loss", "predictor_accuracy/2"}
 
 
 def test_halves_of_a_batch_average_to_the_batch() -> None:
     """Several processes equal one for this reason."""
     model, rows, weights = fresh(), some_rows(4), TrainConfig(router_loss=1.0)
-    whole, first, second = (losses(model, part, weights) for part in (rows, rows[:2], rows[2:]))
-    assert whole.total.item() == pytest.approx((first.total.item() + second.total.item()) / 2, abs=1e-6)
-    for name, value in whole.metrics.items():
+    together, first, second = (losses(model, part, weights) for part in (rows, rows[:2], rows[2:]))
+    assert together.total.item() == pytest.approx((first.total.item() + second.total.item()) / 2, abs=1e-6)
+    for name, value in together.metrics.items():
         assert value == pytest.approx((first.metrics[name] + second.metrics[name]) / 2, abs=1e-6)
 
 

@@ -170,10 +170,10 @@ def test_unreadable(tmp_path: Path) -> None:
 
 
 def test_truncated_at_every_length(tmp_path: Path) -> None:
-    whole = saved(tmp_path / "whole.pt").read_bytes()
+    intact = saved(tmp_path / "whole.pt").read_bytes()
     path = tmp_path / "model.pt"
-    for length in [*range(0, len(whole), 997), len(whole) - 1]:
-        path.write_bytes(whole[:length])
+    for length in [*range(0, len(intact), 997), len(intact) - 1]:
+        path.write_bytes(intact[:length])
         refuses(path, NOT_ONE)
 
 
@@ -195,8 +195,8 @@ def test_a_pickle_that_wants_to_run_code(tmp_path: Path, form: str) -> None:
     else:
         data = {"spec": _Payload(proof), "weights": {}}
         torch.save(data, path, _use_new_zipfile_serialization=form == "zip")
-    asked = f"refused, its pickle asks for {os.mkdir.__module__}.mkdir, which is more than plain data and tensors"
-    refuses(path, asked if form == "zip" else "or a bare pickle, which could run code" + DECLARE)
+    message = f"refused, its pickle asks for {os.mkdir.__module__}.mkdir, which is more than plain data and tensors"
+    refuses(path, message if form == "zip" else "or a bare pickle, which could run code" + DECLARE)
     assert not proof.exists()
     # Unsafe loading of the same file runs the payload, so the payload is real.
     pickle.loads(path.read_bytes()) if form == "pickle" else torch.load(path, weights_only=False)
@@ -215,12 +215,12 @@ def test_any_damage_is_a_checkpoint_error_or_none(
     path = folder / "model.pt"
     if not (folder / "whole.pt").exists():
         saved(folder / "whole.pt")
-    whole = bytearray((folder / "whole.pt").read_bytes())
+    intact = bytearray((folder / "whole.pt").read_bytes())
     if data.draw(st.booleans()):
-        members = members_of(io.BytesIO(bytes(whole)))
+        members = members_of(io.BytesIO(bytes(intact)))
         zip_of(path, {**members, "whole/data.pkl": bytes(damaged(bytearray(members["whole/data.pkl"]), data))})
     else:
-        path.write_bytes(damaged(whole, data))
+        path.write_bytes(damaged(intact, data))
     with contextlib.suppress(CheckpointError, ForeignArchitectureError):
         load_checkpoint(path)
 
@@ -274,7 +274,7 @@ def test_folder_without(folder: Path, name: str) -> None:
 def test_safetensors(folder: Path) -> None:
     path = folder / "model.safetensors"
     refuses(path, "model.safetensors: weights without a spec; give the folder that holds it beside its config.json")
-    whole = path.read_bytes()
-    for length in [*range(0, len(whole), 997), len(whole) - 1]:
-        path.write_bytes(whole[:length])
+    intact = path.read_bytes()
+    for length in [*range(0, len(intact), 997), len(intact) - 1]:
+        path.write_bytes(intact[:length])
         refuses(folder, "model.safetensors: not readable, it may be truncated (")

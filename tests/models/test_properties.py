@@ -126,24 +126,24 @@ def test_each_site_selects_what_its_rule_says(example: Example) -> None:
     _, decided = example.trace()
     k_by_layer, routing = example.spec.k_by_layer(example.ids_BS.shape[1]), example.spec.routing
     assert list(decided) == [site for site, k in k_by_layer.items() if k > 0]
-    for site, made in decided.items():
+    for site, selection in decided.items():
         k = k_by_layer[site]
-        assert made.index_BK.shape == made.live_BK.shape == (len(example.ids_BS), k)
-        assert (made.index_BK.dtype, made.score_BS.dtype) == (torch.int64, torch.float32)
-        by_rank = made.rule == RANK and isinstance(site, int)
+        assert selection.index_BK.shape == selection.live_BK.shape == (len(example.ids_BS), k)
+        assert (selection.index_BK.dtype, selection.score_BS.dtype) == (torch.int64, torch.float32)
+        by_rank = selection.rule == RANK and isinstance(site, int)
         whole = by_rank and (routing is None or routing.selection != "exit" or site == example.spec.routed_layers[0])
         for b, length in enumerate(example.lengths_B.tolist()):
-            score = made.score_BS[b].tolist()
-            candidates = made.open_BS[b].nonzero().flatten().tolist()
+            score = selection.score_BS[b].tolist()
+            candidates = selection.open_BS[b].nonzero().flatten().tolist()
             assert all(t < length for t in candidates)
             best = sorted(candidates, key=lambda t: (-score[t], t))[:k]
             first = [t for t in candidates if score[t] > 0][:k]
-            expected = {RANK: sorted(best), FIRST_COME: first}[made.rule]
-            assert selected(made, b) == expected
+            expected = {RANK: sorted(best), FIRST_COME: first}[selection.rule]
+            assert selected(selection, b) == expected
             n_live = len(expected)
-            assert made.live_BK[b].tolist() == [i < n_live for i in range(k)]
+            assert selection.live_BK[b].tolist() == [i < n_live for i in range(k)]
             empty = range(length, length + k - n_live) if whole else [-1] * (k - n_live)
-            assert made.index_BK[b, n_live:].tolist() == list(empty)
+            assert selection.index_BK[b, n_live:].tolist() == list(empty)
 
 
 @given(examples(specs(parts=("block", "separate"))))
@@ -191,7 +191,7 @@ def test_the_other_part_runs_on_every_token(parts: str, data: st.DataObject) -> 
     example = data.draw(examples(st.just(make_spec(routing=routing))))
     _, decided = example.trace()
     streams, seq = example.depths(), example.ids_BS.shape[1]
-    for site, made in decided.items():
+    for site, selection in decided.items():
         block = example.model.layers[int(site)]
         tokens = Tokens(
             streams[int(site)], example.real_BS, example.model.rope_cos[:seq], example.model.rope_sin[:seq], None, seq
@@ -199,7 +199,7 @@ def test_the_other_part_runs_on_every_token(parts: str, data: st.DataObject) -> 
         with torch.no_grad():
             delta = block.attended(tokens, Decisions()) if parts == "mlp" else block.transformed(tokens, Decisions())
         for b, length in enumerate(example.lengths_B.tolist()):
-            skipped = [t for t in range(length) if t not in selected(made, b)]
+            skipped = [t for t in range(length) if t not in selected(selection, b)]
             expected = streams[int(site)][b, skipped] + delta[b, skipped]
             assert torch.equal(streams[int(site) + 1][b, skipped], expected)
 
@@ -217,9 +217,9 @@ def test_other_rows_and_padding_change_nothing(example: Example, data: st.DataOb
     (before, decided), (after, again) = example.trace(), example.trace(ids_BS, lengths_B)
     assert torch.equal(before[kept, :length], after[kept, :length])
     assert list(decided) == list(again)
-    for site, made in decided.items():
-        assert torch.equal(made.index_BK[kept], again[site].index_BK[kept])
-        assert torch.equal(made.live_BK[kept], again[site].live_BK[kept])
+    for site, selection in decided.items():
+        assert torch.equal(selection.index_BK[kept], again[site].index_BK[kept])
+        assert torch.equal(selection.live_BK[kept], again[site].live_BK[kept])
 
 
 @given(examples(specs(selections=CAUSAL, choices=("token",))), st.data())
@@ -235,11 +235,11 @@ def test_causal_where_nothing_looks_ahead(example: Example, data: st.DataObject)
     _, cut = example.trace(ids_BS, example.lengths_B.clamp(max=t + 1))
     assert list(decided) == list(again) == list(cut)
     for b, length in enumerate(example.lengths_B.tolist()):
-        known = min(t + 1, length)
-        assert torch.equal(before[b, :known], after[b, :known])
+        unchanged = min(t + 1, length)
+        assert torch.equal(before[b, :unchanged], after[b, :unchanged])
         for site in decided:
-            early = [p for p in selected(decided[site], b) if p < known]
-            assert early == [p for p in selected(again[site], b) if p < known] == selected(cut[site], b)
+            early = [p for p in selected(decided[site], b) if p < unchanged]
+            assert early == [p for p in selected(again[site], b) if p < unchanged] == selected(cut[site], b)
 
 
 NOT_CAUSAL = {
@@ -278,9 +278,9 @@ def test_other_decisions_are_obeyed(example: Example, data: st.DataObject) -> No
         forced[site] = torch.tensor([[*row, *[-1] * (k - len(row))] for row in wanted], dtype=torch.int64)
     logits_BSV, decided = example.trace(forced=forced)
     assert bool(torch.isfinite(logits_BSV[example.real_BS]).all())
-    for site, made in decided.items():
+    for site, selection in decided.items():
         for b in range(batch):
-            assert selected(made, b) == [t for t in forced[site][b].tolist() if t >= 0 and made.open_BS[b, t]]
+            assert selected(selection, b) == [t for t in forced[site][b].tolist() if t >= 0 and selection.open_BS[b, t]]
 
 
 @pytest.mark.parametrize("name", [name for name, spec in VARIANTS.items() if spec.routing or spec.experts])
@@ -296,7 +296,7 @@ def test_silent_routers_choose_the_earlier(name: str) -> None:
         _, decided = observed(
             Checkpoint(spec=spec, weights=silent).module(), torch.randint(16, (2, 8)), torch.tensor([8, 3])
         )
-    for site, made in decided.items():
+    for site, selection in decided.items():
         expert = int(str(site).partition(".expert")[2]) if is_expert(site) else None
         if expert is None and spec.routing.draws:
             continue
@@ -306,8 +306,8 @@ def test_silent_routers_choose_the_earlier(name: str) -> None:
             chooses = spec.experts.choice == "expert" or expert < spec.experts.top_k
         always = 0 if expert is not None else spec.routing.always_first
         for b in range(2):
-            first = made.open_BS[b].nonzero().flatten().tolist()[: made.index_BK.shape[1]]
-            assert selected(made, b) == (first if chooses else [t for t in first if t < always]), site
+            first = selection.open_BS[b].nonzero().flatten().tolist()[: selection.index_BK.shape[1]]
+            assert selected(selection, b) == (first if chooses else [t for t in first if t < always]), site
 
 
 @given(examples(routings(("topk",), ("block",)).map(lambda routing: make_spec(routing=routing))), st.data())
@@ -328,14 +328,14 @@ def test_causal_among_the_selected(example: Example, data: st.DataObject) -> Non
         assert torch.equal(x_BTD, before)
         return y_BTD, sites.selections[layer]
 
-    y_BTD, made = run(x_BTD, {})
+    y_BTD, selection = run(x_BTD, {})
     b = data.draw(st.integers(0, len(x_BTD) - 1))
     t = data.draw(st.integers(0, int(example.lengths_B[b]) - 1))
     other_BTD = x_BTD.clone()
     other_BTD[b, t] += 1.0
-    changed, _ = run(other_BTD, {layer: made.index_BK})
+    changed, _ = run(other_BTD, {layer: selection.index_BK})
     differs = (changed != y_BTD).any(-1)
-    among = selected(made, b)
+    among = selected(selection, b)
     allowed = torch.zeros_like(differs)
     # A gate that depends on all scores changes every selected token.
     weighed = example.spec.routing is not None and example.spec.routing.gate == "softmax_selected"

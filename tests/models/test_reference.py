@@ -133,9 +133,9 @@ def test_every_pair_of_declarations(row: dict[str, Any]) -> None:
 
 def test_no_pair_is_left_out() -> None:
     """Every name is in the table, and every sound pair is in some row."""
-    for one, other in itertools.combinations(CHOICES, 2):
-        expected = [p for p in itertools.product(CHOICES[one], CHOICES[other]) if sound({one: p[0], other: p[1]})]
-        found = [(row[one], row[other]) for row in ROWS]
+    for left, right in itertools.combinations(CHOICES, 2):
+        expected = [p for p in itertools.product(CHOICES[left], CHOICES[right]) if sound({left: p[0], right: p[1]})]
+        found = [(row[left], row[right]) for row in ROWS]
         assert all(pair in found for pair in expected)
     assert {rule for rule, _ in CHOICES["capacity"]} == set(CAPACITY_RULES)
 
@@ -172,10 +172,10 @@ def test_declarations_differ() -> None:
     for changes in of_blocks:
         model = lively_checkpoint(make_spec(**changes)).module().double()
         logits["blocks", *map(str, changes.values())] = model(ids_BS, lengths_B)[0].detach()
-    for one, other in itertools.combinations(logits, 2):
+    for left, right in itertools.combinations(logits, 2):
         # The two forms of GELU differ by 5e-4 at most.
-        least = 10 if {one[-1], other[-1]} == {"gelu", "gelu_tanh"} else 1000
-        assert (logits[one] - logits[other]).abs().max() > least * TOLERANCE, (one, other)
+        least = 10 if {left[-1], right[-1]} == {"gelu", "gelu_tanh"} else 1000
+        assert (logits[left] - logits[right]).abs().max() > least * TOLERANCE, (left, right)
 
 
 @pytest.mark.parametrize("selection", ["threshold", "predictor"])

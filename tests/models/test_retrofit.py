@@ -79,13 +79,13 @@ def test_no_two_tokens_tie_at_the_start(dense: Checkpoint) -> None:
 
 
 def test_new_weights_depend_on_the_seed_and_old_ones_are_shared(dense: Checkpoint) -> None:
-    one, again, other = routed(dense), routed(dense), routed(dense, seed=1)
-    new = {name for name in one.weights if ROUTES.match(name)}
-    assert new == one.weights.keys() - dense.weights.keys() != set()
-    for name, tensor in one.weights.items():
+    first, again, other_seed = routed(dense), routed(dense), routed(dense, seed=1)
+    new = {name for name in first.weights if ROUTES.match(name)}
+    assert new == first.weights.keys() - dense.weights.keys() != set()
+    for name, tensor in first.weights.items():
         assert torch.equal(tensor, again.weights[name])
         assert tensor is dense.weights[name] if name not in new else True
-    changed = {name for name in new if not torch.equal(one.weights[name], other.weights[name])}
+    changed = {name for name in new if not torch.equal(first.weights[name], other_seed.weights[name])}
     assert {name for name in new if name.endswith(("router.projection.weight", "hidden.weight"))} == changed
 
 

@@ -29,10 +29,10 @@ def test_the_k_largest_by_a_stable_ranking(scores: list[float], data: st.DataObj
 def test_the_first_k_that_chose(chosen: list[bool], data: st.DataObject) -> None:
     """Later tokens find no slot; empty slots hold the first other tokens, so all slots of a row differ."""
     k = data.draw(st.integers(1, len(chosen)))
-    index_BK, live_BK = select_chosen(torch.tensor([chosen, [not one for one in chosen]]), k)
-    for b, row in enumerate((chosen, [not one for one in chosen])):
-        wanted = [t for t, one in enumerate(row) if one]
-        others = [t for t, one in enumerate(row) if not one]
+    index_BK, live_BK = select_chosen(torch.tensor([chosen, [not chose for chose in chosen]]), k)
+    for b, row in enumerate((chosen, [not chose for chose in chosen])):
+        wanted = [t for t, chose in enumerate(row) if chose]
+        others = [t for t, chose in enumerate(row) if not chose]
         assert index_BK[b].tolist() == (wanted + others)[:k]
         assert live_BK[b].tolist() == [i < len(wanted) for i in range(k)]
 

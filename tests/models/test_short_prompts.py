@@ -45,7 +45,7 @@ def slots_in_use(output: str, decisions: Decisions, value: Tensor) -> Tensor:
     ]
     if not sites:
         return torch.ones_like(value)
-    live_BK = next(one.live_BK for site, one in decisions.made.items() if str(site) == sites[0])
+    live_BK = next(selection.live_BK for site, selection in decisions.made.items() if str(site) == sites[0])
     return torch.nn.functional.pad(live_BK, (0, value.shape[2] - live_BK.shape[1]))[:, None, :, None]
 
 
@@ -67,17 +67,17 @@ def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.Mon
             lengths_B = torch.tensor([length, max(1, length - 4), max(1, length // 2)][:rows])
             computed.clear()
             found, decisions = read(few, ids_BS[:rows, :length], lengths_B)
-            slots = [(int(one.live_BK.sum(1).max()), one.live_BK.shape[1]) for one in decisions.made.values()]
+            slots = [(int(left.live_BK.sum(1).max()), left.live_BK.shape[1]) for left in decisions.made.values()]
             assert computed == [NARROW if ran <= NARROW < k else k for ran, k in slots]
             widths |= {NARROW if ran <= NARROW < k else "all" for ran, k in slots if k > NARROW}
             expected, others = read(every, ids_BS[:rows, :length], lengths_B)
             assert list(decisions.made) == list(others.made)
-            for (_, one), other in zip(decisions.made.items(), others.made.values(), strict=True):
-                assert torch.equal(one.position_BK, other.position_BK)
-                assert torch.equal(one.live_BK, other.live_BK)
-            for output, one, other in zip(prefill_outputs(few.spec, WINDOW), found, expected, strict=True):
-                used = slots_in_use(output, decisions, one)
-                torch.testing.assert_close(one * used, other * used, rtol=0, atol=1e-9)
+            for (_, left), right in zip(decisions.made.items(), others.made.values(), strict=True):
+                assert torch.equal(left.position_BK, right.position_BK)
+                assert torch.equal(left.live_BK, right.live_BK)
+            for output, left, right in zip(prefill_outputs(few.spec, WINDOW), found, expected, strict=True):
+                used = slots_in_use(output, decisions, left)
+                torch.testing.assert_close(left * used, right * used, rtol=0, atol=1e-9)
     assert widths == {NARROW, "all"}
 
 

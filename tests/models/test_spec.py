@@ -30,9 +30,9 @@ EXIT = {"selection": "exit", "capacity_rule": "ceil"}
 
 
 def test_round_trip() -> None:
-    for one in (make_spec(layers=EveryNth(every=3, offset=0), capacity=0.5), *VARIANTS.values()):
-        assert ModelSpec.from_dict(one.to_dict()) == one
-        assert json.loads(json.dumps(one.to_dict())) == one.to_dict()
+    for spec in (make_spec(layers=EveryNth(every=3, offset=0), capacity=0.5), *VARIANTS.values()):
+        assert ModelSpec.from_dict(spec.to_dict()) == spec
+        assert json.loads(json.dumps(spec.to_dict())) == spec.to_dict()
 
 
 def test_defaults_are_the_papers() -> None:

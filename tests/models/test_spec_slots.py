@@ -57,9 +57,9 @@ def test_capacity_rules_hold_to_their_names(share: float, seq: int) -> None:
     ids=str,
 )
 def test_routed_layers(layers: EveryNth | tuple[int, ...], meant: tuple[int, ...]) -> None:
-    one = make_spec(n_layers=6, layers=layers)
-    assert one.routed_layers == tuple(one.k_by_layer(8)) == meant
-    assert one.dense().routed_layers == ()
+    spec = make_spec(n_layers=6, layers=layers)
+    assert spec.routed_layers == tuple(spec.k_by_layer(8)) == meant
+    assert spec.dense().routed_layers == ()
     assert EveryNth(skip_first=9).of(6) == ()
 
 

@@ -76,7 +76,7 @@ def test_dropped_text_belongs_to_the_token_after_it(words: Tokenizer) -> None:
 
 
 def test_long_documents_go_in_pieces(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tokenize([TEXT.encode()], byte_level)
+    at_once = tokenize([TEXT.encode()], byte_level)
     seen: list[str] = []
     pieces = corpus_module._pieces
     monkeypatch.setattr(corpus_module, "PIECE", 200)
@@ -85,7 +85,7 @@ def test_long_documents_go_in_pieces(byte_level: Tokenizer, monkeypatch: pytest.
     assert len(seen) > 10
     assert all(piece.endswith("\n") for piece in seen)
     assert byte_level.decode(parts.id_N.tolist()) == TEXT
-    assert int(parts.size_N.sum()) == int(whole.size_N.sum()) == len(TEXT.encode())
+    assert int(parts.size_N.sum()) == int(at_once.size_N.sum()) == len(TEXT.encode())
 
 
 def test_vocabulary_has_room_for_every_id(words: Tokenizer, byte_level: Tokenizer) -> None:

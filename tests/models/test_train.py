@@ -135,8 +135,8 @@ def test_other_settings_are_refused(uninterrupted: Path, tmp_path: Path) -> None
         "data": (SPEC, {}, read_corpus(tmp_path / "text.txt")),
     }
     for names, (spec, options, corpus) in changes.items():
-        said = rf"state\.pt: belongs to a run with other settings \({names}\); name another folder with --out$"
-        with pytest.raises(TrainError, match=said):
+        message = rf"state\.pt: belongs to a run with other settings \({names}\); name another folder with --out$"
+        with pytest.raises(TrainError, match=message):
             list(train(spec, dataclasses.replace(CONFIG, **options), tmp_path / "out", corpus=corpus))
     assert_same_end(tmp_path / "out", uninterrupted)
 

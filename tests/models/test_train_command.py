@@ -107,10 +107,10 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert training.main(command) == 0
     assert capsys.readouterr().out == "resumed at step 2\n"
     # Without --route a checkpoint is trained unchanged, whether it is dense or routes.
-    for given, spec in ((folder, dense.spec), (out / "model.pt", trained.spec)):
-        command = ["--init", str(given), "--out", str(tmp_path / given.stem), "--steps", "1", *data, *QUICK]
+    for source, spec in ((folder, dense.spec), (out / "model.pt", trained.spec)):
+        command = ["--init", str(source), "--out", str(tmp_path / source.stem), "--steps", "1", *data, *QUICK]
         assert training.main([*command, "--tokenizer", str(folder / "tokenizer.json")]) == 0
-        assert load_checkpoint(tmp_path / given.stem / "model.pt").spec == spec
+        assert load_checkpoint(tmp_path / source.stem / "model.pt").spec == spec
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         value = "{" if "choices" in field.metadata else "[N]" if "const" in field.metadata else "N"
         assert f"--{field.name.replace('_', '-')} {value}" in text
         assert f"{field.metadata['help']} ({field.default})" in " ".join(text.split())
-    others = "--out DIR, --spec FILE, --threads N, --data PATH, --tokenizer FILE, --parallel {ddp,fsdp}, "
-    others += "--init PATH, --route LAYERS, --capacity C, --parts {block,attention,mlp,separate}"
-    assert all(option in text for option in others.split(", "))
+    options = "--out DIR, --spec FILE, --threads N, --data PATH, --tokenizer FILE, --parallel {ddp,fsdp}, "
+    options += "--init PATH, --route LAYERS, --capacity C, --parts {block,attention,mlp,separate}"
+    assert all(option in text for option in options.split(", "))
 
 
 def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ def test_outputs_are_parts_of_the_whole(spec: ModelSpec) -> None:
     torch.testing.assert_close(from_hidden_BSV, logits_BSV)
     for found in (routed_last, routed_none):
         assert found.keys() == routed.keys()
-        assert all(torch.equal(one.index_BK, routed[site].index_BK) for site, one in found.items())
+        assert all(torch.equal(selection.index_BK, routed[site].index_BK) for site, selection in found.items())
 
 
 @pytest.mark.parametrize("spec", [*VARIANTS.values(), *ONE_OF_EACH.values()], ids=[*VARIANTS, *ONE_OF_EACH])

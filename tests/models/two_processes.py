@@ -53,11 +53,11 @@ def main(spec_file: str, config_file: str, out: str) -> None:
         begin, settings = retrofit(spec, config)
         for workers in (ddp, fsdp):
             list(train(begin.spec, settings, folder / f"retrofit-{workers.parallel}", initial=begin, workers=workers))
-        own = folder / f"text-{ddp.rank}.txt"
-        own.write_text(f"process {ddp.rank} " * 100)
+        own_text = folder / f"text-{ddp.rank}.txt"
+        own_text.write_text(f"process {ddp.rank} " * 100)
         refused = {
             "odd": message(spec, dataclasses.replace(config, batch=3), folder / "odd", ddp),
-            "text": message(spec, config, folder / "text", ddp, corpus=read_corpus(own)),
+            "text": message(spec, config, folder / "text", ddp, corpus=read_corpus(own_text)),
             # As on machines without a shared disk, only the first process finds its state.
             "state": message(spec, config, folder / ("fsdp" if ddp.first else "elsewhere"), ddp),
         }

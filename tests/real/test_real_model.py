@@ -202,9 +202,9 @@ def test_perplexity(original: Original, folders: dict[str, Path], english: str, 
         with torch.no_grad():
             both = original.model(row_1S).logits, module(row_1S, torch.tensor([WINDOW]))[0]
         sums += torch.tensor([float(functional.cross_entropy(one[0, :-1], row_S[1:])) for one in both])
-    theirs, mine = (sums / len(windows_NS)).exp().tolist()
-    tell(f"perplexity of {len(windows_NS)} windows of {WINDOW}: {mine:.6f}, transformers {theirs:.6f}")
-    assert abs(mine / theirs - 1) < 1e-5
+    theirs, converted = (sums / len(windows_NS)).exp().tolist()
+    tell(f"perplexity of {len(windows_NS)} windows of {WINDOW}: {converted:.6f}, transformers {theirs:.6f}")
+    assert abs(converted / theirs - 1) < 1e-5
 
 
 def test_spaces_before_digits_are_read_as_the_model_learned_them(

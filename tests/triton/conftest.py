@@ -74,18 +74,18 @@ def backend_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def serve(folder: Path, backend_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
     """Makes a server, not yet started, of the repository that the command writes with these options."""
 
-    own = folder
+    default_folder = folder
 
-    def make(*options: object, folder: Path = own) -> TritonServer:
+    def make(*options: object, folder: Path = default_folder) -> TritonServer:
         root = tmp_path_factory.mktemp("serving")
         listed = [folder, "-o", root / "repository", "--name", "demo", "--threads", 1, *options]
         found = invoke("triton", *listed)
         assert found.exit_code == 0, found.output
         for path in (root / "repository").glob("*/config.pbtxt"):
             text = path.read_text(encoding="utf-8")
-            other = re.sub('backend: "onnxruntime"\nplatform: .*\n', 'backend: "python"\n', text)
-            if other != text:
-                path.write_text(other, encoding="utf-8")
+            python_config = re.sub('backend: "onnxruntime"\nplatform: .*\n', 'backend: "python"\n', text)
+            if python_config != text:
+                path.write_text(python_config, encoding="utf-8")
                 (path.parent / "1" / "model.py").write_text(STANDS_IN, encoding="utf-8")
         return TritonServer(root / "repository", backend_folder, root / "log")
 

@@ -39,9 +39,9 @@ def backends(folder: Path) -> Path:
 def free_ports(count: int) -> list[int]:
     """Ports on which nothing listens now."""
     opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [one.getsockname()[1] for one in opened]
-    for one in opened:
-        one.close()
+    found = [listener.getsockname()[1] for listener in opened]
+    for listener in opened:
+        listener.close()
     return found
 
 
@@ -76,7 +76,7 @@ class TritonServer:
         }
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(one) for one in self._command], stdout=log, stderr=subprocess.STDOUT, env=environment
+                [str(argument) for argument in self._command], stdout=log, stderr=subprocess.STDOUT, env=environment
             )
         try:
             self._wait_until_ready()

@@ -58,12 +58,12 @@ def test_a_step_is_made_and_then_reused(tmp_path: Path) -> None:
 def test_results_are_plain_data(tmp_path: Path) -> None:
     """JSON has no numbers as keys, and as text "11" comes before "9"."""
     with Workspace(tmp_path / "b") as workspace:
-        made = workspace.step("one", {}, [], lambda paths: {"pair": (1, 2.5), "nan": float("nan")})
+        step = workspace.step("one", {}, [], lambda paths: {"pair": (1, 2.5), "nan": float("nan")})
         workspace.close({"k_by_layer": {9: 1, 11: 2}})
-    assert made.result["pair"] == [1, 2.5]
+    assert step.result["pair"] == [1, 2.5]
     assert read_manifest(tmp_path / "b")["k_by_layer"] == {"9": 1, "11": 2}
     with Workspace(tmp_path / "b") as workspace:
-        assert str(workspace.step("one", {}, [], writing()).result) == str(made.result)
+        assert str(workspace.step("one", {}, [], writing()).result) == str(step.result)
 
 
 def test_hashes_of_outputs(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_steps_may_be_made_at_once(tmp_path: Path) -> None:
 
     with Workspace(tmp_path / "build") as workspace, ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(workspace.step, f"step/{i}", {}, [f"parts/{i}.txt"], make) for i in range(4)]
-        steps = [one.result() for one in waiting]
+        steps = [future.result() for future in waiting]
         workspace.close({"header": 1})
     assert [step.result for step in steps] == [4] * 4
     assert set(read_manifest(tmp_path / "build")["files"]) == {f"parts/{i}.txt" for i in range(4)}

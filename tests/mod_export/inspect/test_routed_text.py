@@ -33,7 +33,7 @@ def test_the_map_is_what_the_model_decides(loaded: Loaded) -> None:
     with torch.no_grad():
         _, decided = observed(model.module(), ids_BS, torch.tensor([21]))
     assert {layer.layer: layer.routed for layer in found.map.layers} == {
-        site: tuple(one.index_BK[0].tolist()) for site, one in decided.items()
+        site: tuple(selection.index_BK[0].tolist()) for site, selection in decided.items()
     }
 
 

@@ -66,17 +66,17 @@ def test_a_real_graph_costs_what_the_formula_of_its_spec_says(spec: ModelSpec) -
     row = cost_row(portable_graph(spec, bucket.batch, bucket.seq), "mod", bucket)
     costs = layer_costs(spec, bucket.batch, bucket.seq)
     by_part = Counter[str]()
-    for one in costs:
-        by_part.update(one.flops)
+    for layer in costs:
+        by_part.update(layer.flops)
     assert row.flops_by_part == dict.fromkeys(PARTS, 0) | by_part
     assert row.flops == by_part.total()
-    assert row.needed_flops == sum(one.needed_flops for one in costs)
-    assert row.kv_bytes == sum(one.kv_bytes for one in costs)
+    assert row.needed_flops == sum(layer.needed_flops for layer in costs)
+    assert row.kv_bytes == sum(layer.kv_bytes for layer in costs)
 
 
 def test_weights_are_counted_as_they_are_stored(built: Path, tiny_spec: ModelSpec) -> None:
     model = ir.load(built / "graphs" / "mod-b1s64.onnx")
-    weights = sum(one.weight_bytes for one in layer_costs(tiny_spec, 1, 64))
+    weights = sum(layer.weight_bytes for layer in layer_costs(tiny_spec, 1, 64))
     buffers = sum(buffer.nbytes for buffer in Transformer(tiny_spec).buffers())
     assert cost_row(model, "mod", Bucket(1, 64)).weight_bytes == weights + buffers
 
@@ -85,7 +85,7 @@ def test_weights_are_counted_as_they_are_stored(built: Path, tiny_spec: ModelSpe
 def test_a_router_whose_score_nobody_reads_is_in_no_graph() -> None:
     spec = tiny_models.make_spec(selection="predictor", predictor_hidden=3, gate="ones", layers=(1,))
     row = cost_row(portable_graph(spec, 2, 13), "mod", Bucket(2, 13))
-    (layer,) = (one for one in layer_costs(spec, 2, 13) if one.routed)
+    (layer,) = (part for part in layer_costs(spec, 2, 13) if part.routed)
     assert row.flops_by_part["routing"] == layer.flops["routing"] - 2 * 2 * 13 * spec.d_model
 
 
@@ -223,9 +223,9 @@ def test_what_has_no_rule_is_named_and_counts_nothing(body: str, name: str) -> N
     assert row.not_counted[name] == 1
     assert row.not_counted.keys() <= {name, "ConcatFromSequence"}  # One node makes a sequence, the other reads it.
     found = work_of_graph(model, "mod b1s4", whole_scores=False)
-    assert {(one.flops, one.bytes) for one in found if not one.counted} == {(0, 0)}
-    assert sum(len(one.nodes) for one in found if not one.counted) == sum(row.not_counted.values())
-    assert sum(one.flops for one in found) == PLAIN
+    assert {(item.flops, item.bytes) for item in found if not item.counted} == {(0, 0)}
+    assert sum(len(item.nodes) for item in found if not item.counted) == sum(row.not_counted.values())
+    assert sum(item.flops for item in found) == PLAIN
     assert flops_of(found) is None
 
 
@@ -341,7 +341,7 @@ def test_attention_of_unknown_size_is_refused_by_name(found: str) -> None:
 
 
 def work(text: str, *, whole_scores: bool = False) -> list[tuple[int, int]]:
-    return [(one.flops, one.bytes) for one in work_of_graph(parsed(text), "test", whole_scores=whole_scores)]
+    return [(item.flops, item.bytes) for item in work_of_graph(parsed(text), "test", whole_scores=whole_scores)]
 
 
 @pytest.mark.parametrize("whole_scores", [False, True])
@@ -351,13 +351,13 @@ def test_all_work_is_counted_once(spec: ModelSpec, whole_scores: bool) -> None:
     found = work_of_graph(model, "test", whole_scores=whole_scores)
     cost = cost_row(model, "mod", BUCKET)
     by_part = Counter[str]()
-    for one in found:
-        by_part[one.part] += one.flops * len(one.nodes)
+    for item in found:
+        by_part[item.part] += item.flops * len(item.nodes)
     hidden = 0 if whole_scores else cost.flops - cost.needed_flops
     expected = {**cost.flops_by_part, "attention": cost.flops_by_part["attention"] - hidden}
     assert {part: by_part[part] for part in expected} == expected
     assert by_part.total() == flops_of(found) == cost.flops - hidden
-    part_of_node = {name: one.part for one in found for name in one.nodes}
+    part_of_node = {name: item.part for item in found for name in item.nodes}
     assert part_of_node == {node.name: part for node, part in parts_of_nodes(model.graph).items()}
 
 

@@ -48,9 +48,9 @@ def decided(model: GeneratingModel, ids_BS: np.ndarray) -> dict[int | str, np.nd
     ran = {}
     with torch.no_grad():
         _, found = observed(model.loaded.module(), torch.from_numpy(ids_BS), torch.full((len(ids_BS),), SEQ))
-    for site, one in found.items():
+    for site, selection in found.items():
         ran[site] = np.zeros(ids_BS.shape, dtype=bool)
-        for row, (index_K, live_K) in enumerate(zip(one.index_BK, one.live_BK, strict=True)):
+        for row, (index_K, live_K) in enumerate(zip(selection.index_BK, selection.live_BK, strict=True)):
             ran[site][row, index_K[live_K].numpy()] = True
     return ran
 

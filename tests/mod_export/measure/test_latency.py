@@ -179,7 +179,7 @@ def test_which_engines_are_compared() -> None:
     assert by_setting([mod, *unlike]) == {mod.setting: {"mod": mod}}
     assert by_setting([dense]) == {}
     # Every other dtype is paired with its float32 counterpart, but not with that of another GPU.
-    narrow = [replace(one, dtype="int8") for one in (mod, dense)]
+    narrow = [replace(engine, dtype="int8") for engine in (mod, dense)]
     assert precision_pairs([mod, dense, *narrow]) == list(zip(narrow, (mod, dense), strict=True))
     assert precision_pairs([mod, dense]) == precision_pairs(narrow) == []
     assert precision_pairs([replace(mod, arch="sm89"), narrow[0]]) == []

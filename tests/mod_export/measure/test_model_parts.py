@@ -151,9 +151,9 @@ def test_kernels_of_inductor(name: str, weights: str, part: str) -> None:
 
 def test_every_kernel_of_a_real_engine_has_its_part(built: Path, config: BuildConfig) -> None:
     folder = open_folder(built, verify=False)
-    engine = next(one for one in folder.engines if one.model == "mod")
+    engine = next(item for item in folder.engines if item.model == "mod")
     profile = OrtCpu().profile(built, engine, config, 1, tokens_sample(256, engine.bucket, 0), 2)
-    part_of_node = {name: one.part for one in folder.work[engine.path] for name in one.nodes}
+    part_of_node = {name: item.part for item in folder.work[engine.path] for name in item.nodes}
     placed = {kernel.name: part_of_kernel(kernel, part_of_node) for kernel in profile.kernels}
     assert len(placed) > 60
     assert "other" not in placed.values()

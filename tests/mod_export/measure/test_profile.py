@@ -81,9 +81,9 @@ def test_the_contributions_add_up_to_the_gap(
 ) -> None:
     gap = gap_of(parts(dense), parts(mod))
     assert gap is not None
-    largest = max(abs(one) for one in gap.contributions.values())
-    whole = sum(gap.contributions.values())
-    assert whole == pytest.approx(gap.measured - gap.predicted, rel=1e-9, abs=1e-9 * (1 + largest))
+    largest = max(abs(contribution) for contribution in gap.contributions.values())
+    total = sum(gap.contributions.values())
+    assert total == pytest.approx(gap.measured - gap.predicted, rel=1e-9, abs=1e-9 * (1 + largest))
 
 
 def test_without_both_profiles_there_is_no_gap() -> None:

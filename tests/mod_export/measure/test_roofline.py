@@ -52,9 +52,9 @@ def test_it_is_measured_once_for_each_condition_and_again_when_asked(cache: Path
     assert first.method.startswith("ONNX Runtime 1.")
     assert list(cache.parent.iterdir()) == [cache]
     with_rate(cache, 123.25)
-    other = cached_roofline({**MACHINE, "cpu": "another"}, "float32", 1)
-    assert other is not None
-    assert 123.25 not in (found(threads=2).gemm_gflops, other.gemm_gflops)
+    elsewhere = cached_roofline({**MACHINE, "cpu": "another"}, "float32", 1)
+    assert elsewhere is not None
+    assert 123.25 not in (found(threads=2).gemm_gflops, elsewhere.gemm_gflops)
     assert found().gemm_gflops == 123.25
     assert len(json.loads(cache.read_text(encoding="utf-8"))) == 3
     again = found(measure_again=True)
@@ -115,7 +115,7 @@ def test_the_slower_of_the_two_decides() -> None:
         dtype="float32", threads=1, gemm_gflops=100.0, bandwidth_gbs=10.0, method="by hand", measured_at="never"
     )
     work = [(50_000_000, 0), (50_000_000, 1_000), (0, 20_000_000), (50_000_000, 20_000_000), (0, 0)]
-    assert [roofline.milliseconds(*one) for one in work] == pytest.approx([0.5, 0.5, 2.0, 2.0, 0.0])
+    assert [roofline.milliseconds(*item) for item in work] == pytest.approx([0.5, 0.5, 2.0, 2.0, 0.0])
 
 
 @pytest.mark.parametrize("library", ["onnxruntime", "torch"])

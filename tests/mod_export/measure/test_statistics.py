@@ -49,15 +49,15 @@ TRIES = 100
 def coverage(memory: float) -> float:
     """How often a 95 % interval contains a ratio of 1.5, if disturbances of each engine are correlated over time."""
     rng = np.random.default_rng(0)
-    held = 0
+    covered = 0
     for seed in range(TRIES):
         dense_RT, mod_RT = (
             scale * np.exp(0.1 * autoregressive(rng, 80, memory)[:, None] + rng.normal(0, 0.02, (80, 2)))
             for scale in (1.5, 1.0)
         )
         low, high = ratio_interval(dense_RT, mod_RT, confidence=0.95, resamples=200, seed=seed)
-        held += low <= 1.5 <= high
-    return held / TRIES
+        covered += low <= 1.5 <= high
+    return covered / TRIES
 
 
 def test_the_interval_covers_a_known_ratio_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +142,9 @@ def test_a_quantile_needs_samples_beyond_it(share: float, least: int) -> None:
 def test_quantile_intervals_cover(share: float, normal: float, memory: float) -> None:
     rng = np.random.default_rng(1)
     found = [quantile_interval(autoregressive(rng, 320, memory), share) for _ in range(100)]
-    held = [low <= normal <= high for low, high in filter(None, found)]
-    assert len(held) > 93
-    assert sum(held) / len(held) >= 0.9
+    covered = [low <= normal <= high for low, high in filter(None, found)]
+    assert len(covered) > 93
+    assert sum(covered) / len(covered) >= 0.9
 
 
 def test_outliers_lie_beyond_the_fences() -> None:

@@ -79,8 +79,8 @@ def test_every_file_is_listed(written: Path) -> None:
 
 
 def test_all_graphs_share_one_file_of_weights(written: Path) -> None:
-    held = {path.name for path in (written / "graphs").iterdir() if path.suffix == ".data"}
-    assert held == {"weights-float32.data"}
+    weight_files = {path.name for path in (written / "graphs").iterdir() if path.suffix == ".data"}
+    assert weight_files == {"weights-float32.data"}
     small = [path.stat().st_size for path in written.rglob("*.onnx")]
     assert max(small) < 200_000
 
@@ -198,7 +198,7 @@ def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_
         eager = model.of_kind(kind).generating(WINDOW)
         with load_generator(tmp_path / "out", model=kind) as generator:
             found = generator.generate(prompts, WINDOW - 4)
-        assert [one.ids for one in found] == [eager.write(prompt, WINDOW - 4) for prompt in prompts]
+        assert [completion.ids for completion in found] == [eager.write(prompt, WINDOW - 4) for prompt in prompts]
 
 
 SHIPPED_TOML = f"""
@@ -237,7 +237,7 @@ def check_texts(generator: Generator, shipped: Model) -> None:
     prompt_NS = prompts_of(shipped.loaded, 256, 6, 32, 0)
     found = generator.generate(prompt_NS.tolist(), 200)
     expected = [eager.write(prompt, 200) for prompt in prompt_NS.tolist()]
-    assert [one.ids for one in found] == expected
+    assert [completion.ids for completion in found] == expected
     assert len({tuple(ids) for ids in expected}) > 3
 
 
@@ -253,9 +253,9 @@ def check_steps(generator: Generator, shipped: Model) -> None:
             kept = decoder.read_on(reads.read(ids_S[:1].tolist()), ids_S[1 : position + 1].tolist())
             np.testing.assert_allclose(kept.logits_V, logits_SV[position], rtol=0, atol=1e-4)
             if position < 128:
-                whole = reads.read(ids_S[: position + 1].tolist())
-                np.testing.assert_allclose(kept.logits_V, whole.logits_V, rtol=0, atol=1e-4)
-                np.testing.assert_array_equal(kept.count_N, whole.count_N)
+                prompt_rows = reads.read(ids_S[: position + 1].tolist())
+                np.testing.assert_allclose(kept.logits_V, prompt_rows.logits_V, rtol=0, atol=1e-4)
+                np.testing.assert_array_equal(kept.count_N, prompt_rows.count_N)
 
 
 def check_what_is_skipped(report: BuildReport) -> None:
@@ -288,7 +288,7 @@ def test_fair_slots_are_judged_in_turns_and_counted(
         together = generator.generate(prompts, 30)
         alone = [generator.generate([prompt], 30)[0] for prompt in prompts]
     # At most two of four rows run in a layer, so some tokens skip a layer that would run if they were alone.
-    assert sum(sum(one.overflow.values()) for one in together) > sum(sum(one.overflow.values()) for one in alone)
+    assert sum(sum(text.overflow.values()) for text in together) > sum(sum(text.overflow.values()) for text in alone)
 
 
 TARGETS = ("ort-cpu", "tensorrt-rtx")
@@ -314,8 +314,8 @@ def test_plans_are_built_and_their_graphs_judged(
     assert report.verdict.status == "pass"
     check_files(root)
     engines = open_folder(root).engines
-    plans = [one for one in engines if one.target == "tensorrt-rtx" and one.role != "forward"]
-    assert {(one.model, one.role, one.arch, one.dtype) for one in plans} == {
+    plans = [engine for engine in engines if engine.target == "tensorrt-rtx" and engine.role != "forward"]
+    assert {(engine.model, engine.role, engine.arch, engine.dtype) for engine in plans} == {
         (kind, role, "sm89", "float16") for kind in ("mod", "dense") for role in ("prefill", "decode")
     }
     assert report.generation is not None

@@ -68,20 +68,20 @@ def test_a_targets_graph_is_rewritten_like_the_builds_own(context: Build, dtype:
     write_weights(context.root / "graphs/weights-float16.data", load_file(context.root / WEIGHTS), "float16")
     graph = replace(graph_at(context, DENSE.replace("dense", "mod")), target="tensorrt", dtype=dtype)
     model = ir.from_proto(onnx.load_from_string(fresh_graph(context, graph)))
-    held = {
+    locations = {
         name: str(value.const_value.location)
         for name, value in model.graph.initializers.items()
         if isinstance(value.const_value, ir.ExternalTensor)
     }
-    assert held["layers.1.mlp.up_proj.weight"] == f"weights-{dtype}.data"
-    assert held["layers.1.router.projection.weight"] == "weights-float32.data"
+    assert locations["layers.1.mlp.up_proj.weight"] == f"weights-{dtype}.data"
+    assert locations["layers.1.router.projection.weight"] == "weights-float32.data"
 
 
 def test_a_weights_file_that_is_not_there_or_holds_too_little(context: Build) -> None:
     graph = graph_at(context, DENSE)
     tensors = load_file(context.root / WEIGHTS)
     context.source(graph)  # The model is loaded first, because it reads the same file.
-    save_file({name: one for name, one in tensors.items() if name != "norm.weight"}, context.root / WEIGHTS)
+    save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, context.root / WEIGHTS)
     with pytest.raises(GraphError, match=rf"dense-b1s64\.onnx: no value for norm\.weight in {WEIGHTS}"):
         fresh_graph(context, graph)
     (context.root / WEIGHTS).unlink()

@@ -63,11 +63,11 @@ def test_it_is_served_on_request(dtype: QuantizedDType, root: Path, report: Buil
 @contextlib.contextmanager
 def opened(root: Path, dtype: QuantizedDType, rows: int) -> Iterator[tuple[Prompts, Decoder]]:
     manifest = open_folder(root, verify=False)
-    engines = [one for one in manifest.engines if one.dtype == dtype and one.model == "mod"]
+    engines = [item for item in manifest.engines if item.dtype == dtype and item.model == "mod"]
     found = DecodingEngines(
         engines, lambda engine: ENGINES["ort-cpu"].load(root, engine, manifest.config, 1), manifest.config
     )
-    (decode,) = (one for one in engines if one.role == "decode" and one.bucket == Bucket(rows, WINDOW))
+    (decode,) = (item for item in engines if item.role == "decode" and item.bucket == Bucket(rows, WINDOW))
     with found.prompts("mod", "ort-cpu", dtype) as prompts, found.decoder(decode) as decoder:
         yield prompts, decoder
 

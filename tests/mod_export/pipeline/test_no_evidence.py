@@ -72,10 +72,10 @@ def test_its_engines_are_served_with_a_warning(root: Path) -> None:
         assert np.isfinite(deployment.run(np.zeros((2, 16), np.int64))).all()
     with warnings.catch_warnings():
         warnings.simplefilter("default", UnverifiedWarning)  # As for users; tests raise warnings.
-        said = invoke("generate", root, "--prompt", "ab", "--selection", "topk-prefill")
-    assert said.exit_code == 0
-    assert said.stderr.startswith(f"warning: {root}: nothing of it was verified: it was built with --no-evidence. ")
-    assert said.stderr.count("warning") == 1
+        result = invoke("generate", root, "--prompt", "ab", "--selection", "topk-prefill")
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"warning: {root}: nothing of it was verified: it was built with --no-evidence. ")
+    assert result.stderr.count("warning") == 1
 
 
 def report_of(root: Path) -> BuildReport:

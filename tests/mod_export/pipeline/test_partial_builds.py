@@ -77,7 +77,7 @@ def built(model: nn.Module, dense: nn.Module, out: Path, toml: str, *targets: st
 
 
 def about(report: BuildReport) -> list[tuple[str | None, ...]]:
-    return [(one.stage, one.target, one.dtype, one.model, one.bucket) for one in report.failed]
+    return [(failure.stage, failure.target, failure.dtype, failure.model, failure.bucket) for failure in report.failed]
 
 
 @pytest.fixture(scope="module")
@@ -268,9 +268,9 @@ def test_a_bucket_that_cannot_be_captured_leaves_the_others(small_folder: Path, 
     path = raw_checkpoint(tmp_path / "m.pt", load_checkpoint(small_folder / "small.pt"), architecture="short")
     toml = toml_file(tmp_path, f'{QUICK}[generation]\nbuild = "never"\n')
     out = tmp_path / "out"
-    given = ["build", path, "-c", toml, "--target", "ort-cpu", "-o", out, "-q", "--buckets"]
+    arguments = ["build", path, "-c", toml, "--target", "ort-cpu", "-o", out, "-q", "--buckets"]
     code = f"sys.path.insert(0, {str(tmp_path)!r})"
-    (some, none) = commands([[*given, "1x16,1x32"], [*given, "1x32"]], code)
+    (some, none) = commands([[*arguments, "1x16,1x32"], [*arguments, "1x32"]], code)
     assert some[0] == 4, some
     report = report_from_json((out / "report.json").read_text(encoding="utf-8"))
     assert set(about(report)) == {("capture", None, None, "mod", "b1s32")}
@@ -303,8 +303,8 @@ def test_engines_that_write_text_are_built_together_or_not_at_all(writing_folder
     roles = {(row.stage, row.role) for row in report.failed}
     assert roles == {("passes", "prefill"), ("engines", "decode")}
     assert all("build this bucket for other targets" in row.reason for row in report.failed if row.role == "prefill")
-    whole = "no prefill engine of ort-cpu float32 could be built, and text is written by both together"
-    assert {row.reason for row in report.failed if row.role == "decode"} == {whole}
+    reason = "no prefill engine of ort-cpu float32 could be built, and text is written by both together"
+    assert {row.reason for row in report.failed if row.role == "decode"} == {reason}
     assert {row.role for row in report.artifacts if row.kind == "engine"} == {"forward"}
     assert all(row.passed for row in report.parity)
     check_files(tmp_path / "out")
@@ -356,8 +356,8 @@ def make():
 
 
 def row_of(**fields: Any) -> FailedRow:
-    made = dict.fromkeys(("target", "dtype", "model", "role", "bucket"))
-    return FailedRow(**{"stage": "engines", "reason": "it\n is so", **made, **fields})
+    defaults = dict.fromkeys(("target", "dtype", "model", "role", "bucket"))
+    return FailedRow(**{"stage": "engines", "reason": "it\n is so", **defaults, **fields})
 
 
 def test_a_failure_covers_what_its_fields_leave_open() -> None:

@@ -63,8 +63,8 @@ def test_what_is_returned_where_nothing_is_said(config: BuildConfig, tiny_spec: 
         plan = make_plan(model, None, sized, tmp_path)
         assert plan.config.outputs == expected
         assert {graph.outputs for graph in plan.graphs if graph.role == "forward"} == {expected}
-        for said in ("logits", "none"):
-            assert make_plan(model, None, updated(sized, outputs=said), tmp_path).config.outputs == said
+        for outputs in ("logits", "none"):
+            assert make_plan(model, None, updated(sized, outputs=outputs), tmp_path).config.outputs == outputs
 
 
 def generating(config: BuildConfig, **fields: Any) -> BuildConfig:
@@ -77,23 +77,23 @@ def buckets_of(plan: Plan, role: str) -> list[Bucket]:
 
 def test_what_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
     model = model_of(replace(tiny_spec, routing=WRITES))
-    whole = make_plan(model, None, config, tmp_path)
-    plan = whole.generation
+    complete = make_plan(model, None, config, tmp_path)
+    plan = complete.generation
     assert isinstance(plan, GenerationPlan)
     assert plan.window == 256
-    assert buckets_of(whole, "prefill") == [Bucket(1, 128), Bucket(1, 256)]
-    assert buckets_of(whole, "decode") == [Bucket(1, 256), Bucket(8, 256)]
-    assert {builder.name for builder, _, graph in whole.engines() if graph.role != "forward"} == {"ort-cpu"}
-    assert {kind: one.window for kind, one in plan.models.items()} == {"mod": 256, "dense": 256}
+    assert buckets_of(complete, "prefill") == [Bucket(1, 128), Bucket(1, 256)]
+    assert buckets_of(complete, "decode") == [Bucket(1, 256), Bucket(8, 256)]
+    assert {builder.name for builder, _, graph in complete.engines() if graph.role != "forward"} == {"ort-cpu"}
+    assert {kind: model_of_kind.window for kind, model_of_kind in plan.models.items()} == {"mod": 256, "dense": 256}
     assert plan.models["mod"].capacity == {1: 32, 3: 32}
     assert plan.models["dense"].capacity == {}
 
     chosen = generating(config, window=100, slack=3, prompts=[60, 20, 60], caches=[100, 50], batches=[4, 2])
-    whole = make_plan(model, None, chosen, tmp_path)
-    plan = whole.generation
+    complete = make_plan(model, None, chosen, tmp_path)
+    plan = complete.generation
     assert isinstance(plan, GenerationPlan)
-    assert buckets_of(whole, "prefill") == [Bucket(1, 20), Bucket(1, 60)]
-    assert buckets_of(whole, "decode") == [Bucket(2, 50), Bucket(2, 100), Bucket(4, 50), Bucket(4, 100)]
+    assert buckets_of(complete, "prefill") == [Bucket(1, 20), Bucket(1, 60)]
+    assert buckets_of(complete, "decode") == [Bucket(2, 50), Bucket(2, 100), Bucket(4, 50), Bucket(4, 100)]
     assert set(plan.models["mod"].capacity.values()) == {12 + 3}
 
 
@@ -125,11 +125,11 @@ def test_without_a_baseline_it_writes_alone(config: BuildConfig, tiny_spec: Mode
 @pytest.mark.skipif(not ENGINES["tensorrt-rtx"].availability().builds, reason="needs TensorRT-RTX")
 def test_targets_that_do_not_write(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
     model = model_of(replace(tiny_spec, routing=WRITES))
-    other = updated(config, targets=["tensorrt-rtx"])
+    updated_config = updated(config, targets=["tensorrt-rtx"])
     reason = "it was built for tensorrt-rtx, and generation.targets are ort-cpu, openvino"
-    assert make_plan(model, None, other, tmp_path).generation == reason
+    assert make_plan(model, None, updated_config, tmp_path).generation == reason
     with pytest.raises(ConfigError, match=f"generation.build: always, but this model .*: {reason}"):
-        make_plan(model, None, generating(other, build="always"), tmp_path)
+        make_plan(model, None, generating(updated_config, build="always"), tmp_path)
 
 
 LONGER = "is longer than the window of 40; shorten it, or give a longer window"
@@ -161,12 +161,12 @@ def test_generation_that_cannot_be_built(
     problems: list[str],
 ) -> None:
     """All problems are reported at once, these and others."""
-    other = updated(generating(config, **fields), buckets=[[1, 64], [10**9, 64]])
+    invalid = updated(generating(config, **fields), buckets=[[1, 64], [10**9, 64]])
     with pytest.raises(ConfigError) as caught:
-        make_plan(model_of(replace(tiny_spec, routing=routing)), None, other, tmp_path)
+        make_plan(model_of(replace(tiny_spec, routing=routing)), None, invalid, tmp_path)
     expected = ["buckets: 1000000000 x 64 has ", *problems]
     found = caught.value.problems
-    assert [one[: len(start)] for one, start in zip(found, expected, strict=True)] == expected
+    assert [problem[: len(start)] for problem, start in zip(found, expected, strict=True)] == expected
 
 
 def test_a_baseline_has_weights_of_its_own_and_writes_with_them(
@@ -220,9 +220,9 @@ def test_what_a_target_cannot_take(model: Model, config: BuildConfig, tmp_path: 
         pytest.skip(found.reason)
     options = config.model_dump(by_alias=True)["target"]
     options["tensorrt-rtx"]["architectures"] = ["sm10"]
-    asked = updated(config, targets=["tensorrt-rtx"], target=options)
+    invalid = updated(config, targets=["tensorrt-rtx"], target=options)
     with pytest.raises(ConfigError) as caught:
-        make_plan(model, None, asked, tmp_path)
+        make_plan(model, None, invalid, tmp_path)
     # There is one line for all buckets.
     (line,) = str(caught.value).splitlines()
     assert "target.tensorrt-rtx.architectures: TensorRT-RTX has no plans for sm10; it builds for " in line

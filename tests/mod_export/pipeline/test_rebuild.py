@@ -167,19 +167,19 @@ def test_a_changed_field_redoes_what_depends_on_it_and_nothing_else(
     field: str, others: dict[str, Any], built_copy: Path, checkpoint: Path, config: BuildConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    other = changed(config, {field: others[field]})
-    done, report = redone(built_copy, checkpoint, other, monkeypatch)
+    changed_config = changed(config, {field: others[field]})
+    done, report = redone(built_copy, checkpoint, changed_config, monkeypatch)
     assert done == REDONE[field]
     # "auto" means this for the model.
-    assert changed(other, {"outputs": "logits"}).model_dump(mode="json", by_alias=True) == report.config
+    assert changed(changed_config, {"outputs": "logits"}).model_dump(mode="json", by_alias=True) == report.config
 
 
 def test_other_fields_redo_nothing(
     others: dict[str, Any], built_copy: Path, checkpoint: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All other fields change at once."""
-    other = changed(config, {field: value for field, value in others.items() if field not in REDONE})
-    assert redone(built_copy, checkpoint, other, monkeypatch)[0] == set()
+    changed_config = changed(config, {field: value for field, value in others.items() if field not in REDONE})
+    assert redone(built_copy, checkpoint, changed_config, monkeypatch)[0] == set()
 
 
 def test_another_version_of_the_runtime(
@@ -291,8 +291,8 @@ def test_an_added_target_and_architecture(small_copy: Path, small_checkpoint: Pa
     assert {name for name in done - rewrites if not name.startswith(found_out)} == {
         f"{engine}-sm89" for engine in engines
     }
-    ran = {target.target: target.ran for target in report.targets}
-    assert ran["tensorrt-rtx"] is found.runs
+    ran_by_target = {target.target: target.ran for target in report.targets}
+    assert ran_by_target["tensorrt-rtx"] is found.runs
     done, _ = rebuild(small_copy, small_checkpoint, added)
     assert {name for name in done if name.startswith("engine/")} == {f"{engine}-sm120" for engine in engines}
     assert not any(name.startswith(("rewrite/", "capture/", "graph/")) for name in done)
@@ -322,12 +322,12 @@ def test_damaged_files_are_made_again(
     damages: tuple[Callable[[Path], None], ...], small_copy: Path, small_checkpoint: Path, small_config: BuildConfig
 ) -> None:
     names = ("engines/ort-cpu/mod-b1s16-float32.onnx", "graphs/weights-float32.data")
-    whole, before = [(small_copy / name).read_bytes() for name in names], made(small_copy)
+    contents, before = [(small_copy / name).read_bytes() for name in names], made(small_copy)
     for damage, name in zip((*damages, damages[0]), (*names, "report.html"), strict=True):
         damage(small_copy / name)
     build(Request.checkpoint(small_checkpoint).models, small_config, small_copy, Silent(), "mod-export build")
     assert made(small_copy) == before
-    assert [(small_copy / name).read_bytes() for name in names] == whole
+    assert [(small_copy / name).read_bytes() for name in names] == contents
     check_files(small_copy)
 
 

@@ -94,10 +94,10 @@ def test_a_moved_folder_passes_without_its_checkpoint(moved: Path) -> None:
     assert [(row.target, row.bucket, row.model) for row in found.rows(CausalityRow)] == cells
     assert [row.causal for row in found.rows(CausalityRow)] == [False, True]
     # The results equal those of the build.
-    told = json.loads((moved / "report.json").read_text())
-    for row, then in zip(found.rows(ParityRow), told["parity"], strict=True):
-        assert row.routing.agreed == then["routing"]["agreed"]
-        assert row.error.max_abs == pytest.approx(then["error"]["max_abs"])
+    report = json.loads((moved / "report.json").read_text())
+    for row, reported in zip(found.rows(ParityRow), report["parity"], strict=True):
+        assert row.routing.agreed == reported["routing"]["agreed"]
+        assert row.error.max_abs == pytest.approx(reported["error"]["max_abs"])
 
 
 def test_a_configuration_of_ones_own(with_baseline: Path, moved: Path) -> None:
@@ -114,12 +114,12 @@ def test_a_configuration_of_ones_own(with_baseline: Path, moved: Path) -> None:
 def test_the_command_prints_what_was_found_and_changes_nothing(
     with_baseline: Path, moved: Path, built_from: Path
 ) -> None:
-    said = invoke("validate", moved, "--model", built_from, "--target", "ort-cpu")
-    assert (said.exit_code, said.stderr) == (0, ""), said.output
-    assert said.stdout.splitlines()[-1] == "PASS"
-    assert "weights are the checkpoint's, bit for bit" in said.stdout
-    assert "mod: must not be used for autoregressive sampling: " in said.stdout
-    assert "portable" not in said.stdout
+    result = invoke("validate", moved, "--model", built_from, "--target", "ort-cpu")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert result.stdout.splitlines()[-1] == "PASS"
+    assert "weights are the checkpoint's, bit for bit" in result.stdout
+    assert "mod: must not be used for autoregressive sampling: " in result.stdout
+    assert "portable" not in result.stdout
     assert contents(moved) == contents(with_baseline / "build")
 
 
@@ -199,7 +199,7 @@ def with_package(root: Path) -> Callable[[dict[str, Any]], None]:
     (root / path).write_bytes(b"other")
 
     def change(manifest: dict[str, Any]) -> None:
-        (engine,) = [one for one in manifest["engines"] if one["path"] == ENGINE]
+        (engine,) = [item for item in manifest["engines"] if item["path"] == ENGINE]
         manifest["engines"].append({**engine, "target": "inductor", "path": path})
         manifest["files"][path] = entry
 
@@ -242,7 +242,7 @@ def test_engines_and_graphs_that_nothing_was_run_of_are_said(moved: Path) -> Non
 
     def add(manifest: dict[str, Any]) -> None:
         manifest["files"][half] = file_entry(moved / half)
-        graph = next(one for one in manifest["graphs"] if one["path"] == "graphs/mod-b2s16.onnx")
+        graph = next(entry for entry in manifest["graphs"] if entry["path"] == "graphs/mod-b2s16.onnx")
         manifest["graphs"].append({**graph, "path": half, "dtype": "bfloat16", "target": "tensorrt-rtx"})
 
     rewrite_manifest(moved, add)

@@ -37,13 +37,13 @@ def test_without_a_baseline_nothing_dense_is_shown(alone_report: BuildReport) ->
     for absent in ("Dense baseline:", "against dense", "dense predicted", "contribution", "compared with its dense"):
         assert absent not in text
     assert "bar dense" not in html
-    told = words(render_html(changed(alone_report, latency=alone_report.latency[:1])))
-    assert f"Latency{alone_report.latency[0].p50_ms:.0f} msmedian Routing" in told
+    page_text = words(render_html(changed(alone_report, latency=alone_report.latency[:1])))
+    assert f"Latency{alone_report.latency[0].p50_ms:.0f} msmedian Routing" in page_text
 
 
 def test_of_a_model_that_reads_no_tokens_nobody_asks_for_text(report: BuildReport) -> None:
-    (one,) = report.routing_maps
-    numbered = changed(one, tokens=tuple(map(str, range(len(one.tokens)))))
+    (routing_map,) = report.routing_maps
+    numbered = changed(routing_map, tokens=tuple(map(str, range(len(routing_map.tokens)))))
     causality = tuple(changed(row, suffixes=0, causal=True, statement="not probed: ...") for row in report.causality)
     model = changed(report.model, reads_tokens=False)
     images = changed(report, model=model, causality=causality, generation=None, routing_maps=(numbered,))
@@ -109,8 +109,8 @@ def test_the_verdict_comes_first_and_reasons_are_complete(report: BuildReport, f
     assert "Fail, for 2 reasons" in failed
     for reason in failed_report.verdict.reasons:
         assert failed.index(reason) < failed.index("What to deploy")
-    one = changed(failed_report.verdict, reasons=failed_report.verdict.reasons[:1])
-    assert "Fail, for 1 reason<" in render_html(changed(failed_report, verdict=one))
+    verdict = changed(failed_report.verdict, reasons=failed_report.verdict.reasons[:1])
+    assert "Fail, for 1 reason<" in render_html(changed(failed_report, verdict=verdict))
 
 
 def test_the_page_needs_nothing_from_outside(report: BuildReport) -> None:
@@ -146,7 +146,7 @@ def test_charts_and_tables_can_be_heard(report: BuildReport) -> None:
     charts = [attributes for _, attributes, above in page.elements if attributes.get("role") == "img"]
     judged = [row for row in report.parity if row.role == "forward"]
     layers = sum(len(row.routing.layers) for row in judged)
-    lanes = sum(len(one.layers) for one in report.routing_maps)
+    lanes = sum(len(routing_map.layers) for routing_map in report.routing_maps)
     bars = 2 * len({(row.target, row.bucket, row.model) for row in report.parts})
     parity = len(judged) + layers + lanes
     assert report.generation is not None
@@ -180,7 +180,7 @@ def assert_inside(page: Page) -> None:
     for tag, attributes, _ in page.elements:
         if tag in DRAWN:
             found = [str(attributes[name]) for name in ("x1", "x2", "cx", "x", "width") if name in attributes]
-            shares = [float(one.removesuffix("%")) for one in found if one.endswith("%")]
+            shares = [float(mark.removesuffix("%")) for mark in found if mark.endswith("%")]
             assert all(0 <= share <= 100 for share in shares), attributes
 
 
@@ -231,7 +231,7 @@ def test_what_failed_says_where_and_is_opened(failed_report: BuildReport) -> Non
     row = changed(failed_report.structure[0], passed=False, reasons=("weight blocks.3.w differs",))
     html = render_html(changed(failed_report, structure=(row, *failed_report.structure[1:])))
     text = words(html)
-    for told in (
+    for expected in (
         "3 of 4 files hold",
         "weight blocks.3.w differs",
         "It first differs from PyTorch at layers.5.router, operator node_linear_31, on input text: its output is off "
@@ -241,7 +241,7 @@ def test_what_failed_says_where_and_is_opened(failed_report: BuildReport) -> Non
         "1.040x [1.020, 1.060] not 1",
         *(f"{row.target} {row.bucket} {row.dtype}: {row.reason}" for row in failed_report.speedup if row.reason),
     ):
-        assert told in text, told
+        assert expected in text, expected
     assert re.search(r"<details open>\s*<summary>What was checked in each file", html)
     # A failing layer is open; the others are closed.
     layers = html[html.index('<h2 id="layers">') : html.index('<h2 id="causality">')]
@@ -284,16 +284,16 @@ def test_what_could_not_be_counted_or_built_is_said(report: BuildReport) -> None
         stage="engines", target=first.target, dtype=first.dtype, model="dense", role="forward", bucket=first.bucket,
         reason="<no room>",
     )  # fmt: skip
-    told = render_html(
+    html = render_html(
         changed(
             report,
             failed=(row,),
             speedup=report.speedup[1:],
-            cost=tuple(changed(one, not_counted={"Loop": 1}) for one in report.cost[:1]),
-            parts=tuple(changed(one, not_counted=2) for one in report.parts),
+            cost=tuple(changed(item, not_counted={"Loop": 1}) for item in report.cost[:1]),
+            parts=tuple(changed(item, not_counted=2) for item in report.parts),
         )
     )
-    text = words(told)
+    text = words(html)
     cost = report.cost[0]
     assert f"Not counted: Loop (1) in {cost.model} {cost.bucket}. What a graph computes there is in no number" in text
     assert re.search(r"Predictions leave out \d+ nodes whose work is not known\.", text)
@@ -301,28 +301,28 @@ def test_what_could_not_be_counted_or_built_is_said(report: BuildReport) -> None
     assert "where the roofline predicts" not in text
     assert f"Not compared: {first.setting}: the dense engine could not be built: <no room>" in text
     assert f"{row.what} engines <no room>" in text
-    assert_even(told)
+    assert_even(html)
 
 
 def test_a_speed_up_without_a_prediction_is_drawn_without_it(report: BuildReport) -> None:
-    speedup = tuple(changed(one, predicted_flops=None, efficiency=None) for one in report.speedup)
-    told = render_html(changed(report, speedup=speedup))
+    speedup = tuple(changed(speedup_row, predicted_flops=None, efficiency=None) for speedup_row in report.speedup)
+    html = render_html(changed(report, speedup=speedup))
     assert "predicted by FLOPs" in render_html(report)
-    assert "predicted by FLOPs" not in told
-    assert "predicted by the roofline" in told
-    assert_inside(Page(told))
+    assert "predicted by FLOPs" not in html
+    assert "predicted by the roofline" in html
+    assert_inside(Page(html))
 
 
 def test_every_score_and_every_choice_can_be_read_without_the_script(report: BuildReport) -> None:
     html = render_html(report)
     tables = re.findall(r'<table class="scores">.*?</table>', html, flags=re.DOTALL)
-    for one, table in zip(report.routing_maps, tables, strict=True):
+    for map_, table in zip(report.routing_maps, tables, strict=True):
         rows = re.findall(r"<tr><th scope=\"row\">(\d+)</th><td>.*?</td>(.*?)</tr>", table, flags=re.DOTALL)
-        assert len(rows) == len(one.tokens)
+        assert len(rows) == len(map_.tokens)
         for position, (shown, cells) in enumerate(rows):
             found = re.findall(r"<td>([^<]*)</td>", cells)
             expected = [
-                f"{layer.scores[position]:.3f}{' +' if position in layer.routed else ''}" for layer in one.layers
+                f"{layer.scores[position]:.3f}{' +' if position in layer.routed else ''}" for layer in map_.layers
             ]
             assert (int(shown), found) == (position, expected)
 
@@ -342,7 +342,7 @@ def test_a_single_setting_reads_well(report: BuildReport) -> None:
 def test_generation_is_told(report: BuildReport) -> None:
     page = render_html(report)
     text = words(page)
-    for told in (
+    for expected in (
         "Those that generate route one token at a time.",
         "Speed-up of a decode step1.03x to 1.62xfaster in 1 of 2 settings, inconclusive in 1",
         "Slots of a text: 64 in layers 1, 3.",
@@ -352,7 +352,7 @@ def test_generation_is_told(report: BuildReport) -> None:
         "keys and values ort-cpu b8s512: 9.0 MiB, dense 16.0 MiB; of routed layers 1.0 MiB, dense 8.0 MiB",
         "layer 3 12.4 %, 50 overflowed",
     ):
-        assert told in text, told
+        assert expected in text, expected
     assert section(report).count("inconclusive</span>") == 2
 
 
@@ -362,16 +362,16 @@ def test_engines_that_could_not_be_asked_whether_they_look_ahead(report: BuildRe
     text = words(render_html(changed(report, causality=rows)))
     assert "MoD: with the engines that generate. They read one token at a time, and were compared" in text
     # Engines that were not compared, as in a build without evidence, give no answer, nor do those that missed a gate.
-    whole = tuple(row for row in report.parity if row.role != "decode")
+    not_decode = tuple(row for row in report.parity if row.role != "decode")
     failed = tuple(changed(row, passed=False, reasons=("wrong",)) for row in report.parity if row.role == "decode")
     assert failed
-    for parity in (whole, whole + failed):
+    for parity in (not_decode, not_decode + failed):
         assert "MoD: unknown. It was not probed." in words(render_html(changed(report, causality=rows, parity=parity)))
 
 
 def test_without_generation_there_is_the_reason(report: BuildReport) -> None:
-    one = changed(report, generation=GenerationReport(reason="<b>topk</b> looks ahead"))
-    text = words(render_html(one))
+    without_generation = changed(report, generation=GenerationReport(reason="<b>topk</b> looks ahead"))
+    text = words(render_html(without_generation))
     assert "This build does not generate text: <b>topk</b> looks ahead" in text
     assert "Those that generate" not in text
     assert "Speed-up of a decode step" not in text

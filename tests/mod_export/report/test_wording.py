@@ -47,7 +47,7 @@ NUMBERS: list[tuple[Callable[[Any], str], dict[Any, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), NUMBERS, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize(("text", "expected"), NUMBERS, ids=lambda function: getattr(function, "__name__", ""))
 def test_numbers_are_written_for_people(text: Callable[[Any], str], expected: dict[Any, str]) -> None:
     assert {value: text(value) for value in expected} == expected
 

@@ -18,9 +18,9 @@ def test_a_report_reads_back_equal_from_standard_json(report: BuildReport, faile
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    for one in (report, failed_report):
-        text = one.to_json()
-        assert report_from_json(text) == one
+    for written in (report, failed_report):
+        text = written.to_json()
+        assert report_from_json(text) == written
         assert text.endswith("}\n")
         assert json.loads(text, parse_constant=refuse)["schema_version"] == SCHEMA_VERSION
 
@@ -44,7 +44,7 @@ ANOTHER = r"^b/report\.json: schema_version {!r}, this mod-export reads 2; read 
     [
         *((text, NO_JSON) for text in ("", "{", '{"schema_version": 1', "[" * 10_000)),
         *((text, NO_REPORT) for text in ("[]", "{}", '"schema_version"')),
-        *((json.dumps({"schema_version": one}), ANOTHER.format(one)) for one in (1, 3, "2", None, 1.5)),
+        *((json.dumps({"schema_version": version}), ANOTHER.format(version)) for version in (1, 3, "2", None, 1.5)),
     ],
 )
 def test_what_is_no_report_of_this_version_is_named(text: str, message: str) -> None:

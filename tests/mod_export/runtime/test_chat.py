@@ -61,8 +61,8 @@ def test_conversations_are_those_of_transformers(tmp_path: Path, family: str, be
     file, rendered = TokenizersFile(folder / "tokenizer.json"), 0
     for name, messages in CONVERSATIONS.items():
         if (family, name) in REFUSED:
-            said = f"^the model's chat template refuses this conversation: .*{REFUSED[family, name]}"
-            with pytest.raises(UsageError, match=said):
+            message = f"^the model's chat template refuses this conversation: .*{REFUSED[family, name]}"
+            with pytest.raises(UsageError, match=message):
                 file.chat_template.render(messages)
             with pytest.raises(jinja2.TemplateError, match=REFUSED[family, name]):
                 theirs.apply_chat_template(messages, add_generation_prompt=True)

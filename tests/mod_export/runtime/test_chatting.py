@@ -83,8 +83,8 @@ def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its build folder, moved; the source is not read again."""
     root = tmp_path_factory.mktemp("chat")
     (root / "c.toml").write_text(BUILD_TOML)
-    said = invoke("build", source, "--no-evidence", "-c", root / "c.toml", "-o", root / "build", "-q")
-    assert said.exit_code == 0, said.output
+    result = invoke("build", source, "--no-evidence", "-c", root / "c.toml", "-o", root / "build", "-q")
+    assert result.exit_code == 0, result.output
     return Path(shutil.move(root / "build", root / "moved"))
 
 
@@ -138,8 +138,8 @@ def test_a_prompt_begins_as_the_tokenizer_says(generator: Generator, tokenizer: 
 
 def test_several_conversations_and_texts_at_once(generator: Generator) -> None:
     found = generator.generate([[SYSTEM, USER], "Once", [USER]], 5, temperature=0)
-    alone = [generator.generate(one, 5, temperature=0)[0] for one in ([SYSTEM, USER], "Once", [USER])]  # type: ignore[arg-type]
-    assert [one.ids for one in found] == [one.ids for one in alone]
+    alone = [generator.generate(text, 5, temperature=0)[0] for text in ([SYSTEM, USER], "Once", [USER])]  # type: ignore[arg-type]
+    assert [text.ids for text in found] == [text.ids for text in alone]
 
 
 def test_sampling_is_as_the_model_says(generator: Generator) -> None:
@@ -148,8 +148,8 @@ def test_sampling_is_as_the_model_says(generator: Generator) -> None:
     prompt = [SYSTEM, USER]
     (found,) = generator.generate(prompt, WRITTEN, seed=5)
     (same,) = generator.generate(prompt, WRITTEN, seed=5, temperature=0.7, top_p=0.9, top_k=0)
-    (other,) = generator.generate(prompt, WRITTEN, seed=5, top_p=1.0, temperature=2.0)
-    assert found.ids == same.ids != other.ids
+    (changed,) = generator.generate(prompt, WRITTEN, seed=5, top_p=1.0, temperature=2.0)
+    assert found.ids == same.ids != changed.ids
 
 
 def test_special_tokens_stop_a_text_by_name(generator: Generator) -> None:
@@ -166,10 +166,10 @@ def test_a_conversation_continues_no_prefix(generator: Generator) -> None:
 
 def test_answers_on_the_command_line(folder: Path, generator: Generator) -> None:
     (expected,) = generator.generate([SYSTEM, USER], WRITTEN, temperature=0)
-    for given in (["--prompt", USER["content"], "--chat"], ["--chat", USER["content"]]):
-        said = invoke("generate", folder, *given, "--system", "Be brief.", "--max-new-tokens", WRITTEN,
+    for prompt_arguments in (["--prompt", USER["content"], "--chat"], ["--chat", USER["content"]]):
+        result = invoke("generate", folder, *prompt_arguments, "--system", "Be brief.", "--max-new-tokens", WRITTEN,
                       "--temperature", 0, "-q")  # fmt: skip
-        assert (said.exit_code, said.stdout) == (0, expected.text + "\n"), said.output
+        assert (result.exit_code, result.stdout) == (0, expected.text + "\n"), result.output
 
 
 def test_a_conversation_on_stdin(folder: Path, generator: Generator) -> None:
@@ -178,12 +178,12 @@ def test_a_conversation_on_stdin(folder: Path, generator: Generator) -> None:
     from mod_export.cli import cli
 
     command = ["generate", str(folder), "--chat", "--max-new-tokens", "6", "--temperature", "0", "-q"]
-    said = CliRunner().invoke(cli, command, input="Hi \U0001f600\n\nAnd?\n")
+    result = CliRunner().invoke(cli, command, input="Hi \U0001f600\n\nAnd?\n")
     messages = [{"role": "user", "content": "Hi \U0001f600"}]
     (first,) = generator.generate(messages, 6, temperature=0)
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
     (second,) = generator.generate(messages, 6, temperature=0)
-    assert (said.exit_code, said.stdout) == (0, f"{first.text}\n{second.text}\n"), said.output
+    assert (result.exit_code, result.stdout) == (0, f"{first.text}\n{second.text}\n"), result.output
 
 
 def test_variables_of_the_template(folder: Path, generator: Generator) -> None:
@@ -191,9 +191,9 @@ def test_variables_of_the_template(folder: Path, generator: Generator) -> None:
     (dated,) = generator.generate([USER], WRITTEN, temperature=0, template={"date_string": "the first of May"})
     assert plain.text != dated.text
     variable = 'date_string="the first of May"'
-    said = invoke("generate", folder, "--chat", USER["content"], "--template", variable, "--max-new-tokens", WRITTEN,
+    result = invoke("generate", folder, "--chat", USER["content"], "--template", variable, "--max-new-tokens", WRITTEN,
                   "--temperature", 0, "-q")  # fmt: skip
-    assert (said.exit_code, said.stdout) == (0, dated.text + "\n"), said.output
+    assert (result.exit_code, result.stdout) == (0, dated.text + "\n"), result.output
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -243,11 +243,11 @@ def test_a_tokenizer_travels_from_conversion_through_training(source: Path, tmp_
     options = ["--init", tmp_path / "dense", "--route", "1", "--capacity", 0.5, "--data", texts, "--steps", 2,
                "--batch", 2, "--seq", 32, "--warmup", 1, "--eval-batches", 1, "--threads", 1,
                "--out", tmp_path / "trained"]  # fmt: skip
-    assert training.main([str(one) for one in options]) == 0
+    assert training.main([str(option) for option in options]) == 0
     (tmp_path / "c.toml").write_text(BUILD_TOML)
-    said = invoke("build", tmp_path / "trained" / "model.pt", "--no-evidence", "-c", tmp_path / "c.toml", "-q",
+    result = invoke("build", tmp_path / "trained" / "model.pt", "--no-evidence", "-c", tmp_path / "c.toml", "-q",
                   "-o", tmp_path / "build")  # fmt: skip
-    assert said.exit_code == 0, said.output
+    assert result.exit_code == 0, result.output
     moved = Path(shutil.move(tmp_path / "build", tmp_path / "moved"))
     for name in ("tokenizer.json", *BESIDE_TOKENIZER):
         assert (moved / name).is_file() == (source / name).is_file()

@@ -111,12 +111,12 @@ def deployment(built: Path) -> Iterator[Deployment]:
 
 def test_padding_changes_nothing(deployment: Deployment) -> None:
     lengths_B = np.array([20])
-    one, other = text(1, 40), text(1, 40)
-    other[0, 20:] = 7
+    ids, padded = text(1, 40), text(1, 40)
+    padded[0, 20:] = 7
     np.testing.assert_array_equal(
-        real(deployment.run(one, lengths_B), lengths_B), real(deployment.run(other, lengths_B), lengths_B)
+        real(deployment.run(ids, lengths_B), lengths_B), real(deployment.run(padded, lengths_B), lengths_B)
     )
-    np.testing.assert_array_equal(deployment.run(one[:, :20]), deployment.run(one, lengths_B)[:, :20])
+    np.testing.assert_array_equal(deployment.run(ids[:, :20]), deployment.run(ids, lengths_B)[:, :20])
 
 
 def test_ids_of_any_whole_type(deployment: Deployment) -> None:
@@ -167,7 +167,7 @@ def test_what_are_no_lengths(deployment: Deployment, lengths: Any) -> None:
 def sessions() -> int:
     """Number of open ONNX Runtime sessions in this process."""
     gc.collect()
-    return sum(type(one) is SharedRunner and one._session is not None for one in gc.get_objects())
+    return sum(type(item) is SharedRunner and item._session is not None for item in gc.get_objects())
 
 
 def test_engines_are_opened_when_needed_and_closed(built: Path) -> None:
@@ -232,18 +232,18 @@ def test_graphs_are_read_back_from_the_manifest(built: Path) -> None:
 
 
 def test_engines_that_run_here(built: Path) -> None:
-    here = list(open_folder(built, verify=False).engines)
-    assert runnable_engines(built, here, []) == runnable_engines(built, here, ["ort-cpu"]) == here
+    cpu_engines = list(open_folder(built, verify=False).engines)
+    assert runnable_engines(built, cpu_engines, []) == runnable_engines(built, cpu_engines, ["ort-cpu"]) == cpu_engines
     with pytest.raises(TargetError, match=r"built: holds no engine for inductor, abacus; built for ort-cpu$"):
-        runnable_engines(built, here, ["inductor", "ort-cpu", "abacus"])
+        runnable_engines(built, cpu_engines, ["inductor", "ort-cpu", "abacus"])
     found = ENGINES["ort-cuda"].availability()
     if not found.runs:
-        there = [replace(engine, target="ort-cuda") for engine in here]
+        cuda_engines = [replace(engine, target="ort-cuda") for engine in cpu_engines]
         # A target that cannot run is left out unless it is asked for.
-        assert {engine.target for engine in runnable_engines(built, here + there, [])} == {"ort-cpu"}
-        for engines, asked in ((here + there, ["ort-cuda"]), (there, [])):
+        assert {engine.target for engine in runnable_engines(built, cpu_engines + cuda_engines, [])} == {"ort-cpu"}
+        for engines, targets in ((cpu_engines + cuda_engines, ["ort-cuda"]), (cuda_engines, [])):
             with pytest.raises(TargetError, match=rf"built: no engine runs here: ort-cuda: {re.escape(found.reason)}$"):
-                runnable_engines(built, engines, asked)
+                runnable_engines(built, engines, targets)
 
 
 def test_every_physical_core_by_default(built: Path, deployment: Deployment) -> None:
@@ -260,17 +260,17 @@ def both(built_copy: Path, config: BuildConfig) -> Path:
     manifest = open_folder(built_copy)
     (built_copy / "engines/openvino").mkdir()
     added = []
-    for one in manifest.engines:
-        if one.model == "mod":
-            path = f"engines/openvino/{one.stem}.blob"
-            graph = graph_of(one, [graph for graph in manifest.graphs if graph.target is None])
+    for engine in manifest.engines:
+        if engine.model == "mod":
+            path = f"engines/openvino/{engine.stem}.blob"
+            graph = graph_of(engine, [graph for graph in manifest.graphs if graph.target is None])
             assert graph is not None
             ENGINES["openvino"].build(job_of(built_copy, graph), Variant(dtype="float32"), built_copy / path, config)
-            added.append(asdict(replace(one, target="openvino", path=path)))
+            added.append(asdict(replace(engine, target="openvino", path=path)))
 
     def add(found: dict[str, Any]) -> None:
         found["engines"] += added
-        found["files"] |= {one["path"]: file_entry(built_copy / one["path"]) for one in added}
+        found["files"] |= {engine["path"]: file_entry(built_copy / engine["path"]) for engine in added}
 
     rewrite_manifest(built_copy, add)
     return built_copy
@@ -279,8 +279,8 @@ def both(built_copy: Path, config: BuildConfig) -> Path:
 def timed(folder: Path, **ms: float) -> None:
     """Writes latencies of the MoD model's engines into a manifest."""
     rows = [
-        {"model": "mod", "role": "forward", "target": target.replace("_", "-"), "dtype": "float32", "ms": one}
-        for target, one in ms.items()
+        {"model": "mod", "role": "forward", "target": target.replace("_", "-"), "dtype": "float32", "ms": milliseconds}
+        for target, milliseconds in ms.items()
     ]
     rewrite_manifest(folder, lambda found: found.update(measured=rows))
 

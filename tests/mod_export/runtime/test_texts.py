@@ -89,8 +89,8 @@ def test_no_more_is_held_back_than_could_begin_a_stop(text: str, stops: list[str
     for number, character in enumerate(text, 1):
         shown += stopping.feed(character)
         if stopping.stopped is None:
-            held = text[len(shown) : number]
-            assert held == "" or any(stop.startswith(held) for stop in stops)
+            hidden = text[len(shown) : number]
+            assert hidden == "" or any(stop.startswith(hidden) for stop in stops)
             assert text.startswith(shown)
 
 

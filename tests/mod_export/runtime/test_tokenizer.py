@@ -49,7 +49,7 @@ def texts_with(tokens: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [*(one for one in FAMILIES if one not in REBUILT), *(f"saved-{one}" for one in FAMILIES)]
+    "name", [*(family for family in FAMILIES if family not in REBUILT), *(f"saved-{family}" for family in FAMILIES)]
 )
 def test_ids_and_texts_are_those_of_transformers(
     folders: dict[str, Path], files: dict[str, TokenizersFile], name: str
@@ -144,11 +144,11 @@ def test_pieces_joined_are_the_text_of_all_tokens(files: dict[str, TokenizersFil
     )
     def check(tokens: list[int | list[int]]) -> None:
         ids = [token for one in tokens for token in (one if isinstance(one, list) else [one])]
-        known = [token for token in ids if token < file.size]
-        assert "".join(pieces(file, ids)) == file.decode(known)
+        in_vocabulary = [token for token in ids if token < file.size]
+        assert "".join(pieces(file, ids)) == file.decode(in_vocabulary)
         for end in range(len(ids)):
             shown = "".join(pieces(file, ids[:end])[:-1])
-            assert file.decode(known).startswith(shown)
+            assert file.decode(in_vocabulary).startswith(shown)
 
     check()
 
@@ -174,8 +174,8 @@ def test_a_character_is_shown_with_the_token_that_completes_it(files: dict[str, 
     for text in ("\U0001f600 \u20ac", "\u6771\u4eac", "\u041b\u0438\u0441\u0430"):
         ids = file.ids(text, special=False)
         for end in range(len(ids) + 1):
-            whole = file.decode(ids[:end])
-            assert "".join(pieces(file, ids[:end])[:-1]) == whole.rstrip("\ufffd")
+            decoded = file.decode(ids[:end])
+            assert "".join(pieces(file, ids[:end])[:-1]) == decoded.rstrip("\ufffd")
 
 
 def test_special_tokens_are_not_shown_and_others_are(files: dict[str, TokenizersFile]) -> None:
@@ -191,8 +191,8 @@ def test_bytes_of_tokens_joined_are_the_text(files: dict[str, TokenizersFile], f
     for text in TEXTS:
         ids = file.ids(text, special=False)
         alone = [file.token_bytes(token) for token in ids]
-        assert all(isinstance(one, bytes) for one in alone)
-        joined = b"".join(one or b"" for one in alone).decode()
+        assert all(isinstance(part, bytes) for part in alone)
+        joined = b"".join(part or b"" for part in alone).decode()
         assert joined in (file.decode(ids), f" {file.decode(ids)}")
     special = next(iter(file.special.values()))
     assert file.token_bytes(file.special_id(special)) == special.encode()

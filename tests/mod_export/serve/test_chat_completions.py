@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "chat_template.jinja").write_text(LLAMA3)
     (source.parent / "c.toml").write_text(BUILD_TOML)
     built = source.parent / "built"
-    said = invoke("build", source, "--no-evidence", "-c", source.parent / "c.toml", "-o", built, "-q")
-    assert said.exit_code == 0, said.output
+    result = invoke("build", source, "--no-evidence", "-c", source.parent / "c.toml", "-o", built, "-q")
+    assert result.exit_code == 0, result.output
     return built
 
 
@@ -119,11 +119,11 @@ def test_logprobs_name_every_token(client: openai.OpenAI, generator: Generator) 
     listed = found.choices[0].logprobs
     assert listed is not None
     assert listed.content is not None
-    assert [one.logprob for one in listed.content] == pytest.approx(
-        [one.logprob for one in expected.logprobs], abs=1e-4
+    assert [token.logprob for token in listed.content] == pytest.approx(
+        [token.logprob for token in expected.logprobs], abs=1e-4
     )
-    assert all(len(one.top_logprobs) == 2 for one in listed.content)
-    joined = b"".join(bytes(one.bytes or ()) for one in listed.content)
+    assert all(len(token.top_logprobs) == 2 for token in listed.content)
+    joined = b"".join(bytes(token.bytes or ()) for token in listed.content)
     assert expected.text
     assert joined.decode(errors="replace") == expected.text
 
@@ -171,13 +171,13 @@ def test_where_a_text_ends_at_once_its_stop_token_has_a_logprob(
     (free,) = generator.generate("The quick", 1)
     owned = server.service.writing.generator
     monkeypatch.setattr(owned._requests, "defaults", replace(owned.defaults, stop_ids=frozenset(free.ids)))
-    asked = {"model": "llama", "prompt": "The quick", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-    answer: Any = client.completions.create(**asked, stream=stream)
+    request = {"model": "llama", "prompt": "The quick", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    answer: Any = client.completions.create(**request, stream=stream)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == "The quick"
     assert choices[-1].finish_reason == "stop"
     listed = [value for choice in choices if choice.logprobs for value in choice.logprobs.token_logprobs]
     (expected,) = generator.generate("The quick", 1, logprobs=1, prompt_logprobs=True)
-    known = [one.logprob for one in (*expected.prompt_logprobs, *expected.logprobs)]
+    logprobs = [token.logprob for token in (*expected.prompt_logprobs, *expected.logprobs)]
     assert listed[0] is None
-    assert listed[1:] == pytest.approx(known, abs=1e-4)
+    assert listed[1:] == pytest.approx(logprobs, abs=1e-4)

@@ -50,7 +50,7 @@ def said(server: Server, *sent: bytes) -> bytes:
 
 def statuses(found: bytes) -> list[int]:
     """Status codes of all answers."""
-    return [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3}) ", found)]
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", found)]
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["nothing", "half a head", "blank lines", "half of a second head", "a blank line after an answer"],
 )
 def test_a_head_that_does_not_come_ends_the_connection(server: Server, begun: bytes, answered: list[int]) -> None:
-    assert statuses(said(server, *(one for one in begun.partition(b"\r\n\r\n") if one))) == answered
+    assert statuses(said(server, *(part for part in begun.partition(b"\r\n\r\n") if part))) == answered
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_client_that_leaves_is_noticed(server: Server, more: bytes, *, stream:
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             connection.sendall(posted(max_tokens=40, stream=stream))
             jobs: list[Job] = []
-            _until(lambda: bool(jobs.extend(one for one in writing.scheduler._jobs if one is not busy.job) or jobs))
+            _until(lambda: bool(jobs.extend(job for job in writing.scheduler._jobs if job is not busy.job) or jobs))
             connection.sendall(more)
         _until(lambda: all(text.cancelled for text in jobs[0].texts))
 

@@ -83,7 +83,7 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def document(name: str, kind: str) -> dict[str, Any]:
-    return next(one for one in documents(name) if one["kind"] == kind)
+    return next(candidate for candidate in documents(name) if candidate["kind"] == kind)
 
 
 def stages() -> list[list[tuple[str, str]]]:
@@ -136,7 +136,7 @@ def options(name: str) -> dict[str, Any]:
     # The command runs under its group, as for users: it keeps the names of its help option from its first context.
     group = cli.make_context("mod-export", ["serve"])
     context = serve.make_context("serve", command_line(name), parent=group)
-    return {spelling: context.params[one.name or ""] for one in serve.params for spelling in one.opts}
+    return {spelling: context.params[parameter.name or ""] for parameter in serve.params for spelling in parameter.opts}
 
 
 # Checks with the schema or program that reads each file.
@@ -167,9 +167,9 @@ def check_kserve(one: dict[str, Any]) -> None:
 
 
 def _divided(spec: dict[str, Any], schema: dict[str, Any], metadata: dict[str, Any]) -> None:
-    own = spec.keys() & schema["properties"].keys()
-    jsonschema.validate({key: spec[key] for key in own}, schema)
-    rest = {key: spec[key] for key in spec.keys() - own}
+    fields = spec.keys() & schema["properties"].keys()
+    jsonschema.validate({key: spec[key] for key in fields}, schema)
+    rest = {key: spec[key] for key in spec.keys() - fields}
     check_kubernetes({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": rest})
 
 
@@ -180,8 +180,8 @@ FILES = ["Dockerfile", "mod-export.service", *PODS]
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_documents_are_as_their_schemas_say(name: str) -> None:
-    for one in documents(name):
-        CHECKS[name](one)
+    for content in documents(name):
+        CHECKS[name](content)
 
 
 def _objects(node: Any) -> Iterator[dict[str, Any]]:
@@ -201,7 +201,7 @@ def _objects(node: Any) -> Iterator[dict[str, Any]]:
 )
 def test_a_misspelt_field_is_refused(name: str, field: str) -> None:
     changed = copy.deepcopy(documents(name))
-    for place in [one for whole in changed for one in _objects(whole) if field in one]:
+    for place in [part for content in changed for part in _objects(content) if field in part]:
         place[field + "s"] = place.pop(field)
     with pytest.raises((jsonschema.ValidationError, AssertionError)):
         list(map(CHECKS[name], changed))
@@ -211,7 +211,7 @@ def test_the_dockerfile_has_known_instructions_and_the_sources_of_the_wheel() ->
     install, image = stages()
     assert {instruction for instruction, _ in install + image} <= INSTRUCTIONS
     copied = [word for instruction, value in install if instruction == "COPY" for word in value.split()[:-1]]
-    assert all((ROOT / one).exists() for one in copied)
+    assert all((ROOT / path).exists() for path in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = project["tool"]["setuptools"]["package-dir"].values()
     assert {*packages, "pyproject.toml", "constraints.txt", project["project"]["readme"]} <= set(copied)
@@ -270,8 +270,8 @@ def test_whoever_stops_the_server_waits_longer_than_it_drains() -> None:
     for name in PODS:
         first = pod(name)["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         assert pod(name)["terminationGracePeriodSeconds"] > first + options(name)["--drain"]
-    (said,) = re.findall(r"--stop-timeout (\d+)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
-    assert int(said) > options("Dockerfile")["--drain"]
+    (stop_timeout,) = re.findall(r"--stop-timeout (\d+)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    assert int(stop_timeout) > options("Dockerfile")["--drain"]
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -298,16 +298,16 @@ def test_the_image_is_asked_at_the_port_that_it_serves() -> None:
 def test_pods_have_what_the_command_line_names(name: str) -> None:
     spec = pod(name)
     (container,) = spec["containers"]
-    volumes = {one["name"]: one for one in spec["volumes"]}
-    mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
-    assert {one["name"] for one in mounts.values()} == volumes.keys()
+    volumes = {entry["name"]: entry for entry in spec["volumes"]}
+    mounts = {entry["mountPath"]: entry for entry in container["volumeMounts"]}
+    assert {entry["name"] for entry in mounts.values()} == volumes.keys()
     key = Path(options(name)["--api-key-file"])
     secret = volumes[mounts[str(key.parent)]["name"]]["secret"]
     assert secret["items"] == [{"key": "api-keys", "path": key.name}]
     assert secret["secretName"] == document("kubernetes.yaml", "Secret")["metadata"]["name"]
     assert key == Path(options("Dockerfile")["--api-key-file"])
     if name == "kserve.yaml":
-        served = {one["name"]: one["value"] for one in container["env"]}
+        served = {entry["name"]: entry["value"] for entry in container["env"]}
         assert (served["PROTOCOL"], urlsplit(served["STORAGE_URI"]).scheme) == ("v2", "pvc")
         assert options(name)["folder"] == Path("/mnt/models")  # KServe mounts it there.
     else:
@@ -343,8 +343,8 @@ def test_kubernetes_documents_find_each_other() -> None:
     (port,) = document("kubernetes.yaml", "Service")["spec"]["ports"]
     assert port["targetPort"] == pod("kubernetes.yaml")["containers"][0]["ports"][0]["name"]
     assert document("kubernetes.yaml", "Service")["spec"]["selector"] == labels
-    for one in (deployment, document("kubernetes.yaml", "PodDisruptionBudget")):
-        assert one["spec"]["selector"]["matchLabels"] == labels
+    for content in (deployment, document("kubernetes.yaml", "PodDisruptionBudget")):
+        assert content["spec"]["selector"]["matchLabels"] == labels
     scaled = document("kubernetes.yaml", "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
     assert (scaled["kind"], scaled["name"]) == ("Deployment", deployment["metadata"]["name"])
     claim = document("kubernetes.yaml", "PersistentVolumeClaim")["metadata"]["name"]
@@ -372,7 +372,7 @@ def test_triton_is_served_by_the_runtime_that_stands_beside_it() -> None:
     model = service["spec"]["predictor"]["model"]
     assert model["runtime"] == runtime["metadata"]["name"] == "kserve-tritonserver"
     assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
-    assert model["modelFormat"]["name"] in {one["name"] for one in runtime["spec"]["supportedModelFormats"]}
+    assert model["modelFormat"]["name"] in {form["name"] for form in runtime["spec"]["supportedModelFormats"]}
     assert "--model-store=/mnt/models" in runtime["spec"]["containers"][0]["args"]
 
 

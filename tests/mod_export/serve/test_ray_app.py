@@ -165,13 +165,13 @@ def test_a_replica_on_each_of_two_nodes(on_ray: OnRay, written: Path) -> None:
         # Neither node has enough CPUs for both replicas.
         with on_ray.application(folder=written, replicas=2, threads=2, rows=1, max_queue=32) as found:
             replicas = found.replicas()
-            nodes = {inside(one, lambda _: ray.get_runtime_context().get_node_id()) for one in replicas}
-            assert nodes == {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+            nodes = {inside(item, lambda _: ray.get_runtime_context().get_node_id()) for item in replicas}
+            assert nodes == {item["NodeID"] for item in ray.nodes() if item["Alive"]}
             with asking(lambda: found.post({"prompt": PROMPT, "max_tokens": 20, "temperature": 0}), 20) as answers:
                 pass
             assert Counter(status for status, _, _ in answers) == {200: 20}
             assert len({json.loads(text)["choices"][0]["text"] for _, text, _ in answers}) == 1
-            assert all(inside(one, _texts) for one in replicas)
+            assert all(inside(item, _texts) for item in replicas)
     finally:
         on_ray.cluster.remove_node(node)
 
@@ -238,7 +238,7 @@ def test_several_folders(on_ray: OnRay, written: Path, built: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_the_command_of_ray(on_ray: OnRay, written: Path) -> None:
     """Runs the command as typed, with a relative folder."""
-    ran = subprocess.run(
+    process = subprocess.run(
         [
             Path(sys.executable).with_name("serve"), "run", "--address", on_ray.cluster.address, "--non-blocking",
             "--name", "typed", "--route-prefix", "/typed", "mod_export.serve.ray_app:app", f"folder={written.name}",
@@ -246,11 +246,11 @@ def test_the_command_of_ray(on_ray: OnRay, written: Path) -> None:
         ],
         cwd=written.parent, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    assert process.returncode == 0, process.stderr
     try:
         found = Application("typed", f"http://127.0.0.1:{on_ray.port}/typed")
         until(lambda: found.get("/v2/health/ready")[0] == 200)
-        assert [one["id"] for one in json.loads(found.get("/v1/models")[1])["data"]] == ["tiny"]
+        assert [model["id"] for model in json.loads(found.get("/v1/models")[1])["data"]] == ["tiny"]
         assert found.get("/v1/models", {"Host": "a.example"})[0] == 200
         assert found.get("/v1/models", {"Host": "b.example"})[0] == 403
         assert found.complete(8, model="tiny").choices[0].text

@@ -32,9 +32,9 @@ PROMPT = [7, 3, 200, 41, 5]
 
 
 def test_arguments_become_a_deployment(written: Path, built: Path, tmp_path: Path) -> None:
-    given = {"folder": str(written), "rows": "8", "max_queue": "16", "threads": "2", "gpus": "0.5", "drain_s": "7"}
+    arguments = {"folder": str(written), "rows": "8", "max_queue": "16", "threads": "2", "gpus": "0.5", "drain_s": "7"}
     args = Arguments.model_validate(
-        {**given, "name": "tiny", "max_wait_s": "4", "target": "ort-cpu", "dtype": "float32"}
+        {**arguments, "name": "tiny", "max_wait_s": "4", "target": "ort-cpu", "dtype": "float32"}
     )
     assert args.options == ServiceOptions(
         name="tiny", rows=8, max_queue=16, max_wait_s=4, target="ort-cpu", dtype="float32", threads=2
@@ -80,7 +80,7 @@ def test_a_replica_by_itself(written: Path, tmp_path: Path) -> None:
             assert await asked(found, "/v2/health/ready") == (200, {"ready": True})
             assert (await asked(found, "/v1/models"))[0] == 401
             status, models = await asked(found, "/v1/models", authorization="Bearer one key")
-            assert (status, [one["id"] for one in models["data"]]) == (200, ["a"])
+            assert (status, [model["id"] for model in models["data"]]) == (200, ["a"])
             replica.check_health()
             (folder,) = replica.open_folders
             assert isinstance(folder.service.writing, Writing)

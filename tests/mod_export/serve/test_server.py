@@ -42,12 +42,12 @@ def command(folder: Path, *options: object, code: str = "") -> Iterator[tuple[su
     listed = [sys.executable, "-c", script, "serve", str(folder), "--port", "0", *map(str, options)]
     process = subprocess.Popen(listed, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    said = ""
+    output = ""
     for line in process.stderr:
-        said += line
+        output += line
         if found := re.search(r"http://\S+:\d+", line):
             break
-    assert found, said
+    assert found, output
     try:
         yield process, found[0]
     finally:
@@ -97,8 +97,8 @@ def test_a_signal_lets_texts_finish(written: Path, number: signal.Signals) -> No
         for thread in threads:
             thread.join(PATIENCE_S)
         assert process.wait(PATIENCE_S) == 0
-        assert [one.status_code for one in found] == [200] * 5
-        assert all(one.json()["choices"][0]["finish_reason"] == "length" for one in found)
+        assert [answer.status_code for answer in found] == [200] * 5
+        assert all(answer.json()["choices"][0]["finish_reason"] == "length" for answer in found)
 
 
 def test_a_second_signal_ends_it_at_once(written: Path) -> None:

@@ -30,9 +30,9 @@ from mod_export.sweep.schema import CellEntry
 def test_break_even_is_the_last_capacity_of_a_run_of_faster_ones(
     cell: Any, speedups: dict[int, float], k: int | None
 ) -> None:
-    (found,) = break_even_capacity(points_of([cell(*one) for one in speedups.items()]))
+    (found,) = break_even_capacity(points_of([cell(*item) for item in speedups.items()]))
     assert (found.largest_k, found.largest_capacity) == (k, k and k / 128)
-    assert found.tried == tuple(one / 128 for one in sorted(speedups))
+    assert found.tried == tuple(item / 128 for item in sorted(speedups))
 
 
 def test_break_even_length_is_the_first_from_which_all_are_faster(cell: Any) -> None:
@@ -48,7 +48,7 @@ def test_break_even_length_is_the_first_from_which_all_are_faster(cell: Any) -> 
 def test_targets_batches_and_machines_are_kept_apart(cell: Any) -> None:
     cells = [cell(8, 2.0), cell(16, 0.5, target="inductor"), cell(32, 0.5, batch=2), cell(64, 0.5, machine="other")]
     found = break_even_capacity(points_of(cells))
-    assert [(one.target, one.batch, one.machine, one.largest_k) for one in found] == [
+    assert [(stair.target, stair.batch, stair.machine, stair.largest_k) for stair in found] == [
         ("inductor", 1, "a CPU, 2 cores", None),
         ("ort-cpu", 1, "a CPU, 2 cores", 8),
         ("ort-cpu", 2, "a CPU, 2 cores", None),
@@ -117,8 +117,8 @@ def test_what_failed_or_is_wrong_counts_for_nothing_and_is_named(
     cell: Any, failed: CellEntry, missed: CellEntry
 ) -> None:
     found = findings_of([cell(8, 0.9), missed, failed], ["first"])
-    (one,) = found.break_even_capacity
-    assert one.tried == (0.0625,)
+    (break_even,) = found.break_even_capacity
+    assert break_even.tried == (0.0625,)
     assert found.notes == (
         "first",
         "left out, because they could not be built: c0.125-b2s128-ort-cpu",

@@ -38,8 +38,8 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
         head, *lines = file.getvalue().splitlines()
         return report, [head, *(" ".join(line.split()[1:3]) for line in lines)]
 
-    report, told = run()
-    assert told == ["2 cells, 0 of them finished before", f"1/2 {GOOD}", f"2/2 {HUGE}"]
+    report, progress_lines = run()
+    assert progress_lines == ["2 cells, 0 of them finished before", f"1/2 {GOOD}", f"2/2 {HUGE}"]
     good, huge = report.cells
     assert (good.status, good.passed, good.exit_code) == ("measured", True, 0), good.error
     assert (good.k, good.k_by_layer) == (4, {1: 4, 3: 4})
@@ -68,8 +68,8 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     assert config["latency"]["min_speedup"] == 0.0
     assert config["generation"]["build"] == "never"
 
-    resumed, told = run()
-    assert told == ["2 cells, 1 of them finished before", f"2/2 {HUGE}"]
+    resumed, progress_lines = run()
+    assert progress_lines == ["2 cells, 1 of them finished before", f"2/2 {HUGE}"]
     assert resumed.cells[0] == good
 
     # A cell whose row is lost is done again, and reuses its build folder.
@@ -78,7 +78,7 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     assert third.exit_code == 0, third.output
     assert f"PASS  1 of 1 cells measured, every gate met: {folder}/sweep.html" in third.output
     (cell,) = SweepReport.model_validate_json((folder / "sweep.json").read_text()).cells
-    assert [(one.dense_ms, one.mod_ms) for one in cell.measured] == [(row.dense_ms, row.mod_ms)]
+    assert [(measurement.dense_ms, measurement.mod_ms) for measurement in cell.measured] == [(row.dense_ms, row.mod_ms)]
     assert "reused" in (folder / f"cells/{GOOD}.log").read_text()
 
 
