@@ -132,7 +132,7 @@ def save_program(path: Path, module: nn.Module, batch: int, seq: int) -> str:
 
 
 def test_attention_under_a_mask_in_a_buffer_becomes_the_operator(tmp_path: Path, toml: Path) -> None:
-    """The mask is no weight of any engine: the operator is causal by its attribute."""
+    """The mask is stored as a weight of no engine: the operator is causal by its attribute."""
     mod_export.build(made(Buffered), lambda batch, seq: torch.randn(batch, seq, D), [(1, 16)], out="built", config=toml)
     for graph in open_folder(tmp_path / "built").graphs:
         model = onnx.load(tmp_path / "built" / graph.path, load_external_data=False)

@@ -195,7 +195,7 @@ def test_inspect_of_each_kind(small_folder: Path, small: Path) -> None:
 
 
 def test_folders_that_a_command_chooses(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default it has the model's name; the demo's second one is beside the first, and is checked first."""
+    """By default a folder has the model's name; the demo's second folder is beside the first, and is checked first."""
     working_folder = tmp_path / "here"
     (working_folder / "build").mkdir(parents=True)
     (working_folder / "deep").mkdir()

@@ -87,7 +87,7 @@ def test_outputs_of_any_rank(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
 def test_outputs_of_any_rank_of_a_compiled_package(tmp_path: Path) -> None:
-    """Also if it is compiled with one thread and runs with several, because a loss has no loop to divide among them."""
+    """Compiles with one thread and runs with several: a loss has no loop to divide among threads."""
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One tiny model of every kind that can write text token by token, and its text as whole rows define it."""
+"""One tiny model of every kind that can write text token by token, with its reference results on whole rows."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ save_checkpoint(pathlib.Path(sys.argv[2]), other)
 
 
 def test_killed_between_weights_and_spec(tmp_path: Path) -> None:
-    """Then the folder is no checkpoint; it never has the weights of one and the spec of another."""
+    """After the kill, the folder is no checkpoint; it never has the weights of one and the spec of another."""
     save_checkpoint(tmp_path / "other.pt", random_checkpoint(SPEC, 1))
     save_checkpoint(tmp_path / "folder", checkpoint())
     command = [sys.executable, "-c", KILLED_BETWEEN_RENAMES, str(tmp_path / "other.pt"), str(tmp_path / "folder")]

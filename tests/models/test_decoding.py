@@ -232,7 +232,7 @@ def test_slots_of_a_step() -> None:
 
 
 def assert_greedy(model: Transformer, prompt: list[int], new: int, window: int) -> None:
-    """Each token is the model's best after the whole text before it."""
+    """Each token has the highest logit of the model after the whole text before it."""
     written = generate_eager(model, prompt, new, window=window)
     expected = meaning(model, torch.tensor([[*prompt, *written.ids[:-1]]]))
     torch.testing.assert_close(written.logits_NV, expected.logits_BSV[0, len(prompt) - 1 :], rtol=0, atol=1e-9)

@@ -199,7 +199,7 @@ def test_bfloat16_leaves_routers_float32() -> None:
 
 
 def test_a_folder_is_what_is_learnt(tmp_path: Path) -> None:
-    """A text of one repeated line is learnt by heart; the standard library is not in as many steps."""
+    """A text of one repeated line is learnt by heart; in as many steps, the standard library is not."""
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("the quick brown fox\n" * 20)

@@ -143,8 +143,7 @@ def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, Generating
     assert set(found["mod"].sites) == {"0", "2"}
     everything = found["mod"].of({"0": 1.0, "2": 1.0})
     assert everything == models["mod"].least_bytes(3, WINDOW, {0: 1.0, 2: 1.0})
-    # Weights that are stored in fewer bytes are read in fewer bytes; names that are no weights of this model count
-    # nothing.
+    # Weights stored in fewer bytes are read in fewer bytes; names that are no weights of this model count nothing.
     stored = {"layers.1.mlp.up_proj.weight": 100, "layers.0.mlp.up_proj.weight": 200, "other": 1}
     narrow = step_bytes(models["mod"], bucket, stored)
     up = 4 * SPEC.d_model * SPEC.d_ff

@@ -72,7 +72,7 @@ def test_rows_hold_every_sample_and_what_follows_from_them() -> None:
     rows = rows_of({"dense": dense, "mod": mod})
     assert [row.model for row in rows] == ["dense", "mod"]
     assert 2 <= rows[0].warmup <= 4
-    # Each gets the inputs that it has, and is asked only for the model's own output.
+    # Each session gets the inputs that it has, and is asked only for the model's own output.
     assert dense.asked == [(("x",), ["logits"])] * (rows[0].warmup + 8)
     assert mod.asked == [(("x", "lengths"), ["logits"])] * (rows[0].warmup + 8)
     for row in rows:

@@ -179,7 +179,7 @@ KINDS_THAT_DIFFER = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS_THAT_DIFFER)
 def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_path: Path) -> None:
-    """Each kind writes as the eager model does, and beside its dense twin unless it is dense itself."""
+    """Each kind writes like the eager model, beside its dense twin unless it is dense itself."""
     checkpoint = lively_checkpoint(dataclasses.replace(GENERATING[name], tie_embeddings=False))
     save_checkpoint(tmp_path / "kind.pt", checkpoint)
     config = with_options(

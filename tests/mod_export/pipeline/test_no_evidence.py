@@ -71,7 +71,7 @@ def test_its_engines_are_served_with_a_warning(root: Path) -> None:
     with deployment:
         assert np.isfinite(deployment.run(np.zeros((2, 16), np.int64))).all()
     with warnings.catch_warnings():
-        warnings.simplefilter("default", UnverifiedWarning)  # As for users; tests raise warnings.
+        warnings.simplefilter("default", UnverifiedWarning)  # Users' default; in these tests warnings are errors.
         result = invoke("generate", root, "--prompt", "ab", "--selection", "topk-prefill")
     assert result.exit_code == 0
     assert result.stderr.startswith(f"warning: {root}: nothing of it was verified: it was built with --no-evidence. ")

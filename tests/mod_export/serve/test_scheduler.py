@@ -326,7 +326,7 @@ def test_a_text_moves_to_the_engine_of_more_rows_when_others_come(generator: Gen
             again = submitted(scheduler, generator, [prompts[1]], 25).completions()[0]
     for done, item in zip([*found, again], [*expected, expected[1]], strict=True):
         assert (done.ids, done.ran, done.overflow, done.read) == (item.ids, item.ran, item.overflow, item.read)
-    # One row for the first text alone, three while others are there, and one again when all had ended.
+    # One row for the first text alone, three while others are there, and one after all have ended.
     assert [batch for batch, _ in itertools.groupby(steps)] == [1, 3, 1]
 
 

@@ -56,7 +56,7 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     # The cell is a separate build of the same checkpoint at another capacity.
     built = report_from_json((folder / good.folder / "report.json").read_text())
     assert built.model.checkpoint_sha256 == report.model.checkpoint_sha256
-    # By its type, a spec may be any JSON.
+    # The type of a spec allows any JSON.
     assert built.model.spec["routing"]["capacity"] == 0.25  # type: ignore[index,call-overload]
     assert read_manifest(folder / good.folder)["models"]["mod"]["spec"]["routing"]["capacity"] == 0.25
 

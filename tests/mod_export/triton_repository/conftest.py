@@ -1,4 +1,4 @@
-"""Build folders as machines write them that these tests do not have, and the command that the tests run."""
+"""Build folders of machines that these tests do not have, and the command under test."""
 
 from __future__ import annotations
 
