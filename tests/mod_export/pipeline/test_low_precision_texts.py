@@ -51,8 +51,10 @@ def test_every_engine_is_judged_and_passes(report: BuildReport) -> None:
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_it_is_served_on_request(dtype: QuantizedDType, root: Path, report: BuildReport) -> None:
+    # Without a name the fastest dtype is served, and which one that is depends on the load of this machine.
+    fastest = next(row.dtype for row in report.served if (row.model, row.role) == ("mod", "decode"))
     with mod_export.load_generator(root) as usual, mod_export.load_generator(root, dtype=dtype) as narrow:
-        assert (usual.dtype, narrow.dtype) == ("float32", dtype)
+        assert (usual.dtype, narrow.dtype) == (fastest, dtype)
         (text,) = narrow.generate("import ", max_new_tokens=12)
         assert len(text.ids) == 12
         # Each of several texts equals the same text alone.
