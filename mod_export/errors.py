@@ -39,10 +39,14 @@ __all__ = [
 ]
 
 
+COULD_NOT_BUILD, GATE_FAILED = 3, 4
+"""Exit codes, besides 0: nothing could be built or run; something was, and missed a gate or lacks a part."""
+
+
 class ModExportError(Exception):
     """Base of all errors that end in a message instead of a traceback."""
 
-    exit_code: ClassVar[int] = 3
+    exit_code: ClassVar[int] = COULD_NOT_BUILD
 
 
 class UsageError(ModExportError):

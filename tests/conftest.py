@@ -1,7 +1,7 @@
-"""Every test runs on one thread and starts from the same seed, so that a failure can be seen again. One marker, `slow`
-(pyproject.toml), says which tests `make test` leaves out; `--slice COMMIT` keeps a part of what was collected. Tests
-marked `real` need a model that is no part of the project, and are only there with `--real-model FILE`; those marked
-`triton` need a server of others, and are only there with `-m triton`.
+"""Every test runs on one thread and starts from the same seed, so that a failure can be reproduced. The marker `slow`
+(pyproject.toml) says which tests `make test` leaves out; `--slice COMMIT` keeps a part of the collected tests. Tests
+marked `real` need a model from outside the project and run only with `--real-model FILE`. Tests marked `triton` need a
+Triton server and run only with `-m triton`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 pytest_plugins = ["pytester"]
 SLICES = 5
-"""Parts that `--slice` divides tests into. One of the slow tests takes about 5 minutes on two cores."""
+"""Number of parts that `--slice` divides tests into. One part of the slow tests takes about 5 minutes on two cores."""
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-text", metavar="FILE", help="English text for them; default: the project's own pages")
 
 
-# Last, after the tests that a marker or a name leaves out have gone.
+# This hook runs last, after markers and names have deselected tests.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     real = config.getoption("--real-model") is not None
@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     commit: int | None = config.getoption("--slice")
     if commit is None:
         return
-    # Dealt like cards in the order of their names: neighbours take about as long as each other.
+    # Tests are dealt out in the order of their names, because neighbours take about equally long.
     drawn = set(sorted(item.nodeid for item in items)[commit % SLICES :: SLICES])
     _keep(config, items, drawn)
 

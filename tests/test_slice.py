@@ -1,4 +1,4 @@
-"""A commit's hash draws a part of the slow tests; over time every one of them is drawn."""
+"""A commit's hash selects a part of the slow tests; over time every test is selected."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_slow_test_is_drawn_by_one_hash_in_so_many(pytester: pytest.Pytest
     assert len(everything) == len(set(everything)) == SLOW
     assert all("test_slow" in name for name in everything)
     assert {len(part) for part in parts} == {2, 3}
-    # The same hash draws the same tests, wherever it is drawn.
+    # The same hash selects the same tests everywhere.
     assert drawn(pytester, f"{0xABC * SLICES:040X}") == parts[0]
 
 

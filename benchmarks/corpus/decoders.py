@@ -1,4 +1,4 @@
-"""Decoders of transformers that write text."""
+"""Text decoders of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def decoder(of: str, manner: type[Routed], blocks: str = "model.layers.*", varia
 PARTS = "model.layers.*:self_attn,mlp"
 KINDS = ["full_attention", "sliding_attention"]
 EXPLICIT = {"attn_implementation": "eager"}
-"""Without it, transformers leaves a causal mask out where it is not traced, and in order of score it is another one."""
+"""Makes transformers always pass a mask. Its implicit causal mask would be wrong for tokens in order of score."""
 ENTRIES = [
     decoder("LlamaForCausalLM", Paper, num_hidden_layers=4),
     decoder("LlamaForCausalLM", Apart, PARTS, "parts"),

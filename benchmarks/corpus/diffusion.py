@@ -1,4 +1,4 @@
-"""Transformers of diffusers, that take the noise out of images, videos and sound."""
+"""Transformers of diffusers, which remove noise from images, videos and sound."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.corpus.queries import Queries
 from benchmarks.corpus.routers import Apart, BatchFirst, OneHot, Paper, Routed, ScatterAdd, SoftmaxGate
 
 SIDE = 12
-"""Of a latent image, whose patches are 2 x 2."""
+"""Height and width of a latent image, whose patches are 2 x 2."""
 PATCHES = 36
 TEXT, TEXT_WIDTH = 10, 24
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "attention_head_dim": 16}
@@ -35,17 +35,17 @@ def image(batch: int) -> torch.Tensor:
 
 
 def steps(batch: int) -> torch.Tensor:
-    """How noisy each row is; some models count it from 0 to 1, and multiply it by 1,000."""
+    """Timestep (noise level) of each row. Some models instead take it from 0 to 1 and multiply it by 1,000."""
     return torch.randint(0, 1000, (batch,))
 
 
 def text(batch: int, width: int = TEXT_WIDTH) -> torch.Tensor:
-    """What an encoder made of a text."""
+    """Output of a text encoder."""
     return torch.randn(batch, TEXT, width)
 
 
 def with_text(batch: int, seq: int) -> Inputs:
-    """An image, what it shall show, and how noisy it is."""
+    """A latent image, the encoded text that it should show, and its timestep."""
     return {"hidden_states": image(batch), "encoder_hidden_states": text(batch), "timestep": steps(batch)}
 
 
@@ -59,13 +59,13 @@ def diffuser(
     own_sizes: bool = False,
     **options: Any,
 ) -> Entry:
-    """An entry; all have four heads of 16 unless `options` names other sizes."""
+    """An entry with four heads of width 16, unless `own_sizes` is true or `options` changes them."""
     make = partial(small, of, **({} if own_sizes else HEADS) | options)
     return Entry("diffusers", of, make, inputs, blocks, manner, variant, tokens)
 
 
 def pixart(manner: type[Routed], blocks: str = BLOCKS, variant: str = "") -> Entry:
-    """Two entries of one class."""
+    """An entry of `PixArtTransformer2DModel`, which the table has twice."""
     return diffuser(
         "PixArtTransformer2DModel", manner, with_text, blocks, variant=variant, in_channels=4, out_channels=4,
         num_layers=2, sample_size=SIDE, cross_attention_dim=64, caption_channels=TEXT_WIDTH,

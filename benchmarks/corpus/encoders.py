@@ -1,4 +1,4 @@
-"""Encoders of transformers, and models of an encoder and a decoder, that read text."""
+"""Text encoders and encoder-decoders of transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.corpus.routers import Apart, BatchFirst, OneHot, Paper, Routed, 
 from benchmarks.corpus.small import FIRST, LACKS, SIZES, VOCABULARY, small, token_ids
 
 READ = 20
-"""Tokens of the text that an encoder reads, so that nothing of it has the size of what the decoder writes."""
+"""Tokens that the encoder of an encoder-decoder reads. The decoder has another number, so that sizes are distinct."""
 
 
 def encoder(of: str, manner: type[Routed], blocks: str, variant: str = "", **changes: Any) -> Entry:
@@ -23,20 +23,20 @@ def encoder(of: str, manner: type[Routed], blocks: str, variant: str = "", **cha
 
 
 def padded_ids(batch: int, seq: int) -> Inputs:
-    """Ids of texts of different lengths, and the mask that says so; padding stands on the right."""
+    """Ids of texts of different lengths, padded on the right, and their attention mask."""
     lengths = torch.linspace(seq // 2, seq, batch).long()
     mask = (torch.arange(seq) < lengths[:, None]).long()
     return {"input_ids": torch.randint(FIRST, VOCABULARY, (batch, seq)) * mask, "attention_mask": mask}
 
 
 def padded(of: str, manner: type[Routed], blocks: str, **changes: Any) -> Entry:
-    """An entry of a class that reads ids and their mask."""
+    """An entry of a class that reads ids and an attention mask."""
     make = partial(small, of, **changes)
     return Entry("transformers", of, make, padded_ids, blocks, manner, "padded rows")
 
 
 def both_ids(batch: int, seq: int) -> Inputs:
-    """Ids that an encoder reads, and ids that a decoder writes."""
+    """Ids for the encoder and ids for the decoder."""
     return {
         "input_ids": torch.randint(FIRST, VOCABULARY, (batch, READ)),
         "decoder_input_ids": torch.randint(FIRST, VOCABULARY, (batch, seq)),
@@ -51,13 +51,13 @@ def seq2seq(
 
 
 def both_with_masks(batch: int, seq: int) -> Inputs:
-    """The same with masks of ones: Switch Transformers makes them itself, but not where it is traced."""
+    """Like `both_ids`, with masks of ones, which Switch Transformers makes itself only when it is not traced."""
     masks = {"attention_mask": torch.ones(batch, READ).long(), "decoder_attention_mask": torch.ones(batch, seq).long()}
     return both_ids(batch, seq) | masks
 
 
 def t5(of: str, manner: type[Routed], **changes: Any) -> Entry:
-    """T5 and its relatives hand the position bias of their first block on, with what their blocks return."""
+    """An entry of T5 or a relative, whose blocks return the position bias of the first block for the next block."""
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4}
     make = partial(small, of, **sizes | changes)
     return Entry(

@@ -1,4 +1,4 @@
-"""One model of the corpus: a class of a package, how it is made small, where its blocks are, how they are routed."""
+"""One model of the corpus: the class, how to make it small, where its blocks are, and how they are routed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from benchmarks.corpus.routers import Routed
 
 ROWS, TOKENS, WIDTH = 2, 32, 64
-"""The bucket of most entries, and the width of their stream. No other dimension of a small model is 32."""
+"""Bucket of most entries, and the width of their residual stream. No other dimension of a small model is 32."""
 NOISE = 0.02
-"""Standard deviation that is added to every weight: biases of zeros and scales of ones would hide that one was lost."""
+"""Standard deviation of the noise added to every weight. Without noise, a lost bias of zeros would change nothing."""
 Inputs: TypeAlias = "dict[str, Any] | tuple[Any, ...]"
-"""What forward takes, by name or in order: tensors, tuples of them, and numbers that are constants."""
+"""Arguments of forward, by name or in order: tensors, tuples of tensors, and constant numbers."""
 
 
 @dataclass(frozen=True)
@@ -27,22 +27,22 @@ class Entry:
     """A model class.
 
     Attributes:
-        package: of PyPI.
+        package: name of the package on PyPI.
         of: name of the class.
-        make: returns it, small and with initial weights.
-        inputs: (rows, tokens) -> what its forward takes, drawn from torch's generator.
-        blocks: pattern of the names of its blocks, of which every other one is routed. Of a manner that routes parts of
-            a block, names of the parts below it follow, behind a colon: `model.layers.*:self_attn,mlp`. Several such
-            patterns stand with spaces between them. One without a star is the name of a block that is routed.
-        manner: the router.
-        variant: what distinguishes it from another entry of the same class.
-        tokens: that the blocks see in one row.
-        width: of the stream.
-        dim: the dimension of the tokens in what a block takes.
-        hidden: name of the block's argument, where it is given by name.
-        handed_on: (place in the tuple that a block returns, place of the argument behind the stream that it hands
-            there to the next block, which sees all tokens again: the position bias of T5.
-        refused: part of the sentence that is said of a class that is no static graph; empty of one that must pass.
+        make: returns a small model of the class with initial weights.
+        inputs: (rows, tokens) -> arguments of forward, drawn from torch's generator.
+        blocks: patterns of module names, separated by spaces. Every other block that matches a pattern is routed. A
+            manner that routes parts of a block lists their names after a colon: `model.layers.*:self_attn,mlp`. A
+            pattern without a star is the name of one routed block.
+        manner: class of the router.
+        variant: distinguishes the entry from others of the same class.
+        tokens: number of tokens that the blocks see in one row.
+        width: width of the residual stream.
+        dim: dimension of the tokens in the block's input.
+        hidden: name of the block's input, for models that pass it by keyword.
+        handed_on: pairs (place in the tuple that the block returns, place among its other positional arguments). The
+            router returns that argument, which has all tokens, at that place: the position bias of T5.
+        refused: part of the message for a class that is no static graph; empty for a class that must pass.
     """
 
     package: str
@@ -64,7 +64,7 @@ class Entry:
         return f"{self.package}.{self.of}" + (f":{self.variant.replace(' ', '-')}" if self.variant else "")
 
     def build(self) -> nn.Module:
-        """The routed model in eval mode, the same every time."""
+        """Returns the routed model in eval mode, with the same weights every time."""
         torch.manual_seed(0)
         model = self.make().eval()
         for name in self.routed_names(model):
@@ -79,23 +79,23 @@ class Entry:
         return model
 
     def routed_names(self, model: nn.Module) -> list[str]:
-        """Of every other block, or of its parts that are routed."""
-        found = []
+        """Names of the modules that are routed: every other block, or parts of it."""
+        routed = []
         for blocks in self.blocks.split():
             pattern, _, parts = blocks.partition(":")
             depth = pattern.count(".")
             named = [name for name, _ in model.named_modules() if name.count(".") == depth]
             names = fnmatch.filter(named, pattern)[1::2] if "*" in pattern else [pattern]
-            found += [f"{name}.{part}" if part else name for name in names for part in parts.split(",")]
-        return found
+            routed += [f"{name}.{part}" if part else name for name in names for part in parts.split(",")]
+        return routed
 
 
 def routed_calls(model: nn.Module, inputs: Inputs) -> list[tuple[int, int]]:
-    """Of one run: for every call of a router, how many tokens it selected from and how many the block was given.
+    """Runs the model once, and returns for every call of a router (tokens that it selected from, tokens of its block).
 
-    A block that a model calls several times counts as often.
+    A block that the model calls several times is in the list as often.
     """
-    found: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
     streams: list[int] = []
     hooks = []
     for router in [module for module in model.modules() if isinstance(module, Routed)]:
@@ -106,15 +106,15 @@ def routed_calls(model: nn.Module, inputs: Inputs) -> list[tuple[int, int]]:
         def at_block(
             _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], router: Routed = router
         ) -> None:
-            given = args[0] if args else kwargs[router.hidden]
-            found.append((streams.pop(), given.shape[router.block_dim]))
+            block_input = args[0] if args else kwargs[router.hidden]
+            calls.append((streams.pop(), block_input.shape[router.block_dim]))
 
         hooks.append(router.router.register_forward_pre_hook(at_router))
         hooks.append(router.computes.register_forward_pre_hook(at_block, with_kwargs=True))
     eager(model, inputs)
     for hook in hooks:
         hook.remove()
-    return found
+    return calls
 
 
 def eager(model: nn.Module, inputs: Inputs) -> list[np.ndarray]:

@@ -8,7 +8,7 @@ from benchmarks.corpus.decoders import EXPLICIT, KINDS, PARTS, decoder
 from benchmarks.corpus.routers import Apart, BatchFirst, OneHot, Paper, ScatterAdd, SequenceFirst, SoftmaxGate
 
 BATCHED = {"experts_implementation": "batched_mm"}
-"""Experts in operators of torch; by default, their products are an operator of transformers' own."""
+"""Experts that use torch operators only. By default, transformers uses an operator of its own for their products."""
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 LINEAR = ["linear_attention", "full_attention"]
 DELTA = {
@@ -52,7 +52,7 @@ ENTRIES = [
     ),
     decoder("CwmForCausalLM", Paper, layer_types=KINDS),
     decoder("GPTNeoXJapaneseForCausalLM", SoftmaxGate, "gpt_neox_japanese.layers.*"),
-    # With the usual weights its experts' scores are so close that in 16 bits rounding chooses for every token.
+    # With the default weights, expert scores are so close that 16-bit rounding decides the choice for every token.
     decoder(
         "GptOssForCausalLM", ScatterAdd,
         num_local_experts=4, num_experts_per_tok=2, layer_types=KINDS, initializer_range=0.2, **BATCHED,

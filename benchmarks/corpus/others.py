@@ -12,12 +12,12 @@ VOCABULARY = 80
 
 
 def protein(batch: int, seq: int) -> Inputs:
-    """Residues as ids; 1 is padding, 0 and 2 begin and end a chain, 32 hides a residue."""
+    """Ids of residues. ESM's id 1 is padding, 0 and 2 begin and end a chain, and 32 masks a residue."""
     return {"tokens": torch.randint(4, 24, (batch, seq))}
 
 
 def esm2() -> nn.Module:
-    """`ESM2`, whose layers have tokens in their first dimension."""
+    """`ESM2`, whose layers take the sequence as the first dimension."""
     import esm
 
     made: nn.Module = esm.ESM2(num_layers=2, embed_dim=64, attention_heads=4, alphabet="ESM-1b", token_dropout=True)
@@ -25,7 +25,7 @@ def esm2() -> nn.Module:
 
 
 def local_transformer() -> nn.Module:
-    """`LocalTransformer`, in windows of 8 tokens."""
+    """`LocalTransformer` with attention in windows of 8 tokens."""
     from local_attention import LocalTransformer
 
     made: nn.Module = LocalTransformer(
@@ -36,7 +36,7 @@ def local_transformer() -> nn.Module:
 
 
 def nystromformer() -> nn.Module:
-    """`Nystromformer`: attention by landmarks."""
+    """`Nystromformer`, which approximates attention with landmarks."""
     from nystrom_attention import Nystromformer
 
     made: nn.Module = Nystromformer(dim=64, depth=2, dim_head=16, heads=4, num_landmarks=4)
@@ -44,7 +44,7 @@ def nystromformer() -> nn.Module:
 
 
 def linformer() -> nn.Module:
-    """`LinformerLM`, whose attention has a projection of a fixed length."""
+    """`LinformerLM`, which projects keys and values to a fixed length."""
     from linformer import LinformerLM
 
     made: nn.Module = LinformerLM(VOCABULARY, 64, 32, 2, k=8, heads=4)
@@ -52,7 +52,7 @@ def linformer() -> nn.Module:
 
 
 BRANCH = "if not padding_mask.any():\nPython chooses its way by a value that depends on the data"
-"""Of ESM2, which computes other things where a batch has padding."""
+"""Part of the message that refuses ESM2, which branches on whether a batch has padding."""
 ENTRIES = [
     Entry("fair-esm", "ESM2", esm2, protein, "layers.*", SequenceFirst, dim=0, refused=BRANCH),
     Entry(

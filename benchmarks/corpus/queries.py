@@ -1,4 +1,4 @@
-"""Attention of which only the queries are routed: keys and values are those of all tokens, so none is hidden."""
+"""Routers around attention that route only the queries. Keys and values come from all tokens, so no token is hidden."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from benchmarks.corpus.routers import Apart
 from benchmarks.corpus.tokens import at_tokens
 
 QUERIES = (-2,)
-"""The dimension of a mask that is that of the queries."""
+"""Dimension of the queries in a mask, counted from the end."""
 
 
 class Queries(Apart):
-    """Around attention that takes what it attends to as an argument; `context` names it.
+    """Wraps attention that takes the tokens to attend to as an argument, which `context` names.
 
     The mask has a row for each query, so only that dimension is gathered.
     """
@@ -24,8 +24,8 @@ class Queries(Apart):
     context = "encoder_hidden_states"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.pop(self.hidden) if self.hidden in kwargs else None
-        x, args = (args[0], args[1:]) if given is None else (given, args)
+        keyword_x = kwargs.pop(self.hidden) if self.hidden in kwargs else None
+        x, args = (args[0], args[1:]) if keyword_x is None else (keyword_x, args)
         index_BK, gate_BK = self.select(x)
         chosen = self.taken(x, index_BK)
         returned = self.attend(chosen, x, index_BK, args, kwargs)
@@ -34,7 +34,7 @@ class Queries(Apart):
         return (out, *returned[1:]) if isinstance(returned, tuple) else out
 
     def attend(self, chosen: Tensor, x: Tensor, index_BK: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What the selected tokens see among all of x; `args` and `kwargs` are those of all tokens."""
+        """Attention from the selected tokens to all of `x`; `args` and `kwargs` are for all tokens."""
         args, kwargs = at_tokens((args, kwargs), index_BK, x.shape[1], QUERIES)
         return self.block(chosen, *args, **kwargs | {self.context: x})
 
@@ -59,8 +59,8 @@ class QueriesOfMultihead(Queries):
 
 
 class QueriesOfProjections(Queries):
-    """Attention of decoders of transformers with `q_proj`, `k_proj`, `v_proj` and `o_proj` and rotary positions: the
-    lines of its forward, with queries of the selected tokens.
+    """Attention of transformers' decoders with `q_proj`, `k_proj`, `v_proj`, `o_proj` and rotary positions: runs the
+    lines of its forward, with queries from the selected tokens only.
     """
 
     @property
@@ -69,7 +69,7 @@ class QueriesOfProjections(Queries):
 
     def attend(self, chosen: Tensor, x: Tensor, index_BK: Tensor, args: Any, kwargs: dict[str, Any]) -> Any:
         attention, (cos, sin) = self.block, kwargs["position_embeddings"]
-        # The tokens of the tables and the queries of the mask are both dimension -2.
+        # Tokens in the rotary tables and queries in the mask are both dimension -2.
         mask, cos_BKE, sin_BKE = at_tokens((kwargs["attention_mask"], cos, sin), index_BK, x.shape[1], QUERIES)
         heads = (-1, attention.head_dim)
         query = attention.q_proj(chosen).unflatten(-1, heads).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""docs/corpus.md, from the rows of a run."""
+"""Writes docs/corpus.md from the rows of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MANNERS = """## Manners
 
 
 def render(rows: Sequence[Row], page: Path) -> None:
-    """Writes the page of all rows; in the order of the table."""
+    """Writes the page of all rows, in the order of `ENTRIES`."""
     by_name: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_name.setdefault(row["name"], {})[row["target"]] = row
@@ -52,17 +52,17 @@ def _totals(rows: Sequence[Row], by_name: dict[str, dict[str, Row]]) -> str:
     packages = Counter(package for package, _ in classes)
     shares = ", ".join(f"{count} of {package}" for package, count in packages.most_common())
     passed = [
-        f"| {target} | {sum(row['status'] == 'pass' for row in tried)} | {len(tried)} | {_worst(tried)} |"
+        f"| {target} | {sum(row['status'] == 'pass' for row in found)} | {len(found)} | {_worst(found)} |"
         for target in TARGETS
-        if (tried := [row for row in rows if row["target"] == target])
+        if (found := [row for row in rows if row["target"] == target])
     ]
     table = "| target | passed | entries | largest difference |\n|---|---|---|---|\n" + "\n".join(passed)
     return f"{len(by_name)} entries of {len(classes)} classes: {shares}.\n\n{table}\n\n"
 
 
 def _worst(rows: Sequence[Row]) -> str:
-    found = [row["max_error"] for row in rows if row["status"] == "pass" and "max_error" in row]
-    return f"{max(found):.1e}" if found else "not run"
+    errors = [row["max_error"] for row in rows if row["status"] == "pass" and "max_error" in row]
+    return f"{max(errors):.1e}" if errors else "not run"
 
 
 def _table(order: Sequence[str], by_name: dict[str, dict[str, Row]]) -> str:
@@ -74,8 +74,8 @@ def _table(order: Sequence[str], by_name: dict[str, dict[str, Row]]) -> str:
         cells = " | ".join(_cell(by_name[name].get(target)) for target in TARGETS)
         line = f"| {row['class']} | {row['variant']} | {row['manner']} | {cells} |"
         releases.setdefault(f"{row['package']} {row['release']}", []).append(line)
-    for release, found in releases.items():
-        text += "\n".join([f"## {release}\n", *lines, *found]) + "\n\n"
+    for release, table_lines in releases.items():
+        text += "\n".join([f"## {release}\n", *lines, *table_lines]) + "\n\n"
     return text
 
 
@@ -88,20 +88,20 @@ def _cell(row: Row | None) -> str:
 
 
 def _sentences(order: Sequence[str], by_name: dict[str, dict[str, Row]]) -> str:
-    """What was said of whatever did not pass, once for all targets of an entry of which the same was said."""
-    found = []
+    """Messages of the rows that did not pass. Targets of an entry with the same message share one paragraph."""
+    paragraphs = []
     for name in order:
-        said: dict[str, list[str]] = {}
+        targets_by_sentence: dict[str, list[str]] = {}
         for target, row in by_name[name].items():
             if row["status"] != "pass":
-                said.setdefault(_without_places(row["sentence"]), []).append(target)
-        found += [
+                targets_by_sentence.setdefault(_without_places(row["sentence"]), []).append(target)
+        paragraphs += [
             f"**{name}** ({', '.join(targets)}{_expected(name, sentence)}):\n\n{_quoted(sentence)}\n"
-            for sentence, targets in said.items()
+            for sentence, targets in targets_by_sentence.items()
         ]
-    if not found:
+    if not paragraphs:
         return ""
-    return "## What did not pass, and what was said\n\n" + "\n".join(found) + "\n"
+    return "## What did not pass, and what was said\n\n" + "\n".join(paragraphs) + "\n"
 
 
 def _expected(name: str, sentence: str) -> str:
@@ -110,7 +110,7 @@ def _expected(name: str, sentence: str) -> str:
 
 
 def _without_places(sentence: str) -> str:
-    """Without where packages, project and build folder are on the machine that ran it."""
+    """Removes the paths of packages, project and build folder on the machine of the run."""
     return re.sub(f"{INSTALLED}|{ROOT}|{SCRATCH}", "", sentence)
 
 

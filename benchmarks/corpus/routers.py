@@ -1,7 +1,7 @@
-"""Routers that are put around a block of somebody else's model, one class for each manner in which public code routes.
+"""Routers that wrap a block of a third-party model, one class for each manner of routing in public code.
 
-Each takes the arguments that the block takes, selects a fixed number of tokens, calls the block with those tokens and
-with every other argument at the same tokens (`corpus_tokens.py`), and puts the results back.
+Each takes the block's arguments, selects a fixed number of tokens, calls the block with those tokens and with every
+other argument gathered at the same tokens (`tokens.py`), and puts the results back.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ CAPACITY = 0.25
 
 
 def tokens_of(seq: int) -> int:
-    """k of a row of `seq` tokens."""
+    """Returns k, the number of tokens that a router selects from a row of `seq` tokens."""
     return max(1, int(CAPACITY * seq))
 
 
 class Routed(nn.Module):
-    """What all manners share: the block's call. A manner says how tokens are selected and how results are put back.
+    """Base class of all manners: it calls the block. A manner defines how to select tokens and how to put results back.
 
-    Attributes of the block that are plain values, such as `attention_type` of transformers, are the router's as well,
-    because a model asks its blocks for them.
+    The router copies the block's plain attributes, such as transformers' `attention_type`, because models read them
+    from their blocks.
     """
 
     dim: ClassVar[int] = 1
-    """Of the tokens, in what the router selects from."""
+    """Dimension of the tokens in the tensor that the router selects from."""
     around: ClassVar[str] = "block"
-    """What it is put around: a `block` with its residuals, a `part` of one that a residual is added to, or the
-    `attention` of one, whose keys and values are of all tokens."""
+    """Kind of module that the router wraps: a `block` with its residuals, a `part` whose output is added to a residual,
+    or `attention`, whose keys and values come from all tokens."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Routed(nn.Module):
         hidden: str = "hidden_states",
         handed_on: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """What an `Entry` says of its blocks; see there."""
+        """The arguments after `block` are the attributes of `Entry` with these names (`handed_on`, `hidden`, ...)."""
         super().__init__()
         for name, value in vars(block).items():
             if not name.startswith("_") and not hasattr(self, name):
@@ -57,11 +57,11 @@ class Routed(nn.Module):
         return self.block
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Indices and gates of the selected tokens, (B, K) each, or (K, B) where tokens are the first dimension."""
+        """Returns indices and gates of the selected tokens: (B, K), or (K, B) if tokens are the first dimension."""
         raise NotImplementedError
 
     def put_back(self, x: Tensor, index: Tensor, gate: Tensor, chosen: Tensor, result: Tensor) -> Tensor:
-        """The stream, of which `result` is what the block made of `chosen`."""
+        """Returns the stream `x` after the block computed `result` from the selected tokens `chosen`."""
         raise NotImplementedError
 
     def taken(self, x: Tensor, index: Tensor) -> Tensor:
@@ -69,22 +69,22 @@ class Routed(nn.Module):
         return x.gather(self.dim, _wide(index, x))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.pop(self.hidden) if self.hidden in kwargs else None
-        x = args[0] if given is None else given
+        keyword_x = kwargs.pop(self.hidden) if self.hidden in kwargs else None
+        x = args[0] if keyword_x is None else keyword_x
         x = x if self.block_dim == self.dim else x.transpose(0, 1)
         index, gate = self.select(x)
         chosen = self.taken(x, index)
         index_BK = index if self.dim == 1 else index.t()
-        rest, named = at_tokens((args if given is not None else args[1:], kwargs), index_BK, x.shape[self.dim])
+        rest, named = at_tokens((args if keyword_x is not None else args[1:], kwargs), index_BK, x.shape[self.dim])
         inside = chosen if self.block_dim == self.dim else chosen.transpose(0, 1)
-        returned = self.call(inside, x, given is not None, rest, named)
+        returned = self.call(inside, x, keyword_x is not None, rest, named)
         result = returned[0] if isinstance(returned, (tuple, list)) else returned
         result = result if self.block_dim == self.dim else result.transpose(0, 1)
         out = self.put_back(x, index, gate, chosen, result)
         out = out if self.block_dim == self.dim else out.transpose(0, 1)
         if not isinstance(returned, (tuple, list)):
             return out
-        others = args if given is not None else args[1:]
+        others = args if keyword_x is not None else args[1:]
         behind = {place: others[argument] for place, argument in self.handed_on}
         return (out, *(behind.get(place, returned[place]) for place in range(1, len(returned))))
 
@@ -97,7 +97,7 @@ def _wide(index: Tensor, x: Tensor) -> Tensor:
 
 
 class Paper(Routed):
-    """The score of a linear router, top-k, in order of position; the raw score weighs what the block changed."""
+    """Takes the top k scores of a linear router, in order of position. The raw score weights the block's change."""
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores_BS = self.router(x).squeeze(-1)
@@ -109,7 +109,7 @@ class Paper(Routed):
 
 
 class SoftmaxGate(Routed):
-    """A softmax over the selected scores weighs what the block changed; the weighed tokens replace those before."""
+    """A softmax over the selected scores weights the block's change. The results replace the selected tokens."""
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores_BS1 = self.router(x)
@@ -134,9 +134,7 @@ class ScatterAdd(Routed):
 
 
 class BatchFirst(Routed):
-    """Batch-first by index: `x[rows, index]`, in order of score, and `out[rows, index] = ...` weighed by a softmax over
-    the row.
-    """
+    """Reads `x[rows, index]` in order of score, writes `out[rows, index] = ...`, weighted by a softmax over the row."""
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
         gate_BK, index_BK = self.router(x).squeeze(-1).softmax(dim=-1).topk(tokens_of(x.shape[1]), dim=-1)
@@ -156,7 +154,7 @@ def _rows(index: Tensor) -> Tensor:
 
 
 class SequenceFirst(Routed):
-    """Tokens are the first dimension, as in Megatron; of a block that takes the batch first, both are transposed."""
+    """Tokens are the first dimension, as in Megatron. Input and output of a batch-first block are transposed."""
 
     dim = 0
 
@@ -170,7 +168,7 @@ class SequenceFirst(Routed):
 
 
 class Apart(Routed):
-    """Attention and MLP each have a router: what a part makes of its tokens is added to them, zero to the others."""
+    """Attention and MLP each have a router. Selected tokens get the gated output of a part added, all others zero."""
 
     around = "part"
 
@@ -184,7 +182,7 @@ class Apart(Routed):
 
 
 class OneHot(Routed):
-    """Tokens are dispatched and combined by products with one-hot rows, as experts are in mixtures of experts."""
+    """Tokens are dispatched and combined by products with one-hot matrices, as in mixtures of experts."""
 
     def select(self, x: Tensor) -> tuple[Tensor, Tensor]:
         scores_BS = self.router(x).squeeze(-1)

@@ -2,9 +2,9 @@
 
     make corpus ARGS="--only transformers.Llama --targets ort-cpu openvino", or python -m benchmarks.corpus.run ...
 
-Every entry of the table is a process of its own with a time limit. Each (entry, target) leaves a line in
-build/corpus/results.jsonl, so that a second start goes on where the first one was stopped; --fresh does again what is
-chosen. Writes docs/corpus.md from all lines. The exit code is 1 when an entry is not as the table says.
+Every entry of the table runs in its own process with a time limit. Each (entry, target) leaves a line in
+build/corpus/results.jsonl, so a second start continues where the first one stopped; --fresh repeats the chosen entries.
+Writes docs/corpus.md from all lines. The exit code is 1 if an entry is not as the table says.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=SECONDS, help="limit of one target (%(default)s)")
     add("--results", type=Path, default=Path("build/corpus"))
     add("--docs", type=Path, default=Path("docs"))
-    given = parser.parse_args(arguments)
-    chosen = [entry for name, entry in ENTRIES.items() if any(text in name for text in given.only)]
+    options = parser.parse_args(arguments)
+    chosen = [entry for name, entry in ENTRIES.items() if any(text in name for text in options.only)]
     if not chosen:
-        parser.error(f"no entry has {' or '.join(given.only)} in its name")
-    given.results.mkdir(parents=True, exist_ok=True)
-    lines = given.results / "results.jsonl"
-    again = {(entry.name, target) for entry in chosen for target in given.targets}
+        parser.error(f"no entry has {' or '.join(options.only)} in its name")
+    options.results.mkdir(parents=True, exist_ok=True)
+    lines = options.results / "results.jsonl"
+    again = {(entry.name, target) for entry in chosen for target in options.targets}
     before = read(lines)
     known = {
         key: row
         for key, row in before.items()
-        if not (key in again and (given.fresh or (given.failed and not as_expected(ENTRIES[key[0]], row))))
+        if not (key in again and (options.fresh or (options.failed and not as_expected(ENTRIES[key[0]], row))))
     }
     if len(known) < len(before):
         _write(lines, known.values())
-    work = [(entry, [target for target in given.targets if (entry.name, target) not in known]) for entry in chosen]
+    work = [(entry, [target for target in options.targets if (entry.name, target) not in known]) for entry in chosen]
     work = [(entry, targets) for entry, targets in work if targets]
     print(f"{len(chosen)} entries, {len(chosen) - len(work)} done before", flush=True)
-    with ThreadPoolExecutor(given.jobs) as pool:
-        waiting = [pool.submit(run_apart, entry, targets, given.seconds) for entry, targets in work]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        waiting = [pool.submit(run_apart, entry, targets, options.seconds) for entry, targets in work]
         try:
             for number, done in enumerate(as_completed(waiting), 1):
                 rows = done.result()
@@ -68,30 +68,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pool.shutdown(wait=False, cancel_futures=True)
             stop()
             raise
-    found = [row for row in read(lines).values() if row["name"] in ENTRIES]
-    render(found, given.docs / "corpus.md")
-    wrong = [row for row in found if not as_expected(ENTRIES[row["name"]], row)]
-    print(f"{len(found)} rows, {len(found) - len(wrong)} as expected, {len(wrong)} not", flush=True)
+    all_rows = [row for row in read(lines).values() if row["name"] in ENTRIES]
+    render(all_rows, options.docs / "corpus.md")
+    wrong = [row for row in all_rows if not as_expected(ENTRIES[row["name"]], row)]
+    print(f"{len(all_rows)} rows, {len(all_rows) - len(wrong)} as expected, {len(wrong)} not", flush=True)
     return 1 if wrong else 0
 
 
 def as_expected(entry: Entry, row: Row) -> bool:
-    """Whether it passed, or was refused as the table says."""
+    """Whether the row passed, or the entry was refused as the table says."""
     if entry.refused:
         return row["status"] == "refused" and entry.refused in row["sentence"]
     return bool(row["status"] == "pass")
 
 
 def read(lines: Path) -> dict[tuple[str, str], Row]:
-    """The last row of every (entry, target). A line that was cut when a run was stopped is none."""
-    found: dict[tuple[str, str], Row] = {}
+    """Returns the last row of every (entry, target). Skips a line that a stopped run left incomplete."""
+    rows: dict[tuple[str, str], Row] = {}
     for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else []:
         try:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue
-        found[row["name"], row["target"]] = row
-    return found
+        rows[row["name"], row["target"]] = row
+    return rows
 
 
 def _write(lines: Path, rows: Iterable[Row]) -> None:
@@ -101,18 +101,18 @@ def _write(lines: Path, rows: Iterable[Row]) -> None:
 
 
 def _shown(rows: Sequence[Row]) -> str:
-    """One line of an entry, and one of each sentence."""
+    """One line for the entry, and one for each different message."""
     states = []
     for row in rows:
         error = f" {row['max_error']:.1e}" if "max_error" in row else ""
         states.append(f"{row['target']} {row['status']}{error}")
     seconds = sum(row["seconds"] for row in rows)
-    said = {row["sentence"] for row in rows if row["sentence"]}
-    shown = [f"    {' '.join(sentence.split())[:SHOWN]}" for sentence in sorted(said)]
+    sentences = {row["sentence"] for row in rows if row["sentence"]}
+    shown = [f"    {' '.join(sentence.split())[:SHOWN]}" for sentence in sorted(sentences)]
     return "\n".join([f"{rows[0]['name']} ({rows[0]['manner']}): {', '.join(states)}, {seconds:.0f} s", *shown])
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    os.environ["OMP_NUM_THREADS"] = "1"  # Of every process that is started from here.
+    os.environ["OMP_NUM_THREADS"] = "1"  # The processes that start from here inherit it.
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Models of transformers that see, hear, or read series of numbers."""
+"""Models of transformers for images, sound, trajectories and time series."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from benchmarks.corpus.routers import Apart, BatchFirst, OneHot, Paper, Routed, 
 from benchmarks.corpus.small import FIRST, VOCABULARY, small
 
 PATCHES = 36
-"""Of an image of 24 x 24 pixels, in patches of 4 x 4."""
+"""Number of patches of 4 x 4 in an image of 24 x 24 pixels."""
 
 
 def pixels(batch: int, seq: int) -> Inputs:
-    """Images; their number of tokens is that of their patches."""
+    """Images. Their patches determine the number of tokens, so `seq` is not used."""
     return {"pixel_values": torch.randn(batch, 3, 24, 24)}
 
 
 def waves(batch: int, seq: int) -> Inputs:
-    """Sound, 4 samples for a token."""
+    """Sound, with 4 samples for each token."""
     return {"input_values": torch.randn(batch, 4 * seq)}
 
 
@@ -48,7 +48,7 @@ def hears(
 
 
 def mel_bands(batch: int, seq: int) -> Inputs:
-    """Sound as 16 bands of 64 frames, which Whisper's encoder makes 32 tokens of, and ids of a text."""
+    """Sound as 16 bands of 64 frames, which become 32 tokens in Whisper's encoder, and ids of a text."""
     return {
         "input_features": torch.randn(batch, 16, 64),
         "decoder_input_ids": torch.randint(FIRST, VOCABULARY, (batch, 12)),

@@ -1,4 +1,4 @@
-"""Small configurations of transformers: one table of sizes, of which a model takes those that its configuration has."""
+"""Small configurations of transformers. A model takes from one table the sizes that its configuration has."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from benchmarks.corpus.entry import Inputs
 
 VOCABULARY = 80
 FIRST = 3
-"""Ids before it are padding, beginning and end of a text, which some models treat apart."""
+"""First id of an ordinary token. Some models treat the lower ids specially: padding, beginning and end of a text."""
 LACKS = object()
-"""In place of the value of a field that a configuration shows and does not take."""
+"""Marks a field that the default configuration has but that must not be passed to the constructor."""
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
 
 
 def small(name: str, **changes: Any) -> nn.Module:
-    """A model of transformers with initial weights; `changes` are fields that the table lacks or has otherwise."""
+    """A model of transformers with initial weights. `changes` override or extend the table of sizes."""
     model = getattr(transformers, name)
     default = model.config_class()
     sizes = {
@@ -68,5 +68,5 @@ def token_ids(batch: int, seq: int) -> Inputs:
 
 
 def _is_computed(config: Any, field: str) -> bool:
-    found = getattr(type(config), field, None)
-    return isinstance(found, property) and found.fset is None
+    attribute = getattr(type(config), field, None)
+    return isinstance(attribute, property) and attribute.fset is None

@@ -1,4 +1,4 @@
-"""Every entry of the corpus, by its name."""
+"""All entries of the corpus by name."""
 
 from __future__ import annotations
 

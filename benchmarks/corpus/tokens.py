@@ -1,4 +1,4 @@
-"""The arguments of a block at the selected tokens: masks, rotary tables, positions, whatever has their dimension."""
+"""Gathers a block's arguments at the selected tokens: masks, rotary tables, positions, all with a token dimension."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def at_tokens(given: Any, index_BK: Tensor, seq: int, dims: tuple[int, ...] | None = None) -> Any:
-    """`given`, of which every tensor with a dimension of `seq` is gathered along it.
+    """Returns `given` with every tensor gathered along its dimensions of size `seq`.
 
-    A mask (B, H, S, S) becomes (B, H, K, K). The first dimension is that of the rows: B, or 1 for all of them, or B
-    times the heads. A table without rows, (S,) or (S, E), becomes one for each row.
+    A mask (B, H, S, S) becomes (B, H, K, K). The first dimension is the batch: B, 1 (broadcast) or B times the heads.
+    A table without a batch dimension, (S,) or (S, E), gets one.
 
     Args:
-        given: tensors, and tuples, lists and dictionaries of them; anything else is left as it is.
-        index_BK: int64, of the selected tokens.
+        given: tensors, and tuples, lists and dictionaries of them; anything else is returned unchanged.
+        index_BK: int64, indices of the selected tokens.
         seq: S, the number of tokens that were selected from.
-        dims: of the tensors, counted from behind; by default each that has the size of S.
+        dims: gathers only along these dimensions of size S, counted from the end; by default along all of them.
     """
     if isinstance(given, Tensor):
         return _gathered(given, index_BK, seq, dims)
@@ -30,14 +30,14 @@ def at_tokens(given: Any, index_BK: Tensor, seq: int, dims: tuple[int, ...] | No
 
 
 def _gathered(tensor: Tensor, index_BK: Tensor, seq: int, dims: tuple[int, ...] | None) -> Tensor:
-    found = [dim - tensor.dim() for dim, size in enumerate(tensor.shape) if size == seq]
-    for dim in found if dims is None else [dim for dim in found if dim in dims]:
+    token_dims = [dim - tensor.dim() for dim, size in enumerate(tensor.shape) if size == seq]
+    for dim in token_dims if dims is None else [dim for dim in token_dims if dim in dims]:
         tensor = _along(tensor, index_BK, dim)
     return tensor
 
 
 def _along(tensor: Tensor, index_BK: Tensor, dim: int) -> Tensor:
-    """`dim` is counted from behind, so that it stays what it is when a dimension of rows is put in front."""
+    """`dim` is counted from the end, so that it stays valid when a batch dimension is put in front."""
     B = index_BK.shape[0]
     if tensor.dim() + dim == 0:
         tensor = tensor[None]

@@ -1,4 +1,4 @@
-"""Modules of torch.nn: transformers of both layouts, attention and recurrent layers."""
+"""Modules of torch.nn: transformers (batch first and sequence first), attention and recurrent layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAYER = {"d_model": 64, "nhead": 4, "dim_feedforward": 96, "dropout": 0.0}
 
 
 class Stack(nn.Module):
-    """Ids, blocks of one class in turn, logits. Of what a block returns, the first tensor goes on."""
+    """A model from ids to logits with blocks of one class. If a block returns a tuple, its first tensor is used."""
 
     def __init__(self, block: Callable[[], nn.Module], depth: int = 2) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def both() -> nn.Module:
 
 
 def with_padding(batch: int, seq: int) -> Inputs:
-    """A stream, and which of its tokens are padding."""
+    """A residual stream and its padding mask."""
     padding = torch.arange(seq) >= torch.linspace(seq // 2, seq, batch).long()[:, None]
     return {"src": torch.randn(batch, seq, 64), "src_key_padding_mask": padding}
 

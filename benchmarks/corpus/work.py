@@ -1,4 +1,4 @@
-"""What is done with one entry: its engines are built, and run beside eager on fresh inputs."""
+"""Builds the engines of one entry, and compares their outputs on fresh inputs with eager."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mod_export.rows.report import BuildReport
 
 RUNS = frozenset({"ort-cpu", "openvino", "inductor"})
 TARGETS = ("ort-cpu", "openvino", "inductor", "tensorrt-rtx")
-"""In this order; a plan of TensorRT-RTX is built and not run."""
+"""All targets, in the order of the page's columns. A plan of TensorRT-RTX is built but not run."""
 FRESH = range(1000, 1003)
-"""Seeds of the inputs that engines and eager are compared on: none that a build has seen."""
+"""Seeds of the inputs that engines and eager are compared on; a build uses none of them."""
 LARGEST_ERROR = 1e-4
-"""Of a value, as a share of the output's root mean square. Both sides round float32, at 6e-8, some hundred times."""
+"""Allowed error, as a share of the output's root mean square. Both sides round float32 (6e-8) some hundred times."""
 CONFIG = """
 [target.tensorrt-rtx]
 architectures = ["sm89"]
@@ -42,34 +42,34 @@ profile_runs = 0
 [generation]
 build = "never"
 """
-"""Parity is judged in full; latency is sampled as little as can be, because nobody reads it here."""
+"""Parity is judged in full. Latency gets the fewest samples possible, because nobody reads it here."""
 Row = dict[str, Any]
 
 
 def run(entry: Entry, targets: Sequence[str]) -> list[Row]:
-    """A row for each target. They are built together; where that fails, each alone, so that every row is about one."""
+    """Returns a row for each target. Builds all targets together; if that fails, builds each of them alone."""
     begin = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="corpus-"))
     try:
-        found = _built(entry, targets, folder)
+        rows = _built(entry, targets, folder)
     except ModExportError as error:
         if len(targets) > 1 and not isinstance(error, (CaptureError, UsageError)):
             return [row for target in targets for row in run(entry, [target])]
-        found = {target: {"status": "refused", "sentence": str(error)} for target in targets}
-    except Exception as error:  # The project's own fault, whatever it is: a row, and not the end of the corpus.
+        rows = {target: {"status": "refused", "sentence": str(error)} for target in targets}
+    except Exception as error:  # A bug of the project becomes a row; it must not end the run.
         if len(targets) > 1:
             return [row for target in targets for row in run(entry, [target])]
         last = "".join(traceback.format_exception(error)[-4:])
         text = f"{type(error).__name__}: {error}"
-        found = {target: {"status": "error", "sentence": text, "traceback": last} for target in targets}
+        rows = {target: {"status": "error", "sentence": text, "traceback": last} for target in targets}
     finally:
         shutil.rmtree(folder)
     seconds = round((time.monotonic() - begin) / len(targets), 1)
-    return [described(entry, target) | found[target] | {"seconds": seconds} for target in targets]
+    return [described(entry, target) | rows[target] | {"seconds": seconds} for target in targets]
 
 
 def described(entry: Entry, target: str) -> Row:
-    """What is known of a row before anything is run."""
+    """Fields of a row that are known before anything runs."""
     return {
         "name": entry.name,
         "package": entry.package,
@@ -91,7 +91,7 @@ def _built(entry: Entry, targets: Sequence[str], folder: Path) -> dict[str, Row]
         name=entry.of, verbosity=-1,
     )  # fmt: skip
     sites = max((len({site.layer for site in row.routing.layers}) for row in report.parity), default=0)
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     for target in targets:
         row: Row = {"routed": expected, "sites": sites}
         reasons = _reasons(report, target)
@@ -101,12 +101,12 @@ def _built(entry: Entry, targets: Sequence[str], folder: Path) -> dict[str, Row]
             row["max_error"] = error = largest_error(entry, model, out, target)
             if not error <= LARGEST_ERROR:
                 reasons.append(f"on fresh inputs an output differs by {error:.2g} of its root mean square")
-        found[target] = row | {"status": "fail" if reasons else "pass", "sentence": "; ".join(reasons)}
-    return found
+        rows[target] = row | {"status": "fail" if reasons else "pass", "sentence": "; ".join(reasons)}
+    return rows
 
 
 def _reasons(report: BuildReport, target: str) -> list[str]:
-    """What the report has against the engine of a target, or against the graphs that it is made from."""
+    """Reasons in the report why the engine of a target, or a graph that it is made from, fails."""
     engine = any(file.kind == "engine" and file.target == target for file in report.artifacts)
     about = {target, f"{target} graph", "portable"}
     judged = [row for row in report.parity if row.target in about]
@@ -116,7 +116,7 @@ def _reasons(report: BuildReport, target: str) -> list[str]:
 
 
 def largest_error(entry: Entry, model: nn.Module, out: Path, target: str) -> float:
-    """Of all outputs on the fresh inputs: the largest difference of a value, over the output's root mean square."""
+    """Returns the largest `relative_error` of any output on the fresh inputs."""
     worst = 0.0
     with mod_export.load(out, target=target, threads=1) as engine:
         for seed in FRESH:
@@ -131,7 +131,7 @@ def largest_error(entry: Entry, model: nn.Module, out: Path, target: str) -> flo
 
 
 def _feeds(inputs: Inputs, names: Iterable[str]) -> dict[str, np.ndarray]:
-    """The tensors by the names that the engine has for them: their own, or of tensors in a tuple the others in turn."""
+    """Arrays by the engine's input names. Named tensors keep their names; those in tuples get the others in order."""
     own = inputs if isinstance(inputs, dict) else {}
     named = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
     others = [value for value in (own.values() if own else inputs) if not own or not isinstance(value, torch.Tensor)]
@@ -141,7 +141,7 @@ def _feeds(inputs: Inputs, names: Iterable[str]) -> dict[str, np.ndarray]:
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Infinite where one is no number and the other is."""
+    """Largest difference over the root mean square of `expected`; infinite for any NaN, or if the infinities differ."""
     numbers = np.isfinite(expected)
     if not np.array_equal(numbers, np.isfinite(found)) or not np.array_equal(expected[~numbers], found[~numbers]):
         return float("inf")

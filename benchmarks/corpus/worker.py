@@ -1,5 +1,5 @@
-"""One entry in a process of its own. What every entry imports is imported once, by the server that processes are forked
-from: it is two fifths of the time that a small model takes.
+"""Runs one entry in its own process. The fork server imports the common packages once for all processes, because the
+imports take two fifths of a small model's time.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from benchmarks.corpus.table import ENTRIES
 from benchmarks.corpus.work import Row, described, run
 
 SECONDS = 240
-"""For one target; for each further target as much again."""
+"""Time limit for one target; a process with several targets gets this time for each."""
 _stopping = threading.Event()
 PRELOADED = ["torch._dynamo", "torch._inductor", "torch.onnx", "transformers", "onnx", "onnxruntime", "onnxscript"]
 
 
 def work(name: str, targets: Sequence[str], scratch: Path) -> None:
-    """In the new process: a line for each target in rows.jsonl, and what is printed in log.txt."""
-    os.setsid()  # Everything that it starts can be stopped with it.
+    """Runs in the new process: writes a line for each target to rows.jsonl, and the output to log.txt."""
+    os.setsid()  # A new process group, so that the children are killed together with this process.
     with (scratch / "log.txt").open("w") as log:
         os.dup2(log.fileno(), sys.__stdout__.fileno())
         os.dup2(log.fileno(), sys.__stderr__.fileno())
     tempfile.tempdir = str(scratch)
-    warnings.simplefilter("ignore")  # Those of the packages about themselves.
+    warnings.simplefilter("ignore")  # The packages warn about their own code.
     torch.set_num_threads(1)
-    found = run(ENTRIES[name], targets)
-    (scratch / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+    rows = run(ENTRIES[name], targets)
+    (scratch / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def run_apart(entry: Entry, targets: Sequence[str], seconds: float = SECONDS) -> list[Row]:
-    """A row for each target; of a process that died or was stopped, each target is tried alone."""
+    """Returns a row for each target. If the process dies or runs out of time, each target runs again alone."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="corpus-") as scratch:
         reason = _ended(entry.name, targets, Path(scratch), seconds * len(targets))
@@ -56,7 +56,7 @@ def run_apart(entry: Entry, targets: Sequence[str], seconds: float = SECONDS) ->
 
 
 def _ended(name: str, targets: Sequence[str], scratch: Path, seconds: float) -> str:
-    """Why a process has left no rows; empty of one that has."""
+    """Returns why the process left no rows, or an empty text if it left them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     process = context.Process(target=work, args=(name, list(targets), scratch))
@@ -79,7 +79,7 @@ def _ended(name: str, targets: Sequence[str], scratch: Path, seconds: float) -> 
 
 
 def stop() -> None:
-    """Ends every process of this one that runs an entry, and keeps their targets from being tried again."""
+    """Kills every child process that runs an entry, and keeps their targets from being tried again."""
     _stopping.set()
     for process in multiprocessing.active_children():
         if process.pid:
@@ -89,5 +89,5 @@ def stop() -> None:
 def _kill(leader: int) -> None:
     try:
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:  # It has not come to its first line.
+    except ProcessLookupError:  # The process has not called setsid yet.
         os.kill(leader, signal.SIGKILL)

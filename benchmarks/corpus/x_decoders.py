@@ -1,4 +1,4 @@
-"""Models of x-transformers, whose layers are attention and feed-forward parts, a residual around each."""
+"""Models of x-transformers, whose layers are attention and feed-forward parts with a residual around each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARTS = "attn_layers.layers.2.1 attn_layers.layers.3.1"
 
 
 def token_ids(batch: int, seq: int) -> Inputs:
-    """Ids of a text; the parameter of forward is called x."""
+    """Token ids; the parameter of forward is called x."""
     return {"x": torch.randint(0, VOCABULARY, (batch, seq))}
 
 

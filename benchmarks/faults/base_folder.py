@@ -1,8 +1,8 @@
-"""Sound build folders that faults are planted into, and the signature that hides that they were.
+"""Builds sound folders to plant faults into, and signs folders with faults again.
 
-A file that was changed has another hash, which `validate` would report at once. That proves nothing about the checks
-that look for faults, so every planted folder is signed again: its manifest has the hashes of the faulty files, as if
-the build itself had made them.
+A changed file has another hash, which `validate` would report at once. That would not test the checks that look for
+faults, so every faulty folder is signed again: its manifest gets the hashes of the faulty files, as if the build had
+made them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ SHAPE = Bucket(2, 32)
 BUCKET = SHAPE.name
 CAPACITY_ONE_MORE = replace(SPEC, routing=RoutingSpec(capacity=9 / 32))
 CAPACITY_ROUNDED_DOWN = replace(SPEC, routing=RoutingSpec(capacity=7 / 32))
-"""What 0.249 x 32 gives when it is rounded in another way than 0.25 x 32."""
+"""Capacity with k = 7, which 0.249 x 32 gives when it is rounded down; 0.25 x 32 gives 8."""
 STD = 0.15
-"""Of the weights: large enough that every block changes the result, as in a trained model."""
+"""Standard deviation of the weights: large enough that every block changes the result, as in a trained model."""
 FOREIGN_STD = 0.3
-"""Of narrower weights."""
+"""Standard deviation of the weights of users' modules, which are narrower."""
 
 FolderName = Literal["graphs", "compiled", "foreign", "two outputs", "compiled foreign"]
 FOREIGN_SHAPES = [(2, 16), (1, 32)]
@@ -77,7 +77,7 @@ targets = ["inductor"]
 
 
 def checkpoint_with(spec: ModelSpec, seed: int, std: float) -> Checkpoint:
-    """Weights of this standard deviation, norms around one."""
+    """Returns a checkpoint whose weights have this standard deviation, with norms around one."""
     generator = torch.Generator().manual_seed(seed)
     weights = {
         name: torch.empty_like(tensor).normal_(1.0 if "norm" in name else 0.0, std, generator=generator)
@@ -87,7 +87,7 @@ def checkpoint_with(spec: ModelSpec, seed: int, std: float) -> Checkpoint:
 
 
 def build_folder(toml: str, folder: Path) -> Path:
-    """A finished build of SPEC; `folder` holds the checkpoint and the configuration too."""
+    """Returns a finished build of SPEC. `folder` holds the checkpoint and the configuration too."""
     folder.mkdir(parents=True, exist_ok=True)
     save_checkpoint(folder / "model.pt", checkpoint_with(SPEC, 1, STD))
     (folder / "c.toml").write_text(toml, encoding="utf-8")
@@ -100,7 +100,7 @@ def build_folder(toml: str, folder: Path) -> Path:
 
 
 def randomized(module: nn.Module, seed: int, std: float) -> nn.Module:
-    """A module of users with weights of this standard deviation, norms around one."""
+    """Gives a user's module weights of this standard deviation, with norms around one, and returns it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in module.named_parameters():
@@ -109,7 +109,7 @@ def randomized(module: nn.Module, seed: int, std: float) -> nn.Module:
 
 
 def foreign_module() -> Model:
-    """Marks nothing: blocks 0 and 2 are dense, 1 and 3 routed, by `torch.topk` and `scatter_add`."""
+    """A module without marks for mod-export: blocks 1 and 3 are routed by `torch.topk` and `scatter_add`."""
     module = randomized(made("scatter_add"), 1, FOREIGN_STD)
     assert isinstance(module, Model)
     return module
@@ -130,7 +130,7 @@ def _foreign(folder: Path) -> BuildReport:
 
 
 def _padded(batch: int, seq: int, seed: int) -> dict[str, torch.Tensor]:
-    """Rows of different lengths."""
+    """Inputs with rows of different lengths."""
     inputs = masked_inputs(batch, seq, seed)
     inputs["attention_mask"][0, seq // 2 :] = 0
     return inputs
@@ -141,19 +141,19 @@ def _two_outputs(folder: Path) -> BuildReport:
 
 
 def compiled_foreign(folder: Path, module: nn.Module | None = None) -> BuildReport:
-    """An AOTInductor package of the module of users, or of this one."""
+    """Builds an AOTInductor package of `module`, by default of `foreign_module`."""
     return _alone(module or foreign_module(), token_ids, folder, "inductor")
 
 
 def _alone(module: nn.Module, inputs: Any, folder: Path, target: str) -> BuildReport:
-    """One bucket for one target, without a baseline."""
+    """Builds one bucket for one target, without a baseline."""
     return build_module(
         module, inputs, FOREIGN_SHAPES[:1], None, folder / "build", [target], config=folder / "c.toml", verbosity=-1
     )
 
 
 def foreign_folder(make: Callable[[Path], BuildReport], folder: Path) -> Path:
-    """A finished build of a module that knows nothing of mod-export."""
+    """Returns a finished build of a module that does not use mod-export."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "c.toml").write_text(FEW_RUNS, encoding="utf-8")
     report = make(folder)
@@ -168,11 +168,11 @@ FOLDERS: dict[FolderName, Callable[[Path], Path]] = {
     "two outputs": partial(foreign_folder, _two_outputs),
     "compiled foreign": partial(foreign_folder, compiled_foreign),
 }
-"""Name of a sound folder -> builds it in a folder: of checkpoints, and of modules of users."""
+"""Name of a sound folder -> function that builds it in a folder, from a checkpoint or from a user's module."""
 
 
 def sign(root: Path) -> None:
-    """Makes the manifest agree with the files as they are now."""
+    """Writes the current sizes and hashes of all files into the manifest."""
     path = root / MANIFEST
     manifest = json.loads(path.read_text(encoding="utf-8"))
     manifest.pop("checksum")
@@ -185,7 +185,7 @@ def sign(root: Path) -> None:
 
 
 def portable_graph_of(root: Path, spec: ModelSpec, bucket: Bucket = SHAPE) -> bytes:
-    """The graph of another spec or bucket, with references to the weights of the folder."""
+    """Returns the graph of another spec or bucket, which refers to the weights of the folder."""
     module = Checkpoint(spec=spec, weights=checkpoint_with(SPEC, 1, STD).weights).module()
     model = onnx_from_captured(captured_module(module, bucket, "other"), state_of(module), TOKEN_INPUTS, ["logits"])
     run_passes(model, PORTABLE, "float32")

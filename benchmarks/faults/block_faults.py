@@ -1,4 +1,4 @@
-"""Faults of attention and of the rest of a block."""
+"""Faults in attention and in the rest of a block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AOTInductor packages of models that compute something else than their weights and spec say."""
+"""AOTInductor packages of models whose results do not follow from their weights and spec."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mod_models.transformer import Transformer
 
 
 class Acausal(Attention):
-    """Attention that forgot its mask."""
+    """Attention without the causal mask."""
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.projected(x_BTD, cos, sin)
@@ -48,7 +48,7 @@ def no_padding(score_BS: Tensor, real_BS: Tensor, k: int) -> tuple[Tensor, Tenso
 
 def residual(module: Transformer) -> None:
     block = module.layers[1]
-    # To mypy whatever a module has is a tensor or a module.
+    # Mypy takes every attribute of a module for a tensor or a module.
     block.routing = replace(block.routing, combine="double_residual")
 
 
@@ -57,7 +57,7 @@ def mask(module: Transformer) -> None:
 
 
 class LargeGates(nn.Linear):
-    """Selects the same tokens."""
+    """A router whose scores are 1 % too large. It selects the same tokens; only the gates change."""
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return super().forward(x_BSD) * 1.01

@@ -1,7 +1,7 @@
-"""The table of planted faults, and what planting them in graphs needs.
+"""The table of planted faults, and helpers to plant them in graphs.
 
-The graph is that of `base_folder.SPEC`: layers 0 and 2 are dense, 1 and 3 routed, gate `identity`, combine `paper`.
-In a routed layer the products are router, q, k, v, o, gate, up, down; in a dense one the same without the router.
+Graphs are of `base_folder.SPEC`: layers 0 and 2 are dense, 1 and 3 routed, gate `identity`, combine `paper`. The
+products of a routed layer are router, q, k, v, o, gate, up, down; a dense layer has no router.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Change = Callable[[Surgery], object]
 
 @dataclass(frozen=True)
 class Fault:
-    """`plant` changes a copy of the sound folder `folder`, given the folder of packages of faulty models; `where` is
-    the layer or module that must be named, None if it is not local; `file` is the one that must be named, None if
-    several could be to blame.
+    """One fault: `plant(root, packages)` changes `root`, a copy of the sound folder `folder`; `packages` has compiled
+    faulty models. `where` is the layer or module that `validate` must name, None if the fault is not local. `file` is
+    the file that it must name, None if several files could be at fault.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Fault:
 
 
 FAULTS: dict[str, Fault] = {}
-"""By name."""
+"""All faults by name."""
 
 
 def add(
@@ -53,7 +53,7 @@ def add(
 def fault(
     name: str, where: str | None, path: str = ENGINE, folder: FolderName = "graphs"
 ) -> Callable[[Change], Change]:
-    """Lists a change of a graph, by default of the engine's."""
+    """Adds a change of a graph, by default the engine's, to the table."""
 
     def listed(change: Change) -> Change:
         add(name, where, lambda root, _packages: plant(root / path, change), folder, path)
@@ -63,7 +63,7 @@ def fault(
 
 
 def faults(changes: Mapping[str, tuple[str | None, Change]], path: str = ENGINE, folder: FolderName = "graphs") -> None:
-    """Lists those that are one operation each: name -> (where, change)."""
+    """Adds faults that are one operation each: name -> (where, change)."""
     for name, (where, change) in changes.items():
         fault(name, where, path, folder)(change)
 
@@ -81,5 +81,5 @@ def shape_of(value: ir.Value) -> tuple[int, ...]:
 
 
 def gate_mul(s: Surgery) -> ir.Node:
-    """g * (attention delta + MLP delta), the last product of the layer."""
+    """The node g * (attention delta + MLP delta), the last Mul of layer 1."""
     return s.node(1, "Mul", -1)

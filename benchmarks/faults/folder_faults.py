@@ -1,4 +1,4 @@
-"""Ways in which a build folder goes wrong around its graphs: weights, engines, buckets, dense baselines, packages."""
+"""Faults in the files of a build folder: weights, engines, buckets, dense baselines, graphs and packages."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def weights_fault(
     dtype: type[np.generic] = np.float32,
     folder: FolderName = "graphs",
 ) -> Callable[[Callable[[Tensors], object]], Callable[[Path, Path], None]]:
-    """Lists a change of a weights file."""
+    """Adds a change of a weights file to the table."""
 
     def listed(change: Callable[[Tensors], object]) -> Callable[[Path, Path], None]:
         def plant(root: Path, _packages: Path) -> None:
@@ -91,8 +91,8 @@ def last_bit(tensors: Tensors) -> None:
 
 @weights_fault("weights file: weights of two layers swapped", "layers.1")
 def two_layers(tensors: Tensors) -> None:
-    one, other = tensors["layers.1.mlp.up_proj.weight"], tensors["layers.3.mlp.up_proj.weight"]
-    one[:], other[:] = other.copy(), one.copy()
+    first, second = tensors["layers.1.mlp.up_proj.weight"], tensors["layers.3.mlp.up_proj.weight"]
+    first[:], second[:] = second.copy(), first.copy()
 
 
 @weights_fault("weights file: one weight transposed", "layers.3")
@@ -187,9 +187,9 @@ def half_router(s: Surgery) -> None:
 
 @fault("outputs exchanged", None)
 def exchanged(s: Surgery) -> None:
-    one, other = s.output("routed_1"), s.output("routed_3")
-    one.name, other.name = "held", "routed_1"
-    one.name = "routed_3"
+    first, second = s.output("routed_1"), s.output("routed_3")
+    first.name, second.name = "held", "routed_1"
+    first.name = "routed_3"
 
 
 @fault("an output missing", "layer 3")

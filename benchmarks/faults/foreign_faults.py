@@ -1,4 +1,4 @@
-"""Faults in builds of modules of users: blocks 1 and 3 are routed by `torch.topk`, `torch.sort` and `scatter_add`."""
+"""Faults in builds of users' modules: blocks 1 and 3 are routed by `torch.topk`, `torch.sort` and `scatter_add`."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def foreign(name: str, where: str | None, path: str = ENGINE) -> Callable[[Chang
 
 
 def gate_mul(s: Surgery) -> ir.Node:
-    """gate * block(selected tokens)"""
+    """The product gate * block(selected tokens)."""
     return s.node(ONE, "Mul", -1)
 
 
 def stream_gather(s: Surgery, block: str = ONE) -> ir.Node:
-    """Reads the selected tokens out of the residual stream."""
+    """The node that gathers the selected tokens from the residual stream."""
     return next(node for node in s.nodes(block, "GatherElements") if shape_of(node.outputs[0])[-1] == 16)
 
 
 def moved(s: Surgery, node: ir.Node, index: int) -> None:
-    """Positions that a node reads are one too large."""
+    """Makes the positions that a node reads one too large."""
     seq = shape_of(node.inputs[0])[1]
     further = s.op(node, "Add", [node.inputs[index], i64(1)])
     node.replace_input_with(index, s.op(node, "Mod", [further, i64(seq)]))
@@ -100,9 +100,9 @@ def other_output(s: Surgery) -> None:
 
 @foreign("the selections of two blocks are returned as each other's", None)
 def exchanged(s: Surgery) -> None:
-    one, other = s.output("routed_blocks.1"), s.output("routed_blocks.3")
-    one.name, other.name = "held", "routed_blocks.1"
-    one.name = "routed_blocks.3"
+    first, second = s.output("routed_blocks.1"), s.output("routed_blocks.3")
+    first.name, second.name = "held", "routed_blocks.1"
+    first.name = "routed_blocks.3"
 
 
 # --- the rest of a block --------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ faults(
                 lambda s: s.set(s.node(ONE, "ScatterElements", 0), reduction="none"),
             ),
             "gathers the stream before the block below": (
-                DENSE_BLOCK,  # Which is what is left out.
+                DENSE_BLOCK,  # The block whose output is left out.
                 lambda s: stream_gather(s, OTHER).replace_input_with(0, s.node(ONE, "ScatterElements", 0).outputs[0]),
             ),
             "routers of two blocks swapped": (
@@ -262,8 +262,8 @@ def last_bit(tensors: Tensors) -> None:
 
 @foreign_weights("foreign weights file: two weights of equal shape swapped", "blocks.1.block.up.weight")
 def equal_shapes(tensors: Tensors) -> None:
-    one, other = tensors["blocks.1.block.up.weight"], tensors["blocks.3.block.up.weight"]
-    one[:], other[:] = other.copy(), one.copy()
+    first, second = tensors["blocks.1.block.up.weight"], tensors["blocks.3.block.up.weight"]
+    first[:], second[:] = second.copy(), first.copy()
 
 
 @folder_fault("foreign: engine of the longer bucket in place of the shorter's", None, "foreign", ENGINE)
@@ -306,7 +306,7 @@ faults(
 
 
 def second_output(s: Surgery, factor: np.ndarray) -> None:
-    """Whoever reads the value inside the graph reads the right one."""
+    """Multiplies the graph output `hidden` by `factor`. Nodes inside the graph still read the right value."""
     hidden = s.output("hidden")
     made = s.op(hidden.producer(), "Mul", [hidden, factor])
     node = made.producer()
@@ -336,8 +336,8 @@ def buffer_element(tensors: Tensors) -> None:
 
 @folder_fault("masked: constant of the captured program changed", None, "two outputs", CONSTANTS)
 def constant_element(root: Path) -> None:
-    with np.load(root / CONSTANTS) as found:
-        arrays = {name: found[name] for name in found}
+    with np.load(root / CONSTANTS) as archive:
+        arrays = {name: archive[name] for name in archive}
     arrays["scale"] = arrays["scale"] * np.float32(1.01)
     written = io.BytesIO()
     np.savez(written, **arrays)
@@ -346,7 +346,7 @@ def constant_element(root: Path) -> None:
 
 @folder_fault("masked: captured program with another epsilon", None, "two outputs", PROGRAM)
 def program_epsilon(root: Path) -> None:
-    # The reference is rebuilt from this file: the engines are sound, and it is not.
+    # The reference is rebuilt from this file, so the engines are right and the reference is wrong.
     text = (root / PROGRAM).read_text(encoding="utf-8")
     assert text.count("1e-05") == 2
     (root / PROGRAM).write_text(text.replace("1e-05", "1e-03"), encoding="utf-8")
@@ -357,7 +357,7 @@ def program_smallest(root: Path) -> None:
     graph = json.loads((root / PROGRAM).read_text(encoding="utf-8"))
     [take] = [node for node in graph["graph_module"]["graph"]["nodes"] if node["target"].endswith("topk.default")]
     assert take["inputs"][2]["arg"] == {"as_int": 1}
-    take["inputs"] = [one for one in take["inputs"] if one["name"] not in ("largest", "sorted")]
+    take["inputs"] = [argument for argument in take["inputs"] if argument["name"] not in ("largest", "sorted")]
     take["inputs"] += [{"name": name, "arg": {"as_bool": False}, "kind": 1} for name in ("largest", "sorted")]
     (root / PROGRAM).write_text(json.dumps(graph), encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Tools to plant a fault in an exported graph: finding nodes by their layer, and putting others between them."""
+"""Tools to plant a fault in an exported graph: they find nodes by layer and insert others between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mod_export.graph.nodes import module_of, static_shape
 
 
 class Surgery:
-    """A graph that is about to be damaged: one in memory, or a file of a build folder, which `save` writes back."""
+    """A graph to damage: one in memory, or a file of a build folder, which `save` writes back."""
 
     def __init__(self, graph: Path | ir.Model) -> None:
         if isinstance(graph, Path):
@@ -23,12 +23,12 @@ class Surgery:
         self._count = 0
 
     def save(self) -> None:
-        # References to weights stay references: only their place is written.
+        # Weights in external files stay there: the graph has only their location.
         self.path.write_bytes(ir.to_proto(self.model).SerializeToString())
 
     def nodes(self, layer: int | str | None, op_type: str) -> list[ir.Node]:
-        """Nodes of one type, in their order; of one layer, of one module by its path, or with None of the whole graph.
-        A product is a product, whether it takes its weight as it is stored or transposed.
+        """Returns the nodes of one type, in order, in a layer, in a module (its path), or in the whole graph (None).
+        MatMul includes FusedMatMul, which may transpose its weight.
         """
         module = f"layers.{layer}" if isinstance(layer, int) else layer
         types = {op_type, "FusedMatMul"} if op_type == "MatMul" else {op_type}
@@ -38,7 +38,7 @@ class Surgery:
         return self.nodes(layer, op_type)[index]
 
     def take(self, layer: int | str) -> ir.Node:
-        """The TopK that selects."""
+        """Returns the TopK that selects tokens."""
         return next(node for node in self.nodes(layer, "TopK") if node.attributes.get_int("largest", 1))
 
     def output(self, name: str) -> ir.Value:
@@ -62,7 +62,7 @@ class Surgery:
         like: ir.Value | None = None,
         outputs: int = 1,
     ) -> ir.Value:
-        """Puts a node before another; the result has shape and dtype of `like`, by default of the first input."""
+        """Puts a node before another. The result has the shape and dtype of `like`, by default of the first input."""
         values = [self.constant(item) if isinstance(item, np.ndarray) else item for item in inputs]
         self._count += 1
         model = like if like is not None else values[0]
@@ -82,26 +82,26 @@ class Surgery:
         node.replace_input_with(index, self.op(node, op_type, [value, *others], attributes))
 
     def set(self, node: ir.Node, **attributes: Any) -> None:
-        """Gives attributes of a node other values."""
+        """Sets attributes of a node."""
         for attribute in ir.convenience.convert_attributes(attributes):
             node.attributes[attribute.name] = attribute
 
     def bypass(self, node: ir.Node, index: int) -> None:
-        """Whoever reads what the node makes reads one of its inputs."""
+        """Makes all readers of a node's output read one of the node's inputs instead."""
         self.replace(node.outputs[0], node.inputs[index])
 
     def swap_inputs(self, one: ir.Node, other: ir.Node) -> None:
-        """Exchanges the second inputs of two products, their weights."""
+        """Exchanges the second inputs (the weights) of two products."""
         first, second = one.inputs[1], other.inputs[1]
         one.replace_input_with(1, second)
         other.replace_input_with(1, first)
 
     def rounded(self, value: ir.Value, dtype: ir.DataType) -> None:
-        """Puts a value through a shorter float."""
+        """Casts a value to a shorter float and back."""
         self.after(self.after(value, "Cast", to=int(dtype)), "Cast", to=int(ir.DataType.FLOAT))
 
     def replace(self, value: ir.Value, other: ir.Value) -> None:
-        """Whoever reads `value` reads `other`; an output of the graph keeps its name."""
+        """Makes all readers of `value` read `other`; a graph output keeps its name."""
         if value.is_graph_output():
             name = value.name
             value.name = f"{name}_before"
@@ -112,7 +112,7 @@ class Surgery:
         ir.convenience.replace_all_uses_with(value, other)
 
     def after(self, value: ir.Value, op_type: str, *others: np.ndarray, **attributes: Any) -> ir.Value:
-        """Puts an operation between a value and whoever reads it; a graph output keeps its name."""
+        """Puts an operation between a value and its readers; a graph output keeps its name."""
         producer = value.producer()
         made = self.op(producer, op_type, [value, *others], attributes)
         node = made.producer()
@@ -123,27 +123,27 @@ class Surgery:
         return made
 
     def embed(self, name: str, array: np.ndarray) -> None:
-        """Gives a weight a value of its own, in the graph."""
+        """Stores a new value for a weight in the graph itself."""
         self.graph.initializers[name].const_value = ir.tensor(np.ascontiguousarray(array), name=name)
 
     def weight(self, name: str) -> np.ndarray:
-        """A weight's value."""
+        """Returns a copy of a weight's value."""
         tensor = self.graph.initializers[name].const_value
         path = self.path.parents[1] / "graphs" / str(tensor.location)
         if not path.exists():
             path = self.path.parents[2] / "graphs" / str(tensor.location)
         dtype = {ir.DataType.FLOAT: np.float32, ir.DataType.FLOAT16: np.float16}[tensor.dtype]
-        # Our weights files say where each tensor begins and how long it is, which ONNX leaves optional.
+        # Offset and length are optional in ONNX, but mod-export always writes them.
         data = path.read_bytes()[tensor.offset : tensor.offset + tensor.length]
         return np.frombuffer(data, dtype).reshape(static_shape(self.graph.initializers[name]) or ()).copy()
 
     def repoint(self, name: str, other: str) -> None:
-        """Makes a weight refer to the place of another."""
+        """Makes a weight refer to the stored data of another."""
         self.graph.initializers[name].const_value = self.graph.initializers[other].const_value
 
 
 def plant(path: Path, change: Callable[[Surgery], object]) -> bytes:
-    """Changes a graph file; returns the bytes that it had."""
+    """Changes a graph file, and returns its previous bytes."""
     before = path.read_bytes()
     surgery = Surgery(path)
     change(surgery)

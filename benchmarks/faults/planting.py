@@ -1,4 +1,4 @@
-"""Planting a fault, and what `validate` made of it."""
+"""Plants a fault and validates the folder."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mod_export.rows.parity import ParityRow
 from mod_export.rows.structure import StructureRow
 
 for file in ("block_faults", "routing_faults", "weight_faults", "folder_faults", "foreign_faults"):
-    importlib.import_module(f"benchmarks.faults.{file}")  # which lists its faults
+    importlib.import_module(f"benchmarks.faults.{file}")  # The import adds the module's faults to FAULTS.
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was seen of one fault.
+    """Result of `validate` for one fault.
 
-    `by_running`: an engine or graph gave wrong results; `by_looking`: a file is not what it must be. `place` is the
-    first place that was named, `named` whether the right one, and the file, are among those named.
+    `by_running`: an engine or a graph gave wrong results. `by_looking`: a file is not as it must be. `place` is the
+    first place that was named. `named`: the right place and the right file are among those named.
     """
 
     by_running: bool
@@ -58,7 +58,7 @@ def _outcome(found: Rerun, fault: Fault) -> Outcome:
     named = fault.where is None or any(word in reason for word in words if word for reason in reasons)
     artifacts = [row.artifact for row in failed if row.artifact]
     named &= fault.file is None or any(fault.file in text for text in (*reasons, *artifacts))
-    # What is looked for by running is blamed on the first place that differs, so that one has to be right.
+    # Comparison of values names the first place that differs, so that place must be the right one.
     blocks = fault.where is not None and fault.where.startswith(("layers.", "blocks."))
     wrong = blocks and bool(places) and fault.where not in places
     return Outcome(

@@ -1,4 +1,4 @@
-"""Random small models, all sound: whatever is said against a build of one of them is a false alarm."""
+"""Random small models without faults: every complaint about a build of one of them is a false alarm."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ class RandomBuild:
     toml: str
 
     def build(self, folder: Path) -> BuildReport:
-        """Into `folder / "build"`."""
+        """Builds it into `folder / "build"`."""
         save_checkpoint(folder / "model.pt", self.checkpoint)
         return _built(Request.checkpoint(folder / "model.pt").models, self.toml, folder)
 
 
 @dataclass(frozen=True)
 class RandomForeign:
-    """A module of users, what it reads at each bucket, and the configuration to build it with."""
+    """A user's module, its inputs at each bucket, and the configuration to build it with."""
 
     module: nn.Module
     inputs: Callable[[int, int, int], Tensor]
@@ -63,7 +63,7 @@ class RandomForeign:
     toml: str
 
     def build(self, folder: Path) -> BuildReport:
-        """Into `folder / "build"`."""
+        """Builds it into `folder / "build"`."""
         captured = model_from_module(self.module, self.inputs, self.buckets, type(self.module).__name__)
         return _built(lambda: (captured, None), self.toml, folder)
 
@@ -74,7 +74,7 @@ def _built(load: Load, toml: str, folder: Path) -> BuildReport:
 
 
 def random_foreign(seed: int) -> RandomForeign:
-    """A manner of routing of public code, with its own sizes; weights, and where it takes any, lengths."""
+    """Returns a model that routes as public code does, with random weights. Unless fixed, its buckets are random."""
     rng = random.Random(seed)
     name, std = rng.choice(sorted({*DIALECTS, *MANNERS})), rng.choice((0.05, 0.1, 0.2, 0.4))
     if name in MANNERS:
@@ -87,7 +87,7 @@ def random_foreign(seed: int) -> RandomForeign:
 
 
 def foreign_of_ties(seed: int) -> RandomForeign:
-    """Routers of zeros: which of its tokens a row selects, torch.topk does not say and every engine may choose."""
+    """Returns a model whose routers are zero. All scores tie, so torch.topk and engines may select any tokens."""
     drawn = _foreign_of(Model(DIALECTS["scatter_add"]), token_ids, [Bucket(2, 16)], 0.2, seed)
     for name, tensor in drawn.module.named_parameters():
         if "router" in name:
@@ -103,7 +103,7 @@ def _foreign_of(
 
 
 def random_build(seed: int) -> RandomBuild:
-    """Sizes, heads, capacities, routing declarations, weights, batch and lengths, all drawn from one seed."""
+    """Draws sizes, heads, capacities, routing declarations, weights, batch and lengths from one seed."""
     rng = random.Random(seed)
     n_layers, kv_heads = rng.randint(1, 6), rng.choice((1, 2, 3))
     layers = tuple(sorted(rng.sample(range(n_layers), rng.randint(1, n_layers))))
@@ -139,14 +139,14 @@ def random_build(seed: int) -> RandomBuild:
 
 
 def random_build_of_any_kind(seed: int) -> RandomBuild:
-    """The sizes of `random_build`, with any selection, parts of blocks, and experts in half of the models."""
+    """Like `random_build`, but with any selection, routed parts of blocks, and experts in half of the models."""
     base = random_build(seed).checkpoint.spec
     rng = random.Random(seed + 0.5)
     while True:
         try:
             return _build_of(_of_any_kind(base, rng), seed, rng.choice(LENGTHS), rng)
         except SpecError:
-            # Declarations that do not go together: drawn again.
+            # The declarations contradict each other, so others are drawn.
             continue
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.faults.rates [--clean N] [--first SEED] [--kinds K...] [--processes N] [--only TEXT]
 
-Exit code 1 when a fault was missed, or named in the wrong place, or a sound build was suspected.
+The exit code is 1 if a fault was missed or its place was named wrongly, or if a sound build was suspected.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mod_export.rows.parity import ParityRow
 CLEAN_BUILDS = 200
 Draw = Callable[[int], RandomBuild | RandomForeign]
 DRAWN: Mapping[str, Draw] = {"topk": random_build, "any": random_build_of_any_kind, "foreign": random_foreign}
-"""Of what kind sound builds are: checkpoints routed by top-k or in any way, modules of users."""
+"""Kinds of sound builds: checkpoints routed by top-k, checkpoints routed in any way, and users' modules."""
 REPORTED = 25
 
 
@@ -63,13 +63,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def quiet() -> None:
-    """One thread for each process, and no warnings of torch's exporter."""
+    """Sets one thread for each process, and hides the warnings of torch's exporter."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
 
 
 def print_faults(names: Sequence[str], pool: ProcessPoolExecutor, folder: Path) -> int:
-    """A line for each fault; returns how many were not caught, or not where they are."""
+    """Prints a line for each fault, and returns how many were missed or located wrongly."""
     needed = {FAULTS[name].folder for name in names}
     waiting = {one: pool.submit(make, folder / one) for one, make in FOLDERS.items() if one in needed}
     if any("compiled" in one for one in needed):
@@ -83,7 +83,7 @@ def print_faults(names: Sequence[str], pool: ProcessPoolExecutor, folder: Path) 
         caught += outcome.caught
         by_running += outcome.by_running
         local += FAULTS[name].where is not None
-        marks = [("yes" if found else "-") for found in (outcome.by_running, outcome.by_looking)]
+        marks = [("yes" if flag else "-") for flag in (outcome.by_running, outcome.by_looking)]
         state = "yes" if outcome.caught else "NO"
         print(f"{name:<{width}}  {state:<6}  {marks[0]:<7}  {marks[1]:<7}  {FAULTS[name].where or '-'}", flush=True)
         if not outcome.caught:
@@ -101,7 +101,7 @@ def plant(folder: Path, name: str) -> Outcome:
 
 
 def print_alarms(kind: str, first: int, count: int, pool: ProcessPoolExecutor, folder: Path) -> int:
-    """A line for each sound build that was suspected; returns how many."""
+    """Prints a line for each sound build that was suspected, and returns their number."""
     alarms = 0
     worst = 0.0
     seeds = range(first, first + count)
@@ -121,15 +121,15 @@ def print_alarms(kind: str, first: int, count: int, pool: ProcessPoolExecutor, f
 
 
 def build_clean(folder: Path, draw: Draw, seed: int) -> tuple[tuple[str, ...], float]:
-    """Builds and validates a random model; what was said against it, and its largest error in units of rounding."""
+    """Builds and validates a random model. Returns the complaints, and the largest error over the rounding error."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         root = Path(scratch)
         report = draw(seed).build(root)
-        found = validate_folder(root / "build", None, ())
+        rerun = validate_folder(root / "build", None, ())
     ratios: Iterator[float] = (
-        row.error.max_abs / row.rounding_error for row in found.rows(ParityRow) if row.rounding_error
+        row.error.max_abs / row.rounding_error for row in rerun.rows(ParityRow) if row.rounding_error
     )
-    return (*report.verdict.reasons, *found.verdict.reasons), max(ratios, default=0.0)
+    return (*report.verdict.reasons, *rerun.verdict.reasons), max(ratios, default=0.0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Faults of routing: which tokens, with which gate, from where and back to where."""
+"""Faults in routing: selection, gates, gather and scatter."""
 
 from __future__ import annotations
 

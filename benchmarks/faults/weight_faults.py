@@ -1,4 +1,4 @@
-"""Faults of weights inside a graph, and of the head."""
+"""Faults in the weights and in the head of a graph."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from benchmarks.faults.graph_surgery import Surgery
 
 @fault("weights of two layers swapped", "layers.0")
 def swapped_layers(s: Surgery) -> None:
-    one, other = "layers.0.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"
-    a, b = s.graph.initializers[one].const_value, s.graph.initializers[other].const_value
-    s.graph.initializers[one].const_value, s.graph.initializers[other].const_value = b, a
+    first_name, second_name = "layers.0.mlp.up_proj.weight", "layers.2.mlp.up_proj.weight"
+    first, second = s.graph.initializers[first_name].const_value, s.graph.initializers[second_name].const_value
+    s.graph.initializers[first_name].const_value, s.graph.initializers[second_name].const_value = second, first
 
 
 @fault("one element of one weight changed by 1 %", "layers.2")
@@ -63,14 +63,14 @@ def one_logit(s: Surgery) -> None:
 
 @fault("embedding of the next token id", "embedding")
 def next_id(s: Surgery) -> None:
-    # A Gather has both of its inputs.
+    # Every Gather has two inputs, so `inputs[0]` is never missing.
     gather = next(node for node in s.nodes(None, "Gather") if node.inputs[0].name == "embedding.weight")
     shifted = s.op(gather, "Add", [gather.inputs[1], i64(1)])
     gather.replace_input_with(1, s.op(gather, "Mod", [shifted, i64(256)]))
 
 
 def wrong_where(s: Surgery, rows: ir.Value, shape: tuple[int, ...]) -> None:
-    """Logits are half as large again where a bool value, once it has this shape, is true."""
+    """Multiplies the logits by 1.5 where the bool value `rows`, reshaped to `shape`, is true."""
     logits = s.output("logits")
     last = logits.producer()
     wide = s.op(last, "Reshape", [rows, i64(*shape)])

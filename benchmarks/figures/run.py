@@ -1,7 +1,7 @@
-"""The pictures of the README, from finished build folders: python -m benchmarks.figures.run [FOLDER] [OUT]
+"""Makes the pictures of the README from finished build folders: python -m benchmarks.figures.run [FOLDER] [OUT]
 
     OUT/report.png     the top of report.html, as a browser shows it; needs Chromium
-    OUT/speedup.svg    latency of MoD and of its dense baseline, from FOLDER-timed where it exists
+    OUT/speedup.svg    latency of MoD and of its dense baseline, from FOLDER-timed if that exists
 
 FOLDER is build/demo by default, which `make demo` builds, and OUT is docs/figures.
 """
@@ -20,11 +20,11 @@ from mod_export.report.wording import interval_text, ms_text, ratio_text
 from mod_export.rows.report import BuildReport, report_from_json
 
 WIDTH, HEIGHT = 1100, 1250
-"""Of the screenshot, in pixels."""
+"""Size of the screenshot in pixels."""
 
 
 def main(folder: Path, out: Path) -> int:
-    """Writes what can be made here, and says what cannot."""
+    """Writes both pictures. Without a browser, writes only speedup.svg and returns 2."""
     timed = folder.with_name(f"{folder.name}-timed")
     out.mkdir(parents=True, exist_ok=True)
     speedup_figure(_report(timed if timed.is_dir() else folder), out / "speedup.svg")
@@ -36,7 +36,7 @@ def main(folder: Path, out: Path) -> int:
 
 
 def screenshot(report: BuildReport, path: Path) -> None:
-    """The top of the report's page as PNG."""
+    """Writes the top of the report's page as PNG."""
     with tempfile.TemporaryDirectory() as folder, Chromium(Path(folder) / "profile") as browser:
         page = Path(folder) / "report.html"
         page.write_text(render_html(report), encoding="utf-8")
@@ -46,7 +46,7 @@ def screenshot(report: BuildReport, path: Path) -> None:
 
 
 def speedup_figure(report: BuildReport, path: Path) -> None:
-    """Two bars for each setting, dense above MoD, with the speed-up and its interval beside them."""
+    """Draws two bars for each setting, dense above MoD, with the speed-up and its interval beside them."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -60,14 +60,14 @@ def speedup_figure(report: BuildReport, path: Path) -> None:
             ms = median_ms[row.target, row.bucket, row.dtype, kind]
             axes.barh(index + offset, ms, 0.36, color=colours[kind])
             axes.text(ms + largest / 100, index + offset, f"{ms_text(ms)} ms", va="center", fontsize=8)
-        said = f"{interval_text(row)}\npredicted (FLOPs) {ratio_text(row.predicted_flops)}"
-        axes.text(1.13 * largest, index, said, va="center", fontsize=8.5)
+        label = f"{interval_text(row)}\npredicted (FLOPs) {ratio_text(row.predicted_flops)}"
+        axes.text(1.13 * largest, index, label, va="center", fontsize=8.5)
     axes.set_yticks(range(len(report.speedup)), [f"{row.target} {row.bucket} {row.dtype}" for row in report.speedup])
     axes.set_xlim(0, 1.45 * largest)
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("median latency, ms")
-    # One patch of each colour stands for all.
+    # The first two patches are one dense and one MoD bar; they represent all others in the legend.
     axes.legend(
         axes.patches[:2], ["dense baseline", "MoD"], loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False
     )

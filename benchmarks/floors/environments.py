@@ -46,13 +46,13 @@ with mod_export.load_generator(folder) as generator:
 
 
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a folder of its own, so that nothing is imported from the working tree."""
+    """Runs a command in the folder `cwd`, so that it imports nothing from the working tree."""
     listed = [str(argument) for argument in command]
     return subprocess.run(listed, cwd=cwd, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
 
 
 def checked(*command: object, cwd: Path) -> str:
-    """As `run`; the output."""
+    """Like `run`, but returns the output, and raises RuntimeError if the command fails."""
     done = run(*command, cwd=cwd)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stderr[-2000:]}")
@@ -73,8 +73,8 @@ def wheel_of(folder: Path) -> Path:
 
 
 def environment_with(folder: Path, wheel: Path, extras: str, pins: Sequence[str], constraints: Path | None) -> Path:
-    """Makes an environment with mod-export's wheel and these extras (with commas between them) and requirements in it;
-    `constraints` are versions of everything else. Returns its Python.
+    """Makes an environment with mod-export's wheel, these extras (separated by commas) and these requirements.
+    `constraints` pins the versions of everything else. Returns the environment's Python.
     """
     checked(sys.executable, "-m", "venv", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
@@ -91,7 +91,7 @@ def tiny_build(folder: Path) -> Path:
 
 
 def tiny_checkpoint(folder: Path) -> tuple[Path, Path]:
-    """The model with initial weights, and the configuration that it is built with."""
+    """Writes the model with initial weights and its build configuration, and returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     save_checkpoint(folder / "tiny.pt", random_checkpoint(SPEC, 0))
     (folder / "tiny.toml").write_text(CONFIG, encoding="utf-8")
@@ -99,18 +99,18 @@ def tiny_checkpoint(folder: Path) -> tuple[Path, Path]:
 
 
 def build(python: Path, checkpoint: Path, config: Path, out: Path) -> None:
-    """Builds with the mod-export of an environment."""
+    """Builds `checkpoint` into `out` with the mod-export of an environment."""
     checked(python, "-m", "mod_export", "build", checkpoint, "-c", config, "-o", out, "-q", cwd=checkpoint.parent)
 
 
 def logits_here(folder: Path) -> np.ndarray:
-    """(1, S, V): what the tests' own environment computes."""
+    """Returns the logits (1, S, V) that the tests' own environment computes."""
     with mod_export.load(folder) as deployment:
         return deployment.run(np.array([IDS], dtype=np.int64))
 
 
 def serve(python: Path, folder: Path, out: Path) -> np.ndarray:
-    """(1, S, V): what an environment computes, after it has also written four tokens and shown the report."""
+    """Returns the logits (1, S, V) that an environment computes. It must also write four tokens and show the report."""
     file = out / "logits.npy"
     written = checked(python, "-c", SERVE, folder, file, ",".join(map(str, IDS)), cwd=out)
     if len(written.split(",")) != 4:

@@ -49,31 +49,31 @@ TESTS = {
     "huggingface_hub": ("tests/mod_export/model/test_hub.py",),
     "openvino": ("tests/mod_export/engines/test_openvino.py",),
 }
-"""Of the packages of [convert] and [openvino]."""
+"""Test files for each package of [convert] and [openvino]."""
 
 
 def declared() -> dict[str, tuple[str, str]]:
     """Package -> (the extra that asks for it, empty for none; the range)."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
-    found: dict[str, tuple[str, str]] = {}
+    ranges: dict[str, tuple[str, str]] = {}
     for extra in ("", "build", "ort", "ort-gpu", "openvino", "generate", "convert", "tensorrt", "tensorrt-rtx"):
         for requirement in map(Requirement, groups[extra]):
-            found.setdefault(requirement.name, (extra, str(requirement.specifier)))
-    return found
+            ranges.setdefault(requirement.name, (extra, str(requirement.specifier)))
+    return ranges
 
 
 def lowest(name: str, specifier: str) -> str | None:
-    """The lowest release of a range that can be installed here; None where there is none."""
+    """Returns the lowest release of a range that can be installed here, or None if there is none."""
     done = run(sys.executable, "-m", "pip", "index", "versions", name, cwd=ROOT)
     listed = next((line for line in done.stdout.splitlines() if line.startswith("Available versions:")), "")
-    versions = [Version(one.strip()) for one in listed.partition(":")[2].split(",") if one.strip()]
+    versions = [Version(text.strip()) for text in listed.partition(":")[2].split(",") if text.strip()]
     inside = [version for version in versions if version in SpecifierSet(specifier)]
     return str(min(inside)) if inside else None
 
 
 def constraints_without(name: str, folder: Path) -> Path:
-    """The pinned versions of everything else."""
+    """Writes the pinned versions of all packages but `name` to a file, and returns its path."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8")
     kept = [line for line in lines.splitlines() if line.partition("==")[0] != name]
     path = folder / "constraints.txt"
@@ -82,7 +82,7 @@ def constraints_without(name: str, folder: Path) -> Path:
 
 
 def check(name: str, floor: str, extra: str, wheel: Path, built: Path, folder: Path) -> str:
-    """What became of one floor: `serves`, `builds and serves`, `passes its tests`, or in a line the reason why not."""
+    """Returns the result for one floor: `serves`, `builds and serves`, `passes its tests`, or a line why it fails."""
     folder.mkdir()
     constraints = constraints_without(name, folder)
     builds = extra == "build"
@@ -105,7 +105,7 @@ def check(name: str, floor: str, extra: str, wheel: Path, built: Path, folder: P
 
 
 def main(names: list[str]) -> int:
-    """Checks the named packages, all of them by default; the number of floors that fail."""
+    """Checks the named packages, by default all. Returns the number of floors that fail; 1 if a name is unknown."""
     failed = 0
     ranges = declared()
     unknown = [name for name in names if name not in ranges]
@@ -120,14 +120,14 @@ def main(names: list[str]) -> int:
             begin = time.perf_counter()
             floor = lowest(name, specifier)
             if name in LEFT_OUT:
-                found = f"left out: {LEFT_OUT[name]}"
+                result = f"left out: {LEFT_OUT[name]}"
             elif floor is None:
-                found = "FAILS: PyPI has no release in this range for this machine"
+                result = "FAILS: PyPI has no release in this range for this machine"
             else:
-                found = check(name, floor, extra, wheel, built, root / name)
-            failed += found.startswith("FAILS")
+                result = check(name, floor, extra, wheel, built, root / name)
+            failed += result.startswith("FAILS")
             about = f"{name:<20} {specifier:<10} {floor or '-':<10}"
-            print(f"{about} {found}  ({time.perf_counter() - begin:.0f} s)", flush=True)
+            print(f"{about} {result}  ({time.perf_counter() - begin:.0f} s)", flush=True)
     return failed
 
 

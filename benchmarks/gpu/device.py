@@ -1,8 +1,8 @@
-"""What engines take of the GPU's memory, and their times when kernels are started one by one and not as a CUDA graph.
+"""Measures the GPU memory of engines, and their times without CUDA graphs, when kernels are launched one by one.
 
     python benchmarks/gpu/device.py BUILD OUT.json
 
-A process of its own: the first engine that it loads brings the CUDA context and the libraries with it.
+It needs its own process, because the first engine in a process also loads the CUDA context and the libraries.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mod_export.types import Engine, by_setting
 
 
 def used_mib() -> int:
-    """Of the first GPU, by all processes, as nvidia-smi says."""
+    """Returns the MiB of the first GPU's memory that all processes use together, from nvidia-smi."""
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
     return int(subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split()[0])
 
 
 def measured(root: Path, used: Callable[[], int] = used_mib) -> dict[str, Any]:
-    """Memory of every engine of a build folder, and times without CUDA graphs where the target has them."""
+    """Memory of every forward engine of a build folder, and times without CUDA graphs if the target uses them."""
     manifest = open_folder(root)
-    engines = [one for one in manifest.engines if one.role == "forward"]
+    engines = [engine for engine in manifest.engines if engine.role == "forward"]
     memory = _memory(root, manifest, engines, used)
     config = without_cuda_graphs(manifest.config, engines[0].target)
     times = [] if config is None else _times(root, manifest, engines, config)
@@ -46,11 +46,11 @@ def _feeds(manifest: Manifest, engine: Engine) -> dict[str, Any]:
 
 
 def _memory(root: Path, manifest: Manifest, engines: list[Engine], used: Callable[[], int]) -> list[dict[str, Any]]:
-    """All of them are held until the end: an allocator keeps what it was given back."""
-    found: list[dict[str, Any]] = []
+    """Engines stay open until the end, because an allocator would reuse the memory of closed ones."""
+    rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as opened:
         before = used()
-        # The first one twice, so that it stands there alone as well.
+        # The first engine is loaded twice; the second load shows its memory without context and libraries.
         for number, engine in enumerate([engines[0], *engines]):
             builder = ENGINES[engine.target]
             runner = opened.enter_context(builder.load(root, engine, manifest.config, 0))
@@ -58,13 +58,13 @@ def _memory(root: Path, manifest: Manifest, engines: list[Engine], used: Callabl
             runner.run({name: array for name, array in feeds.items() if name in runner.inputs})
             now = used()
             what = "with context and libraries" if number == 0 else "one more engine"
-            found.append({"engine": engine.path, "what": what, "mib": now - before})
+            rows.append({"engine": engine.path, "what": what, "mib": now - before})
             before = now
-    return found
+    return rows
 
 
 def without_cuda_graphs(config: BuildConfig, target: str) -> BuildConfig | None:
-    """The configuration with CUDA graphs off; None where the target has none to turn off."""
+    """Returns the configuration with CUDA graphs off; None if the target does not use them."""
     name = target.replace("-", "_")
     options = getattr(config.target, name)
     if not getattr(options, "cuda_graph", False):

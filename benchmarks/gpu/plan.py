@@ -1,4 +1,4 @@
-"""What `make gpu` does: its steps, what each of them runs, and what is kept of it."""
+"""Steps of `make gpu`: the command of each step, and which of its results are kept."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ SPEC = ModelSpec(
     routing=RoutingSpec(),
 )  # fmt: skip
 """A Llama-like decoder of 40 M parameters, with initial weights; every other block is routed at 12.5 %."""
-GATE_FAILED = 4
-"""What `mod-export build` ends with where a gate failed: it has a report, which says so."""
 SHOWN_LINES = 3
 CONFIG = """\
 buckets = {buckets}
@@ -51,15 +49,15 @@ class Step:
     """One process.
 
     Attributes:
-        name: of its files under steps/.
-        title: what it does, for people.
-        target: that has to run here.
-        needs: a step whose build folder it uses, if any.
-        seconds: after which it is stopped.
-        files: to write before it starts: name in its folder -> content.
-        command: what is run in its folder.
-        collect: what is kept, from its folder.
-        never: why it is not run on any machine; empty where it is.
+        name: name of its files under steps/.
+        title: description for people.
+        target: the target that has to run here.
+        needs: name of a step whose build folder it uses, if any.
+        seconds: time limit.
+        files: files to write before it starts: name in its folder -> content.
+        command: command that runs in its folder.
+        collect: function that reads the results from its folder.
+        never: why it runs on no machine; empty if it can run.
     """
 
     name: str
@@ -76,7 +74,7 @@ class Step:
 def build_step(
     target: str, dtypes: Sequence[str], bucket: tuple[int, int], checkpoint: Path, more: str = "", name: str = ""
 ) -> Step:
-    """A build of one target at one shape, with all of its evidence. `more` are further options of the target."""
+    """Step that builds one target at one shape, with all evidence. `more` has further options of the target."""
     rows, seq = bucket
     command = ["-m", "mod_export", "build", str(checkpoint.resolve()), "-c", "config.toml", "-o", "build", "-q"]
     listed = "[" + ", ".join(f'"{dtype}"' for dtype in dtypes) + "]"
@@ -93,7 +91,7 @@ def build_step(
 
 
 def device_step(build: Step) -> Step:
-    """Memory and launches of the engines that another step built."""
+    """Step that measures memory and times without CUDA graphs of the engines that another step built."""
     script = Path(__file__).with_name("device.py").resolve()
     return Step(
         name=f"{build.name}-device",
@@ -108,11 +106,11 @@ def device_step(build: Step) -> Step:
 
 
 def planned(arch: str, checkpoint: Path) -> list[Step]:
-    """The steps, those that say most first: what is left when the time is over says least.
+    """Returns the steps, the most informative first, because the time may not be enough for all.
 
     Args:
-        arch: of the GPU, such as sm90.
-        checkpoint: that every build reads.
+        arch: architecture of the GPU, such as sm90.
+        checkpoint: the checkpoint that every build reads.
     """
     row, batch = (1, 512), (8, 2048)
     inductor = build_step("inductor-cuda", ["bfloat16"], row, checkpoint)
@@ -128,23 +126,23 @@ def planned(arch: str, checkpoint: Path) -> list[Step]:
 
 
 def why_not(step: Step, availability: Mapping[str, Availability], ran: Mapping[str, bool]) -> str:
-    """Why a step cannot be run here, empty where it can. `ran` says of earlier steps whether they did."""
+    """Returns why a step cannot run here, or an empty text if it can. `ran` tells which earlier steps ran."""
     if step.never:
         return step.never
-    found = availability[step.target]
-    if not (found.builds and found.runs):
-        return f"{step.target}: {found.reason}"
+    available = availability[step.target]
+    if not (available.builds and available.runs):
+        return f"{step.target}: {available.reason}"
     if step.needs is not None and not ran.get(step.needs, False):
         return f"{step.needs} left no engines"
     return ""
 
 
 def found_by_build(folder: Path) -> dict[str, Any]:
-    """The rows of report.json that are about engines that ran here, without single samples."""
+    """Returns the rows of report.json for engines that ran here, without single samples."""
     report = report_from_json((folder / "build" / "report.json").read_text(encoding="utf-8"))
     targets = {row.target for row in report.latency}
     parity = [row for row in report.parity if row.target in targets]
-    engines = [one for one in report.artifacts if one.kind == "engine"]
+    engines = [artifact for artifact in report.artifacts if artifact.kind == "engine"]
     return {
         "verdict": report.verdict.model_dump(mode="json"),
         "parity": [
@@ -166,12 +164,12 @@ def found_by_build(folder: Path) -> dict[str, Any]:
             row.model_dump(mode="json", include={"target", "dtype", "bucket", "model", "measured", "ci95"})
             for row in report.precision
         ],
-        "engines": [{"path": one.path, "bytes": one.bytes} for one in engines],
+        "engines": [{"path": artifact.path, "bytes": artifact.bytes} for artifact in engines],
         "stages": {stage.name: stage.seconds for stage in report.stages},
     }  # fmt: skip
 
 
 def found_on_device(folder: Path) -> dict[str, Any]:
-    """What `gpu_device.py` wrote."""
-    found: dict[str, Any] = json.loads((folder / "device.json").read_text(encoding="utf-8"))
-    return found
+    """Returns the results that `device.py` wrote."""
+    results: dict[str, Any] = json.loads((folder / "device.json").read_text(encoding="utf-8"))
+    return results

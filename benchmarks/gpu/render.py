@@ -1,4 +1,4 @@
-"""docs/gpu.md, from gpu.json beside it: `python -m benchmarks.gpu.render [DOCS]`."""
+"""Writes docs/gpu.md from gpu.json beside it: `python -m benchmarks.gpu.render [DOCS]`."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ NOT_RUN = """
 
 
 def render(docs: Path) -> None:
-    """Writes gpu.md in the folder `docs`, from its gpu.json if it has one."""
+    """Writes gpu.md in the folder `docs`, from gpu.json if that exists."""
     results = docs / "gpu.json"
     found = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
     (docs / "gpu.md").write_text(page(found), encoding="utf-8")
 
 
 def page(found: dict[str, Any] | None) -> str:
-    """The page; of a run that has not been, one that says so."""
+    """Returns the page. Without results it says that nothing has run yet."""
     if found is None:
         return HEAD + NOT_RUN
     machine = found["machine"]
@@ -133,7 +133,7 @@ def _outcome(step: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text of a process, as it can stand in a table."""
+    """Escapes the text of a process for a table."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -2,9 +2,8 @@
 
     python -m benchmarks.gpu.run [--results DIR] [--docs DIR] [--minutes N] [--again]
 
-Each step is a process of its own with a time limit, and leaves a row: what it found, why it was skipped, or how it
-failed. Steps that ran are kept, so that a second start goes on; --again does everything anew. Writes gpu.json, and
-gpu.md from it.
+Each step has its own process with a time limit, and leaves a row: its results, why it was skipped, or how it failed.
+Steps that ran are kept, so a second start continues; --again repeats everything. Writes gpu.json, and gpu.md from it.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.plan import GATE_FAILED, SHOWN_LINES, SPEC, Step, planned, why_not
+from benchmarks.gpu.plan import SHOWN_LINES, SPEC, Step, planned, why_not
 from benchmarks.gpu.render import render
 from mod_export.engines import ENGINES
 from mod_export.engines.trt_worker import cuda_devices
 from mod_export.environment import describe_machine
+from mod_export.errors import GATE_FAILED
 from mod_export.types import Availability
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 
 LEFT = "left"
-"""The status of a step that there was no time for."""
+"""Status of a step for which no time was left."""
 PROBE_SECONDS = 120
 LEAST_SECONDS = 20
-"""A step is not begun with less."""
+"""A step does not start if less time is left."""
 
 Row = dict[str, Any]
 
@@ -47,32 +47,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--docs", type=Path, default=Path("docs"))
     add("--minutes", type=float, default=7.5, help="after which nothing more is begun (%(default)s)")
     add("--again", action="store_true", help="do again what was done before, too")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     begin = time.monotonic()
     devices = cuda_devices()
     if not devices:
         print("make gpu: no NVIDIA GPU is here (the CUDA driver finds no device); run it on a machine that has one",
               file=sys.stderr)  # fmt: skip
         return 2
-    if given.again:
-        shutil.rmtree(given.results, ignore_errors=True)
-    (given.results / "steps").mkdir(parents=True, exist_ok=True)
-    checkpoint = given.results / "model.pt"
+    if options.again:
+        shutil.rmtree(options.results, ignore_errors=True)
+    (options.results / "steps").mkdir(parents=True, exist_ok=True)
+    checkpoint = options.results / "model.pt"
     if not checkpoint.exists():
         save_checkpoint(checkpoint, random_checkpoint(SPEC, 0))
     availability = {name: _availability_apart(name) for name in ENGINES}
     steps = planned(devices[0], checkpoint)
-    rows = run_all(steps, availability, given.results, begin + 60 * given.minutes)
-    found = summary(rows, availability, devices)
-    text = json.dumps(found, indent=1) + "\n"
-    (given.results / "gpu.json").write_text(text, encoding="utf-8")
-    (given.docs / "gpu.json").write_text(text, encoding="utf-8")
-    render(given.docs)
+    rows = run_all(steps, availability, options.results, begin + 60 * options.minutes)
+    content = summary(rows, availability, devices)
+    text = json.dumps(content, indent=1) + "\n"
+    (options.results / "gpu.json").write_text(text, encoding="utf-8")
+    (options.docs / "gpu.json").write_text(text, encoding="utf-8")
+    render(options.docs)
     return 1 if any(row["status"] in ("failed", LEFT) for row in rows) else 0
 
 
 def availability_of(name: str) -> Availability:
-    """In a process of its own, because a vendor's library that does not fit can end it."""
+    """Runs in its own process, because a vendor's library of a wrong version can crash it."""
     return ENGINES[name].availability()
 
 
@@ -80,7 +80,7 @@ def _availability_apart(name: str) -> Availability:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(availability_of, name).result(PROBE_SECONDS)
-        except Exception as error:  # Whatever it is, the other targets can run.
+        except Exception as error:  # The other targets can still run.
             reason = f"the probe failed: {type(error).__name__}: {error}"
             return Availability(builds=False, runs=False, reason=reason)
 
@@ -88,7 +88,7 @@ def _availability_apart(name: str) -> Availability:
 def run_all(
     steps: Sequence[Step], availability: Mapping[str, Availability], results: Path, deadline: float
 ) -> list[Row]:
-    """A row for every step, in their order: those that ran before as they were kept, the others now."""
+    """Returns a row for every step, in order. A step that ran before keeps its row; the others run now."""
     rows: list[Row] = []
     for number, step in enumerate(steps, 1):
         kept = results / "steps" / f"{step.name}.json"
@@ -105,7 +105,7 @@ def run_all(
         else:
             row = run_step(step, results, min(step.seconds, deadline - time.monotonic()))
         if row["status"] == "ran":
-            # Whole or not at all: what is there is not done again.
+            # The file appears only when it is complete, because a step with a file is not repeated.
             part = kept.with_suffix(".part")
             part.write_text(json.dumps(row), encoding="utf-8")
             part.replace(kept)
@@ -116,14 +116,14 @@ def run_all(
 
 
 def run_step(step: Step, results: Path, seconds: float) -> Row:
-    """Runs a step's command, and reads what it left. Whatever becomes of it is a row."""
+    """Runs a step's command, and reads its results. A failure becomes a row too."""
     folder = results / step.name
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in step.files.items():
         (folder / name).write_text(content, encoding="utf-8")
     begin = time.monotonic()
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
-        # A session of its own, so that everything that it starts can be stopped with it.
+        # A new session, so that the processes that the command starts can be killed with it.
         process = subprocess.Popen(
             step.command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, env=_environment()
         )
@@ -142,12 +142,12 @@ def run_step(step: Step, results: Path, seconds: float) -> Row:
         return _row(step, "failed", f"{how}: {_end_of(folder)}", taken)
     try:
         return _row(step, "ran", "", taken, step.collect(folder))
-    except Exception as error:  # Whatever is wrong with what it left, it is a row and not the end of the run.
+    except Exception as error:  # Unreadable results become a failed row; they must not end the run.
         return _row(step, "failed", f"what it left cannot be read: {type(error).__name__}: {error}", taken)
 
 
 def _environment() -> dict[str, str]:
-    """A step runs in a folder of its own, where relative paths would name other modules."""
+    """Makes the paths in PYTHONPATH absolute, because a step runs in its own folder."""
     paths = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ,
@@ -168,15 +168,15 @@ def _end_of(folder: Path) -> str:
 
 
 def summary(rows: Sequence[Row], availability: Mapping[str, Availability], devices: Sequence[str]) -> dict[str, Any]:
-    """gpu.json."""
+    """Returns the content of gpu.json."""
     machine = describe_machine()
     kept = ("gpu", "cpu", "cores", "memory_bytes", "python", "torch", "onnx", "onnxruntime", "tensorrt", "tensorrt_rtx")
     return {
         "schema": 1,
         "machine": {**{name: machine[name] for name in kept}, "architectures": list(devices)},
         "targets": {
-            name: {"builds": found.builds, "runs": found.runs, "reason": found.reason}
-            for name, found in availability.items()
+            name: {"builds": available.builds, "runs": available.runs, "reason": available.reason}
+            for name, available in availability.items()
         },
         "steps": list(rows),
     }

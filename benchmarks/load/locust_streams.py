@@ -1,10 +1,10 @@
-"""Load by locust, in an environment of its own: streamed completions, from a plan in a file to results in another.
+"""Load by locust, in its own environment: reads a plan from a file, streams completions, writes results to a file.
 
     LOAD_PLAN=plan.json LOAD_RESULTS=results.json locust -f locust_streams.py --headless --users 1 --host http://127.0.0.1:N
 
-The plan has `payloads` and `seconds`; either `times`, at which requests arrive whatever became of those before, or
-`clients`, each of which sends its next request when the one before is answered. Locust's own users wait for their
-answer, so arrivals at given times are greenlets of one user.
+The plan has `payloads`, `seconds`, and either `times`, at which requests are sent without waiting for earlier answers,
+or `clients`, each of which sends its next request after the answer to the previous one. Locust's own users wait for
+their answer, so arrivals at given times are greenlets of one user.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MOST_ERRORS = 20
 
 
 class Client(User):
-    """One user, which sends everything."""
+    """The only user, which sends all requests."""
 
     @task
     def follow(self) -> None:
-        """Follows the plan, leaves the results, and ends the run."""
+        """Follows the plan, writes the results, and ends the run."""
         plan = json.loads(Path(os.environ["LOAD_PLAN"]).read_text(encoding="utf-8"))
         load = Load(self.environment, urlsplit(self.host).netloc, plan["payloads"])
         begin = time.perf_counter()
@@ -57,12 +57,13 @@ def _closed(load: Load, number: int, plan: dict[str, Any], begin: float) -> None
 
 
 class Load:
-    """Sends requests, and keeps what became of them."""
+    """Sends requests, and keeps their results."""
 
     def __init__(self, environment: Any, address: str, payloads: list[dict[str, Any]]) -> None:
         self._environment, self._address = environment, address
         self._bodies = [
-            json.dumps({**one, "stream": True, "stream_options": {"include_usage": True}}).encode() for one in payloads
+            json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+            for body in payloads
         ]
         self._first_s, self._gaps_s, self._whole_s, self._ended = (array("d") for _ in range(4))
         self._tokens = 0
@@ -71,13 +72,13 @@ class Load:
         self._sent = 0
 
     def one(self, number: int) -> None:
-        """One request, which locust counts as well."""
+        """Sends one request and reports it to locust as well."""
         begin = time.perf_counter()
         self._sent += 1
         error = None
         try:
             self._stream(number % len(self._bodies), begin)
-        except Exception as problem:  # Whatever it is, it is a failed request.
+        except Exception as problem:  # Any exception makes it a failed request.
             error = problem
             self._errors.append(f"{type(problem).__name__}: {problem}"[:200])
         self._environment.events.request.fire(
@@ -99,13 +100,13 @@ class Load:
             while piece := response.read1(1 << 16):
                 pieces.append(piece)
                 now = time.perf_counter()
-                # The last pieces have the number of tokens, and no text.
+                # The last pieces have the number of tokens and no text.
                 if b'"usage": {' not in piece and b"[DONE]" not in piece:
                     (self._first_s if last == begin else self._gaps_s).append(now - last)
                     last = now
         finally:
             connection.close()
-        # Read as a whole at the end, so that it costs the client little while others are being answered.
+        # Parsed only at the end, so that the client spends little time while other answers arrive.
         *lines, done = [line.removeprefix(b"data: ") for line in b"".join(pieces).split(b"\n\n") if line]
         chunks = [json.loads(line) for line in lines]
         if done != b"[DONE]" or any("error" in chunk for chunk in chunks):
@@ -118,7 +119,7 @@ class Load:
         self._ended.append(now)
 
     def results(self, begin: float, seconds: float, warm_s: float) -> dict[str, Any]:
-        """What became of all requests. Rates are of the time after the first `warm_s`."""
+        """Returns the results of all requests. The rate covers the time after the first `warm_s` seconds."""
         inside = sum(warm_s <= ended - begin <= seconds for ended in self._ended)
         return {
             "sent": self._sent,

@@ -1,4 +1,4 @@
-"""Requests that are wrong in every way that clients have found so far, from a seed, and the shape of a refusal."""
+"""Random requests, wrong in all ways seen from clients so far, and the check that a refusal has the right shape."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class Case(NamedTuple):
     """A request.
 
     Attributes:
-        kind: of what is wrong with it.
-        path: where it is sent.
-        sent: all of its bytes.
-        refused: whether it must be; a random request may happen to be right.
+        kind: the kind of error in it.
+        path: the path that it is sent to.
+        sent: all bytes of the request.
+        refused: whether the server must refuse it; without it, a random request may happen to be valid.
     """
 
     kind: str
@@ -58,7 +58,7 @@ class Case(NamedTuple):
 
 
 def cases(rng: random.Random, count: int, model: str) -> list[Case]:
-    """So many, in an order of their own; each is of a kind that is drawn."""
+    """Returns `count` requests, each of a random kind."""
     kinds: list[Callable[[random.Random, str], Case]] = [
         _values, _values, _values, _values, _chat, _not_json, _bytes, _nested, _prompts, _unknown, _content_type,
         _origins, _addresses, _tensors, _tensors, _tensors, _binary, _binary,
@@ -67,7 +67,7 @@ def cases(rng: random.Random, count: int, model: str) -> list[Case]:
 
 
 def junk(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON."""
+    """Returns a random JSON value."""
     kind = rng.randrange(8 if depth < 3 else 5)
     if kind < 2:
         return rng.choice(NUMBERS)
@@ -81,7 +81,7 @@ def junk(rng: random.Random, depth: int = 0) -> Any:
 
 
 def encoded(value: Any) -> bytes:
-    """JSON with what JSON does not have: NaN, and halves of surrogate pairs, as escapes."""
+    """JSON that may also have NaN, which JSON does not allow, and escaped halves of surrogate pairs."""
     return json.dumps(value).encode()
 
 
@@ -93,7 +93,7 @@ def _values(rng: random.Random, model: str) -> Case:
     asked: dict[str, Any] = {"prompt": "a", "max_tokens": 2}
     for _ in range(rng.randrange(1, 4)):
         asked[rng.choice(FIELDS)] = junk(rng)
-    # What happens to be right must not take long.
+    # A request that happens to be valid must not take long.
     if isinstance(asked.get("max_tokens"), int) and asked["max_tokens"] > 20:
         asked["ignore_eos"] = "no"
     return _post("values", COMPLETIONS, encoded(asked))
@@ -149,19 +149,19 @@ def _unknown(rng: random.Random, model: str) -> Case:
 
 
 def _content_type(rng: random.Random, model: str) -> Case:
-    said = rng.choice(["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "json",
+    mime = rng.choice(["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "json",
                        "application/jsonx", "application/octet-stream", "\xe9", ";", "a" * 5000])  # fmt: skip
     body = encoded({"prompt": "a", "max_tokens": 2})
-    return _post("content types", rng.choice([COMPLETIONS, CHAT]), body, **{"Content-Type": said})
+    return _post("content types", rng.choice([COMPLETIONS, CHAT]), body, **{"Content-Type": mime})
 
 
 def _origins(rng: random.Random, model: str) -> Case:
-    """What a browser sends for a web page of somebody else."""
-    said = rng.choice(
+    """Requests as a browser sends them for a page from another origin."""
+    origin = rng.choice(
         ["http://example.com", "null", "https://127.0.0.1:1", "http://127.0.0.1.example.com", "\xe9", "x"]
     )
     body = encoded({"prompt": "a", "max_tokens": 2})
-    return _post("origins", rng.choice([COMPLETIONS, CHAT]), body, refused=True, Origin=said)
+    return _post("origins", rng.choice([COMPLETIONS, CHAT]), body, refused=True, Origin=origin)
 
 
 def _addresses(rng: random.Random, model: str) -> Case:
@@ -212,20 +212,20 @@ def _binary(rng: random.Random, model: str) -> Case:
 
 
 def problem(case: Case, reply: Reply) -> str:
-    """What is wrong with an answer; empty if nothing is."""
+    """Returns the error in an answer, or an empty text if it is right."""
     status = reply.status
     if not case.refused and status == 200:
         return ""
     if not 400 <= status < 500:
         return f"status {status}"
     try:
-        said = reply.json()
+        answer = reply.json()
     except ValueError:
         return f"status {status}, a body that is no JSON: {reply.body[:80]!r}"
     if case.path.startswith("/v2"):
-        right = isinstance(said, dict) and said.keys() == {"error"} and isinstance(said["error"], str)
+        right = isinstance(answer, dict) and answer.keys() == {"error"} and isinstance(answer["error"], str)
     else:
-        error = said.get("error") if isinstance(said, dict) else None
-        right = isinstance(error, dict) and said.keys() == {"error"} and error.keys() == SHAPE.keys()
+        error = answer.get("error") if isinstance(answer, dict) else None
+        right = isinstance(error, dict) and answer.keys() == {"error"} and error.keys() == SHAPE.keys()
         right = right and all(isinstance(error[name], kinds) for name, kinds in SHAPE.items())
     return "" if right else f"status {status}, an error of another shape: {reply.body[:120]!r}"

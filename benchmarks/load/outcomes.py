@@ -1,4 +1,4 @@
-"""What a scenario found: measured values, each with what was expected of it, and the table of all of them."""
+"""Results of a scenario: measured values with the expected ones, and the table of all of them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Check:
     """One measured value.
 
     Attributes:
-        what: was measured.
+        what: name of the value.
         got: the value, as tables show it.
-        expected: likewise; empty for a value that is only reported.
-        passed: whether it is as expected.
+        expected: the expected value, as tables show it; empty for a value that is only reported.
+        passed: whether the value is as expected.
     """
 
     what: str
@@ -34,7 +34,7 @@ class Check:
 
 @dataclass
 class Outcome:
-    """Everything that one scenario found."""
+    """All checks of one scenario."""
 
     scenario: str
     checks: list[Check] = field(default_factory=list)
@@ -50,22 +50,22 @@ class Outcome:
 
 
 def at_most(what: str, got: float, most: float, unit: str = "", digits: int = 0) -> Check:
-    """A value that must not be larger. NaN is not."""
+    """A value that must not be larger than `most`. NaN fails."""
     return Check(what, f"{got:,.{digits}f}{unit}", f"at most {most:,.{digits}f}{unit}", got <= most)
 
 
 def at_least(what: str, got: float, least: float, unit: str = "", digits: int = 0) -> Check:
-    """A value that must not be smaller. NaN is not."""
+    """A value that must not be smaller than `least`. NaN fails."""
     return Check(what, f"{got:,.{digits}f}{unit}", f"at least {least:,.{digits}f}{unit}", got >= least)
 
 
 def equal(what: str, got: object, expected: object) -> Check:
-    """A value that must be this one."""
+    """A value that must equal `expected`."""
     return Check(what, str(got), str(expected), got == expected)
 
 
 def holds(what: str, passed: bool, got: str, expected: str) -> Check:
-    """Anything else that is right or wrong."""
+    """A value whose caller decides whether it passed."""
     return Check(what, got, expected, passed)
 
 
@@ -75,7 +75,7 @@ def told(what: str, got: str) -> Check:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Markdown, a row for each value."""
+    """Markdown table with a row for each value."""
     rows = [HEAD]
     for outcome in outcomes:
         for check in outcome.checks:

@@ -1,6 +1,6 @@
-"""A light HTTP client: one connection for each request, one task, and nothing between it and the socket.
+"""A light HTTP client with one connection for each request, one task, and no library between it and the socket.
 
-Client libraries retry, keep connections and wait by rules of their own, which would hide what a server does.
+Client libraries retry, keep connections and wait by their own rules, which would hide the server's behaviour.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 HOST = "127.0.0.1"
 ANSWER_S = 60.0
-"""After which a request counts as one that hangs."""
+"""Seconds after which a request counts as hanging."""
 BROKEN = (OSError, EOFError)
-"""What a connection that the server ended raises. IncompleteReadError is an EOFError, and TimeoutError an OSError."""
+"""Errors of a connection that the server ended. IncompleteReadError is an EOFError, and TimeoutError an OSError."""
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Reply:
     """A whole answer.
 
     Attributes:
-        seconds: from before the connection to the last byte.
+        seconds: time from before the connection to the last byte.
     """
 
     status: int
@@ -41,15 +41,15 @@ class Streamed:
     """A streamed answer.
 
     Attributes:
-        status: 200, or that of a refusal, with its `body`.
-        texts: of each choice.
-        finishes: likewise; empty if it did not end.
-        tokens: as the server counts them, 0 if it did not say.
-        first_s: from before the connection to the first piece of text.
-        gaps_s: between pieces of text.
-        seconds: from before the connection to the last byte.
+        status: 200, or the status of a refusal, whose body is in `body`.
+        texts: index of the choice -> its text.
+        finishes: index of the choice -> its finish reason; a choice that did not end is missing.
+        tokens: tokens as the server counted them; 0 if it sent no count.
+        first_s: time from before the connection to the first piece of text.
+        gaps_s: times between pieces of text.
+        seconds: time from before the connection to the last byte.
         done: whether the closing line of the protocol came.
-        error: that came in the stream.
+        error: error that the server sent in the stream.
     """
 
     status: int
@@ -66,12 +66,12 @@ class Streamed:
 
     @property
     def whole(self) -> bool:
-        """Whether every text came to its end."""
+        """Whether every text is complete."""
         return self.status == 200 and self.done and not self.error and self.texts.keys() == self.finishes.keys()
 
 
 def request_bytes(method: str, path: str, body: bytes = b"", headers: Mapping[str, str] | None = None) -> bytes:
-    """A request; headers that are given replace those that it has otherwise."""
+    """Bytes of a request. `headers` replace the default headers; an empty value removes a header."""
     all_headers = {"Host": HOST, "Connection": "close", "Content-Type": "application/json",
                    "Content-Length": str(len(body)), **(headers or {})}  # fmt: skip
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in all_headers.items() if value != "")]
@@ -79,17 +79,17 @@ def request_bytes(method: str, path: str, body: bytes = b"", headers: Mapping[st
 
 
 def completion(payload: Mapping[str, Any]) -> bytes:
-    """A request for a completion."""
+    """Bytes of a request for a completion."""
     return request_bytes("POST", "/v1/completions", json.dumps(payload).encode())
 
 
 async def exchange(port: int, sent: bytes, timeout_s: float = ANSWER_S) -> Reply:
-    """Sends bytes, and reads an answer."""
+    """Sends bytes, and returns the answer."""
     begin = time.perf_counter()
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
-            # Not drained: a server that refuses a body before it has read all of it answers meanwhile.
+            # No drain: a server may refuse a body and answer before it has read all of it.
             writer.write(sent)
             status, headers = await read_head(reader)
             body = b"".join([piece async for piece in _body(reader, headers)])
@@ -99,50 +99,50 @@ async def exchange(port: int, sent: bytes, timeout_s: float = ANSWER_S) -> Reply
 
 
 async def get(port: int, path: str, timeout_s: float = ANSWER_S) -> Reply:
-    """A page."""
+    """Gets a page."""
     return await exchange(port, request_bytes("GET", path), timeout_s)
 
 
 async def complete(port: int, payload: Mapping[str, Any], timeout_s: float = ANSWER_S) -> Reply:
-    """A completion in one piece."""
+    """Gets a completion in one piece."""
     return await exchange(port, completion(payload), timeout_s)
 
 
 async def stream(
     port: int, payload: Mapping[str, Any], timeout_s: float = ANSWER_S, begun: asyncio.Event | None = None
 ) -> Streamed:
-    """A streamed completion; `begun` is set with its first text."""
+    """Gets a streamed completion, and sets `begun` at its first text."""
     asked = {**payload, "stream": True, "stream_options": {"include_usage": True}}
     begin = time.perf_counter()
     async with asyncio.timeout(timeout_s):
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
             writer.write(completion(asked))
-            found = Streamed(*await read_head(reader))
+            streamed = Streamed(*await read_head(reader))
             last = begin
             pending = b""
-            async for piece in _body(reader, found.headers):
-                if found.status != 200:
-                    found.body += piece
+            async for piece in _body(reader, streamed.headers):
+                if streamed.status != 200:
+                    streamed.body += piece
                     continue
                 *events, pending = (pending + piece).split(b"\n\n")
-                if sum(_take(found, event) for event in events):
+                if sum(_take(streamed, event) for event in events):
                     now = time.perf_counter()
-                    if found.first_s is None:
-                        found.first_s = now - begin
+                    if streamed.first_s is None:
+                        streamed.first_s = now - begin
                     else:
-                        found.gaps_s.append(now - last)
+                        streamed.gaps_s.append(now - last)
                     last = now
                     if begun is not None:
                         begun.set()
         finally:
             writer.close()
-    found.seconds = time.perf_counter() - begin
-    return found
+    streamed.seconds = time.perf_counter() - begin
+    return streamed
 
 
 def _take(found: Streamed, event: bytes) -> bool:
-    """Adds an event to what came before; whether it has text."""
+    """Adds an event to `found`, and returns whether it has text."""
     data = event.removeprefix(b"data: ")
     if data == b"[DONE]":
         found.done = True
@@ -162,14 +162,14 @@ def _take(found: Streamed, event: bytes) -> bool:
 
 
 async def read_head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    """Status and headers, whose names are in small letters."""
+    """Returns the status and the headers, with names in small letters."""
     lines = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     pairs = (line.partition(":") for line in lines[1:] if line)
     return int(lines[0].split(" ")[1]), {name.lower(): value.strip() for name, _, value in pairs}
 
 
 async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """The body, as it comes."""
+    """Yields the pieces of the body as they come."""
     if headers.get("transfer-encoding") != "chunked":
         yield await reader.readexactly(int(headers.get("content-length", "0")))
         return

@@ -35,16 +35,14 @@ from benchmarks.load.scenario_overload import overload
 from benchmarks.load.scenario_slow_readers import slow_readers
 from benchmarks.load.scenario_steady import steady
 from benchmarks.load.served import Setting, keep_clients_apart, machine_line
-from mod_export.errors import BuildFolderError
+from mod_export.errors import GATE_FAILED, BuildFolderError
 from mod_export.folder.manifest import open_folder
 
 CHECKPOINT = Path("models/checkpoints/stdlib-3m.pt")
-GATE_FAILED = 4
-"""The exit code of a build that missed a gate."""
 
 
 class Scenario(NamedTuple):
-    """`run` within `limit_s`; None: the steady load's time decides."""
+    """A scenario that must end within `limit_s`. If that is None, the time of the steady load decides the limit."""
 
     run: Callable[[Setting], Awaitable[list[Check]]]
     limit_s: float | None
@@ -63,35 +61,35 @@ SCENARIOS: dict[str, Scenario] = {
 }
 BESIDE_STEADY_S = 240.0
 QUIET_CORES = 0.1
-"""Of other programs; with more, times say little."""
+"""Cores that other programs may use; with more, the measured times are not reliable."""
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    given = _given(words)
-    if given.list:
+    options = _given(words)
+    if options.list:
         print("\n".join(SCENARIOS))
         return 0
-    given.results.mkdir(parents=True, exist_ok=True)
-    folder = given.folder or built_folder(given.results)
-    setting = Setting(folder, given.results, given.seed, 60 * given.minutes, given.locust)
+    options.results.mkdir(parents=True, exist_ok=True)
+    folder = options.folder or built_folder(options.results)
+    setting = Setting(folder, options.results, options.seed, 60 * options.minutes, options.locust)
     keep_clients_apart()
-    print(f"seed {given.seed}; {machine_line()}", flush=True)
+    print(f"seed {options.seed}; {machine_line()}", flush=True)
     outcomes = []
-    for name in given.only:
+    for name in options.only:
         print(f"{name} ...", flush=True)
         outcomes.append(run(name, setting))
         print(table(outcomes[-1:]), flush=True)
         print(f"{name}: {'pass' if outcomes[-1].passed else 'FAIL'}, {outcomes[-1].seconds:.0f} s", flush=True)
-    found = {"machine": machine_line(), "seed": given.seed, "scenarios": [one.as_json() for one in outcomes]}
-    (given.results / "load.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    (given.results / "load.md").write_text(f"{machine_line()}\n\n{table(outcomes)}\n", encoding="utf-8")
-    failed = [one.scenario for one in outcomes if not one.passed]
-    print(f"failed: {', '.join(failed) or 'none'}; the table is in {given.results / 'load.md'}")
+    found = {"machine": machine_line(), "seed": options.seed, "scenarios": [outcome.as_json() for outcome in outcomes]}
+    (options.results / "load.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    (options.results / "load.md").write_text(f"{machine_line()}\n\n{table(outcomes)}\n", encoding="utf-8")
+    failed = [outcome.scenario for outcome in outcomes if not outcome.passed]
+    print(f"failed: {', '.join(failed) or 'none'}; the table is in {options.results / 'load.md'}")
     return 1 if failed else 0
 
 
 def run(name: str, setting: Setting) -> Outcome:
-    """Runs one scenario. Whatever becomes of it is a row."""
+    """Runs one scenario. A timeout or an error becomes a failed row."""
     scenario = SCENARIOS[name]
     limit = BESIDE_STEADY_S + setting.steady_s if scenario.limit_s is None else scenario.limit_s
     outcome = Outcome(name)
@@ -105,7 +103,7 @@ def run(name: str, setting: Setting) -> Outcome:
     except TimeoutError:
         outcome.checks.append(holds("time", False, "not done", f"done within {limit:.0f} s"))
         traceback.print_exc()
-    except Exception as error:  # The other scenarios can run all the same.
+    except Exception as error:  # The other scenarios must still run.
         outcome.checks.append(holds("the scenario", False, f"{type(error).__name__}: {error}"[:300], "runs to its end"))
         traceback.print_exc()
     outcome.seconds = time.monotonic() - begin
@@ -116,14 +114,14 @@ def run(name: str, setting: Setting) -> Outcome:
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """Seconds in which cores were busy, and less those of this process and of what it has started and seen end."""
-    all_of_it, own = psutil.cpu_times(), os.times()
-    busy = sum(all_of_it) - all_of_it.idle - getattr(all_of_it, "iowait", 0.0) - getattr(all_of_it, "guest", 0.0)
-    return busy, -(own.user + own.system + own.children_user + own.children_system)
+    """Returns busy CPU seconds of the machine, and the negative of those of this process and its ended children."""
+    machine, process = psutil.cpu_times(), os.times()
+    busy = sum(machine) - machine.idle - getattr(machine, "iowait", 0.0) - getattr(machine, "guest", 0.0)
+    return busy, -(process.user + process.system + process.children_user + process.children_system)
 
 
 def built_folder(results: Path) -> Path:
-    """The build folder of the checkpoint that the project brings along; built if it is not there or not complete."""
+    """Returns the build folder of the project's own checkpoint. Builds it if it is missing or incomplete."""
     folder = results / "stdlib-3m"
     try:
         open_folder(folder)
@@ -133,7 +131,7 @@ def built_folder(results: Path) -> Path:
     program = Path(sys.executable).with_name("mod-export")
     command = [program, "build", CHECKPOINT, "--target", "ort-cpu", "--out", folder, "--quiet"]
     code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
-    # What missed a gate of speed on a busy machine can be served all the same.
+    # A build that missed a gate of speed on a busy machine can still be served.
     if code not in (0, GATE_FAILED):
         raise SystemExit(f"{CHECKPOINT}: the build ended with {code}; name a finished build folder with --folder")
     return folder
@@ -141,11 +139,11 @@ def built_folder(results: Path) -> Path:
 
 def _given(words: Sequence[str] | None) -> argparse.Namespace:
     def names(text: str) -> list[str]:
-        found = [name for name in text.split(",") if name]
-        unknown = [name for name in found if name not in SCENARIOS]
-        if unknown or not found:
+        chosen = [name for name in text.split(",") if name]
+        unknown = [name for name in chosen if name not in SCENARIOS]
+        if unknown or not chosen:
             raise argparse.ArgumentTypeError(f"{text}: expected some of {', '.join(SCENARIOS)}")
-        return found
+        return chosen
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False

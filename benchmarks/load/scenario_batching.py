@@ -1,4 +1,4 @@
-"""Eight clients at once against the same requests one after the other."""
+"""Eight clients at once, compared with the same requests one after the other."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ CLIENTS = 8
 TOKENS = 128
 ROUNDS = 7
 LEAST_FACTOR = 2.0
-"""Of eight clients at once, on an engine of eight rows, over one after the other, on an engine of one row: as fast as
-one text can be written.
-"""
+"""Least speed-up (median) of eight clients at once over one after the other, both on an engine of eight rows."""
 
 
 async def batching(setting: Setting) -> list[Check]:
-    """Tokens a second, the ways taking turns; and whether a text depends on what is written beside it."""
+    """Measures tokens a second of all ways, which take turns, and whether a text depends on the texts beside it."""
     asked = prompts(CLIENTS, 64, setting.seed)
     with Served(setting, "batching") as eight, Served(setting, "batching-1", ("--rows", "1")) as one:
         many, single = client_of(eight), client_of(one)
@@ -59,7 +57,7 @@ async def batching(setting: Setting) -> list[Check]:
 
 
 def client_of(server: Served) -> openai.AsyncOpenAI:
-    """OpenAI's own client, which must not hide a failure by trying again."""
+    """OpenAI's own client. It must not retry, because that would hide a failure."""
     return openai.AsyncOpenAI(
         base_url=f"http://{HOST}:{server.port}/v1", api_key="none", max_retries=0, timeout=ANSWER_S
     )
@@ -68,8 +66,8 @@ def client_of(server: Served) -> openai.AsyncOpenAI:
 async def written(client: openai.AsyncOpenAI, prompt: str) -> str:
     asked = dict(greedy(prompt, TOKENS))
     more = {"ignore_eos": asked.pop("ignore_eos")}
-    found = await client.completions.create(model=None, extra_body=more, **asked)
-    return str(found.choices[0].text)
+    completion = await client.completions.create(model=None, extra_body=more, **asked)
+    return str(completion.choices[0].text)
 
 
 async def together(client: openai.AsyncOpenAI, asked: list[str]) -> list[str]:

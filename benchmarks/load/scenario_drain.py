@@ -1,4 +1,4 @@
-"""A server that is told to end under load."""
+"""A server that gets SIGTERM under load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_SECOND_S = 1.0
 
 
 async def drain(setting: Setting) -> list[Check]:
-    """The first signal: what was accepted is finished, what is new is refused. The second one: at once."""
+    """At a first signal, the server finishes accepted texts and refuses new ones. At a second, it ends at once."""
     return [*await _first(setting), *await _second(setting)]
 
 
@@ -31,11 +31,11 @@ async def _first(setting: Setting) -> list[Check]:
         ready = await raw_client.get(server.port, "/v2/health/ready")
         live = await raw_client.get(server.port, "/v2/health/live")
         unfinished = sum(not one.done() for one in running)
-        found = await asyncio.gather(*running)
+        streams = await asyncio.gather(*running)
         code = await server.ended()
         return [
             told("texts when SIGTERM came", f"{rows} running, {rows} waiting, {unfinished} unfinished 0.3 s later"),
-            equal("texts that came whole", sum(one.whole and one.tokens == tokens for one in found), 2 * rows),
+            equal("texts that came whole", sum(one.whole and one.tokens == tokens for one in streams), 2 * rows),
             equal("a new request, its Retry-After", f"{new.status}, {new.headers.get('retry-after')}", "503, 1"),
             equal("/v2/health/ready, /live", f"{ready.status}, {live.status}", "503, 200"),
             equal("exit code", code, 0),
@@ -64,14 +64,14 @@ async def _second(setting: Setting) -> list[Check]:
 
 
 async def _loaded(server: Served, rows: int, tokens: int, seed: int) -> list[asyncio.Task[Streamed]]:
-    """Streams for all rows, and as many that wait; returns when all are with the server."""
+    """Starts a stream for each row and as many that wait, and returns when the server has them all."""
     running = [
         asyncio.create_task(raw_client.stream(server.port, greedy(prompt, tokens)))
         for prompt in prompts(2 * rows, 64, seed)
     ]
     for _ in range(100):
-        found = await server.metrics()
-        if (found["mod_export_busy_rows"], found["mod_export_queue_depth"]) == (rows, rows):
+        metrics = await server.metrics()
+        if (metrics["mod_export_busy_rows"], metrics["mod_export_queue_depth"]) == (rows, rows):
             return running
         await asyncio.sleep(0.02)
-    raise RuntimeError(f"expected {rows} texts that run and {rows} that wait, got {found}")
+    raise RuntimeError(f"expected {rows} texts that run and {rows} that wait, got {metrics}")

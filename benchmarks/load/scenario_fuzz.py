@@ -1,4 +1,4 @@
-"""Thousands of requests that are wrong."""
+"""Thousands of malformed requests."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ANSWER_S = 20.0
 PROBE_EVERY = 200
 HUGE = 9 << 20
 LIBRARY = ("400", "405", "431", "closed")
-"""How an HTTP library may refuse."""
+"""Statuses with which the HTTP library may refuse a request; it may also close the connection."""
 MOST_MIB = 128
-"""Each of a few threads that read requests keeps the memory that its largest one needed."""
+"""Allowed growth of RSS. Each of a few threads that read requests keeps the memory of its largest request."""
 BESIDE_HTTP: dict[str, bytes] = {
     "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50),
     "no method": b"BREW / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
@@ -34,11 +34,11 @@ BESIDE_HTTP: dict[str, bytes] = {
     "a header of a megabyte": b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nX: " + b"a" * (1 << 20) + b"\r\n\r\n",
     "a header without a colon": b"GET / HTTP/1.1\r\nHost: x\r\nX y\r\n\r\n",
 }  # fmt: skip
-"""What the HTTP library refuses itself, in no API's shape, or by an end of the connection."""
+"""Requests that the HTTP library itself refuses, with an answer in no API's shape or by closing the connection."""
 
 
 async def fuzz(setting: Setting) -> list[Check]:
-    """Refused in the shape of the API, always; and afterwards the server is as it was."""
+    """The server refuses them all in the shape of the API, and works afterwards as before."""
     rng = random.Random(setting.seed)
     with Served(setting, "fuzz") as server:
         rows = await server.rows()
@@ -66,7 +66,7 @@ async def fuzz(setting: Setting) -> list[Check]:
             holds("answers that are not as they should be", not found.problems,
                   f"{len(found.problems)}; {dict(found.kinds)}; {first}" if first else "0", "0"),
             equal("right texts between them that were wrong", found.wrong, 0),
-            # A connection that ends with data that was not read may end before its answer has been.
+            # The server closes the connection with data unread, which may happen before the client has the answer.
             holds("bodies that are too large", set(huge) <= {"413", "closed"}, ", ".join(huge), "413, or closed"),
             equal("half a body, and nothing after it", await waiting, "408"),
             holds("what the HTTP library refuses", all(one in LIBRARY for one in library.values()),
@@ -106,12 +106,12 @@ async def _send_all(port: int, sent: list[Case], found: _Found) -> None:
 
 
 async def _huge(port: int, path: str) -> str:
-    """A body that is larger than any may be. It is sent while the answer is read."""
+    """Sends a body that is larger than the limit, and reads the answer meanwhile."""
     return await _status(port, raw_client.request_bytes("POST", path, b'"' + b"a" * HUGE))
 
 
 async def _half_a_body(port: int) -> str:
-    """A request whose body does not come: the server must not wait for it for ever."""
+    """Sends a request without the rest of its body. The server must not wait for it forever."""
     head = raw_client.request_bytes("POST", "/v1/completions", b"", {"Content-Length": "100"})
     return await _status(port, head + b'{"prompt": ', 45)
 

@@ -1,4 +1,4 @@
-"""A server that is killed under load, and one that takes its place."""
+"""A server that is killed under load, and the server that replaces it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_START_S = 30.0
 
 
 async def kill(setting: Setting) -> list[Check]:
-    """SIGKILL with texts running and waiting. Clients see that at once, and the port can be used again at once."""
+    """After SIGKILL with texts running and waiting, clients notice at once, and the port can be used again at once."""
     pieces = prompts(CLIENTS, 64, setting.seed)
     with Served(setting, "kill") as server:
         payload = greedy(pieces[0], 32)
@@ -54,11 +54,11 @@ async def kill(setting: Setting) -> list[Check]:
 
 async def _kind_of_end(port: int, payload: Any, noticed: list[float]) -> str:
     try:
-        found = await raw_client.stream(port, payload, 30)
+        reply = await raw_client.stream(port, payload, 30)
     except TimeoutError:
         return "hung"
     except BROKEN:
         return "broken"
     finally:
         noticed.append(time.perf_counter())
-    return "whole" if found.whole else "cut"
+    return "whole" if reply.whole else "cut"

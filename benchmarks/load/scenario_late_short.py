@@ -14,7 +14,7 @@ SHORT = 8
 
 
 async def late_short(setting: Setting) -> list[Check]:
-    """Every row but one writes a long text when the short request comes. It must not wait for any of them."""
+    """All rows but one write long texts when the short request comes. It must not wait for any of them."""
     with Served(setting, "late_short") as server:
         rows, window = await server.rows(), await server.window()
         pieces = prompts(rows + 1, 64, setting.seed)

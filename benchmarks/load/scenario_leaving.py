@@ -1,4 +1,4 @@
-"""A thousand clients that leave before they are answered."""
+"""A thousand clients that leave before their answer is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.load.served import Served, Setting, greedy
 
 CLIENTS = 1000
 AT_ONCE = 32
-"""Fewer than may wait for a row, so that none is refused."""
+"""Fewer clients than may wait for a row, so that the server refuses none."""
 KINDS = ("streaming", "not streaming", "queued", "prefill")
 MOST_STAY_S = 0.15
 SPARE_TOKENS = 48
@@ -23,7 +23,7 @@ CANCELLED = 'mod_export_texts_total{finish="cancelled"}'
 
 
 async def leaving(setting: Setting) -> list[Check]:
-    """Nothing is left of them: no row, no place in the queue, no descriptor; and the texts beside them are right."""
+    """The clients leave no busy row, place in the queue or descriptor behind, and the texts of others stay right."""
     rng = random.Random(setting.seed)
     with Served(setting, "leaving") as server:
         rows, window = await server.rows(), await server.window()
@@ -66,7 +66,7 @@ async def leaving(setting: Setting) -> list[Check]:
 
 
 class _Beside:
-    """One text after the other, each of which must be the right one."""
+    """A client that asks for one text after the other, and counts those that are wrong."""
 
     def __init__(self, port: int, payload: Any, right: str) -> None:
         self._port, self._payload, self._right = port, payload, right
@@ -90,8 +90,8 @@ async def _text(port: int, payload: Any) -> str:
 
 
 async def _occupied(server: Served, asked: list[str], tokens: int) -> list[asyncio.Task[Any]]:
-    """A client for every row that begins anew whenever its text is complete, until it is cancelled. Returns when all of
-    them have a row, or wait for the one that somebody else's text has.
+    """Starts a client for every row, which asks for the next text when one is complete, until it is cancelled. Returns
+    when all rows are busy, with these clients or with the one that runs beside them.
     """
 
     async def occupy(prompt: str) -> None:
@@ -111,13 +111,13 @@ def _rounds(clients: int) -> Iterator[int]:
 
 
 async def _leave(port: int, payload: Any, kind: str, rng: random.Random) -> bool:
-    """Sends a request and leaves, half of the time with a reset; whether it left before the answer was complete."""
+    """Sends a request and leaves, half of the time with a reset. Returns whether the answer was still incomplete."""
     stay, reset = rng.uniform(0, MOST_STAY_S), rng.random() < 0.5
     reader, writer = await asyncio.open_connection(HOST, port)
     try:
         writer.write(raw_client.completion(payload))
         if kind == "streaming":
-            # After a few tokens, which come when it has a row; a client that gets none yet leaves as well.
+            # It leaves after a few tokens. A client that has no row gets none, and leaves after 5 s.
             pieces = rng.randrange(1, 6)
             try:
                 async with asyncio.timeout(5):

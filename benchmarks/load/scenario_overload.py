@@ -25,9 +25,9 @@ PAUSE_S = 0.1
 
 
 async def overload(setting: Setting) -> list[Check]:
-    """Refusals come at once, what is accepted is written as fast as ever, and afterwards all is as before.
+    """Refusals come at once, accepted texts are written at full speed, and afterwards the server is as fast as before.
 
-    Capacity is measured before and after each load, because other programs may come and go meanwhile.
+    Capacity is measured before and after each load, because other programs may start and end during the scenario.
     """
     payloads = [greedy(prompt, TOKENS) for prompt in prompts(16, 64, setting.seed)]
     with Served(setting, "overload") as server:
@@ -44,8 +44,8 @@ async def overload(setting: Setting) -> list[Check]:
             loading = asyncio.create_task(open_loop(server.port, payloads, times))
             await asyncio.sleep(LOAD_S - (time.perf_counter() - begin))
             again.append(await _normal_after(server.port, payloads[0], 1.5 * median(alone) + 0.05))
-            answers += (found := await loading)
-            goodputs.append(rate(found, WARM_S, LOAD_S)[1])
+            answers += (round_answers := await loading)
+            goodputs.append(rate(round_answers, WARM_S, LOAD_S)[1])
             capacities.append(await capacity(server.port, payloads, rows, MEASURE_S))
         tokens_s = [one[1] for one in capacities]
         shares = [2 * goodputs[number] / (tokens_s[number] + tokens_s[number + 1]) for number in range(ROUNDS)]
@@ -71,7 +71,7 @@ async def overload(setting: Setting) -> list[Check]:
 
 
 async def _normal_after(port: int, payload: Any, normal_s: float) -> float:
-    """Seconds until a new request is answered as fast as alone; infinity if that takes three times too long."""
+    """Returns the seconds until a new request takes at most `normal_s`; infinity after 3 * NORMAL_AGAIN_S."""
     since = time.perf_counter()
     while (passed := time.perf_counter() - since) < 3 * NORMAL_AGAIN_S:
         reply = await raw_client.complete(port, payload)

@@ -1,4 +1,4 @@
-"""Clients that open a stream and read nothing of it."""
+"""Clients that open a stream and read nothing from it."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from benchmarks.load.served import Sample, Served, Setting, greedy
 STALLED_MS = 5000
 STREAMS = 6
 TEXTS = 8
-"""Of each stream, with 20 logprobs for every token: megabytes, where the system's buffers hold two or three."""
+"""Texts in each stream. With 20 logprobs for every token, they exceed the two or three megabytes of system buffers."""
 READ_S = 12.0
-"""In which another client is timed beside clients that do read."""
+"""Seconds in which another client is timed beside clients that do read."""
 ACCEPTED_S = 5.0
 OTHER_TOKENS = 256
 MOST_TIMES_SLOWER, MOST_TIMES_LATER = 1.5, 3.0
-"""Of the time between tokens: of its median, and of its p99, which few samples decide."""
+"""Largest factors for the median and for the p99 of the time between tokens; the p99 depends on few samples."""
 MOST_MIB = 256.0
 MOST_CUT_OFF_S = 60.0
 
 
 async def slow_readers(setting: Setting) -> list[Check]:
-    """They are cut off, and others' tokens come as fast beside them as beside clients that do read."""
+    """The server cuts off clients that do not read. Others' tokens come as fast as beside clients that do read."""
     with Served(setting, "slow_readers", stalled_ms=STALLED_MS) as server:
         window = await server.window()
         asked = prompts(STREAMS + 1, 64, setting.seed)
@@ -83,7 +83,7 @@ async def slow_readers(setting: Setting) -> list[Check]:
 
 
 class _Other:
-    """A client that asks for one text after the other, and whose tokens are timed while it has a row."""
+    """A client that asks for one text after the other, and times the gaps between its tokens."""
 
     def __init__(self, port: int, payload: Any, right: str) -> None:
         self._port, self._payload, self._right = port, payload, right
@@ -92,10 +92,10 @@ class _Other:
     async def run(self, goes_on: Callable[[], bool]) -> list[float]:
         gaps: list[float] = []
         while goes_on():
-            found = await raw_client.stream(self._port, self._payload)
-            gaps += found.gaps_s
+            reply = await raw_client.stream(self._port, self._payload)
+            gaps += reply.gaps_s
             self.texts += 1
-            self.wrong += not found.whole or found.texts[0] != self._right
+            self.wrong += not reply.whole or reply.texts[0] != self._right
         return gaps
 
 
@@ -104,7 +104,7 @@ def _shown(gaps: list[float]) -> str:
 
 
 async def _read_on(port: int, payload: Any) -> None:
-    """Reads a stream without looking at it, again and again."""
+    """Reads one stream after the other, and drops what it reads."""
     while True:
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
@@ -116,7 +116,7 @@ async def _read_on(port: int, payload: Any) -> None:
 
 
 def _open_unread(stack: contextlib.ExitStack, port: int, payload: Any) -> int:
-    """Sends a request from a socket with the smallest buffer there is; its port."""
+    """Sends a request from a socket with the smallest possible receive buffer, and returns the socket's port."""
     client = stack.enter_context(socket.socket())
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     client.connect((HOST, port))
@@ -125,6 +125,6 @@ def _open_unread(stack: contextlib.ExitStack, port: int, payload: Any) -> int:
 
 
 def _connected(server: Served, ports: list[int]) -> list[int]:
-    """The ports whose connection the server still has."""
-    there = {one.raddr.port for one in server.process.net_connections("tcp") if one.raddr}
-    return [port for port in ports if port in there]
+    """Returns those of the ports whose connection the server still has."""
+    remote_ports = {connection.raddr.port for connection in server.process.net_connections("tcp") if connection.raddr}
+    return [port for port in ports if port in remote_ports]

@@ -1,4 +1,4 @@
-"""Minutes of load that the server can carry: no error, and nothing that grows. The load comes from locust."""
+"""Minutes of load that the server can carry: no request fails and no resource grows. Locust makes the load."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ MEASURE_S = 20.0
 SHARE = 0.8
 MOST_RSS_GROWTH = 0.05
 MOST_MORE_DESCRIPTORS = 12
-"""Of the mean of a tenth: as many requests are under way as happen to have arrived."""
+"""Allowed growth of a tenth's mean. Requests arrive at random, so the number under way varies."""
 END_S = 90.0
-"""For locust to start, and for the last texts to end."""
+"""Time for locust to start and for the last texts to end."""
 
 
 async def steady(setting: Setting) -> list[Check]:
-    """Poisson arrivals at 80 % of what the server does for the same clients."""
+    """Poisson arrivals at 80 % of the measured capacity of the server."""
     if not setting.locust.exists():
         raise RuntimeError(f"{setting.locust}: not there; `make load` installs it, or name it with --locust")
     payloads = [greedy(prompt, TOKENS) for prompt in prompts(PROMPTS, 64, setting.seed)]
@@ -43,13 +43,13 @@ async def steady(setting: Setting) -> list[Check]:
         offered = SHARE * most["requests_s"]
         times = poisson_times(offered, setting.steady_s, setting.seed)
         samples: list[Sample] = []
-        busy = psutil.Process().cpu_times(), server.process.cpu_times()
+        cpu_before = psutil.Process().cpu_times(), server.process.cpu_times()
         watching = asyncio.create_task(server.watch(samples))
         found = await locust(setting, server, {"payloads": payloads, "seconds": setting.steady_s, "times": times})
         watching.cancel()
         del samples[int(setting.steady_s) :]
-        used = server.process.cpu_times()
-        cores = (used.user + used.system - busy[1].user - busy[1].system) / setting.steady_s
+        cpu_after = server.process.cpu_times()
+        cores = (cpu_after.user + cpu_after.system - cpu_before[1].user - cpu_before[1].system) / setting.steady_s
         return [
             told("capacity, requests of 64 tokens", f"{most['requests_s']:.1f} requests/s"),
             told("offered", f"{offered:.1f} requests/s for {setting.steady_s / 60:.1f} minutes"),
@@ -67,7 +67,7 @@ async def steady(setting: Setting) -> list[Check]:
 
 
 def flat(samples: list[Sample], before: Sample) -> list[Check]:
-    """Whether nothing grew from the second tenth of the time to the last."""
+    """Checks that nothing grew from the second tenth of the time to the last."""
     rss, descriptors, threads = (early_and_late(column) for column in zip(*samples, strict=True))
     growth = rss[1] / rss[0] - 1
     return [
@@ -81,13 +81,13 @@ def flat(samples: list[Sample], before: Sample) -> list[Check]:
 
 
 def milliseconds(found: dict[str, float], digits: int = 0) -> str:
-    """Three percentiles, and of how many samples."""
+    """Text of three percentiles in milliseconds and the number of samples."""
     shown = ", ".join(f"{1e3 * found[name]:.{digits}f}" for name in ("p50", "p95", "p99"))
     return f"{shown} ms ({found['samples']:,} samples)"
 
 
 async def locust(setting: Setting, server: Served, plan: dict[str, Any]) -> dict[str, Any]:
-    """Runs locust with a plan, and reads its results."""
+    """Runs locust with a plan, and returns its results."""
     folder = (setting.results / "locust").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
@@ -96,12 +96,12 @@ async def locust(setting: Setting, server: Served, plan: dict[str, Any]) -> dict
     log = folder / "log.txt"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            # Not resolved: an environment is known by the path of its program.
+            # Links are not resolved, because Python finds its environment by the path of the program.
             setting.locust.absolute(), "--locustfile", Path(__file__).with_name("locust_streams.py"), "--headless",
             "--users", "1", "--host", f"http://{HOST}:{server.port}", "--only-summary", "--exit-code-on-error", "0",
             stdout=output, stderr=output,
             env={
-                # Its environment is another one, in which this package is not found otherwise.
+                # Locust runs in its own environment, which finds this package only by PYTHONPATH.
                 **os.environ, "PYTHONPATH": str(ROOT), "LOAD_PLAN": str(folder / "plan.json"),
                 "LOAD_RESULTS": str(results),
             },
@@ -114,5 +114,5 @@ async def locust(setting: Setting, server: Served, plan: dict[str, Any]) -> dict
                 await process.wait()
     if not results.exists():
         raise RuntimeError(f"locust left no results: {log.read_text(errors='replace')[-500:]}")
-    found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
-    return found
+    measured: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    return measured

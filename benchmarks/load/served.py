@@ -1,4 +1,4 @@
-"""A server in a process of its own: started, watched from outside, and ended."""
+"""Starts a server in its own process, watches it from outside, and ends it."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ BANNER_LINES = 2
 
 CORES = sorted(os.sched_getaffinity(0))
 ON_ITS_CORES = ["taskset", "--cpu-list", ",".join(map(str, CORES[:-1]))] if len(CORES) > 1 else []
-"""A server has all cores but the last, and as many engine threads; its clients take no time from it."""
+"""Command prefix that gives a server, and its engine threads, all cores but the last, which its clients have."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What all scenarios are given.
+    """Settings of all scenarios.
 
     Attributes:
         folder: a build folder that writes text.
-        results: where logs go.
-        seed: of everything random.
-        steady_s: seconds of the scenario that takes long.
-        locust: the program, of an environment of its own.
+        results: folder of the logs.
+        seed: seed of everything random.
+        steady_s: seconds of load in the scenario `steady`.
+        locust: path of the locust program, which has its own environment.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class Setting:
 
 
 class Sample(NamedTuple):
-    """What the system knows of a process."""
+    """Resources of a process: RSS in bytes, open descriptors, threads."""
 
     rss: int
     descriptors: int
@@ -66,8 +66,8 @@ class Served:
     """A server that runs as long as the `with` block.
 
     Attributes:
-        port: it listens there, at 127.0.0.1 alone.
-        process: of the system.
+        port: port of 127.0.0.1 that the server listens at.
+        process: the server's process, to be watched.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Served:
         port: int | None = None,
         stalled_ms: int | None = None,
     ) -> None:
-        """`name` is that of the log; with `stalled_ms` clients that take nothing are cut off after it."""
+        """`name` names the log. The server cuts off clients that read nothing for `stalled_ms` milliseconds."""
         self.port = free_port() if port is None else port
         folder = str(setting.folder.resolve())
         if stalled_ms is None:
@@ -96,7 +96,7 @@ class Served:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._output = self._log.open("wb")
         begin = time.monotonic()
-        # A session of its own, so that Ctrl-C reaches only the scripts, which then end the server themselves.
+        # A new session, so that Ctrl-C reaches only the scripts, which then end the server themselves.
         self._process = subprocess.Popen(
             [*ON_ITS_CORES, *self._command], stdout=self._output, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -130,53 +130,53 @@ class Served:
             return False
 
     def sample(self) -> Sample:
-        """Memory, descriptors and threads, now."""
+        """Returns the current memory, descriptors and threads."""
         with self.process.oneshot():
             return Sample(self.process.memory_info().rss, self.process.num_fds(), self.process.num_threads())
 
     async def watch(self, into: list[Sample]) -> None:
-        """Samples once a second until it is cancelled."""
+        """Appends a sample each second until it is cancelled."""
         while True:
             into.append(self.sample())
             await asyncio.sleep(WATCH_S)
 
     async def metrics(self) -> dict[str, float]:
-        """All of /metrics: name with its labels -> value."""
+        """Returns all of /metrics: name with labels -> value."""
         return parse_metrics((await raw_client.get(self.port, "/metrics")).body.decode())
 
     async def window(self) -> int:
-        """Tokens of the longest text."""
+        """Returns the number of tokens of the longest possible text."""
         listed = (await raw_client.get(self.port, "/v1/models")).json()
         return int(listed["data"][0]["max_model_len"])
 
     async def rows(self) -> int:
-        """Texts that are written at once."""
+        """Returns the number of texts that the server writes at once."""
         return int((await self.metrics())["mod_export_rows"])
 
     async def idle(self, within_s: float) -> Check:
-        """Whether no text is left within some time."""
+        """Checks that no text runs or waits any more, at the latest after `within_s`."""
         end = time.monotonic() + within_s
         while True:
-            found = await self.metrics()
-            left = found["mod_export_busy_rows"], found["mod_export_queue_depth"]
+            metrics = await self.metrics()
+            left = metrics["mod_export_busy_rows"], metrics["mod_export_queue_depth"]
             if left == (0, 0) or time.monotonic() > end:
                 return equal("busy_rows, queue_depth afterwards", f"{left[0]:.0f}, {left[1]:.0f}", "0, 0")
             await asyncio.sleep(0.1)
 
     async def descriptors_back(self, before: int, within_s: float = 15.0) -> Check:
-        """Whether no descriptor is left over within some time: connections are closed a little later than answered."""
+        """Checks that no descriptor is left over. Waits, because connections close a little after their answers."""
         end = time.monotonic() + within_s
         while (left := self.sample().descriptors - before) > 0 and time.monotonic() < end:
             await asyncio.sleep(0.2)
         return holds("descriptors left over", left <= 0, str(max(0, left)), "0")
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the server, and to nothing else."""
+        """Sends a signal to the server only."""
         assert self._process is not None
         self._process.send_signal(number)
 
     async def ended(self, within_s: float = END_S) -> int | None:
-        """The exit code, when it has ended; None if it does not."""
+        """Waits for the server to end. Returns its exit code, or None if it still runs after `within_s`."""
         assert self._process is not None
         try:
             return await asyncio.to_thread(self._process.wait, within_s)
@@ -189,36 +189,36 @@ class Served:
         return [equal("exit code after SIGTERM", await self.ended(), 0), self.log_check()]
 
     def log_check(self) -> Check:
-        """Whether the log has nothing but the lines that say where the server is."""
+        """Checks that the log has only the lines that tell the address of the server."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         odd = [line for line in lines[BANNER_LINES:] if line.strip()]
         return holds("lines in the log", not odd, f"{len(odd)}: {odd[-1][:120]}" if odd else "none", "none")
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Returns a port that no process listens at."""
     with socket.create_server((raw_client.HOST, 0)) as listener:
         return int(listener.getsockname()[1])
 
 
 def parse_metrics(text: str) -> dict[str, float]:
-    """Prometheus' text format."""
+    """Parses Prometheus' text format."""
     return {name: float(value) for name, value in SAMPLE.findall(text)}
 
 
 def greedy(prompt: str, tokens: int, **more: Any) -> Mapping[str, Any]:
-    """A request whose text is the same every time, and has exactly so many tokens."""
+    """A request whose text is the same every time and has exactly `tokens` tokens."""
     return {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
 
 
 def keep_clients_apart() -> None:
-    """This process, and the programs that it starts, run on the last core; servers have the others."""
+    """Moves this process and the programs that it starts to the last core; servers have the others."""
     if ON_ITS_CORES:
         os.sched_setaffinity(0, CORES[-1:])
 
 
 def machine_line() -> str:
-    """What the numbers were measured on."""
+    """Text about the cores that the numbers were measured on."""
     if ON_ITS_CORES:
         return f"the server on {len(CORES) - 1} logical core(s), its clients on another one"
     return "one logical core, which the server and its clients share, so the clients take time from the server"

@@ -1,8 +1,8 @@
-"""Starts a server as `mod-export serve` does, with what no option of it sets.
+"""Starts a server like `mod-export serve`, with a limit that the command has no option for.
 
     python benchmarks/load/start_server.py FOLDER PORT STALLED_MS
 
-STALLED_MS: milliseconds after which a client that takes nothing is cut off.
+STALLED_MS: milliseconds after which the server cuts off a client that reads nothing.
 """
 
 from __future__ import annotations

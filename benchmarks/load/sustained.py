@@ -1,4 +1,4 @@
-"""Load for a while: clients that have one request each at a time, or requests that arrive at given times."""
+"""Sustained load: clients with one request at a time each, or requests that arrive at given times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.load.raw_client import BROKEN
 
 WARM_S = 2.0
 CLIENTS_PER_ROW = 2
-"""Of a closed loop, so that a row that becomes free has a text that waits for it."""
+"""Clients of a closed loop for each row, so that a text always waits for a row that becomes free."""
 
 
 @dataclass(frozen=True)
@@ -22,12 +22,12 @@ class Answered:
 
     Attributes:
         begun: seconds since the load began.
-        seconds: until the last byte.
-        status: 0 if the connection broke, or nothing came in time.
-        tokens: of its text.
-        retry_after: the header of a refusal.
-        text: that it got.
-        prompt: number of the payload.
+        seconds: time until the last byte.
+        status: HTTP status; 0 if the connection broke or no answer came in time.
+        tokens: tokens of the text.
+        retry_after: the Retry-After header of a refusal.
+        text: the text of the answer.
+        prompt: index of the payload.
     """
 
     begun: float
@@ -44,7 +44,7 @@ class Answered:
 
 
 async def one(port: int, payloads: Sequence[Mapping[str, Any]], number: int, since: float) -> Answered:
-    """Sends a request, and never raises."""
+    """Sends a request. A broken connection or a timeout gives status 0 instead of an exception."""
     begun = time.perf_counter() - since
     prompt = number % len(payloads)
     try:
@@ -53,33 +53,33 @@ async def one(port: int, payloads: Sequence[Mapping[str, Any]], number: int, sin
         return Answered(begun, time.perf_counter() - since - begun, 0, prompt=prompt)
     if reply.status != 200:
         return Answered(begun, reply.seconds, reply.status, retry_after=reply.headers.get("retry-after"), prompt=prompt)
-    found = reply.json()
+    completion = reply.json()
     return Answered(
         begun,
         reply.seconds,
         200,
-        found["usage"]["completion_tokens"],
-        text="".join(choice["text"] for choice in found["choices"]),
+        completion["usage"]["completion_tokens"],
+        text="".join(choice["text"] for choice in completion["choices"]),
         prompt=prompt,
     )
 
 
 async def closed_loop(port: int, payloads: Sequence[Mapping[str, Any]], clients: int, seconds: float) -> list[Answered]:
-    """Each client sends its next request when it has the answer to the one before."""
+    """Runs clients that send their next request when they have the answer to the previous one."""
     since = time.perf_counter()
-    found: list[Answered] = []
+    answers: list[Answered] = []
 
     async def client(number: int) -> None:
         while time.perf_counter() - since < seconds:
-            found.append(await one(port, payloads, number, since))
+            answers.append(await one(port, payloads, number, since))
             number += clients
 
     await asyncio.gather(*map(client, range(clients)))
-    return found
+    return answers
 
 
 async def open_loop(port: int, payloads: Sequence[Mapping[str, Any]], times: Sequence[float]) -> list[Answered]:
-    """Requests arrive at these times, whatever became of those before."""
+    """Sends requests at these times, without waiting for earlier answers."""
     since = time.perf_counter()
     running: list[asyncio.Task[Answered]] = []
     for number, at in enumerate(times):
@@ -89,18 +89,18 @@ async def open_loop(port: int, payloads: Sequence[Mapping[str, Any]], times: Seq
 
 
 def rate(answers: Sequence[Answered], begin: float, end: float) -> tuple[float, float]:
-    """Texts and tokens a second, of the texts that were complete between two times."""
+    """Returns texts and tokens a second, counting texts that were complete between two times."""
     inside = [one for one in answers if one.status == 200 and begin <= one.ended <= end]
     return len(inside) / (end - begin), sum(one.tokens for one in inside) / (end - begin)
 
 
 def wrong_texts(answers: Sequence[Answered], right: Mapping[int, str] | None = None) -> int:
-    """Texts that differ from the right one of their prompt, or else from the first that it got."""
+    """Counts texts that differ from the right text of their prompt, or, if there is none, from its first answer."""
     known = dict(right or {})
     return sum(known.setdefault(one.prompt, one.text) != one.text for one in answers if one.status == 200)
 
 
 async def capacity(port: int, payloads: Sequence[Mapping[str, Any]], rows: int, seconds: float) -> tuple[float, float]:
-    """Texts and tokens a second when every row is always busy."""
+    """Returns texts and tokens a second when every row is always busy."""
     answers = await closed_loop(port, payloads, CLIENTS_PER_ROW * rows, seconds)
     return rate(answers, WARM_S, seconds)

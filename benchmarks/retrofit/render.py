@@ -1,4 +1,4 @@
-"""The measured part of docs/retrofit.md and its figure, from the results of `run_retrofit.py`."""
+"""Writes the measured part of docs/retrofit.md and its figure from the results of `run.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 BEGIN, END = "<!-- measured by make retrofit: begin -->", "<!-- measured by make retrofit: end -->"
 FIGURE = "retrofit.svg"
 MARKERS = {"cheapest": "o", "deepest": "^"}
-"""Of the layers that are routed -> how their points are drawn."""
+"""Which layers are routed -> marker of their points."""
 COLUMNS = (
     "routed", "layers", "capacity", "tokens run", "perplexity", "against dense", "bits per byte", "predictor accuracy",
     "predicted (FLOPs)", "measured speed-up",
@@ -25,7 +25,7 @@ COLUMNS = (
 
 
 def render(results: Path, docs: Path, names: Sequence[str], about: Mapping[str, Any]) -> None:
-    """Replaces what stands between the two marks of `docs`/retrofit.md; ways without a result are left out."""
+    """Replaces the text between the two marks in `docs`/retrofit.md. Ways without a result are left out."""
     paths = [results / name / "result.json" for name in names]
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
     untouched = json.loads((results / "untouched.json").read_text(encoding="utf-8"))
@@ -97,14 +97,14 @@ def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path:
                 axes.plot(*at, MARKERS[layers], color=f"C{number}", label=f"{part}, {layers} layers")
                 axes.annotate(f"{row['capacity']:g}", at, xytext=(6, 3), textcoords="offset points", fontsize=8)
         axes.set_xlabel(label)
-        axes.margins(x=0.2)  # Room for what stands beside the points.
+        axes.margins(x=0.2)  # Room for the labels beside the points.
     both[0].set_ylabel("held-out perplexity")
     both[0].set_yscale("log")
     both[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     both[0].yaxis.set_major_formatter(ScalarFormatter())
     both[0].yaxis.set_minor_formatter(NullFormatter())
     both[0].invert_xaxis()
-    # One entry for all capacities.
+    # Points that differ only in capacity share one legend entry.
     entries = dict(zip(*reversed(both[1].get_legend_handles_labels()), strict=True))
     both[1].legend(entries.values(), entries.keys(), fontsize=8)
     plt.tight_layout()

@@ -3,7 +3,7 @@
     python -m benchmarks.retrofit.run [--model DIR] [--data PATH] [--results DIR] [--docs DIR] [--steps N] ...
 
 Nothing is downloaded: `--model` is a dense checkpoint on this machine, such as `mod-export convert` writes. A run that
-was stopped goes on where it was: each way in a folder of its own, from its last evaluation.
+was stopped continues: each way has its own folder, and resumes from its last evaluation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Way:
         return f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
 
     def share_of(self, routed: int, layers: int) -> float:
-        """Of the tokens, how many an attention or an MLP runs, the mean over those of all layers."""
+        """Share of the tokens that an attention or an MLP runs, averaged over all layers."""
         parts = 1 if self.parts == "block" else 0.5
         return 1 - parts * (1 - self.capacity) * routed / layers
 
@@ -71,11 +71,11 @@ GRID = (
     Way("block", "cheapest:{half}", 0.75),
     Way("block", "cheapest:{half}", 0.25),
 )
-"""In the order in which they are trained, so that a study that is stopped has the simplest first."""
+"""Ways in the order of their training, the simplest first, so that a stopped run has those."""
 
 
 def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
-    """The same budget and the same batches for every way; the dense model has nothing to anneal and no teacher."""
+    """Every way has the same budget and the same batches. The dense model has no teacher, and nothing to anneal."""
     routed = way != DENSE
     return TrainConfig(
         steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
@@ -121,21 +121,21 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
 
 
 def speed_of(folder: Path, seq: int) -> dict[str, Any]:
-    """Builds what was trained, in a process of its own, and returns what the report says about its speed."""
+    """Builds the trained model in its own process, and returns the speed from the report."""
     (folder / "speed.toml").write_text(SPEED.format(seq=seq), encoding="utf-8")
     command = [sys.executable, "-m", "mod_export", "build", "model.pt", "-c", "speed.toml", "-o", "build", "-q"]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    # 4 is a build of which a gate failed: it has a report, which says so.
+    # Code 4 means that a gate failed. Such a build has a report, which says so.
     if ran.returncode not in (0, 4):
         raise RuntimeError(f"{folder}: {' '.join(command)} ended with {ran.returncode}: {ran.stderr}")
     report = json.loads((folder / "build" / "report.json").read_text(encoding="utf-8"))
     (row,) = report["speedup"]
-    found = {name: row[name] for name in ("measured", "ci95", "predicted_flops")}
-    return {**found, "status": report["verdict"]["status"]}
+    speed = {name: row[name] for name in ("measured", "ci95", "predicted_flops")}
+    return {**speed, "status": report["verdict"]["status"]}
 
 
 def before(given: argparse.Namespace, corpus: Corpus) -> None:
-    """The probe, and the dense model as it was given: once for each folder of results."""
+    """Runs the probe and evaluates the unchanged dense model, once for each folder of results."""
     ranking, untouched = given.results / "probe.json", given.results / "untouched.json"
     if not ranking.exists():
         options = ["--seq", str(given.seq), "--batch", "1", "--batches", str(given.probe_rows), "--out", str(ranking)]
@@ -143,8 +143,8 @@ def before(given: argparse.Namespace, corpus: Corpus) -> None:
         if probe.main([str(given.model), *options, *data]):
             raise RuntimeError(f"{given.model}: the probe failed")
     if not untouched.exists():
-        found = evaluate(load_checkpoint(given.model).module(), config_of(DENSE, given), corpus)
-        untouched.write_text(json.dumps(found), encoding="utf-8")
+        metrics = evaluate(load_checkpoint(given.model).module(), config_of(DENSE, given), corpus)
+        untouched.write_text(json.dumps(metrics), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> int:
@@ -154,7 +154,7 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     add("--data", type=Path, help="text to train on; without it this Python's sources")
     add("--results", type=Path, default=Path("build/retrofit"))
     add("--docs", type=Path, default=Path("docs"))
-    # Ten minutes for each way of 135 M parameters on two cores, with its build, and 5 GB.
+    # With these defaults, a way of 135 M parameters takes ten minutes on two cores, build included, and 5 GB.
     add("--steps", type=int, default=60)
     add("--batch", type=int, default=4)
     add("--micro-batch", type=int, default=0, help="rows at a time, for less memory (default: all of them)")
@@ -164,18 +164,18 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     add("--learning-rate", type=float, default=3e-4, help="routers and predictors get 10 times as much (%(default)s)")
     add("--eval-batches", type=int, default=16)
     add("--probe-rows", type=int, default=4)
-    given = parser.parse_args(arguments)
-    if not given.model.exists():
-        parser.error(f"{given.model}: no such checkpoint; make one of a dense model with mod-export convert")
-    given.results.mkdir(parents=True, exist_ok=True)
-    tokenizer = given.model / TOKENIZER
-    corpus = read_corpus(given.data, tokenizer if tokenizer.is_file() else None)
-    before(given, corpus)
+    options = parser.parse_args(arguments)
+    if not options.model.exists():
+        parser.error(f"{options.model}: no such checkpoint; make one of a dense model with mod-export convert")
+    options.results.mkdir(parents=True, exist_ok=True)
+    tokenizer = options.model / TOKENIZER
+    corpus = read_corpus(options.data, tokenizer if tokenizer.is_file() else None)
+    before(options, corpus)
     for number, way in enumerate(grid, 1):
-        print(f"[{number}/{len(grid)}] {run_way(way, given, corpus)}", flush=True)
-        text = corpus.name if given.data is None else given.data.name
-        about = {"model": given.model.name, "text": text, "steps": given.steps, "batch": given.batch}
-        render(given.results, given.docs, [one.name for one in grid], {**about, "seq": given.seq})
+        print(f"[{number}/{len(grid)}] {run_way(way, options, corpus)}", flush=True)
+        text = corpus.name if options.data is None else options.data.name
+        about = {"model": options.model.name, "text": text, "steps": options.steps, "batch": options.batch}
+        render(options.results, options.docs, [one.name for one in grid], {**about, "seq": options.seq})
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What is measured: sizes of models, and the shapes at which a whole row is read."""
+"""Cases of the benchmark of whole rows: sizes of models, and the shapes of their inputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """Whole rows, read by a model with initial weights, dense or routed."""
+    """Whole rows as the input of a dense and a routed model with initial weights."""
 
     size: str
     seq: int
@@ -54,25 +54,25 @@ class Case:
 
 
 CASES = (Case("M", 512), Case("M", 128), Case("M", 2048), Case("M", 512, vocab=32_000))
-"""M/512, and each of the others with one thing changed: fewer tokens, more tokens, a larger vocabulary. All 36
+"""M with 512 tokens, and cases that change one thing: fewer tokens, more tokens, a larger vocabulary. All 36
 combinations of S, M and L, three lengths, two batches and two vocabularies would take many hours, with every route at
-four precisions, at one and at all cores; `--cases` measures any of them."""
+four precisions, at one and at all cores. `--cases` measures any of them."""
 
 
 @cache
 def checkpoints(folder: Path) -> dict[str, Checkpoint]:
-    """The models that `write_models` wrote, by kind."""
+    """Returns the models that `write_models` wrote, by kind."""
     return {kind: load_checkpoint(folder / f"{kind}.pt") for kind in KINDS}
 
 
 def case_of(folder: Path) -> Case:
-    """The case whose files these are."""
+    """Returns the case of a folder."""
     return Case(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
 
 
 def write_models(case: Case, folder: Path) -> None:
-    """Both models of a case, so that all routes start from the same numbers."""
+    """Writes both models of a case, so that all routes start from the same weights."""
     checkpoint = random_checkpoint(case.spec, 0)
-    for kind, one in (("mod", checkpoint), ("dense", checkpoint.dense())):
-        save_checkpoint(folder / f"{kind}.pt", one)
+    for kind, model in (("mod", checkpoint), ("dense", checkpoint.dense())):
+        save_checkpoint(folder / f"{kind}.pt", model)
     (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")

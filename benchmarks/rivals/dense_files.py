@@ -1,6 +1,6 @@
-"""A dense checkpoint in the files that other programs read: a Hugging Face folder of Llama, and a GGUF file.
+"""Writes a dense checkpoint in the formats of other programs: a Hugging Face folder of Llama, and a GGUF file.
 
-The numbers are the checkpoint's own, so all programs start from the same weights.
+All programs start from the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mod_models.convert.families import foreign_name
 from mod_models.spec import ModelSpec
 
 LLAMA = {"attention_bias": "none", "qk_norm": "none", "activation": "silu", "mlp_bias": False, "embedding_scale": 1.0}
-"""What a spec has to declare so that transformers' Llama computes the same."""
+"""Declarations that a spec must have for transformers' Llama to compute the same."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 GGUF_NAMES = (
     (r"embedding\.weight", "token_embd.weight"),
@@ -33,25 +33,25 @@ GGUF_NAMES = (
     (r"layers\.(\d+)\.attention\.(q|k|v)_proj\.(.*)", r"blk.\1.attn_\2.\3"),
     (r"layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(.*)", r"blk.\1.ffn_\2.\3"),
 )
-"""Our name, as a pattern -> that of llama.cpp."""
+"""Pattern of our name -> name in llama.cpp."""
 
 FILE_TYPES = {np.float32: gguf.LlamaFileType.ALL_F32, np.float16: gguf.LlamaFileType.MOSTLY_F16}
 
 
 def check_llama(spec: ModelSpec) -> None:
-    """Refuses a model that Llama's code would compute in another way.
+    """Checks that Llama's code computes the same as the model.
 
     Raises:
-        ValueError: it routes, has experts, or declares something else that Llama has not.
+        ValueError: the model routes, has experts, or declares something else that Llama does not have.
     """
-    others = [name for name, value in LLAMA.items() if getattr(spec, name) != value]
-    others += [name for name in ("routing", "experts", "rope_scaling") if getattr(spec, name) is not None]
-    if others:
-        raise ValueError(f"the rivals are given a dense Llama model, and this one declares {', '.join(others)}")
+    unsupported = [name for name, value in LLAMA.items() if getattr(spec, name) != value]
+    unsupported += [name for name in ("routing", "experts", "rope_scaling") if getattr(spec, name) is not None]
+    if unsupported:
+        raise ValueError(f"the rivals are given a dense Llama model, and this one declares {', '.join(unsupported)}")
 
 
 def write_hugging_face(checkpoint: Checkpoint, folder: Path, tokenizer: Path | None = None) -> Path:
-    """A folder as `save_pretrained` of transformers writes it, with the tokenizer of a folder, or one of bytes."""
+    """Writes a folder like transformers' `save_pretrained`, with the tokenizer of a folder, or a tokenizer of bytes."""
     spec = checkpoint.spec
     check_llama(spec)
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def write_hugging_face(checkpoint: Checkpoint, folder: Path, tokenizer: Path | N
 
 
 def _write_tokenizer_of_bytes(size: int, folder: Path) -> None:
-    """Bytes, and words that stand for nothing up to the size of the vocabulary: some programs open no model without."""
+    """Writes a tokenizer of bytes and unused words up to `size`, because some programs need one to open a model."""
     words = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {word: index for index, word in enumerate([*words, *(f"<{i}>" for i in range(len(words), size))])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -90,7 +90,7 @@ def _write_tokenizer_of_bytes(size: int, folder: Path) -> None:
 
 
 def write_gguf(checkpoint: Checkpoint, path: Path, dtype: type[np.floating[Any]] = np.float32) -> Path:
-    """A GGUF file of architecture `llama`, its matrices in `dtype`, without a vocabulary: it is given ids."""
+    """Writes a GGUF file of architecture `llama` with matrices in `dtype`, without a vocabulary: programs get ids."""
     spec = checkpoint.spec
     check_llama(spec)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,16 +119,16 @@ def write_gguf(checkpoint: Checkpoint, path: Path, dtype: type[np.floating[Any]]
 
 
 def _gguf_tensors(checkpoint: Checkpoint) -> dict[str, np.ndarray]:
-    spec, found = checkpoint.spec, {}
+    spec, tensors = checkpoint.spec, {}
     heads = {"q": spec.n_heads, "k": spec.n_kv_heads}
     for name, tensor in checkpoint.weights.items():
         array = tensor.float().numpy()
         if match := re.search(r"\.([qk])_proj\.", name):
-            # llama.cpp rotates neighbours, Llama's code rotates halves: `LlamaModel.permute` of its converter.
+            # llama.cpp rotates neighbours, Llama's code rotates halves. See `LlamaModel.permute` of its converter.
             apart: Any = array.reshape(heads[match[1]], 2, spec.d_head // 2, -1)
             array = np.ascontiguousarray(apart.swapaxes(1, 2)).reshape(array.shape)
-        found[_gguf_name(name)] = array
-    return found
+        tensors[_gguf_name(name)] = array
+    return tensors
 
 
 def _gguf_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Whole rows: one case, one precision and one number of threads, each route in a process of its own, taking turns."""
+"""Measures whole rows for one case, precision and number of threads. Routes take turns, each in its own process."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ ALL_STEPS = {**STEPS, REFERENCE: (MODELS, write_reference)}
 def measure(
     case: Case, precision: str, threads: int, seconds: float, folder: Path, routes: Sequence[Route] = ROUTES
 ) -> dict[str, Any]:
-    """Milliseconds of every round by route and kind, what each route computes, and matrix products of the model's own
-    sizes in between. A route that could not be prepared, opened or run has the reason in place of times.
+    """Returns the milliseconds of every round by route and kind, the quality of each route, and the milliseconds of
+    matrix products of the model's sizes in the same rounds. A route that failed to prepare, open or run has the reason
+    instead of times.
     """
     chosen = [one for one in routes if one.precision == precision]
     anchor = [one for one in routes if (one.name, one.precision) == (ANCHOR, "float32") and precision != "float32"]
@@ -58,7 +59,7 @@ def measure(
         load = other_load()
         taken, failed_later = rounds(turns, WARMUP, FEWEST_ROUNDS, seconds)
     failed |= {name: reason for (name, _), reason in failed_later.items()}
-    ms = {key: [1e3 * took for took, _ in found] for key, found in taken.items()}
+    ms = {key: [1e3 * took for took, _ in samples] for key, samples in taken.items()}
     machine = describe_machine()
     return {
         "size": case.size, "seq": case.seq, "batch": case.batch, "vocab": case.vocab,
@@ -83,25 +84,25 @@ def _title(route: Route, precision: str) -> str:
 
 
 def _turns(workers: Mapping[str, Worker]) -> dict[tuple[str, str], Callable[[], tuple[float, Any]]]:
-    """Both models of every route, and the products."""
+    """Returns a turn for both models of every route, and one for the matrix products."""
     kinds = {name: (GEMM,) if name == GEMM else KINDS for name in workers}
     return {(name, kind): partial(workers[name].ask, kind) for name in workers for kind in kinds[name]}
 
 
 def _quality(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, str]]:
-    found: dict[str, Any] = {}
+    quality: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name, worker in workers.items():
         if name != GEMM:
             try:
-                found[name] = {kind: worker.ask("quality", kind)[1] for kind in KINDS}
+                quality[name] = {kind: worker.ask("quality", kind)[1] for kind in KINDS}
             except RouteError as error:
                 failed[name] = str(error)
-    return found, failed
+    return quality, failed
 
 
 def _costs(case: Case, folder: Path) -> dict[str, Any]:
-    """FLOPs of the portable graphs, and those that nobody can do without."""
+    """Returns the FLOPs of the portable graphs, with and without the scores that the causal mask hides."""
     rows = {
         kind: cost_row(graph_from_file(graph_of_ours(folder, kind, case)), kind, case.bucket)  # type: ignore[arg-type]
         for kind in KINDS
@@ -113,7 +114,7 @@ def _costs(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def _sizes(case: Case) -> list[tuple[int, int, int]]:
-    """Matrix products as a block of the dense model has them."""
+    """Sizes (m, k, n) of matrix products of a block of the dense model."""
     spec, rows = case.spec, case.batch * case.seq
     return [
         (rows, spec.d_model, spec.n_heads * spec.d_head),
@@ -123,10 +124,10 @@ def _sizes(case: Case) -> list[tuple[int, int, int]]:
 
 
 def _products(case: Case, threads: int) -> dict[str, Callable[[], None]]:
-    each = [product("onnxruntime", threads, *one) for one in _sizes(case)]
+    products = [product("onnxruntime", threads, *one) for one in _sizes(case)]
 
     def run() -> None:
-        for one in each:
+        for one in products:
             one()
 
     return {GEMM: run}

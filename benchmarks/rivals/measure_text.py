@@ -1,4 +1,4 @@
-"""Text: one model, one precision and one number of threads, each program in a process of its own, taking turns."""
+"""Measures text for one model, precision and number of threads. Programs take turns, each in its own process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mod_models.spec import ModelSpec
 WARMUP, FEWEST_ROUNDS = 1, 3
 ANCHOR = "mod-export, ort-cpu, dense"
 BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
-"""Of a weight; where it is a whole number, blocks of 32 have a scale."""
+"""Bytes of a weight; in int8 and int4, each block of 32 weights has a scale of 4 bytes."""
 HEAD_BYTES = BYTES | {"int4": 1 + 4 / 64}
-"""Of a weight of the head."""
+"""Bytes of a weight of the head."""
 PACKAGES = ("torch", "openvino", "onnxruntime", "onnxruntime-genai", "openvino-genai", "llama_cpp_python",
             "transformers", "nncf")  # fmt: skip
 
@@ -27,8 +27,8 @@ PACKAGES = ("torch", "openvino", "onnxruntime", "onnxruntime-genai", "openvino-g
 def measure(
     case: TextCase, precision: str, threads: int, seconds: float, folder: Path, routes: Sequence[TextRoute] = ROUTES
 ) -> dict[str, Any]:
-    """Milliseconds to the first token and tokens per second of every round, by program and batch; and what each says of
-    a text. A program that could not be prepared, opened or run has the reason in their place.
+    """Returns milliseconds to the first token and tokens per second of every round, by program and batch, and the
+    quality and a sample of each program. A program that failed to prepare, open or run has the reason instead.
     """
     chosen = {one.name: one for one in routes if one.precision == precision}
     if precision != "float32":
@@ -41,14 +41,14 @@ def measure(
     }
     with opened_workers(folder / "measured.log", openers) as (workers, failed):
         failed |= {name: missing[route.step] for name, route in chosen.items() if route.step in missing}
-        said, failed_here = _asked(workers)
+        answers, failed_here = _asked(workers)
         failed |= failed_here
         turns = _turns({name: worker for name, worker in workers.items() if name not in failed})
         load = other_load()
         taken, failed_later = rounds(turns, WARMUP, FEWEST_ROUNDS, seconds)
     failed |= {name: reason for (name, _), reason in failed_later.items()}
     spec, machine = dense_checkpoint(case).spec, describe_machine()
-    ran = [one["ran"] for one in said.values() if one.get("ran")]
+    ran = [one["ran"] for one in answers.values() if one.get("ran")]
     return {
         "model": case.name, "trained": bool(case.model), "capacity": case.capacity,
         "prompt": case.prompt, "new": case.new, "judged": case.judged, "window": case.window,
@@ -65,7 +65,7 @@ def measure(
                     }
                     for batch in BATCHES
                 },
-                **said.get(name, {}),
+                **answers.get(name, {}),
             }
             for name, route in chosen.items()
         },
@@ -76,7 +76,7 @@ def measure(
 
 
 def _turns(workers: Mapping[str, Worker]) -> dict[tuple[str, int], Callable[[], tuple[float, Any]]]:
-    """Each batch size of each program; the prompts of a program are other ones each time."""
+    """Returns a turn for each batch size of each program. A program gets other prompts in each turn."""
 
     def turn(worker: Worker, batch: int) -> Callable[[], tuple[float, Any]]:
         count = itertools.count(1)
@@ -86,20 +86,20 @@ def _turns(workers: Mapping[str, Worker]) -> dict[tuple[str, int], Callable[[], 
 
 
 def _asked(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What each program says of the text, and what it writes; of those that failed the reasons."""
-    found: dict[str, Any] = {}
+    """Returns quality and sample of each program, and the reasons of those that failed."""
+    answers: dict[str, Any] = {}
     failed: dict[str, str] = {}
     for name, worker in workers.items():
         try:
-            found[name] = {"quality": worker.ask("quality")[1], **worker.ask("sample")[1]}
+            answers[name] = {"quality": worker.ask("quality")[1], **worker.ask("sample")[1]}
         except RouteError as error:
             failed[name] = str(error)
-    return found, failed
+    return answers, failed
 
 
 def gain_by_bytes(spec: ModelSpec, precision: str, ran: Mapping[str, float]) -> float:
-    """Bytes of weights that a step of the dense model reads over those that one of the MoD model reads, given the share
-    of tokens that ran in each routed layer.
+    """Returns the bytes of weights that a step of the dense model reads, divided by those of the MoD model, given the
+    share of tokens that ran in each routed layer.
     """
     heads = (2 * spec.n_heads + 2 * spec.n_kv_heads) * spec.d_head
     layer = (heads + 3 * spec.d_ff) * spec.d_model * BYTES[precision]

@@ -1,4 +1,4 @@
-"""Files that routes are opened from, each written once by a step in a process of its own."""
+"""Prepares the files that routes are opened from. A step writes them once, in its own process."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from benchmarks.rivals.turns import done_apart
 
 Steps = Mapping[str, tuple[str | None, Callable[..., None]]]
-"""Name -> the step before it, and what writes the files, given a subject and the folder."""
+"""Name -> (the step that it needs, if any; the function that writes its files, given a subject and the folder)."""
 
 
 def prepare(steps: Steps, wanted: Iterable[str], subject: Any, folder: Path) -> dict[str, str]:
-    """Does the steps that are wanted and those before them, unless they were done before; of those that failed, and
-    of those that come after them, the reasons.
+    """Does the wanted steps and the steps that they need, unless they were done before. Returns the reason for every
+    step that failed or that needs a failed one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}

@@ -1,5 +1,5 @@
-"""What a user would run instead of this project's engines: whole rows, on ONNX Runtime, OpenVINO and torch.compile, as
-the tools of each of them make it.
+"""Rivals of this project's engines for whole rows: ONNX Runtime, OpenVINO and torch.compile, each with the files that
+its own tools make.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mod_models import transformer
 
 Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 INT4_GROUP = {"matmul_nbits": 32, "nncf": 64}
-"""Numbers that share a scale: of ONNX Runtime what its kernels are fastest with; of NNCF, whose default is 128, the
-largest that divides every width here."""
+"""Weights that share a scale: for ONNX Runtime, the size with the fastest kernels; for NNCF, whose default is 128, the
+largest size that divides every width here."""
 OPENVINO_GROUP = {"int8": 128, "int4": INT4_GROUP["nncf"]}
-"""Numbers of a token that OpenVINO rounds together: where it is fastest; its default is 32."""
+"""Activations of a token that OpenVINO quantizes with one scale: the fastest sizes. Its default is 32."""
 CALIBRATION_ROWS = 4
 
 
 def write_plain(case: Case, folder: Path) -> None:
-    """torch.onnx.export at opset 23 with its own optimiser."""
+    """Exports both models with torch.onnx.export at opset 23 and its own optimiser."""
     for kind, checkpoint in checkpoints(folder).items():
         with topk_selects(), quiet(), torch.no_grad():
             torch.onnx.export(
@@ -43,7 +43,7 @@ def write_plain(case: Case, folder: Path) -> None:
 
 
 def write_dynamic_int8(case: Case, folder: Path) -> None:
-    """onnxruntime.quantization.quantize_dynamic: weights by channel, activations by tensor."""
+    """Uses onnxruntime.quantization.quantize_dynamic: weights by channel, activations by tensor."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     for kind in KINDS:
@@ -58,7 +58,7 @@ def write_dynamic_int8(case: Case, folder: Path) -> None:
 
 
 def write_nbits_int4(case: Case, folder: Path) -> None:
-    """onnxruntime.quantization.matmul_nbits_quantizer, with activations in int8 (accuracy_level 4), which is faster."""
+    """Uses onnxruntime.quantization.matmul_nbits_quantizer. Int8 activations (accuracy_level 4) are faster."""
     import onnx
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
@@ -72,7 +72,7 @@ def write_nbits_int4(case: Case, folder: Path) -> None:
 
 
 def write_compressed(precision: str, case: Case, folder: Path) -> None:
-    """nncf.compress_weights; activations are quantized while it runs (DYNAMIC_QUANTIZATION_GROUP_SIZE)."""
+    """Uses nncf.compress_weights. Activations are quantized at run time (DYNAMIC_QUANTIZATION_GROUP_SIZE)."""
     import nncf
     import openvino as ov
 
@@ -90,7 +90,7 @@ def write_compressed(precision: str, case: Case, folder: Path) -> None:
 
 
 def write_quantized(case: Case, folder: Path) -> None:
-    """nncf.quantize, weights and activations, with scales from rows of the same kind as those that are measured."""
+    """Uses nncf.quantize for weights and activations. The scales come from random rows like the measured ones."""
     import nncf
     import openvino as ov
 
@@ -101,19 +101,19 @@ def write_quantized(case: Case, folder: Path) -> None:
         model = ov.Core().read_model(folder / f"{kind}.plain.onnx")
         names = [port.get_any_name() for port in model.inputs]
         feeds = [{"input_ids": ids_BS, "lengths": case.feeds["lengths"]} for ids_BS in rows]
-        data = nncf.Dataset([{name: one[name] for name in names} for one in feeds])
-        found = nncf.quantize(
+        data = nncf.Dataset([{name: row_feeds[name] for name in names} for row_feeds in feeds])
+        quantized = nncf.quantize(
             model,
             data,
             subset_size=CALIBRATION_ROWS,
             preset=nncf.QuantizationPreset.MIXED,
             model_type=nncf.ModelType.TRANSFORMER,
         )
-        ov.save_model(found, folder / f"{kind}.int8.xml", compress_to_fp16=False)
+        ov.save_model(quantized, folder / f"{kind}.int8.xml", compress_to_fp16=False)
 
 
 def onnx_runtime(path: Path, threads: int) -> Run:
-    """ONNX Runtime with default settings."""
+    """Opens a graph with ONNX Runtime. Thread settings aside, it uses the defaults."""
     import onnxruntime as ort
 
     options = ort.SessionOptions()
@@ -126,15 +126,15 @@ def onnx_runtime(path: Path, threads: int) -> Run:
     primary = session.get_outputs()[0].name
 
     def run(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-        found: np.ndarray = session.run([primary], {key: value for key, value in feeds.items() if key in names})[0]
-        return found
+        logits: np.ndarray = session.run([primary], {key: value for key, value in feeds.items() if key in names})[0]
+        return logits
 
     return run
 
 
 def openvino(precision: str, path: Path, threads: int, group: int | None = None) -> Run:
-    """OpenVINO's CPU plug-in, set for latency, with a hint of precision; beside compressed weights, `group` numbers of
-    a token are rounded together.
+    """Opens a graph with OpenVINO's CPU plug-in, set for latency, with a precision hint. With compressed weights,
+    `group` activations of a token share a scale.
 
     Raises:
         RuntimeError: the processor has no instructions for bfloat16, so the hint would change nothing.
@@ -159,14 +159,14 @@ def openvino(precision: str, path: Path, threads: int, group: int | None = None)
 
     def run(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
         request.infer({key: value for key, value in feeds.items() if key in names}, share_inputs=True)
-        found: np.ndarray = request.get_tensor(primary).data
-        return found
+        logits: np.ndarray = request.get_tensor(primary).data
+        return logits
 
     return run
 
 
 def compiled_torch(dtype: str, folder: Path, kind: str, threads: int) -> Run:
-    """torch.compile of the eager model, its weights frozen, so that Inductor may pack them."""
+    """Compiles the eager model with torch.compile and frozen weights, so that Inductor may pack them."""
     from torch._inductor import config as inductor
 
     inductor.freezing = True
@@ -176,32 +176,32 @@ def compiled_torch(dtype: str, folder: Path, kind: str, threads: int) -> Run:
 
     def run(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
         with torch.no_grad(), topk_selects():
-            found: np.ndarray = compiled(*(torch.from_numpy(array) for array in feeds.values()))[0].float().numpy()
-        return found
+            logits: np.ndarray = compiled(*(torch.from_numpy(array) for array in feeds.values()))[0].float().numpy()
+        return logits
 
     return run
 
 
 @contextlib.contextmanager
 def topk_selects() -> Iterator[None]:
-    """The selection as public implementations have it."""
+    """Replaces the selection by that of public implementations, within the `with` block."""
 
     def select(score_BS: torch.Tensor, real_BS: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         masked_BS = torch.where(real_BS, score_BS, float("-inf"))
         index_BK = torch.sort(torch.topk(masked_BS, k, dim=-1).indices, dim=-1).values
         return index_BK, torch.gather(real_BS, 1, index_BK)
 
-    kept = transformer.select_topk
+    original = transformer.select_topk
     transformer.select_topk = select  # type: ignore[attr-defined]  # It is imported there, not defined.
     try:
         yield
     finally:
-        transformer.select_topk = kept  # type: ignore[attr-defined]  # As above.
+        transformer.select_topk = original  # type: ignore[attr-defined]  # As above.
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without warnings and log lines of the tools."""
+    """Hides warnings and log lines of the tools."""
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():

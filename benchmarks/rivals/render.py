@@ -1,8 +1,8 @@
-"""docs/benchmarks.md and its figures, from what was measured.
+"""Writes docs/benchmarks.md and its figures from the measured results.
 
 python -m benchmarks.rivals.render [RESULTS] [DOCS]
 
-The samples are kept beside the page, in docs/benchmarks/, and the page can be made from there.
+It copies the samples to docs/benchmarks/, and can also make the page from that folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.rivals.tables import (
 )
 
 WORSE, ROUNDING = 2, 1e-4
-"""A rival has not the same quality if its error is more than so many times ours, and more than float32 rounds."""
+"""A rival has the same quality if its error is at most WORSE times ours, or at most ROUNDING."""
 HEAD = """# Benchmarks
 
 `make bench` compares mod-export with other runtimes on a CPU: the time of whole rows (one prefill), and tokens per
@@ -90,7 +90,7 @@ FIGURES = {
 
 
 def render(results: Path, docs: Path) -> None:
-    """Writes docs/benchmarks.md and docs/figures/, if anything was measured."""
+    """Writes benchmarks.md and its figures in the folder `docs`, if anything was measured."""
     rows, texts = (_read(results, kind) for kind in ("rows", "text"))
     if not rows and not texts:
         return
@@ -108,7 +108,7 @@ def render(results: Path, docs: Path) -> None:
 
 
 def _keep(results: Path, samples: Path) -> None:
-    """The samples of the page's cells, and of no others."""
+    """Replaces the folder of samples by those of the page's cells."""
     if results.resolve() == samples.resolve():
         return
     shutil.rmtree(samples, ignore_errors=True)
@@ -118,11 +118,11 @@ def _keep(results: Path, samples: Path) -> None:
 
 
 def _read(results: Path, kind: str) -> list[Found]:
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"{kind}-*.json"))]
-    for one in found:
-        one["name"] = one["model"] if kind == "text" else case_name(one)
+    cells = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob(f"{kind}-*.json"))]
+    for cell in cells:
+        cell["name"] = cell["model"] if kind == "text" else case_name(cell)
     return sorted(
-        found, key=_place if kind == "rows" else lambda one: (one["name"] == "M", one["name"], one["threads"])
+        cells, key=_place if kind == "rows" else lambda cell: (cell["name"] == "M", cell["name"], cell["threads"])
     )
 
 
@@ -136,7 +136,7 @@ def case_name(one: Found) -> str:
 
 
 def time_of(one: Found, kind: str, name: str, summary: Summary = medians) -> float | None:
-    """Milliseconds of a route; None where it has none."""
+    """Returns the milliseconds of a route, or None if it was not measured or failed."""
     route = one["routes"].get(name)
     return None if route is None or route["failed"] else summary(route["ms"][kind])
 
@@ -144,7 +144,9 @@ def time_of(one: Found, kind: str, name: str, summary: Summary = medians) -> flo
 def fastest(
     one: Found, kind: str, *, ours: bool, summary: Summary = medians, most_error: float = math.inf
 ) -> tuple[str, float] | None:
-    """Of the routes of this precision, ours or the rivals', that have no larger error."""
+    """Returns name and time of the fastest route of the cell's precision, ours or a rival's, with an error of at most
+    `most_error`.
+    """
     times = {
         name: time_of(one, kind, name, summary)
         for name, route in one["routes"].items()
@@ -230,7 +232,7 @@ def _ratio(one: Found, kind: str, worse: float = math.inf) -> str:
 
 
 def _quality(found: Sequence[Found], name: str) -> list[str]:
-    """The least agreement and the largest error over all cases."""
+    """Returns the smallest agreement and the largest error over all cases, for both kinds."""
     qualities = [one["routes"][name]["quality"] for one in found if one["routes"].get(name, {}).get("quality")]
     if not qualities:
         return [""] * 4
@@ -247,8 +249,8 @@ def _rates(one: Found, found: Sequence[Found]) -> list[str]:
     rates = [f"{one['needed_flops'][kind] / ms[kind] / 1e6:.0f}" for kind in KINDS]
     gain, ideal = ms["dense"] / ms["mod"], one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
     single = next(
-        (other for other in found
-         if (other["name"], other["precision"], other["threads"]) == (one["name"], one["precision"], 1)), None
+        (cell for cell in found
+         if (cell["name"], cell["precision"], cell["threads"]) == (one["name"], one["precision"], 1)), None
     )  # fmt: skip
     scaling = [""] * len(KINDS)
     if single is not None and one["threads"] > 1:
@@ -263,23 +265,23 @@ def _shown(value: float | None) -> str:
 
 
 def _rows_figure(found: Sequence[Found], path: Path) -> None:
-    """The routes of the first case, at the most threads, for each precision; MoD."""
+    """Draws both kinds of all routes of the first case, at its largest number of threads, for each precision."""
     case = found[0]["name"]
-    most = max(one["threads"] for one in found if one["name"] == case)
+    most = max(cell["threads"] for cell in found if cell["name"] == case)
     groups = []
     for precision in PRECISIONS:
-        for one in found:
-            if (one["name"], one["precision"], one["threads"]) == (case, precision, most):
+        for cell in found:
+            if (cell["name"], cell["precision"], cell["threads"]) == (case, precision, most):
                 rows = [
                     (
                         f"{name}, {kind}",
                         time,
-                        (ROUTED if kind == "mod" else OURS) if one["routes"][name]["ours"] else RIVAL,
+                        (ROUTED if kind == "mod" else OURS) if cell["routes"][name]["ours"] else RIVAL,
                     )
-                    for name in names_in([one])
+                    for name in names_in([cell])
                     if not name.startswith(ANCHOR) or precision == "float32" or name == ANCHOR
                     for kind in KINDS
-                    if (time := time_of(one, kind, name)) is not None
+                    if (time := time_of(cell, kind, name)) is not None
                 ]
                 groups.append((precision, rows))
     bars(path, groups, f"Milliseconds: {case}, {most} threads")

@@ -1,4 +1,4 @@
-"""The part of docs/benchmarks.md about programs that write text."""
+"""Renders the part of docs/benchmarks.md about programs that write text."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ a Hugging Face folder or as a GGUF file in float32. {models}
 
 
 def text_tables(found: Sequence[Found], figure: str) -> Iterator[str]:
-    """All of it."""
-    models = "; ".join(dict.fromkeys(_model(one) for one in found))
+    """Yields all paragraphs and tables of this part."""
+    models = "; ".join(dict.fromkeys(_model(cell) for cell in found))
     first = found[0]
     yield TEXT.format(prompt=first["prompt"], new=first["new"], window=first["window"], models=f"Models: {models}.")
     yield figure
     for precision in PRECISIONS:
-        chosen = [one for one in found if one["precision"] == precision]
+        chosen = [cell for cell in found if cell["precision"] == precision]
         if not chosen:
             continue
         yield f"### Text in {precision}\n"
@@ -56,15 +56,15 @@ def text_tables(found: Sequence[Found], figure: str) -> Iterator[str]:
                 "perplexity",
             ],
             [
-                [one["name"], threads_of(one), name, *_shown(one, one["routes"][name])]
-                for one in chosen
-                for name in names_in([one])
+                [cell["name"], threads_of(cell), name, *_shown(cell, cell["routes"][name])]
+                for cell in chosen
+                for name in names_in([cell])
             ],
         )
         yield "Ratios of tokens per second:\n"
         yield table(
             ["model", "threads", "texts", "fastest rival", "dense / rival", "MoD / rival", "MoD / dense", "predicted"],
-            [row for one in chosen for batch in ("1", "8") if (row := _against(one, batch))],
+            [row for cell in chosen for batch in ("1", "8") if (row := _against(cell, batch))],
         )
         yield "\n".join([*failures(chosen), ""])
 
@@ -113,17 +113,17 @@ def _against(one: Found, batch: str) -> list[str] | None:
 
 
 def text_figure(found: Sequence[Found], path: Path) -> None:
-    """Tokens per second of one text, at the most threads, for each precision, of the first model."""
+    """Draws tokens per second of one text for the first model, at its largest number of threads, for each precision."""
     model = found[0]["name"]
-    most = max(one["threads"] for one in found if one["name"] == model)
+    most = max(cell["threads"] for cell in found if cell["name"] == model)
     groups = []
     for precision in PRECISIONS:
-        for one in found:
-            if (one["name"], one["precision"], one["threads"]) == (model, precision, most):
+        for cell in found:
+            if (cell["name"], cell["precision"], cell["threads"]) == (model, precision, most):
                 rows = [
                     (name, medians(route["batches"]["1"]["tokens_per_s"]), _colour(route))
-                    for name in names_in([one])
-                    if not (route := one["routes"][name])["failed"] and route["precision"] == precision
+                    for name in names_in([cell])
+                    if not (route := cell["routes"][name])["failed"] and route["precision"] == precision
                 ]
                 groups.append((precision, rows))
     bars(path, groups, f"Tokens per second: {model}, one text, {most} threads")

@@ -1,7 +1,7 @@
-"""The ways from a PyTorch model to logits of whole rows on a CPU: ours, and what a user would do instead.
+"""Routes from a PyTorch model to logits of whole rows on a CPU: ours, and what a user would do instead.
 
-A route is made of files that a step writes, and of a function that opens them in the process that will be timed. Ours
-is what `mod-export build` writes and `mod_export.load` serves. The rivals get the model as a user would write it:
+A route is a step that writes files, and a function that opens them in the process that is timed. For our routes,
+`mod-export build` writes the files and `mod_export.load` opens them. The rivals get the model as a user would write it:
 `torch.topk` selects (PyTorch's exporter has no translation of a stable sort), everything else is the same code.
 """
 
@@ -25,11 +25,11 @@ from mod_export.config import TargetOptions
 
 Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 Opened = Callable[[Path, str, int], Run]
-"""(files of the case, kind, threads) -> what runs a batch."""
+"""(folder of the case, kind, threads) -> function that runs a batch."""
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
 TARGETS = ("ort-cpu", "openvino", "inductor")
 ANCHOR = "mod-export, ort-cpu"
-"""The float32 route that takes turns with those of every precision, so that each table says what is gained over it."""
+"""The float32 route that takes turns with the routes of every precision, so that each table shows the gain over it."""
 OUR_BUILD = """\
 targets = ["{target}"]
 buckets = [[{batch}, {seq}]]
@@ -45,14 +45,14 @@ build = "never"
 
 @dataclass(frozen=True)
 class Route:
-    """One way, at one precision.
+    """One route at one precision.
 
     Attributes:
-        name: of the way; unique within a precision.
-        precision: of the products.
-        step: writes its files; a name of STEPS.
-        open: opens them.
-        ours: whether it is of this project.
+        name: name of the route, unique within a precision.
+        precision: precision of the matrix products.
+        step: name in STEPS of the step that writes its files.
+        open: function that opens the files.
+        ours: whether it uses this project's engines.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Route:
 
 
 def our_dtypes(target: str) -> tuple[str, ...]:
-    """Those that a target can be configured to have, of those that are compared."""
+    """Returns the compared precisions that a target can be configured to have."""
     options = TargetOptions.model_fields[target.replace("-", "_")].annotation
     assert options is not None
     offered = get_args(get_args(options.model_fields["dtypes"].annotation)[0])
@@ -71,7 +71,7 @@ def our_dtypes(target: str) -> tuple[str, ...]:
 
 
 def built(case: Case, folder: Path, target: str, dtype: str) -> None:
-    """`mod-export build` of both models; without evidence, because all routes are compared in the same way here."""
+    """Runs `mod-export build` for both models, without evidence, because this benchmark compares all routes itself."""
     config = folder / f"{target}-{dtype}.toml"
     text = OUR_BUILD.format(target=target, batch=case.batch, seq=case.seq, dtypes=f'"{dtype}"')
     config.write_text(text, encoding="utf-8")
@@ -80,10 +80,10 @@ def built(case: Case, folder: Path, target: str, dtype: str) -> None:
 
 
 def run_ours(words: list[str]) -> None:
-    """The command `mod-export`.
+    """Runs the command `mod-export`.
 
     Raises:
-        RuntimeError: it refused or failed, with what it said.
+        RuntimeError: the command refused or failed; the message has its error output.
     """
     done = subprocess.run([sys.executable, "-m", "mod_export", *words], capture_output=True, text=True, check=False)
     sys.stdout.write(done.stdout + done.stderr)
@@ -92,15 +92,15 @@ def run_ours(words: list[str]) -> None:
 
 
 def served(target: str, dtype: str, folder: Path, kind: str, threads: int) -> Run:
-    """`mod_export.load`."""
+    """Opens an engine with `mod_export.load`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # That nothing was verified is what was asked for.
+        warnings.simplefilter("ignore")  # It warns that nothing was verified, which `--no-evidence` asked for.
         opened = load(_built(folder, target, dtype), target, dtype, model=kind, threads=threads)  # type: ignore[arg-type]
     return lambda feeds: opened.run(feeds["input_ids"])
 
 
 def graph_of_ours(folder: Path, kind: str, case: Case) -> Path:
-    """The portable graph of a model, as `mod-export build` writes it."""
+    """Path of the portable graph of a model, which `mod-export build` wrote."""
     return _built(folder, "ort-cpu", "float32") / "graphs" / f"{kind}-{case.bucket.name}.onnx"
 
 
@@ -136,7 +136,7 @@ STEPS: dict[str, tuple[str | None, Callable[[Case, Path], None]]] = {
         for dtype in our_dtypes(target)
     },
 }
-"""Name -> the step before it, and what writes the files."""
+"""Name -> (the step that it needs, if any; the function that writes its files)."""
 ROUTES: tuple[Route, ...] = (
     *(
         Route(f"mod-export, {target}", dtype, f"ours-{target}-{dtype}", partial(served, target, dtype), ours=True)
@@ -164,7 +164,7 @@ ROUTES: tuple[Route, ...] = (
 
 
 def opened(route: Route, case: Case, folder: Path, threads: int) -> dict[str, Callable[..., Any]]:
-    """Both models of a route, for a `turns.Worker`: by kind, what runs once; and `quality`, what it computes."""
+    """Actions of a route for a `turns.Worker`: one for each kind, which runs the model once, and `quality`."""
     feeds = case.feeds
     runs = {kind: route.open(folder, kind, threads) for kind in KINDS}
 
@@ -179,9 +179,9 @@ def opened(route: Route, case: Case, folder: Path, threads: int) -> dict[str, Ca
 
 
 def compared(found_BSV: np.ndarray, expected_BSV: np.ndarray) -> dict[str, float]:
-    """Share of tokens after which the same token is the most probable, and the root mean square of the error of the
-    logits over that of the logits, of the nine tokens in ten that have the least: where two scores of a router are
-    within rounding of each other, another token is routed, and may be.
+    """Returns `agreement`, the share of tokens after which the same token is the most probable, and `error`, the root
+    mean square of the logits' error over that of the logits. The tenth of the tokens with the largest errors does not
+    count, because two router scores within rounding of each other may select another token.
     """
     same_BS = found_BSV.argmax(-1) == expected_BSV.argmax(-1)
     square_BS = np.square(found_BSV.astype(np.float64) - expected_BSV).mean(-1)
@@ -191,7 +191,7 @@ def compared(found_BSV: np.ndarray, expected_BSV: np.ndarray) -> dict[str, float
 
 
 def write_reference(case: Case, folder: Path) -> None:
-    """Logits of the eager float32 models, which every route is compared with."""
+    """Writes the logits of the eager float32 models, which every route is compared with."""
     import torch
 
     for kind, checkpoint in checkpoints(folder).items():

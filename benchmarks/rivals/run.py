@@ -33,12 +33,12 @@ from mod_export.environment import usable_cores
 
 CASE = re.compile(r"(\w+)-s(\d+)-b(\d+)-v(\d+)")
 SHARES = {"M": 0.125}
-"""Capacity of the routed half of the blocks of a model with initial weights; one of its own has TextCase's."""
+"""Capacity of routed blocks in models with initial weights; a given model has the default of TextCase."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is measured at once: `measure(folder)`, with the files of all cells of `subject` in one folder."""
+    """One measurement: `measure(folder)`. All cells of a `subject` share the files in the folder."""
 
     subject: str
     name: str
@@ -46,7 +46,7 @@ class Cell:
 
 
 def cells(given: argparse.Namespace) -> Iterator[Cell]:
-    """All that are asked for, the files of a subject used by one after the other."""
+    """Yields all cells that were asked for. Cells of one subject come one after the other."""
     for case in given.cases:
         yield from _cells(f"rows-{case.name}", given, partial(measure_case.measure, case))
     for text in text_cases(given):
@@ -54,13 +54,13 @@ def cells(given: argparse.Namespace) -> Iterator[Cell]:
 
 
 def text_cases(given: argparse.Namespace) -> list[TextCase]:
-    """The model that was given, and M with initial weights."""
-    found = [TextCase("M", capacity=SHARES["M"])]
+    """Returns the given model, if any, and M with initial weights."""
+    cases = [TextCase("M", capacity=SHARES["M"])]
     if given.text_model is not None:
         model = given.text_model.resolve()
         text = "" if given.text is None else str(given.text.resolve())
-        found.insert(0, TextCase(given.text_name or model.name, str(model), text))
-    return found
+        cases.insert(0, TextCase(given.text_name or model.name, str(model), text))
+    return cases
 
 
 def _cells(subject: str, given: argparse.Namespace, measure: Callable[..., dict[str, Any]]) -> Iterator[Cell]:
@@ -78,46 +78,46 @@ def _measured(
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    given = _given(words)
-    wanted = list(cells(given))
-    if given.list:
+    options = _given(words)
+    wanted = list(cells(options))
+    if options.list:
         print("\n".join(cell.name for cell in wanted))
         return 0
     failed = 0
     for index, cell in enumerate(wanted):
-        path = given.results / f"{cell.name}.json"
-        if path.exists() and not given.again:
+        path = options.results / f"{cell.name}.json"
+        if path.exists() and not options.again:
             print(f"{cell.name}: measured before")
         else:
-            failed += not _run(cell, path, given.results / "files" / cell.subject)
+            failed += not _run(cell, path, options.results / "files" / cell.subject)
         if index + 1 == len(wanted) or wanted[index + 1].subject != cell.subject:
-            shutil.rmtree(given.results / "files" / cell.subject, ignore_errors=True)
-    render(given.results, given.docs)
+            shutil.rmtree(options.results / "files" / cell.subject, ignore_errors=True)
+    render(options.results, options.docs)
     return 1 if failed else 0
 
 
 def _run(cell: Cell, path: Path, files: Path) -> bool:
-    """Measures a cell into a file, whole or not at all, and says what failed; whether there is a file."""
+    """Measures a cell, writes its file once it is complete, and prints failures. Returns whether there is a file."""
     begin = time.monotonic()
     print(f"{cell.name} ...", flush=True)
     try:
-        found = cell.measure(files)
-    except Exception as error:  # The other cells can be measured all the same.
+        results = cell.measure(files)
+    except Exception as error:  # The other cells can still be measured.
         print(f"{cell.name}: FAILED: {reason_of(error)}", flush=True)
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
-    part.write_text(json.dumps(found), encoding="utf-8")
+    part.write_text(json.dumps(results), encoding="utf-8")
     part.replace(path)
     print(f"{cell.name}: measured, {time.monotonic() - begin:.0f} s", flush=True)
-    for name, route in found["routes"].items():
+    for name, route in results["routes"].items():
         if route["failed"]:
             print(f"  {name}: {route['failed']}", flush=True)
     return True
 
 
 def case_named(text: str) -> Case:
-    """M-s512-b1-v8192."""
+    """Parses the name of a case, such as M-s512-b1-v8192."""
     match = CASE.fullmatch(text)
     if match is None or match[1] not in SIZES:
         raise argparse.ArgumentTypeError(f"{text}: expected a case such as M-s512-b1-v8192, of {', '.join(SIZES)}")

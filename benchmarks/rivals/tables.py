@@ -1,4 +1,4 @@
-"""What both parts of the benchmark's page share: tables in Markdown, summaries, and figures."""
+"""Markdown tables, summaries and figures for both parts of the benchmark's page."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 Found = dict[str, Any]
-"""One cell, as measured."""
+"""Measured values of one cell."""
 Summary = Callable[[Sequence[float]], float]
 OURS, RIVAL, ROUTED = "#5b7db1", "#8a8f98", "#0b6e4f"
 BUSY = 0.1
-"""Share of the machine that others may take before a cell is marked."""
+"""Share of the machine that other processes may use before a cell is marked."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -21,7 +21,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def mark(one: Found) -> str:
-    """A star where others used the machine."""
+    """Returns a star if other processes used the machine."""
     return "*" if one["other_load"] > BUSY else ""
 
 
@@ -30,13 +30,13 @@ def threads_of(one: Found) -> str:
 
 
 def failures(found: Sequence[Found]) -> list[str]:
-    """A line for every route that has no time somewhere, with the reason."""
-    said: dict[tuple[str, str], list[str]] = {}
+    """Returns a line with the reason for every route that has no time in some cell."""
+    places: dict[tuple[str, str], list[str]] = {}
     for one in found:
         for name, route in one["routes"].items():
             if route["failed"]:
-                said.setdefault((name, route["failed"]), []).append(f"{one['name']} at {one['threads']} threads")
-    return [f"* No time of {name} ({', '.join(where)}): {reason}" for (name, reason), where in said.items()]
+                places.setdefault((name, route["failed"]), []).append(f"{one['name']} at {one['threads']} threads")
+    return [f"* No time of {name} ({', '.join(where)}): {reason}" for (name, reason), where in places.items()]
 
 
 def medians(values: Sequence[float]) -> float:
@@ -44,13 +44,13 @@ def medians(values: Sequence[float]) -> float:
 
 
 def names_in(found: Sequence[Found]) -> list[str]:
-    """Routes, ours first, in the order in which they were measured."""
+    """Returns the routes, ours first, otherwise in the order of their measurement."""
     seen = {name: route["ours"] for one in found for name, route in one["routes"].items()}
     return sorted(seen, key=lambda name: not seen[name])
 
 
 def bars(path: Path, groups: Sequence[tuple[str, Sequence[tuple[str, float, str]]]], title: str) -> None:
-    """Horizontal bars in named groups: (label, length, colour)."""
+    """Draws horizontal bars in named groups: (label, length, colour)."""
     plot = _plot()
     count = sum(len(rows) + 1 for _, rows in groups)
     figure, axis = plot.subplots(figsize=(9, 0.8 + 0.22 * count), layout="constrained")
@@ -75,7 +75,7 @@ def _plot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "mod-export"  # The same figures give the same bytes.
+    matplotlib.rcParams["svg.hashsalt"] = "mod-export"  # The same figure gives the same bytes.
     matplotlib.rcParams["svg.fonttype"] = "none"  # Text stays text.
     from matplotlib import pyplot
 

@@ -1,5 +1,5 @@
-"""The models that write text in the benchmark: dense weights, the files that every program reads them from, the
-Mixture-of-Depths model beside them, and what all of them are asked to continue.
+"""Models that write text in the benchmark: dense weights, the files that every program reads them from, the
+Mixture-of-Depths model made from them, and the prompts.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class TextCase:
     """A model and a request.
 
     Attributes:
-        name: of the model, in files and tables.
+        name: name of the model in files and tables.
         model: folder of a dense checkpoint with its tokenizer; empty for initial weights of the size `name`.
-        text: a file that prompts are taken from; empty for pages of this project. Random ids without a tokenizer.
-        capacity: of the routed half of the Mixture-of-Depths model's blocks.
+        text: file that prompts are taken from; empty for pages of this project. Without a tokenizer, ids are random.
+        capacity: capacity of the routed half of the Mixture-of-Depths model's blocks.
         prompt: tokens of each prompt.
-        new: tokens that are written after it.
-        window: that the routed layers' slots in the engines of this project are for.
+        new: tokens written after the prompt.
+        window: window of this project's engines, which determines the slots of the routed layers.
         judged: tokens on which the next token is compared.
     """
 
@@ -53,7 +53,7 @@ class TextCase:
 
     @property
     def cache(self) -> int:
-        """Tokens that a cache has room for: a request, and the text on which next tokens are compared."""
+        """Tokens that a cache must hold: those of a request, or of the text on which next tokens are compared."""
         return max(self.prompt + self.new, self.judged)
 
     @property
@@ -62,7 +62,7 @@ class TextCase:
 
 
 def dense_checkpoint(case: TextCase) -> Checkpoint:
-    """The dense model, its rows no longer than a request needs."""
+    """Returns the dense model: the given checkpoint, or initial weights with as many positions as the window needs."""
     if case.model:
         return load_checkpoint(Path(case.model))
     sizes = SIZES[case.name]
@@ -70,7 +70,7 @@ def dense_checkpoint(case: TextCase) -> Checkpoint:
 
 
 def ids_of(case: TextCase, vocab: int, count: int) -> np.ndarray:
-    """The beginning of the text, int64; ids drawn at random where a model has no words.
+    """Returns the first `count` ids of the text, int64; random ids if the case has no tokenizer.
 
     Raises:
         ValueError: the text is too short.
@@ -80,14 +80,14 @@ def ids_of(case: TextCase, vocab: int, count: int) -> np.ndarray:
     paths = [Path(case.text)] if case.text else sorted((ROOT / "docs").glob("*.md"))
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in paths)
     tokenizer = Tokenizer.from_file(str(Path(case.model) / "tokenizer.json"))
-    found = np.array(tokenizer.encode(text[: 8 * count], add_special_tokens=False).ids[:count], dtype=np.int64)
-    if len(found) < count:
-        raise ValueError(f"{case.text or 'docs'}: holds {len(found)} tokens of the {count} that are needed")
-    return found
+    ids = np.array(tokenizer.encode(text[: 8 * count], add_special_tokens=False).ids[:count], dtype=np.int64)
+    if len(ids) < count:
+        raise ValueError(f"{case.text or 'docs'}: holds {len(ids)} tokens of the {count} that are needed")
+    return ids
 
 
 def write_models(case: TextCase, folder: Path) -> None:
-    """Checkpoints, the Hugging Face folder and the GGUF file, the ids; and what the eager models say of them."""
+    """Writes the MoD checkpoint, the Hugging Face folder, the GGUF files, the ids, and the eager models' logits."""
     dense = dense_checkpoint(case)
     ids = ids_of(case, dense.spec.vocab_size, CALIBRATION_ROWS * case.window)
     spec = routed_spec(dense.spec, layers_of(ROUTE, dense.spec.n_layers, "block"), case.capacity, "block", "predictor")
@@ -102,8 +102,8 @@ def write_models(case: TextCase, folder: Path) -> None:
     write_gguf(dense, folder / "float16.gguf", np.float16)
     (folder / "case.json").write_text(json.dumps(asdict(case)), encoding="utf-8")
     ids_1S = torch.from_numpy(ids[None, : case.judged])
-    for kind, one in (("mod", routed), ("dense", routed.dense())):
-        eager = Transformer(for_generation(one.spec, case.window)).sharing(one.module()).eval()
+    for kind, checkpoint in (("mod", routed), ("dense", routed.dense())):
+        eager = Transformer(for_generation(checkpoint.spec, case.window)).sharing(checkpoint.module()).eval()
         with torch.no_grad():
             (logits_1SV,) = eager(ids_1S, torch.tensor([case.judged]))
         np.save(folder / f"{kind}.logits.npy", logits_1SV[0].numpy())
@@ -111,14 +111,14 @@ def write_models(case: TextCase, folder: Path) -> None:
 
 @cache
 def judged_ids(folder: Path) -> np.ndarray:
-    """int64, on which the next token is compared."""
+    """Returns the ids on which the next token is compared, int64."""
     case = TextCase(**json.loads((folder / "case.json").read_text(encoding="utf-8")))
-    found: np.ndarray = np.load(folder / "ids.npy")[: case.judged]
-    return found
+    ids: np.ndarray = np.load(folder / "ids.npy")[: case.judged]
+    return ids
 
 
 def prompts_of(case: TextCase, folder: Path, batch: int, turn: int) -> np.ndarray:
-    """int32 (batch, prompt): other ones each turn, so that no program can keep what it read before."""
+    """Returns prompts, int32 (batch, prompt). Each turn has other ones, so that no program can reuse earlier work."""
     ids = np.load(folder / "ids.npy")
     starts = (turn * 97 + 131 * np.arange(batch)) % (len(ids) - case.prompt)
     return np.stack([ids[start : start + case.prompt] for start in starts]).astype(np.int32)

@@ -1,7 +1,7 @@
-"""What a user would write text with instead: llama.cpp, onnxruntime-genai, OpenVINO GenAI and transformers, each with
-the files that its own tools make of the dense model, on the CPU.
+"""Rivals that write text on the CPU: llama.cpp, onnxruntime-genai, OpenVINO GenAI and transformers, each with the files
+that its own tools make of the dense model.
 
-All are given the same ids and choose the most probable token each time. Nothing of an earlier request is kept.
+All get the same ids and always choose the most probable token. None keeps anything of an earlier request.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks.rivals.text_models import TextCase
 
 BLOCK = 32
-"""Numbers that share a scale in onnxruntime-genai; as many as in a block of llama.cpp."""
+"""Weights that share a scale in onnxruntime-genai, as in a block of llama.cpp."""
 GROUP = 64
-"""Of NNCF, whose default of 128 does not divide the width of a model of 135 M parameters."""
+"""Weights that share a scale in NNCF. Its default of 128 does not divide the width of the model of 135 M parameters."""
 GENAI_PRECISIONS = {"float32": "fp32", "int8": "int8", "int4": "int4"}
 
 
@@ -32,10 +32,10 @@ class Written(NamedTuple):
 
     Attributes:
         first_s: seconds until every row had its first token.
-        rest_s: seconds from then on.
-        rest: tokens that were written in them, of all rows.
-        rows: the ids that were written, by row.
-        ran: share of the tokens, those of the prompts among them, that ran at each routing site.
+        rest_s: seconds from then to the end.
+        rest: tokens of all rows that were written in `rest_s`.
+        rows: written ids of each row.
+        ran: share of the tokens, prompts included, that ran at each routing site.
     """
 
     first_s: float
@@ -46,17 +46,17 @@ class Written(NamedTuple):
 
 
 class Writer(Protocol):
-    """A program, open."""
+    """An opened program."""
 
     def write(self, ids_BS: np.ndarray, new: int) -> Written:
         """Continues prompts of equal length, int32, by `new` tokens each."""
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """float32 (S, V), after every token of a text."""
+        """Returns the logits after every token of a text, float32 (S, V)."""
 
 
 def write_llama_cpp(precision: str, case: TextCase, folder: Path) -> None:
-    """llama.cpp's own quantization of the file in float32: BF16, Q8_0 or Q4_0."""
+    """Quantizes the float32 file with llama.cpp's own tool: BF16, Q8_0 or Q4_0."""
     import llama_cpp as ll
 
     kinds = {
@@ -72,7 +72,7 @@ def write_llama_cpp(precision: str, case: TextCase, folder: Path) -> None:
 
 
 class LlamaCpp:
-    """llama.cpp by its C interface, as its own batched benchmark uses it; the cache is float16, its default."""
+    """llama.cpp through its C interface, used as in its own batched benchmark. The cache is float16, its default."""
 
     def __init__(self, precision: str, case: TextCase, folder: Path, threads: int, batches: Sequence[int]) -> None:
         import llama_cpp as ll
@@ -116,7 +116,7 @@ class LlamaCpp:
         self._ll.llama_memory_clear(self._ll.llama_get_memory(self._context), True)
 
     def _read(self, ids: np.ndarray, row: int) -> int:
-        """Reads a prompt into a row; the place of its last token."""
+        """Reads a prompt into a row, and returns the index of its last token."""
         last = len(ids) - 1
         self._decode([(token, position, row, position == last) for position, token in enumerate(ids)])
         return last
@@ -139,7 +139,7 @@ class LlamaCpp:
 
 
 def write_onnxruntime_genai(precision: str, case: TextCase, folder: Path) -> None:
-    """onnxruntime-genai's model builder; in int8 and int4 activations are int8 (accuracy_level 4), which is faster."""
+    """Runs onnxruntime-genai's model builder. Int8 and int4 use int8 activations (accuracy_level 4): it is faster."""
     import onnxruntime_genai  # noqa: F401  Where it is not installed, this says so.
 
     options = ["prune_lm_head=true"]
@@ -154,7 +154,7 @@ def write_onnxruntime_genai(precision: str, case: TextCase, folder: Path) -> Non
 
 
 class OnnxRuntimeGenai:
-    """onnxruntime-genai, its cache as long as the request."""
+    """onnxruntime-genai with a cache as long as the request."""
 
     def __init__(self, precision: str, case: TextCase, folder: Path, threads: int) -> None:
         import onnxruntime_genai as og
@@ -175,16 +175,16 @@ class OnnxRuntimeGenai:
         for _ in range(new - 1):
             writer.generate_next_token()
         end = time.perf_counter()
-        rows = [[int(one) for one in writer.get_sequence(row)[length:]] for row in range(batch)]
+        rows = [[int(token) for token in writer.get_sequence(row)[length:]] for row in range(batch)]
         return Written(first - begin, end - first, batch * (new - 1), rows)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """Token by token."""
-        writer, found = self._writer(1, len(ids) + 1), []
+        """Computes the logits token by token."""
+        writer, rows = self._writer(1, len(ids) + 1), []
         for token in ids:
             writer.append_tokens(np.array([[token]], dtype=np.int32))
-            found.append(np.array(writer.get_logits()).reshape(-1).astype(np.float32))
-        return np.stack(found)
+            rows.append(np.array(writer.get_logits()).reshape(-1).astype(np.float32))
+        return np.stack(rows)
 
     def _writer(self, batch: int, length: int) -> Any:
         options = self._og.GeneratorParams(self._model)
@@ -193,7 +193,7 @@ class OnnxRuntimeGenai:
 
 
 def write_openvino_genai(case: TextCase, folder: Path) -> None:
-    """OpenVINO GenAI's reader of GGUF files, which takes float16 and not float32, and writes OpenVINO's own file."""
+    """Converts the GGUF file with OpenVINO GenAI's reader, which takes float16 but not float32."""
     import openvino as ov
     import openvino_genai
     from openvino_tokenizers import convert_tokenizer
@@ -204,7 +204,7 @@ def write_openvino_genai(case: TextCase, folder: Path) -> None:
     words = AutoTokenizer.from_pretrained(folder / "hf")
     for name, model in zip(("tokenizer", "detokenizer"), convert_tokenizer(words, with_detokenizer=True), strict=True):
         ov.save_model(model, out / f"openvino_{name}.xml")
-    # It writes the model beside the GGUF file.
+    # The pipeline writes the model beside the GGUF file.
     tokenizer = openvino_genai.Tokenizer(str(out))
     openvino_genai.LLMPipeline(str(folder / "float16.gguf"), tokenizer, "CPU", enable_save_ov_model=True)
     for suffix in ("xml", "bin"):
@@ -212,8 +212,8 @@ def write_openvino_genai(case: TextCase, folder: Path) -> None:
 
 
 def write_openvino_compressed(precision: str, case: TextCase, folder: Path) -> None:
-    """nncf.compress_weights of that file, as optimum-intel does it: int8 by channel, or int4 in groups and int8 for the
-    embedding and the head.
+    """Runs nncf.compress_weights on the converted model, as optimum-intel does: int8 by channel, or int4 in groups with
+    embedding and head in int8.
     """
     import shutil
 
@@ -233,10 +233,10 @@ def write_openvino_compressed(precision: str, case: TextCase, folder: Path) -> N
 
 
 class OpenVinoGenai:
-    """OpenVINO GenAI's LLMPipeline with paged attention, its default; a whole batch of prompts is read at once.
+    """OpenVINO GenAI's LLMPipeline with paged attention, its default. It reads a whole batch of prompts at once.
 
-    Weights in int8 and int4 are multiplied in bfloat16, this processor's default, with the dynamic quantization of
-    activations that OpenVINO chooses.
+    With int8 and int4 weights, products are in bfloat16, the default on this processor, with the dynamic quantization
+    of activations that OpenVINO chooses.
     """
 
     def __init__(self, precision: str, case: TextCase, folder: Path, threads: int, batches: Sequence[int]) -> None:
@@ -264,31 +264,31 @@ class OpenVinoGenai:
         config.max_new_tokens, config.do_sample, config.ignore_eos = new, False, True
         config.apply_chat_template = False
         ids = np.ascontiguousarray(ids_BS, dtype=np.int64)
-        given = self._genai.TokenizedInputs(self._ov.Tensor(ids), self._ov.Tensor(np.ones_like(ids)))
-        found = self._pipeline.generate(given, config)
-        metrics = found.perf_metrics
+        inputs = self._genai.TokenizedInputs(self._ov.Tensor(ids), self._ov.Tensor(np.ones_like(ids)))
+        result = self._pipeline.generate(inputs, config)
+        metrics = result.perf_metrics
         whole_s, first_s = metrics.get_generate_duration().mean / 1e3, metrics.get_ttft().mean / 1e3
-        rows = [[int(one) for one in row] for row in found.tokens]
+        rows = [[int(token) for token in row] for row in result.tokens]
         return Written(first_s, whole_s - first_s, len(rows) * (new - 1), rows)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """Of the same file, read as a whole row by OpenVINO itself: the pipeline gives none."""
+        """Runs the same file as a whole row with OpenVINO itself, because the pipeline returns no logits."""
         model = self._ov.Core().compile_model(self._alone, "CPU", self._options)
         request, ids_1S = model.create_infer_request(), np.ascontiguousarray(ids[None], dtype=np.int64)
-        given = {
+        feeds = {
             "input_ids": ids_1S,
             "attention_mask": np.ones_like(ids_1S),
             "position_ids": np.arange(len(ids))[None],
             "beam_idx": np.zeros(1, np.int32),
         }
         names = [port.get_any_name() for port in model.inputs]
-        found = request.infer({name: array for name, array in given.items() if name in names})
-        logits: np.ndarray = np.array(next(iter(found.values())), dtype=np.float32)[0]
+        outputs = request.infer({name: array for name, array in feeds.items() if name in names})
+        logits: np.ndarray = np.array(next(iter(outputs.values())), dtype=np.float32)[0]
         return logits
 
 
 class Transformers:
-    """transformers, eager; `generate` without a sampler, a cache that grows."""
+    """transformers, eager, with a greedy loop like `generate` and a cache that grows."""
 
     def __init__(self, precision: str, case: TextCase, folder: Path, threads: int) -> None:
         import torch
@@ -303,13 +303,13 @@ class Transformers:
         torch, rows = self._torch, []
         with torch.inference_mode():
             begin = time.perf_counter()
-            found = self._model(torch.from_numpy(ids_BS).long(), use_cache=True, logits_to_keep=1)
-            next_B1 = found.logits[:, -1:].argmax(-1)
+            output = self._model(torch.from_numpy(ids_BS).long(), use_cache=True, logits_to_keep=1)
+            next_B1 = output.logits[:, -1:].argmax(-1)
             rows.append(next_B1)
             first = time.perf_counter()
             for _ in range(new - 1):
-                found = self._model(next_B1, past_key_values=found.past_key_values, use_cache=True)
-                next_B1 = found.logits[:, -1:].argmax(-1)
+                output = self._model(next_B1, past_key_values=output.past_key_values, use_cache=True)
+                next_B1 = output.logits[:, -1:].argmax(-1)
                 rows.append(next_B1)
             end = time.perf_counter()
         written = torch.cat(rows, 1).tolist()
@@ -317,6 +317,6 @@ class Transformers:
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
         with self._torch.inference_mode():
-            found = self._model(self._torch.from_numpy(ids[None]).long()).logits[0]
-        logits: np.ndarray = found.float().numpy()
+            output = self._model(self._torch.from_numpy(ids[None]).long()).logits[0]
+        logits: np.ndarray = output.float().numpy()
         return logits

@@ -1,6 +1,6 @@
 """Programs that write text on a CPU: this project, and llama.cpp, onnxruntime-genai, OpenVINO GenAI and transformers.
 
-Each route gives a `Writer`, open in the process that is timed. Each is made by its own tools, from the same weights.
+Each route opens a `Writer` in the process that is timed. Each uses files that its own tools made from the same weights.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ caches = [{cache}]
 batches = {batches}
 """
 FIRST = ("ort-cpu", "float32")
-"""The build that the others begin with a copy of: what is captured and exported is the same for all."""
+"""The first build. The others start from a copy of it, because they share its captured programs and graphs."""
 
 
 class Judged(NamedTuple):
-    """What a route says of a text that it is given: share of tokens after which the same token is the most probable
-    as in the eager float32 model, and its perplexity over that model's.
+    """Quality on a given text: the share of tokens after which the most probable token is the same as in the eager
+    float32 model, and the perplexity divided by that model's.
     """
 
     agreement: float
@@ -60,7 +60,7 @@ class Judged(NamedTuple):
 
 @dataclass(frozen=True)
 class TextRoute:
-    """One program at one precision; `open(case, folder, threads)` gives its writer, `step` writes its files."""
+    """One program at one precision. `open(case, folder, threads)` returns its writer, and `step` writes its files."""
 
     name: str
     precision: str
@@ -71,11 +71,11 @@ class TextRoute:
 
 
 class OurWriter:
-    """`mod_export.load_generator`."""
+    """A writer that uses `mod_export.load_generator`."""
 
     def __init__(self, target: str, dtype: str, kind: str, case: TextCase, folder: Path, threads: int) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # That nothing was verified is what was asked for.
+            warnings.simplefilter("ignore")  # It warns that nothing was verified, which `--no-evidence` asked for.
             built = folder / f"ours-{target}-{dtype}"
             self._generator = load_generator(built, target, dtype, model=kind, threads=threads)  # type: ignore[arg-type]
         self._cache = case.cache
@@ -96,30 +96,30 @@ class OurWriter:
         return Written(last - begin, end - last, sum(map(len, rows)) - early, rows, ran)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
-        """Step by step, from the first token on."""
-        found = []
+        """Computes the logits token by token with the decode engine."""
+        logits = []
         with self._generator._exclusive(Bucket(1, self._cache)) as (decoder,):
             assert isinstance(decoder, Decoder)
             decoder.clear(0)
             for position, token in enumerate(ids):
-                found.append(decoder.step(np.array([token]), np.array([position]))[0].copy())
-        return np.stack(found)
+                logits.append(decoder.step(np.array([token]), np.array([position]))[0].copy())
+        return np.stack(logits)
 
 
 def built(case: TextCase, folder: Path, target: str, dtype: str) -> None:
-    """`mod-export build` of the Mixture-of-Depths model, whose dense baseline has the weights that the others have."""
+    """Runs `mod-export build` for the MoD model, whose dense baseline has the same weights as the rivals' models."""
     config, out = folder / f"{target}-{dtype}.toml", folder / f"ours-{target}-{dtype}"
     if (target, dtype) != FIRST:
         shutil.copytree(folder / "-".join(["ours", *FIRST]), out, dirs_exist_ok=True)
     made = {"target": target, "dtype": dtype, "window": case.window, "prompt": case.prompt, "cache": case.cache}
     config.write_text(OUR_BUILD.format(**made, batches=list(BATCHES)), encoding="utf-8")
     words = ["build", str(folder / "mod.pt"), "-c", str(config), "-o", str(out)]
-    given = ["--tokenizer", str(case.tokenizer / "tokenizer.json")] if case.tokenizer else []
-    run_ours([*words, *given, "--no-evidence", "-q"])
+    tokenizer = ["--tokenizer", str(case.tokenizer / "tokenizer.json")] if case.tokenizer else []
+    run_ours([*words, *tokenizer, "--no-evidence", "-q"])
 
 
 def our_targets() -> tuple[str, ...]:
-    """Those that write text on a CPU."""
+    """Returns our targets that write text on a CPU."""
     return tuple(name for name in ("ort-cpu", "openvino") if name in GenerationOptions().targets)
 
 
@@ -176,7 +176,7 @@ ROUTES: tuple[TextRoute, ...] = (
 
 
 def opened(route: TextRoute, case: TextCase, folder: Path, threads: int) -> dict[str, Callable[..., Any]]:
-    """A route, for a `turns.Worker`: `write` a batch, `quality`, and a `sample` of what it writes."""
+    """Actions of a route for a `turns.Worker`: `write` a batch, `quality`, and a `sample` of the text."""
     writer = route.open(case, folder, threads)
 
     def write(batch: int, turn: int) -> tuple[float, float, int]:
@@ -188,16 +188,16 @@ def opened(route: TextRoute, case: TextCase, folder: Path, threads: int) -> dict
         return judged(writer.logits(ids), expected_SV, ids)._asdict()
 
     def sample() -> dict[str, Any]:
-        found = writer.write(prompts_of(case, folder, 1, 0), min(SAMPLE_TOKENS, case.new))
-        return {"sample": found.rows[0], "ran": found.ran}
+        written = writer.write(prompts_of(case, folder, 1, 0), min(SAMPLE_TOKENS, case.new))
+        return {"sample": written.rows[0], "ran": written.ran}
 
     return {"write": write, "quality": quality, "sample": sample}
 
 
 def judged(found_SV: np.ndarray, expected_SV: np.ndarray, ids_S: np.ndarray) -> Judged:
-    """Compares logits of every token of a text; perplexity is that of the tokens that follow."""
+    """Compares the logits after every token of a text. The perplexity is computed on the next tokens."""
     same_S = found_SV.argmax(-1) == expected_SV.argmax(-1)
-    losses = [_loss(one[:-1].astype(np.float64), ids_S[1:]) for one in (found_SV, np.asarray(expected_SV))]
+    losses = [_loss(logits_SV[:-1].astype(np.float64), ids_S[1:]) for logits_SV in (found_SV, np.asarray(expected_SV))]
     return Judged(float(same_S.mean()), float(np.exp(losses[0] - losses[1])))
 
 

@@ -1,7 +1,7 @@
-"""Each route in a process of its own, and all of them taking turns.
+"""Runs each route in its own process; the processes take turns.
 
-Pools of threads of several libraries in one process disturb each other: on two threads a median was off by a factor of
-two. A process that waits for its turn sleeps; a pause before each turn lets the pool that ran last go to sleep too.
+Thread pools of several libraries in one process disturb each other: on two threads, a median was off by a factor of
+two. A process that waits for its turn sleeps. A pause before each turn lets the pool that ran last go to sleep too.
 """
 
 from __future__ import annotations
@@ -23,39 +23,39 @@ import numpy as np
 import psutil
 
 FRESH = multiprocessing.get_context("spawn")
-"""A process inherits no memory, threads or caches."""
+"""Starts processes that inherit no memory, threads or caches."""
 PAUSE_S = 0.02
 Action = Callable[..., Any]
 Opener = Callable[..., Mapping[str, Action]]
 
 
 class RouteError(Exception):
-    """A route that cannot be measured here; the message is the reason, in one line."""
+    """A route cannot be measured here. The message is the reason in one line."""
 
 
 class Worker:
-    """One route, open in a process of its own, which does one thing at a time when it is asked to."""
+    """One route that is open in its own process, which performs one action at a time on request."""
 
     def __init__(self, log: Path, opener: Opener, *args: Any) -> None:
-        """`opener(*args)` runs in the process and gives what it can do, by name. Its output is appended to `log`."""
-        self._pipe, theirs = FRESH.Pipe()
-        self._process = FRESH.Process(target=_serve, args=(theirs, str(log), opener, args), daemon=True)
+        """`opener(*args)` runs in the process and returns actions by name. Its output is appended to `log`."""
+        self._pipe, far_end = FRESH.Pipe()
+        self._process = FRESH.Process(target=_serve, args=(far_end, str(log), opener, args), daemon=True)
         self._process.start()
-        theirs.close()
+        far_end.close()
 
     def opened(self) -> None:
-        """Waits until it is open.
+        """Waits until the route is open.
 
         Raises:
-            RouteError: it could not be opened.
+            RouteError: the route could not be opened.
         """
         self._answer()
 
     def ask(self, name: str, *args: Any) -> tuple[float, Any]:
-        """Does `name` with `args`: seconds, and what it gave.
+        """Performs the action `name` with `args`, and returns its seconds and its result.
 
         Raises:
-            RouteError: it failed.
+            RouteError: the action failed.
         """
         self._pipe.send((name, args))
         seconds, value = self._answer()
@@ -87,19 +87,19 @@ def _serve(pipe: Connection, log: str, opener: Opener, args: Sequence[Any]) -> N
         actions = opener(*args)
         pipe.send((False, None))
         gc.disable()
-        while (asked := pipe.recv()) is not None:
-            name, given = asked
+        while (request := pipe.recv()) is not None:
+            name, arguments = request
             time.sleep(PAUSE_S)
             begin = time.perf_counter()
-            value = actions[name](*given)
+            value = actions[name](*arguments)
             pipe.send((False, (time.perf_counter() - begin, value)))
-    except Exception as error:  # Whatever a library raises is the reason why there is no time.
+    except Exception as error:  # Any exception of a library is the reason why there is no time.
         traceback.print_exc()
         pipe.send((True, reason_of(error)))
 
 
 def _write_to(log: str) -> None:
-    """Sends what this process and its libraries write to a file."""
+    """Redirects the output of this process and its libraries to a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
@@ -107,7 +107,7 @@ def _write_to(log: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error in one line."""
+    """Text of an error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, ImportError):
         return f"not installed ({lines[0] if lines else error!r})"
@@ -116,7 +116,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def done_apart(log: Path, action: Action, *args: Any) -> str:
-    """Does something in a process of its own; the reason why it failed, or nothing."""
+    """Performs an action in its own process. Returns why it failed, or an empty text."""
     worker = Worker(log, _nothing_first, action)
     try:
         worker.opened()
@@ -139,7 +139,7 @@ def _nothing_first(action: Action) -> Mapping[str, Action]:
 def opened_workers(
     log: Path, openers: Mapping[str, tuple[Opener, Sequence[Any]]]
 ) -> Iterator[tuple[dict[str, Worker], dict[str, str]]]:
-    """Opens one after the other: those that opened, and of the others the reasons."""
+    """Opens routes one after the other. Yields the workers that opened, and the reasons of the routes that did not."""
     workers: dict[str, Worker] = {}
     failed: dict[str, str] = {}
     try:
@@ -160,8 +160,8 @@ def opened_workers(
 def rounds(
     turns: Mapping[Any, Callable[[], tuple[float, Any]]], warmup: int, fewest: int, seconds: float
 ) -> tuple[dict[Any, list[tuple[float, Any]]], dict[Any, str]]:
-    """What every turn took and gave in every round after the warm-up, in an order that is drawn anew for each; and
-    of those that failed the reasons.
+    """Runs rounds in which every turn runs once, in a new random order. Returns the results of each turn in the rounds
+    after the warm-up, and the reasons of the turns that failed.
     """
     taken: dict[Any, list[tuple[float, Any]]] = {key: [] for key in turns}
     failed: dict[Any, str] = {}
@@ -176,18 +176,18 @@ def rounds(
                 failed[key] = str(error)
         done += 1
         deadline = time.perf_counter() + seconds if done == warmup else deadline
-    return {key: found[warmup:] for key, found in taken.items() if key not in failed}, failed
+    return {key: results[warmup:] for key, results in taken.items() if key not in failed}, failed
 
 
 def other_load() -> float:
-    """Share of the machine's time that others take while all routes wait; measured for a second."""
+    """Measures for a second the share of the machine that other processes use while all routes wait."""
     return float(psutil.cpu_percent(interval=1.0)) / 100
 
 
 def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Of those packages that are installed."""
-    found = {}
+    """Returns the versions of those packages that are installed."""
+    installed = {}
     for name in packages:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            installed[name] = metadata.version(name)
+    return installed

@@ -23,7 +23,7 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def draw_all(runs: Results, folder: Path) -> None:
-    """Every figure that the results allow, as study-*.svg and study-map.png."""
+    """Draws every figure that the results allow, as study-*.svg and study-map.png."""
     with mpl.rc_context(STYLE):
         _curves(runs, folder / "study-curves.svg")
         _scores(runs, folder / "study-scores.svg")
@@ -82,16 +82,16 @@ def _entropy(runs: Results, path: Path) -> None:
 
 
 def _map(runs: Results, path: Path) -> None:
-    """One text, and beneath each other how deep each model took its bytes."""
-    found = {name: runs[name][0]["map"] for name in MAPPED if name in runs}
-    if not found:
+    """Draws one text once for each model. The shade of a byte is the share of routed blocks that ran it."""
+    maps = {name: runs[name][0]["map"] for name in MAPPED if name in runs}
+    if not maps:
         return
-    lines = max(-(-len(one["ids"]) // COLUMNS) for one in found.values())
-    figure = (COLUMNS * 0.14, len(found) * (lines * 0.3 + 0.35))
-    _, grid = plt.subplots(len(found), 1, figsize=figure, squeeze=False)
-    for axes, (name, one) in zip(grid.flat, found.items(), strict=True):
-        layers = one["layers"]
-        for position, byte in enumerate(one["ids"]):
+    lines = max(-(-len(entry["ids"]) // COLUMNS) for entry in maps.values())
+    figure = (COLUMNS * 0.14, len(maps) * (lines * 0.3 + 0.35))
+    _, grid = plt.subplots(len(maps), 1, figsize=figure, squeeze=False)
+    for axes, (name, entry) in zip(grid.flat, maps.items(), strict=True):
+        layers = entry["layers"]
+        for position, byte in enumerate(entry["ids"]):
             count = sum(position in positions for positions in layers.values())
             _cell(axes, position, byte, round(count / len(layers) * (len(SHADES) - 1)))
         axes.set_xlim(0, COLUMNS)
@@ -106,7 +106,7 @@ def _cell(axes: Axes, position: int, byte: int, count: int) -> None:
     shade = SHADES[count]
     axes.add_patch(plt.Rectangle((column, row), 1, 1, color=shade, lw=0))
     letter = {10: "\\n", 32: "\u00b7"}.get(byte, chr(byte) if 32 < byte < 127 else "\u2423")
-    # What matplotlib would read as mathematics.
+    # Matplotlib would read a plain $ as the start of a formula.
     letter = letter.replace("$", r"\$")
     colour = "white" if count > 2 else "#222222"
     axes.text(column + 0.5, row + 0.5, letter, ha="center", va="center", family="monospace", fontsize=7, color=colour)

@@ -1,7 +1,7 @@
-"""What is measured of a trained model of the study, on held-out text.
+"""Measures a trained model of the study on held-out text.
 
-Loss as trained, loss when the predictor decides instead of top-k, how well the predictor knows what top-k selects, and
-for the figures: router scores, which tokens each layer selected, and how uncertain the model was about each next token.
+It measures the loss as trained, the loss when the predictor decides instead of top-k, the accuracy of the predictor,
+and for the figures router scores, the tokens that each layer selected, and the entropy of each next token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BINS = 10
 
 
 def trained_model(folder: Path, spec: ModelSpec, selection: str | None = None) -> Transformer:
-    """The float32 model of a finished run, in eval mode; `selection` takes the place of the one that was trained."""
+    """Returns the float32 model of a finished run in eval mode. `selection` replaces the selection of the training."""
     if selection is not None and spec.routing is not None:
         spec = replace(spec, routing=replace(spec.routing, selection=selection))
     return Checkpoint(spec=spec, weights=read_plain(folder / "state.pt")["model"]).module()
@@ -39,7 +39,7 @@ def trained_model(folder: Path, spec: ModelSpec, selection: str | None = None) -
 
 @torch.no_grad()
 def measured(folder: Path, spec: ModelSpec) -> dict[str, Any]:
-    """Plain numbers, for JSON."""
+    """Returns all measurements as plain numbers for JSON."""
     text_N = read_corpus().held_out.id_N
     batches = [batch_at(text_N, EVAL_ROWS, SEQ + 1, EVAL_SEED + i) for i in range(EVAL_BATCHES)]
     model = trained_model(folder, spec)
@@ -71,7 +71,7 @@ def _means(found: list[Any], prefix: str) -> dict[str, float]:
 
 
 def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
-    """Scores of each routed layer, and the share of tokens that run by how uncertain the next token is."""
+    """Scores of each routed layer, and the share of routed blocks that run a token by entropy of the next token."""
     scores: dict[str, list[Tensor]] = {}
     entropies, passes = [], []
     for ids_BS1 in batches:
@@ -98,7 +98,7 @@ def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
 
 
 def _map(model: Transformer, text_N: Tensor) -> dict[str, Any]:
-    """One row of text, and which positions each routed layer ran."""
+    """One row of text, and the positions that each routed layer ran."""
     ids_1S = batch_at(text_N, 1, SEQ, MAP_SEED)
     decisions = Decisions()
     model.hidden(ids_1S, torch.tensor([SEQ]), decisions)

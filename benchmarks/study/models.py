@@ -1,5 +1,5 @@
-"""What `make study` trains: the models that the Mixture-of-Depths paper compares, at a size that one CPU core trains in
-minutes, and how many steps each of them gets for the same number of training FLOPs.
+"""Models that `make study` trains: those that the Mixture-of-Depths paper compares, at a size that one CPU core trains
+in minutes. Each gets as many steps as the same number of training FLOPs allows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mod_models.transformer import Transformer
 SEQ = 256
 BATCH = 8
 BUDGET = 5e12
-"""FLOPs of the training of each model, forward and backward."""
+"""Training FLOPs of each model, forward and backward."""
 SEEDS = (0, 1)
 
 DENSE = ModelSpec(
@@ -70,12 +70,12 @@ STUDIED = (
         "four experts and four that do nothing, for half of the tokens",
     ),
 )
-"""In the order of the tables."""
+"""Models in the order of the tables."""
 
 
 def flops_of_row(spec: ModelSpec, *, training: bool) -> int:
-    """FLOPs of one row of SEQ tokens, counted by PyTorch while they are computed: a forward pass, or a training step's
-    forward and backward pass with all auxiliary losses. Attention scores are counted whole, without the causal half.
+    """Returns the FLOPs of one row of SEQ tokens, as PyTorch counts them in a forward pass, or in a training step's
+    forward and backward pass with all auxiliary losses. Attention scores count as the full square, not the causal half.
     """
     model = Transformer(spec)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -90,7 +90,7 @@ def flops_of_row(spec: ModelSpec, *, training: bool) -> int:
 
 
 def config_of(studied: Studied, seed: int, budget: float = BUDGET) -> TrainConfig:
-    """As many steps as the budget pays for."""
+    """Returns a training configuration with as many steps as the budget pays for."""
     steps = max(2, round(budget / (BATCH * flops_of_row(studied.spec, training=True))))
     return TrainConfig(
         steps=steps,

@@ -1,4 +1,4 @@
-"""docs/study.md and its figures, from the results of `run_study.py`."""
+"""Writes docs/study.md and its figures from the results of `run.py`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def render(results: Path, docs: Path) -> None:
 
 
 def read_runs(results: Path) -> Results:
-    """Name -> its finished runs in the order of their seeds; names in the order of the study."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*/result.json"))]
-    by_name = {one.name: [run for run in found if run["name"] == one.name] for one in STUDIED}
+    """Returns name -> finished runs in the order of their seeds. Names are in the order of the study."""
+    finished = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*/result.json"))]
+    by_name = {studied.name: [run for run in finished if run["name"] == studied.name] for studied in STUDIED}
     return {name: sorted(many, key=lambda run: run["seed"]) for name, many in by_name.items() if many}
 
 
@@ -76,12 +76,12 @@ def _table(runs: Results, times: dict[str, Any]) -> list[str]:
             ", ".join(f"{value:.3f}" for value in causal),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    abouts = [f"* *{one.name}*: {one.about}." for one in STUDIED if one.name in runs]
+    abouts = [f"* *{studied.name}*: {studied.about}." for studied in STUDIED if studied.name in runs]
     return [*lines, "", "FLOPs and times are relative to the dense model.", "", *abouts, ""]
 
 
 def _ratio(times: dict[str, Any], name: str, kind: str) -> str:
-    ratios = [own / dense for own, dense in zip(times[name][kind], times["dense"][kind], strict=True)]
+    ratios = [model / dense for model, dense in zip(times[name][kind], times["dense"][kind], strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
@@ -136,7 +136,7 @@ def _answers(runs: Results) -> list[tuple[str, str]]:
 
 
 def _against(runs: Results, one: str, other: str) -> str:
-    """Whether the loss is lower on every seed that both have, with the differences."""
+    """Says whether the loss of `one` is lower on every seed, and the differences. Pairs runs by their order."""
     if one not in runs or other not in runs:
         return ""
     pairs = zip(runs[one], runs[other], strict=False)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.study.run [--results DIR] [--docs DIR] [--budget FLOPS] [--workers N]
 
-A run that was stopped goes on where it was: each model in its own folder, from its last evaluation.
+A run that was stopped continues: each model has its own folder, and resumes from its last evaluation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mod_models.train import train
 
 
 def folder_of(results: Path, studied: Studied, seed: int) -> Path:
-    """Where one run keeps its state."""
+    """Folder in which one run keeps its state."""
     name = "".join(letter if letter.isalnum() else "-" for letter in studied.name)
     return results / f"{name}-seed{seed}"
 
@@ -70,19 +70,19 @@ def main() -> int:
     parser.add_argument("--docs", type=Path, default=Path("docs"))
     parser.add_argument("--budget", type=float, default=BUDGET, help="training FLOPs of each model (%(default)s)")
     parser.add_argument("--workers", type=int, default=2, help="models that are trained at once (%(default)s)")
-    given = parser.parse_args()
-    given.results.mkdir(parents=True, exist_ok=True)
-    # Seed by seed, so that a study that is stopped has every model once.
+    options = parser.parse_args()
+    options.results.mkdir(parents=True, exist_ok=True)
+    # The first seed of all models comes first, so that a stopped study has every model once.
     jobs = [(studied.name, seed) for seed in SEEDS for studied in STUDIED]
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(given.workers, mp_context=context) as pool:
-        running = [pool.submit(train_one, given.results, name, seed, given.budget) for name, seed in jobs]
+    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+        running = [pool.submit(train_one, options.results, name, seed, options.budget) for name, seed in jobs]
         for number, future in enumerate(as_completed(running), 1):
             print(f"[{number}/{len(jobs)}] {future.result()}", flush=True)
-    times = given.results / "step_times.json"
+    times = options.results / "step_times.json"
     if not times.exists():
         times.write_text(json.dumps(step_times()), encoding="utf-8")
-    render(given.results, given.docs)
+    render(options.results, options.docs)
     return 0
 
 

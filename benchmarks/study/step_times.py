@@ -1,4 +1,4 @@
-"""Time of a training step and of a forward pass of every model, in turns in one process, on one thread."""
+"""Times a training step (without the optimizer) and a forward pass of every model, in turns, on one thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mod_models.transformer import Transformer
 
 
 def step_times(rounds: int = 7) -> dict[str, dict[str, list[float]]]:
-    """Name -> {`step`, `forward`} -> seconds of each round, after one round of warm-up. The order is drawn anew."""
+    """Returns name -> {`step`, `forward`} -> seconds of each round after a warm-up. Each round has a new order."""
     torch.set_num_threads(1)
     models = {}
     for studied in STUDIED:
@@ -34,4 +34,4 @@ def step_times(rounds: int = 7) -> dict[str, dict[str, list[float]]]:
             with torch.no_grad():
                 model(ids_BS1[:, 1:], torch.full((BATCH,), SEQ))
             seconds[name]["forward"].append(time.perf_counter() - begin)
-    return {name: {kind: values[1:] for kind, values in one.items()} for name, one in seconds.items()}
+    return {name: {kind: values[1:] for kind, values in times.items()} for name, times in seconds.items()}

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from mod_export.config import BuildConfig
 
 BUG = 1
-GATE_FAILED = 4
 INTERRUPTED = 130
 OUTPUT_CLOSED = 141
 RESUMABLE = ("build", "demo", "sweep")

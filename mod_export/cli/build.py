@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mod_export.cli.boundary import GATE_FAILED, PATH, SOURCE, command, config_of, config_option, target_option
+from mod_export.cli.boundary import PATH, SOURCE, command, config_of, config_option, target_option
+from mod_export.errors import GATE_FAILED
 
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from mod_export.cli.boundary import GATE_FAILED, PATH, command, config_of, config_option, folder_argument, target_option
+from mod_export.cli.boundary import PATH, command, config_of, config_option, folder_argument, target_option
+from mod_export.errors import GATE_FAILED
 
 
 @click.command()

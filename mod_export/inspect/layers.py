@@ -199,7 +199,7 @@ def share_of(layers: Layers, bucket: Bucket, index: int) -> str:
 def tokens_text(selected: Mapping[Site, int]) -> str:
     """Slots of the routing sites of one layer: "64", "64 + 64", or with eight experts of 10 slots "64, 8 x 10"."""
     experts = Counter(k for site, k in selected.items() if is_expert(site))
-    others = " + ".join(f"{k:,}" for site, k in selected.items() if ".expert" not in str(site))
+    others = " + ".join(f"{k:,}" for site, k in selected.items() if not is_expert(site))
     text = ", ".join(filter(None, [others, *(f"{count} x {k:,}" for k, count in experts.items())]))
     return text or "-"
 

@@ -30,7 +30,7 @@ from rich.console import Console
 from mod_export.config import BuildConfig
 from mod_export.console import Progress
 from mod_export.environment import describe_machine, source_digest
-from mod_export.errors import CheckpointError, ModExportError, UsageError
+from mod_export.errors import GATE_FAILED, CheckpointError, ModExportError, UsageError
 from mod_export.folder.files import write_whole
 from mod_export.folder.manifest import open_folder
 from mod_export.judge.inputs import text_ids
@@ -44,7 +44,6 @@ from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
 if TYPE_CHECKING:
     import torch
 
-GATE_FAILED = 4
 QUALITY_TOKENS = 8192
 """Minimum number of predicted tokens. With it, the shipped model's perplexity varies by about 1 % between seeds."""
 LOGITS_BYTES = 2**26

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.environment import cache_folder
-from mod_export.errors import UsageError
+from mod_export.errors import COULD_NOT_BUILD, UsageError
 from mod_export.folder.files import write_whole
 from mod_export.folder.manifest import MANIFEST
 from mod_export.model.checkpoint import sha256_of
@@ -26,7 +26,6 @@ from mod_export.sweep.schema import CellEntry
 LOCAL = "local"
 RETURNED_FILES = ("report.json", "report.html", MANIFEST)
 """Files of a build folder that a node sends back if it does not share the sweep's folder."""
-LOST = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,14 +136,18 @@ def _distribute(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Pat
             job, node = waiting.pop(0), free.pop(0)
             running[_submitted(ray, node, job, marker, packed)] = (job, node)
         if not running:
-            yield from (failed_cell(job, LOST, "no node of the Ray cluster is left to run it") for job in waiting)
+            yield from (
+                failed_cell(job, COULD_NOT_BUILD, "no node of the Ray cluster is left to run it") for job in waiting
+            )
             return
         (reference,), _ = ray.wait(list(running), num_returns=1)
         job, node = running.pop(reference)
         try:
             yield _stored(ray.get(reference), job)
         except ray.exceptions.RayError as error:
-            yield failed_cell(job, LOST, f"lost on a node of the Ray cluster: {str(error).strip().splitlines()[-1]}")
+            yield failed_cell(
+                job, COULD_NOT_BUILD, f"lost on a node of the Ray cluster: {str(error).strip().splitlines()[-1]}"
+            )
         if node.id in {alive.id for alive in _nodes(ray)}:
             free.append(node)
 

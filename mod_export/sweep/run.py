@@ -13,7 +13,7 @@ from typing import Any
 
 from mod_export.config import BuildConfig
 from mod_export.environment import describe_machine, package_version, source_digest
-from mod_export.errors import BuildFolderError
+from mod_export.errors import COULD_NOT_BUILD, GATE_FAILED, BuildFolderError
 from mod_export.folder.files import write_whole
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
@@ -25,7 +25,6 @@ from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, Sweep
 from mod_export.sweep.text import SweepProgress
 
 OWN = {"cells", "sweep.json", "sweep.html", ".lock", ".sweep.json", ".sweep.html"}
-COULD_NOT_BUILD, GATE_FAILED = 3, 4
 VERSIONS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx")
 
 

@@ -6,19 +6,17 @@ of one run over a whole bucket. Numbers that are not finite are written as strin
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, JsonValue
+from pydantic import JsonValue
 
 from mod_export.rows.base import Result
 from mod_export.rows.latency import SpeedupRow
 from mod_export.rows.parity import TextQuality
 from mod_export.rows.report import ReportedModel
-from mod_export.types import DType, Site, site_from_text
+from mod_export.types import DType, SiteKey
 
 SCHEMA_VERSION = 1
-SiteKey = Annotated[Site, BeforeValidator(lambda site: site_from_text(site) if isinstance(site, str) else site)]
-"""A site as a key in JSON, where keys are always strings."""
 
 
 class Quality(Result):

@@ -1,4 +1,4 @@
-"""Openers and steps for tests: a process that is started anew finds them by the name of their module."""
+"""Openers and steps for tests. A new process imports them by the name of this module."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def doubles(start: int) -> dict[str, Callable[..., Any]]:
-    """Doubles a number, fails, or ends its process."""
+    """Returns steps that double a number, fail, or end their process."""
     if start < 0:
         raise ValueError(f"start: expected 0 or more, got {start}")
     return {"double": lambda value: 2 * value + start, "fail": lambda: 1 / 0, "exit": lambda: sys.exit(3)}
@@ -21,7 +21,7 @@ def first(subject: str, folder: Path) -> None:
 
 
 def second(subject: str, folder: Path) -> None:
-    """Writes another one."""
+    """Writes another line."""
     _write("2", subject, folder)
 
 

@@ -1,6 +1,5 @@
-"""The benchmark's parts on the smallest models: routes compute the same, and what was measured is rendered.
-
-Rivals that only `make bench` installs are measured where they are installed; where they are not, the reason says so.
+"""Parts of the benchmark on the smallest models: all routes compute the same numbers, and measurements are rendered.
+Rivals that only `make bench` installs are measured if they are installed; otherwise their row gives the reason.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from benchmarks.rivals.turns import RouteError, Worker, opened_workers, rounds
 CASE = Case("XS", 64, vocab=256)
 TEXT = TextCase("XS", prompt=16, new=8, window=64, judged=32)
 FARTHEST = {"float32": 1e-5, "bfloat16": 0.05, "int8": 0.1, "int4": 0.3}
-"""Error of the logits of whole rows that any route of a precision may have."""
+"""Largest error of the logits of whole rows, of any route in each precision."""
 NEAREST = {"float32": 1.001, "bfloat16": 1.05, "int8": 1.1, "int4": 1.5}
-"""Ratio of perplexities of random ids, either way."""
+"""Largest ratio of perplexities of random ids, in either direction."""
 REFUSALS = (
     "not installed",
     "OpenVINO names no BF16",
     "mod-export build ended with 2: error: target.openvino.dtypes: bfloat16",
 )
-"""Reasons that a machine may have for a route without times. The second and third are that it computes no bfloat16."""
+"""Accepted reasons for a route without times. The second and third mean that it cannot compute in bfloat16."""
 
 
 def test_a_worker_answers_and_says_why_it_cannot(tmp_path: Path) -> None:
@@ -106,7 +105,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("files")
 
 
-# The rivals warn of their own insides.
+# The rivals warn about their own internals.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 class TestMeasured:
@@ -152,8 +151,8 @@ class TestMeasured:
 
 
 def refused(route: Mapping[str, Any]) -> bool:
-    """Whether a route has no times; the reason must be one that a machine may have. The library of another route may
-    crash on some processor (OpenVINO 2026.4 does with AMX, in bfloat16 on our portable graph), which its table says.
+    """Whether a route has no times; the reason must be in REFUSALS. The library of another route may crash on some
+    processors, which its table reports: OpenVINO 2026.4 crashes with AMX, in bfloat16 on our portable graph.
     """
     reason: str | None = route["failed"]
     crashed = reason is not None and not route["ours"] and reason.startswith("its process ended with code -")

@@ -1,4 +1,4 @@
-"""The corpus: every entry routes, and some of them are built with every commit. `make corpus` builds them all."""
+"""Every entry of the corpus routes tokens. Each commit builds some of the entries; `make corpus` builds them all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from benchmarks.corpus.tokens import at_tokens
 from benchmarks.corpus.work import LARGEST_ERROR, TARGETS, Row, described, relative_error
 from benchmarks.corpus.worker import run_apart, stop
 
-# Packages warn of themselves, and of each other.
+# Packages warn about themselves and each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
 THIRDS = 3
 SMALL = "torch.nn.TransformerEncoderLayer"
@@ -43,7 +43,7 @@ def test_every_router_gives_its_block_k_tokens(name: str) -> None:
     assert entry.tokens in {seq for seq, _ in calls}
     outputs = eager(model, inputs)
     assert any(output.std() > 0 for output in outputs)
-    # The same every time, or nothing could be compared with it.
+    # Two builds must compute the same, or nothing could be compared with them.
     for first, second in zip(outputs, eager(entry.build(), inputs), strict=True):
         np.testing.assert_array_equal(first, second)
 
@@ -58,7 +58,7 @@ def test_the_corpus_is_as_wide_as_it_says() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Of a slice of the slow tests, the entries are a third, another one with every commit; else all of them."""
+    """With `--slice`, builds a third of the entries, another third with each commit; otherwise builds all of them."""
     if "built_name" in metafunc.fixturenames:
         commit, names = metafunc.config.getoption("--slice"), list(ENTRIES)
         metafunc.parametrize("built_name", names if commit is None else names[(commit >> 16) % THIRDS :: THIRDS])
@@ -105,7 +105,7 @@ def test_a_run_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.
         }
         return [_row(entry, target, **(wrong if entry.of == "nn.LSTM" else {})) for target in targets]
 
-    # Only what takes minutes is replaced: the process of one entry, which the tests below run.
+    # Only the slow part is replaced: the process of one entry, which the tests below run.
     monkeypatch.setattr(run_corpus, "run_apart", quick)
     options = ["--results", str(tmp_path / "results"), "--docs", str(tmp_path), "--only", "nn.LSTM", "nn.GRU"]
     assert main([*options, "--targets", "ort-cpu"]) == 1
@@ -164,7 +164,7 @@ def test_a_process_that_takes_too_long_is_stopped_and_each_target_tried_alone() 
 
 
 def replace_work(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes run this line in place of an entry, after they have printed `before`."""
+    """Makes processes run this line in place of an entry, after they have logged `before`."""
     head = "import os, sys, time\nfrom pathlib import Path\n"
     body = f"    os.setsid()\n    (Path(scratch) / 'log.txt').write_text('before')\n    {line}\n"
     (folder / "ending.py").write_text(f"{head}def work(name, targets, scratch):\n{body}")

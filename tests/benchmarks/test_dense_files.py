@@ -1,4 +1,4 @@
-"""A dense checkpoint in other programs' files: they read the same numbers and compute the same."""
+"""A dense checkpoint in the file formats of other programs, which read and compute the same numbers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_transformers_computes_the_same(dense: Checkpoint, tmp_path: Path) -> No
         found_1SV = model(ids_1S).logits
         (expected_1SV,) = dense.module()(ids_1S, torch.tensor([40]))
     torch.testing.assert_close(found_1SV, expected_1SV, rtol=0, atol=2e-5)
-    # A tokenizer with an id for each byte, and words that stand for nothing.
+    # The tokenizer has an id for each byte, and filler words.
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 300
     assert tokenizer.decode(tokenizer.encode("Naïve café").ids) == "Naïve café"

@@ -1,6 +1,4 @@
-"""`make gpu` without a GPU: its plan, its processes and what becomes of them, its page, and a whole run over targets of
-this machine's CPU.
-"""
+"""`make gpu` without a GPU: the plan, its processes and how they end, the page, and a whole run over CPU targets."""
 
 from __future__ import annotations
 
@@ -105,7 +103,7 @@ def test_a_build_whose_gate_failed_has_been_run(tmp_path: Path) -> None:
 
 
 def test_a_second_start_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What ran is kept, and what failed, was skipped or was left is tried again."""
+    """Keeps the steps that ran, and retries those that failed, were skipped or were left."""
     (tmp_path / "steps").mkdir()
     steps = [python(WRITES, name="good"), python("raise SystemExit(1)", name="bad"),
              python(WRITES, name="after", needs="bad"), python(WRITES, name="late")]  # fmt: skip
@@ -127,7 +125,7 @@ def test_a_second_start_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_without_a_gpu_it_says_so_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Which GPUs the driver finds is the environment.
+    # The driver finds no GPU.
     monkeypatch.setattr(run_gpu, "cuda_devices", lambda: [])
     assert main(["--results", str(tmp_path / "results"), "--docs", str(tmp_path)]) == 2
     written = capsys.readouterr()
@@ -184,10 +182,10 @@ def test_until_it_has_been_run_the_page_says_so(tmp_path: Path) -> None:
 
 @pytest.fixture
 def on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose steps build for this machine's CPU, as those of a GPU build for it: the same functions, other names.
+    """A run whose steps build for this machine's CPU with the functions that otherwise build for a GPU.
 
     Returns:
-        Its folder of results; docs/ beside it.
+        Folder of results; docs/ lies beside it.
     """
     checkpoint = tmp_path / "tiny.pt"
     save_checkpoint(checkpoint, random_checkpoint(TINY, 0))
@@ -202,7 +200,7 @@ def on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(run_gpu, "SPEC", TINY)
     monkeypatch.setattr(run_gpu, "cuda_devices", lambda: ["sm90"])
     monkeypatch.setattr(run_gpu, "ENGINES", {name: ENGINES[name] for name in ("ort-cpu", "tensorrt")} | {"a": None})
-    # The step that asks how much of a GPU is used finds a tool that says the same each time.
+    # The step that measures GPU memory finds a tool that always reports the same number.
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         "#!/bin/sh\nfor one in $*; do case $one in *driver*) echo 'A GPU, 580'; exit;; esac; done\necho 500\n"
@@ -234,7 +232,7 @@ def test_a_whole_run(on_cpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
     assert len(build["latency"]) == len(build["engines"]) == 2
     assert "samples_ms" not in build["latency"][0]
-    # The first engine is loaded twice, and this machine's GPU is always as full.
+    # The first engine is loaded twice. The tool always reports the same memory, so every difference is 0.
     assert [row["mib"] for row in device["memory"]] == [0] * 3
     assert device["one_by_one"] == []
     text = (docs / "gpu.md").read_text()
@@ -255,7 +253,7 @@ def test_a_whole_run(on_cpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _times_without_cuda_graphs(folder: Path) -> None:
-    """Of a target that has none, by the functions that measure those that have."""
+    """Runs the measurements of targets with CUDA graphs on a target that has none."""
     used = iter(range(100, 2000, 100))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu_device, "without_cuda_graphs", lambda config, target: config)

@@ -1,5 +1,5 @@
-"""What `make load` is made of: arrivals, percentiles, the client, wrong requests, verdicts, and tables. The load itself
-takes minutes, and is no test.
+"""Components of `make load`: arrivals, percentiles, the client, wrong requests, verdicts, and tables. The load itself
+takes minutes and is no test.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def test_poisson_arrivals_come_at_their_rate_and_differ_by_seed():
     assert times[-1] < 200
     assert len(times) == pytest.approx(4000, rel=0.1)
     between = [b - a for a, b in pairwise(times)]
-    # Of independent arrivals, the share of pauses longer than the mean one is 1/e.
-    assert sum(one > 1 / 20 for one in between) / len(between) == pytest.approx(math.exp(-1), abs=0.03)
+    # For independent arrivals, the share of pauses longer than the mean pause is 1/e.
+    assert sum(pause > 1 / 20 for pause in between) / len(between) == pytest.approx(math.exp(-1), abs=0.03)
 
 
 def test_a_rate_must_be_above_zero():
@@ -70,7 +70,7 @@ def test_early_is_the_second_tenth_and_late_the_last():
 def test_prompts_differ_and_depend_on_the_seed_alone():
     found = prompts(20, 64, seed=1)
     assert len(set(found)) == 20
-    assert {len(one) for one in found} == {64}
+    assert {len(prompt) for prompt in found} == {64}
     assert found == prompts(20, 64, seed=1) != prompts(20, 64, seed=2)
 
 
@@ -110,7 +110,7 @@ def test_the_table_has_a_row_for_each_value_whatever_stands_in_it():
 def test_memory_that_grows_is_not_flat():
     even = [Sample(100 * MIB, 20, 7)] * 100
     assert all(check.passed for check in flat(even, even[0]))
-    grown = [one._replace(rss=100 * MIB + number * MIB, descriptors=20 + number) for number, one in enumerate(even)]
+    grown = [item._replace(rss=100 * MIB + number * MIB, descriptors=20 + number) for number, item in enumerate(even)]
     assert [check.what for check in flat(grown, even[0]) if not check.passed] == [
         "growth of RSS between these tenths", "more of them",
     ]  # fmt: skip
@@ -173,10 +173,10 @@ def choice(text: str, finish: str | None = None, index: int = 0) -> list[dict[st
 
 def test_a_stream_is_whole_when_every_text_ended():
     found = Streamed(200, {})
-    texts = [_take(found, event(choices=one)) for one in (choice("a"), choice("b"), choice("x", index=1))]
+    texts = [_take(found, event(choices=chunk)) for chunk in (choice("a"), choice("b"), choice("x", index=1))]
     assert texts == [True] * 3
-    for one in (choice("", "length"), choice("", "stop", index=1)):
-        assert not _take(found, event(choices=one))
+    for chunk in (choice("", "length"), choice("", "stop", index=1)):
+        assert not _take(found, event(choices=chunk))
     assert not found.whole
     _take(found, event(choices=[], usage={"completion_tokens": 5}))
     _take(found, b"data: [DONE]")

@@ -1,4 +1,4 @@
-"""`make retrofit` on a tiny model, trained for this; the results of a real one are in docs/retrofit.md."""
+"""`make retrofit` on a tiny model that is trained for this test; docs/retrofit.md has the results of a real one."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def test_the_page(tmp_path: Path) -> None:
     (tmp_path / "retrofit.md").write_text(PAGE)
     (tmp_path / "untouched.json").write_text('{"perplexity": 12.5, "bits_per_byte": 1.5}')
     found = {"dense": row("dense", 2.0), "mlp": row("mlp", 2.1, 1.2), "block": row("block", 2.3, 1.4, "fail")}
-    for name, one in found.items():
+    for name, result in found.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(json.dumps(one))
+        (tmp_path / name / "result.json").write_text(json.dumps(result))
     about = {"model": "m", "text": "t", "steps": 10, "batch": 2, "seq": 50}
-    for _ in range(2):  # Again over a page that has been written.
+    for _ in range(2):  # The second pass writes over an existing page.
         render(tmp_path, tmp_path, [*found, "not trained"], about)
     page = (tmp_path / "retrofit.md").read_text()
     assert page.startswith("# Before\n")

@@ -1,4 +1,4 @@
-"""The study's machinery on a budget of a few steps; its results are in docs/study.md."""
+"""The code of the study, run for a few steps; its results are in docs/study.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("study")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(measure_study, "EVAL_BATCHES", 2)
-        patch.setattr(step_times, "STUDIED", [one for one in STUDIED if one.name in NAMES])
+        patch.setattr(step_times, "STUDIED", [model for model in STUDIED if model.name in NAMES])
         for name in NAMES:
             assert train_one(folder, name, 0, SMALL).startswith(f"{name}, seed 0: ")
         (folder / "step_times.json").write_text(json.dumps(step_times.step_times(rounds=1)), encoding="utf-8")
@@ -56,7 +56,7 @@ def test_what_is_measured(results: Path) -> None:
     assert mod["forward_flops"] < dense["forward_flops"]
     assert mod["steps"] > dense["steps"]
     assert len(mod["share_by_entropy"]) == 10
-    # An eighth of the tokens of every routed block.
+    # Every routed block runs an eighth of the tokens.
     assert sum(mod["share_by_entropy"]) / 10 == pytest.approx(1 / 8, abs=0.01)
     assert {len(positions) for positions in mod["map"]["layers"].values()} == {32}
     assert 0 < mod["curve"][-1]["bits_per_byte"] < 8.5
@@ -75,7 +75,7 @@ def test_the_page(results: Path, tmp_path: Path) -> None:
     page = (tmp_path / "study.md").read_text(encoding="utf-8")
     assert all(f"| {name} |" in page for name in NAMES)
     assert "| learned routing is better than stochastic routing | " in page
-    # Nothing is said of models that were not trained.
+    # The page leaves out models that were not trained.
     assert "integrated MoDE" not in page
     for figure in ("study-curves.svg", "study-scores.svg", "study-entropy.svg"):
         assert (tmp_path / "figures" / figure).stat().st_size > 1000

@@ -1,4 +1,4 @@
-"""The wheel with [ort] in an empty environment serves a build folder, and says what building needs."""
+"""The wheel with [ort], in an empty environment, serves a build folder and says what building needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sound folders to plant faults into, made once for all workers."""
+"""Sound folders to plant faults into, built once for all workers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.faults.compiled_faults import write_packages
 
 @pytest.fixture(scope="session")
 def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
-    """Makes a folder by name; the first worker makes it, the others wait."""
+    """Makes a folder by name once: the first worker makes it, the others wait."""
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if base.name.startswith("popen-") else base) / "faults"
     shared.mkdir(exist_ok=True)
@@ -32,7 +32,7 @@ def once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[P
 
 @pytest.fixture(scope="session")
 def sound(once: Callable[[str, Callable[[Path], object]], Path]) -> Callable[[FolderName], Path]:
-    """A sound folder by its name in FOLDERS."""
+    """Returns a sound folder by its name in FOLDERS."""
     return lambda name: once(name, FOLDERS[name]) / "build"
 
 

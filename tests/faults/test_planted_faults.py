@@ -1,4 +1,4 @@
-"""Every planted fault is caught by `validate`, where it is; sound folders are not suspected."""
+"""`validate` finds every planted fault in the right place, and finds none in sound folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mod_models.declarations import CHOICES, SELECTIONS
 FEW_CLEAN, FEW_FOREIGN = (0, 1, 2, 3), (0, 1, 2)
 Sound = Callable[[FolderName], Path]
 LUCKY = 1004
-"""A model in which the reference's own score of a token with a gate near zero is exact by luck."""
+"""A model whose reference happens to compute the exact score of a token with a gate near zero."""
 ONNX_FAULTS = [name for name, fault in FAULTS.items() if "compiled" not in fault.folder]
 TELLING = {
     "ties go to the later token", "gate 0.1 % too large", "weights file: one element of one weight changed by 1 %",
@@ -31,14 +31,14 @@ TELLING = {
     "masked: the smallest scores are taken", HIDDEN, "masked: one element of the second output wrong by 0.001",
     "masked: buffer that is not saved, one element changed", "masked: captured program with another epsilon",
 }  # fmt: skip
-"""What `make test` plants: faults that are hard to find, and one for each check that finds some."""
+"""Faults that `make test` plants: those that are hard to find, and one for each check that finds any."""
 COMPILED_FAULTS = [name for name, fault in FAULTS.items() if "compiled" in fault.folder]
 FAST_FOLDERS = ("graphs", "two outputs")
 ROOT = Path(__file__).parents[2]
 
 
 def test_the_command_of_the_makefile_starts() -> None:
-    """It has a path of its own to what the tests share."""
+    """The command sets its own path to the modules that the tests share."""
     recipe = re.search(r"^faults: install\n\t(.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     assert recipe is not None
     line = recipe[1].replace("$(BIN)/python", sys.executable) + " --only nothing --clean 0"
@@ -60,11 +60,11 @@ def test_a_fault_in_a_graph_or_a_file(name: str, sound: Sound, tmp_path: Path) -
     found = outcome_of(name, sound(FAULTS[name].folder), Path(), tmp_path)
     assert found.caught, (found.place, found.reasons)
     if name == HIDDEN:
-        # Hidden states are no logits, whatever users call them.
+        # Hidden states are not logits, whatever users call them.
         assert any("hidden: max abs error" in reason for reason in found.reasons)
         assert not any("next token" in reason for reason in found.reasons)
     if name == TIES:
-        # torch.topk leaves open which of equal tokens it takes: seen in the file alone.
+        # torch.topk leaves open which of equal tokens it takes, so the fault shows only in the file.
         assert not found.by_running
 
 
@@ -85,7 +85,7 @@ def test_a_sound_folder_passes(name: FolderName, sound: Sound) -> None:
 
 
 def test_a_folder_is_not_judged_by_what_another_one_held(sound: Sound, tmp_path: Path) -> None:
-    """Two folders of one process, whose manifests say the same of two programs."""
+    """Two folders of one process have manifests that say the same about two different programs."""
     assert outcome_of("masked: captured program with another epsilon", sound("two outputs"), Path(), tmp_path).caught
     found = validate_folder(sound("two outputs"), None, ())
     assert found.verdict.status == "pass", found.verdict.reasons
@@ -94,7 +94,7 @@ def test_a_folder_is_not_judged_by_what_another_one_held(sound: Sound, tmp_path:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*FEW_CLEAN, LUCKY])
 def test_sound_builds_of_random_models_pass(seed: int, tmp_path: Path) -> None:
-    """`make faults` builds 200 of them."""
+    """`make faults` builds 200 of these models."""
     reasons, ratio = build_clean(tmp_path, random_build, seed)
     assert reasons == ()
     assert ratio > 0

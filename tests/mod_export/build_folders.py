@@ -1,4 +1,4 @@
-"""How tests build into a folder, and what they look at there."""
+"""Helpers that build into a folder and examine it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ STAGES = ("load", *(name for name, _ in (*ENGINES, *EVIDENCE)), "report")
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
 WEIGHTS = "graphs/weights-float32.data"
 DOWN = "layers.2.mlp.down_proj.weight"
-"""Files of the folder that `built` gives, and a tensor in the second of them."""
+"""Files of the folder that `built` returns, and a tensor in the second file."""
 
 
 class Silent:
-    """Observes nothing."""
+    """An observer that does nothing."""
 
     def stage_started(self, name: str) -> None: ...
     def step_started(self, name: str) -> None: ...
@@ -33,7 +33,7 @@ class Silent:
 
 
 def once(folder: Path, make: Callable[[], object]) -> Path:
-    """A folder that is made by the first worker that needs it; the others wait for it."""
+    """Returns a folder that the first worker makes; the others wait for it."""
     folder.mkdir(exist_ok=True)
     with (folder / ".once").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -44,7 +44,7 @@ def once(folder: Path, make: Callable[[], object]) -> Path:
 
 
 def changed(config: BuildConfig, fields: Mapping[str, Any]) -> BuildConfig:
-    """The configuration with other values in some fields of the TOML file, named as in target/ort-cpu/dtypes."""
+    """Changes fields of the configuration, named by their path in the TOML file, as in target/ort-cpu/dtypes."""
     data = tomllib.loads(toml_from_config(config))
     for field, value in fields.items():
         *path, last = field.split("/")
@@ -57,7 +57,7 @@ def changed(config: BuildConfig, fields: Mapping[str, Any]) -> BuildConfig:
 
 
 def flip(path: Path) -> None:
-    """Changes one bit in the middle."""
+    """Flips one bit in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -69,7 +69,7 @@ def steps_of(root: Path) -> dict[str, Any]:
 
 
 def check_files(root: Path) -> None:
-    """The manifest lists every file, each with its size and hash."""
+    """Checks that the manifest lists every file with its size and hash."""
     files = read_manifest(root)["files"]
     present = {path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file()}
     assert set(files) == present - {"manifest.json", ".lock"}
@@ -78,7 +78,7 @@ def check_files(root: Path) -> None:
 
 
 def rewrite_manifest(root: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes the manifest and makes it look as if it had been written so."""
+    """Changes the manifest and its checksum, as if it had been written that way."""
     manifest = read_manifest(root)
     change(manifest)
     checksum = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
@@ -86,11 +86,11 @@ def rewrite_manifest(root: Path, change: Callable[[dict[str, Any]], object]) -> 
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """What the manifest says of a file."""
+    """Entry of a file in the manifest."""
     data = path.read_bytes()
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
 def failed(found: Rerun) -> set[str]:
-    """Files that something was found in."""
+    """Files in which a structure check failed."""
     return {row.path for row in found.rows(StructureRow) if not row.passed}

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of model families: what they use of jinja2, special tokens and their own functions."""
+"""Chat templates in the style of model families: their jinja2 features, special tokens and functions."""
 
 from __future__ import annotations
 
@@ -142,4 +142,4 @@ TEMPLATES = {
     "gemma": GEMMA,
     "phi3": PHI3,
 }
-"""By the family of `tokenizer_folders`."""
+"""Templates by family of `tokenizer_folders`."""

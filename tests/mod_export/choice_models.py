@@ -1,4 +1,4 @@
-"""Small sound models that make discrete choices which are no routing sites, one for each manner of choosing."""
+"""Small sound models whose discrete choices are not routing sites, one model for each kind of choice."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 D, V, N = 16, 50, 4
-"""Width, token ids, and what is chosen among: experts, codes, classes, buckets."""
+"""Width, number of token ids, and number of options: experts, codes, classes, buckets."""
 SHAPE = (2, 24)
 
 
@@ -18,7 +18,7 @@ def ids_of(batch: int, seq: int, seed: int = 0) -> Tensor:
 
 
 class Chooser(nn.Module):
-    """Embeds ids, mixes them, chooses something, and goes on with what was chosen: logits (B, S, N)."""
+    """Embeds ids, mixes them, makes a choice and continues with its result; returns logits (B, S, N)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class Chooser(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor | tuple[Tensor, ...]:
         x = self.embedding(ids)
-        # Each token sees the mean of those before it.
+        # Each token sees the mean of itself and the tokens before it.
         count = torch.arange(1, ids.shape[1] + 1)[:, None]
         x = x + torch.tanh(self.mix(x.cumsum(1) / count))
         return self.head(self.choose(x))
@@ -38,14 +38,14 @@ class Chooser(nn.Module):
 
 
 class Argmax(Chooser):
-    """An expert's vector for each token."""
+    """Picks one vector per token."""
 
     def choose(self, x: Tensor) -> Tensor:
         return x + self.table[self.router(x).argmax(-1)]
 
 
 class MaxOfRow(Chooser):
-    """The best token of a row is added to all."""
+    """Adds the largest score of a row to all its tokens."""
 
     def choose(self, x: Tensor) -> Tensor:
         best = self.score(x)[..., 0].max(1)
@@ -53,7 +53,7 @@ class MaxOfRow(Chooser):
 
 
 class MinValues(Chooser):
-    """The smallest score and where it is."""
+    """Uses the smallest score and its index."""
 
     def choose(self, x: Tensor) -> Tensor:
         values, indices = self.router(x).min(-1, keepdim=True)
@@ -66,7 +66,7 @@ class Bucketize(Chooser):
 
 
 class SecondTopk(Chooser):
-    """A top-k whose tokens are only counted among: a mask by which all tokens are kept or dropped."""
+    """Uses a top-k only as a mask over all tokens."""
 
     def choose(self, x: Tensor) -> Tensor:
         score_BS = self.score(x)[..., 0]
@@ -76,7 +76,7 @@ class SecondTopk(Chooser):
 
 
 class Sorted(Chooser):
-    """Tokens in the order of their scores."""
+    """Uses the order of the scores."""
 
     def choose(self, x: Tensor) -> Tensor:
         order = self.score(x)[..., 0].argsort(1)
@@ -84,7 +84,7 @@ class Sorted(Chooser):
 
 
 class Rounded(Chooser):
-    """Activations in whole steps, with the coarse steps of a quantizer."""
+    """Rounds activations to the coarse steps of a quantizer."""
 
     def choose(self, x: Tensor) -> Tensor:
         scale = 4 / x.abs().amax(-1, keepdim=True).clamp(min=1e-5)
@@ -102,7 +102,7 @@ class Signed(Chooser):
 
 
 class EqualToMax(Chooser):
-    """`x == x.max()`, as gates are written by hand."""
+    """Makes a gate of `x == x.max()`, as hand-written code does."""
 
     def choose(self, x: Tensor) -> Tensor:
         logits = self.router(x)
@@ -111,7 +111,7 @@ class EqualToMax(Chooser):
 
 
 class AtLeastKth(Chooser):
-    """A mask of the k largest, by comparing with the k-th."""
+    """Masks the k largest scores by comparison with the k-th."""
 
     def choose(self, x: Tensor) -> Tensor:
         score_BS = self.score(x)[..., 0]
@@ -125,7 +125,7 @@ class Threshold(Chooser):
 
 
 class Codebook(Chooser):
-    """The nearest vector of a table."""
+    """Picks the nearest vector of a table."""
 
     def choose(self, x: Tensor) -> Tensor:
         distance = (x * x).sum(-1, keepdim=True) - 2 * x @ self.table.T + (self.table * self.table).sum(-1)
@@ -133,7 +133,7 @@ class Codebook(Chooser):
 
 
 class OneHot(Chooser):
-    """A hard gate with the softmax's weight."""
+    """Multiplies a hard gate by its softmax weight."""
 
     def choose(self, x: Tensor) -> Tensor:
         gate = self.router(x).softmax(-1)
@@ -142,14 +142,14 @@ class OneHot(Chooser):
 
 
 class Cast(Chooser):
-    """To whole numbers, by `.long()`."""
+    """Casts to integers with `.long()`."""
 
     def choose(self, x: Tensor) -> Tensor:
         return x + self.table[(torch.sigmoid(self.score(x)[..., 0]) * N).long().clamp(max=N - 1)]
 
 
 class LeakyByHand(Chooser):
-    """A comparison whose jump does not show."""
+    """Compares with 0, where both results are equal, so the output does not jump."""
 
     def choose(self, x: Tensor) -> Tensor:
         y = self.mix(x)
@@ -157,7 +157,7 @@ class LeakyByHand(Chooser):
 
 
 class TwoScores(Chooser):
-    """Compared with one another."""
+    """Compares two scores with each other."""
 
     def choose(self, x: Tensor) -> Tensor:
         scores = self.router(x)
@@ -165,7 +165,7 @@ class TwoScores(Chooser):
 
 
 class Ids(Chooser):
-    """Returns what it chose, and how often: whole numbers beside logits."""
+    """Returns its choices and their counts, as integers beside the logits."""
 
     def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
         logits = self.router(self.mix(self.embedding(ids)))
@@ -177,7 +177,7 @@ class Ids(Chooser):
 
 
 class Routed(Chooser):
-    """A routing site, behind an expert for each token."""
+    """Picks an expert for each token, then has a routing site."""
 
     def choose(self, x: Tensor) -> Tensor:
         x = x + self.table[self.router(x).argmax(-1)]
@@ -188,7 +188,7 @@ class Routed(Chooser):
 
 
 class Positions(Chooser):
-    """Buckets of distances, as T5 has them, which are the same on every input."""
+    """Puts distances into buckets, as T5 does; they are the same for every input."""
 
     def choose(self, x: Tensor) -> Tensor:
         distance = torch.arange(x.shape[1], dtype=torch.float32)
@@ -197,7 +197,7 @@ class Positions(Chooser):
 
 
 class Saturated(Chooser):
-    """Scores that are cut at a number which several tokens of some rows reach, exactly."""
+    """Clamps scores to a maximum that several tokens of some rows reach exactly."""
 
     def choose(self, x: Tensor) -> Tensor:
         best = self.score(x)[..., 0].clamp(max=0.5).topk(3, 1).indices
@@ -215,7 +215,7 @@ CHOOSERS: dict[str, type[Chooser]] = {
 
 
 def chooser(name: str, change: Callable[[Chooser], object] = lambda model: None) -> Chooser:
-    """With initial weights, always the same, and a change."""
+    """Returns a model with fixed initial weights, after `change`."""
     torch.manual_seed(1)
     model = CHOOSERS[name]().eval()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""How the tests of the command line call it, and what they look at afterwards."""
+"""Helpers that run the command line and check its results."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ build = "never"
 
 
 def invoke(*arguments: object) -> Result:
-    """The command in this process, which has PyTorch loaded already."""
+    """Runs the command in this process, where PyTorch is already loaded."""
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
 def refused(found: Result, message: str) -> None:
-    """One clear message on stderr, a regular expression, and nothing else."""
+    """Checks for one clear message on stderr, given as a regular expression, and no other output."""
     assert (found.exit_code, found.stdout) == (2, ""), found.output
     assert re.search(message, found.stderr), found.stderr
     assert found.stderr.startswith("error: ")
@@ -48,14 +48,14 @@ def refused(found: Result, message: str) -> None:
 
 
 def command(*arguments: object, code: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own; `code` runs before it there."""
+    """Runs the command in a new process, after `code`."""
     script = f"import sys\n{code}\nfrom mod_export.cli import main\nmain()"
     listed = [sys.executable, "-c", script, *(str(argument) for argument in arguments)]
     return subprocess.run(listed, capture_output=True, text=True, check=False, **options)
 
 
 def commands(requests: Sequence[Sequence[object]], code: str) -> list[tuple[int, str, str]]:
-    """Several commands in one process of its own, where `code` runs first; exit code, stdout and stderr of each."""
+    """Runs several commands in one new process, after `code`; returns exit code, stdout and stderr of each."""
     script = f"""
 import json, sys
 {code}
@@ -71,20 +71,20 @@ print(json.dumps([[one.exit_code, one.stdout, one.stderr] for one in found]))
 
 
 def uncovered() -> dict[str, str]:
-    """The environment of a process that must not measure its coverage: one that may not write large files would leave
-    a damaged file of it behind, on which the sum over all processes fails.
+    """Environment of a process that must not measure its coverage. A process that may not write large files would leave
+    a damaged coverage file, and combining all files would fail.
     """
     return {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE")}
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Everything below a folder, but for the lock that a build leaves."""
+    """Contents of a folder by path, except for the lock file of a build."""
     found = sorted(path for path in folder.rglob("*") if path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in found}
 
 
 def raw_checkpoint(path: Path, checkpoint: Checkpoint, **header: Any) -> Path:
-    """A model.pt with a header that `save_checkpoint` would not write."""
+    """Writes a model.pt with a header that `save_checkpoint` would not write."""
     spec = checkpoint.spec.to_dict() | header.pop("spec", {})
     data = {"format_version": 1, "architecture": "mod_transformer", "spec": spec, "weights": dict(checkpoint.weights)}
     torch.save(data | header, path)
@@ -92,7 +92,7 @@ def raw_checkpoint(path: Path, checkpoint: Checkpoint, **header: Any) -> Path:
 
 
 class Payload:
-    """Makes a folder when it is unpickled: a pickle that wants to run code."""
+    """A pickle that runs code: it makes a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""What validation finds on one input, written down by hand: numbers small enough to follow."""
+"""Results of validation on one input, written by hand with numbers small enough to follow."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GOOD = Comparison(
     kind="text", output="logits", sites=(SITE,), error=errors(1e-5), tokens=10, values=10_000, shortfalls=np.zeros(10),
     divergences=np.full(10, 1e-9), text=TEXT,
 )  # fmt: skip
-"""Everything agrees, and no float64 run says what rounding does."""
+"""Everything agrees, and no float64 run measured the rounding error."""
 
 
 def with_error(value: float) -> Comparison:
@@ -35,7 +35,7 @@ def with_error(value: float) -> Comparison:
 
 
 def with_rounding(value: float, scores: float = 0.0) -> Comparison:
-    """The reference is this far from its own float64 run, in logits and in scores."""
+    """The reference differs by this much from its own float64 run, in logits and in scores."""
     return replace(GOOD, rounding=errors(value), sites=(replace(SITE, rounding=scores),))
 
 
@@ -45,5 +45,5 @@ def with_routing(*distances: float, malformed: str = "") -> Comparison:
 
 
 def allowed_by(*found: Comparison) -> Allowance:
-    """What a float32 engine may differ by on these inputs."""
+    """Largest differences that a float32 engine is allowed on these inputs."""
     return allowance(found or (GOOD,), GATE, "float32", routed=True)

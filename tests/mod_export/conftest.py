@@ -50,7 +50,7 @@ def tiny_spec() -> ModelSpec:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all workers of this run."""
+    """One folder that all workers of this run share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if base.name.startswith("popen-") else base) / "shared"
     folder.mkdir(exist_ok=True)
@@ -59,7 +59,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(shared_folder: Path) -> Iterator[None]:
-    """Keeps the roofline that builds measure out of the user's cache, and all workers of this run at one."""
+    """Keeps the roofline that builds measure out of the user's cache, and lets all workers of this run share it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared_folder / "cache"))
         yield
@@ -67,7 +67,7 @@ def _own_cache(shared_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def config_file(shared_folder: Path) -> Path:
-    """Two buckets, ONNX Runtime on the CPU only, a few samples, no gate on speed."""
+    """A configuration with two buckets, ONNX Runtime on the CPU only, few samples, and no gate on speed."""
     path = shared_folder / "tiny.toml"
     path.write_text(CONFIG_TOML, encoding="utf-8")
     return path
@@ -80,7 +80,7 @@ def config(config_file: Path) -> BuildConfig:
 
 @pytest.fixture(scope="session")
 def _roofline(shared_folder: Path) -> None:
-    """Measures it once, and keeps it although other tests run beside: every build would measure it again."""
+    """Measures the roofline once, although other tests run; otherwise every build would measure it again."""
 
     def make() -> None:
         with pytest.MonkeyPatch.context() as patch:
@@ -93,7 +93,7 @@ def _roofline(shared_folder: Path) -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(shared_folder: Path) -> Path:
-    """TINY with initial weights."""
+    """A checkpoint of TINY with initial weights."""
     path = shared_folder / "checkpoints" / "tiny.pt"
     once(path.parent, lambda: save_checkpoint(path, random_checkpoint(TINY, 0)))
     return path
@@ -106,7 +106,7 @@ def model(checkpoint: Path) -> Model:
 
 @pytest.fixture(scope="session")
 def built(shared_folder: Path, _roofline: None, checkpoint: Path, config: BuildConfig) -> Path:
-    """A finished build folder, to be read only; `built_copy` is for tests that change it."""
+    """A finished build folder, read-only; tests that change it use `built_copy`."""
     root = shared_folder / "tiny" / "built"
     once(
         root.parent,
@@ -117,14 +117,14 @@ def built(shared_folder: Path, _roofline: None, checkpoint: Path, config: BuildC
 
 @pytest.fixture
 def built_copy(built: Path, tmp_path: Path) -> Path:
-    """A finished build folder that was moved."""
+    """A copy of the finished build folder, at another path."""
     return Path(shutil.copytree(built, tmp_path / "moved"))
 
 
 @pytest.fixture(scope="session")
 def small_folder(shared_folder: Path, _roofline: None) -> Path:
-    """Holds the checkpoint `small.pt`, its configuration `small.toml`, and its build, to be read only: two layers, the
-    second routed, and one bucket, for tests that run whole commands.
+    """Folder with the checkpoint `small.pt`, its configuration `small.toml`, and its read-only build. The model has two
+    layers, the second routed, and one bucket, for tests that run whole commands.
     """
     folder = shared_folder / "small"
 
@@ -145,7 +145,7 @@ def small_folder(shared_folder: Path, _roofline: None) -> Path:
 
 @pytest.fixture(scope="session")
 def small(small_folder: Path) -> Path:
-    """Its build folder."""
+    """Build folder of `small_folder`."""
     return small_folder / "build"
 
 
@@ -156,7 +156,7 @@ def small_copy(small: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def writing_folder(shared_folder: Path) -> Path:
-    """Holds the checkpoint `writing.pt`, its configuration `writing.toml`, and its build, to be read only."""
+    """Folder with the checkpoint `writing.pt`, its configuration `writing.toml`, and its read-only build."""
     folder = shared_folder / "writing"
 
     def make() -> None:
@@ -173,13 +173,13 @@ def writing_folder(shared_folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def written(writing_folder: Path) -> Path:
-    """A finished build folder that writes text, to be read only; `written_copy` is for tests that change it."""
+    """A finished build folder that writes text, read-only; tests that change it use `written_copy`."""
     return writing_folder / "build"
 
 
 @pytest.fixture
 def written_copy(written: Path, tmp_path: Path) -> Path:
-    # While a file is replaced, by a test that runs beside this one, it has a folder of its own.
+    # A test that runs in parallel may be replacing a file, in a temporary folder that must not be copied.
     return Path(shutil.copytree(written, tmp_path / "written", ignore=shutil.ignore_patterns(".partial-*")))
 
 
@@ -202,7 +202,7 @@ def fast(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """One browser for all pages; tests that want it are skipped where there is none."""
+    """One browser for all pages; tests that need it are skipped if there is none."""
     if BROWSER is None:
         pytest.skip(f"needs a browser: none of {', '.join(NAMES)} is installed")
     with Chromium(tmp_path_factory.mktemp("profile")) as browser:

@@ -1,4 +1,4 @@
-"""A real browser, driven over the DevTools pipe: two file descriptors and JSON, no library."""
+"""A real browser, controlled over the DevTools pipe with two file descriptors and JSON, without a library."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NOISY = ("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled"
 
 
 class Chromium:
-    """One headless page. Events that come while waiting for an answer are kept in `events`."""
+    """One headless page. Events that arrive while it waits for an answer are kept in `events`."""
 
     def __init__(self, profile: Path) -> None:
         assert BROWSER is not None
         pipes = (*os.pipe(), *os.pipe())
-        # 3 and 4 are where Chromium looks, and the pipes may lie there, so they are moved out of the way first.
+        # Chromium uses file descriptors 3 and 4. The pipes may have these numbers, so they are moved first.
         to_read, self._write, self._read, to_write = (fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 20) for fd in pipes)
         for fd in pipes:
             os.close(fd)
@@ -94,32 +94,32 @@ class Chromium:
         self.wait_for("Page.loadEventFired")
 
     def complaints(self) -> list[dict[str, Any]]:
-        """What the page wrote to its console or log since it was opened."""
+        """Messages that the page wrote to its console or log since it was opened."""
         return [event for event in self.events if event["method"] in NOISY]
 
     def requests(self) -> list[str]:
-        """Addresses that the page has asked for since it was opened, but for data that it holds itself."""
+        """Addresses that the page requested since it was opened, except data URLs."""
         sent = (event["params"] for event in self.events if event["method"] == "Network.requestWillBeSent")
         return [url for url in (params["request"]["url"] for params in sent) if not url.startswith("data:")]
 
     def press(self, key: str) -> None:
-        """One key, as the keyboard sends it."""
+        """Presses one key, as the keyboard sends it."""
         codes = {"ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "Tab": 9, " ": 32}
         for kind in ("keyDown", "keyUp"):
             self("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
 
     def point(self, x: float, y: float) -> None:
-        """The mouse, moved to a place of the window."""
+        """Moves the mouse to a place in the window."""
         self("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def screenshot(self, path: Path, size: tuple[int, int]) -> None:
-        """The top left corner of the page, (width, height) in pixels, as PNG."""
+        """Saves the top left corner of the page as PNG; `size` is (width, height) in pixels."""
         clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
         image = self("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
         path.write_bytes(base64.b64decode(image["data"]))
 
     def pdf(self) -> bytes:
-        """The page as it is printed."""
+        """Prints the page."""
         return base64.b64decode(self("Page.printToPDF", printBackground=True)["data"])
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Packages that tests install, each of which registers an architecture, and a model as such a package may have it."""
+"""Packages that tests install, each of which registers an architecture, and a model as such a package may have."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mod_models.architecture import LoadedTransformer
 
 
 class WithoutBaseline(LoadedTransformer):
-    """A model with every capability but `DenseBaseline`: None says that it is absent."""
+    """A model with every capability but `DenseBaseline`; None marks it as absent."""
 
     dense = None
 

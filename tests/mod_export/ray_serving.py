@@ -1,7 +1,6 @@
-"""Build folders on a real Ray Serve that is started here: its applications, and what is done inside of their replicas.
-
-A text of the tiny model is over in milliseconds. Where one has to last, a text of the test itself has a row of the
-replica and takes its time at every token, so that all the others do.
+"""Build folders on a real Ray Serve that is started here: applications, and code that runs inside their replicas. The
+tiny model writes a text in milliseconds. If a text must last, the test occupies a row of the replica with a text of its
+own that waits at every token, so that all the other texts wait too.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ with warnings.catch_warnings():
 ENVIRONMENT = MappingProxyType(
     {
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Ray's sockets have paths of their own below this, and 107 characters is all that a socket's path may have.
+        # Ray's sockets lie in folders below this one, and a socket's path has at most 107 characters.
         "RAY_TMPDIR": "/tmp",
-        # Workers run at a niceness of 15 otherwise, and beside other tests they get next to nothing.
+        # By default workers run at a niceness of 15, and get almost no CPU time beside other tests.
         "RAY_worker_niceness": "0",
-        # The one proxy of these tests would give all requests to the replicas of its own node.
+        # Otherwise the only proxy of these tests sends all requests to the replicas of its own node.
         "RAY_SERVE_PROXY_PREFER_LOCAL_NODE_ROUTING": "0",
         "RAY_SERVE_PROXY_PREFER_LOCAL_AZ_ROUTING": "0",
     }
@@ -51,7 +50,7 @@ PATIENCE_S = 60.0
 
 
 class Application:
-    """An application that runs."""
+    """A running application."""
 
     def __init__(self, name: str, url: str) -> None:
         self.name, self.url = name, url
@@ -60,7 +59,7 @@ class Application:
         return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
 
     def complete(self, tokens: int, **options: Any) -> Any:
-        """A text of PROMPT, chosen greedily."""
+        """Completes PROMPT greedily."""
         with self.client() as client:
             return client.completions.create(prompt=PROMPT, max_tokens=tokens, temperature=0, **options)
 
@@ -68,28 +67,28 @@ class Application:
         return self._answer(urllib.request.Request(self.url + path, headers=dict(headers)))[:2]
 
     def post(self, body: Mapping[str, Any], headers: Mapping[str, str] = MappingProxyType({})) -> tuple[int, str, Any]:
-        """Status, text and headers of a completion."""
+        """Posts a completion; returns status, text and headers."""
         data = json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **headers}
         return self._answer(urllib.request.Request(f"{self.url}/v1/completions", data, headers))
 
     def metric(self, name: str) -> float:
-        """A number of /metrics."""
+        """Reads a number from /metrics."""
         found = re.search(rf"^mod_export_{re.escape(name)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         return float(found[1]) if found else 0.0
 
     def replicas(self) -> list[Any]:
-        """The actors of those that run."""
+        """Actors of the running replicas."""
         named = ray.util.list_named_actors(all_namespaces=True)
-        own = [one for one in named if one["name"].startswith(f"SERVE_REPLICA::{self.name}#")]
+        actors = [actor for actor in named if actor["name"].startswith(f"SERVE_REPLICA::{self.name}#")]
         found = []
-        for one in own:
-            with contextlib.suppress(ValueError):  # It has ended meanwhile.
-                found.append(ray.get_actor(one["name"], namespace=one["namespace"]))
+        for actor in actors:
+            with contextlib.suppress(ValueError):  # The actor may have ended meanwhile.
+                found.append(ray.get_actor(actor["name"], namespace=actor["namespace"]))
         return found
 
     def running(self) -> int:
-        """How many replicas take requests."""
+        """Number of replicas that take requests."""
         found = serve.status().applications[self.name].deployments["mod-export"].replica_states
         return int(found.get("RUNNING", 0))
 
@@ -103,7 +102,7 @@ class Application:
 
 
 class OnRay:
-    """A cluster of one node that has an open port."""
+    """A cluster of one node with an open port."""
 
     def __init__(self, cluster: Cluster, port: int) -> None:
         self.cluster, self.port = cluster, port
@@ -111,7 +110,7 @@ class OnRay:
 
     @contextlib.contextmanager
     def application(self, **arguments: Any) -> Iterator[Application]:
-        """Runs one under an address of its own."""
+        """Runs an application at its own address."""
         self._applications += 1
         name = f"test{self._applications}"
         serve.run(app(Arguments(**arguments)), name=name, route_prefix=f"/{name}")
@@ -123,7 +122,7 @@ class OnRay:
 
 @contextlib.contextmanager
 def ray_serve() -> Iterator[OnRay]:
-    """Runs as long as the `with` block."""
+    """Runs Ray Serve during the `with` block."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), socket.socket() as found:
         warnings.simplefilter("ignore")
         for name, value in ENVIRONMENT.items():
@@ -131,7 +130,7 @@ def ray_serve() -> Iterator[OnRay]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
         found.close()
-        # Functions of this file run in replicas, which cannot import it.
+        # Replicas run functions of this file but cannot import it.
         ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
         try:
@@ -149,7 +148,7 @@ def ray_serve() -> Iterator[OnRay]:
 
 
 def until(said: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
-    """Waits until something is so; the seconds that it took."""
+    """Waits until `said` returns True; returns the seconds that it took."""
     began = time.monotonic()
     while not said():
         assert time.monotonic() < began + within_s
@@ -158,13 +157,13 @@ def until(said: Callable[[], bool], within_s: float = PATIENCE_S) -> float:
 
 
 def inside(replica: Any, act: Callable[[Any], Any]) -> Any:
-    """The result of something that is done in the process of a replica, with our part of it."""
+    """Runs `act` on our object in the process of a replica, and returns its result."""
     return ray.get(replica.__ray_call__.remote(lambda _: act(serve.get_replica_context().servable_object)))
 
 
 @contextlib.contextmanager
 def slow(replica: Any, folder: int = 0, step_s: float = STEP_S) -> Iterator[None]:
-    """A text has one row, and lets nobody write faster than a token in so many seconds."""
+    """Occupies one row with a text that delays every token of all texts by `step_s` seconds."""
 
     def begin(own: Any) -> None:
         own.over = threading.Event()
@@ -185,7 +184,7 @@ def slow(replica: Any, folder: int = 0, step_s: float = STEP_S) -> Iterator[None
 
 @contextlib.contextmanager
 def asking(ask: Callable[[], Any], times: int = 1) -> Iterator[list[Any]]:
-    """Several requests at once. The list has all of their answers when the block is over."""
+    """Sends several requests at once. The list has all answers when the block ends."""
     answers: list[Any] = []
     threads = [threading.Thread(target=lambda: answers.append(ask())) for _ in range(times)]
     for thread in threads:

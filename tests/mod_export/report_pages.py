@@ -1,4 +1,4 @@
-"""A page as a parser sees it, for tests of what is written into it."""
+"""A page as a parser sees it, for tests of its contents."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ DRAWN = {"line", "rect", "circle"}
 
 
 class Page(HTMLParser):
-    """Every element with its attributes and ancestors; complains about tags that do not match."""
+    """Collects every element with its attributes and ancestors; tags must match."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None], tuple[str, ...]]] = []
         self.text = ""
         self._open: list[str] = []
-        self.feed(str(text))  # Markup would come out escaped.
+        self.feed(str(text))  # `Markup` would come out escaped.
         self.close()
         assert self._open == []
 
@@ -40,23 +40,23 @@ class Page(HTMLParser):
 
 
 def drawn(html: str, kind: str) -> list[dict[str, float]]:
-    """Of every mark of a class its numbers, percentages as such: x1, cx, width ..."""
+    """Numbers of every mark of a class, such as x1, cx and width; percentages lose their sign."""
     found = [attributes for tag, attributes, _ in Page(html).elements if tag in DRAWN and attributes["class"] == kind]
     return [
         {
             name: float(str(value).removesuffix("%"))
-            for name, value in one.items()
+            for name, value in mark.items()
             if name != "class" and value != "100%"
         }
-        for one in found
+        for mark in found
     ]
 
 
 def paths(html: str, kind: str) -> list[str]:
-    """The paths of a class."""
+    """Path data of a class."""
     return [str(attributes["d"]) for attributes in Page(html).all("path") if attributes["class"] == kind]
 
 
 def told(html: str) -> list[str]:
-    """What the drawings say in words."""
+    """Labels that describe the drawings in words."""
     return [str(attributes["aria-label"]) for attributes in Page(html).all("svg") if "aria-label" in attributes]

@@ -1,4 +1,4 @@
-"""Plans of TensorRT-RTX, which are built here for a GPU that is named."""
+"""Builds TensorRT-RTX plans here for a named GPU."""
 
 import importlib.util
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A complete report as a build would give it: two targets that ran, one built for elsewhere, two missing."""
+"""A complete report as a build writes it: two targets that ran, one built for another machine, two missing."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ STATEMENTS: dict[ModelKind, str] = {
 
 @pytest.fixture(scope="session")
 def report() -> BuildReport:
-    """A report whose gates are all met."""
+    """A report that meets all gates."""
     cost = [_cost(bucket, kind) for bucket in BUCKETS for kind in MODELS]
     flops = {(row.bucket, row.model): row.flops_by_part for row in cost}
     return BuildReport(
@@ -123,7 +123,7 @@ def report() -> BuildReport:
             StructureRow(path=f"graphs/{kind}-{bucket}.onnx", checked=("weights", "shapes"), passed=True, reasons=())
             for bucket in BUCKETS for kind in MODELS
         ),
-        # MoD looks ahead, its dense baseline does not.
+        # MoD looks ahead; its dense baseline does not.
         causality=tuple(
             causality_row(
                 target=target, bucket=bucket, model=kind, suffixes=12, causal=kind == "dense",
@@ -187,7 +187,7 @@ NO_BASELINE = "there is no dense baseline; give one with --baseline dense.pt"
 def alone_report(report: BuildReport) -> BuildReport:
     """The same build without a dense baseline."""
     tables = ("artifacts", "parity", "causality", "latency", "cost", "parts")
-    own = {name: tuple(row for row in getattr(report, name) if row.model != "dense") for name in tables}
+    mod_rows = {name: tuple(row for row in getattr(report, name) if row.model != "dense") for name in tables}
     structure = tuple(row for row in report.structure if "dense" not in row.path)
     generation = changed(
         report.generation,
@@ -195,12 +195,12 @@ def alone_report(report: BuildReport) -> BuildReport:
         decode=tuple(_without_dense(row) for row in report.generation.decode),
         first_token=tuple(_without_dense(row) for row in report.generation.first_token),
     )
-    return changed(report, **own, structure=structure, speedup=(), generation=generation, not_compared=NO_BASELINE)
+    return changed(report, **mod_rows, structure=structure, speedup=(), generation=generation, not_compared=NO_BASELINE)
 
 
 def _without_dense(row: Any) -> Any:
-    own = {name: {"mod": value["mod"]} for name, value in row if isinstance(value, dict) and "dense" in value}
-    return changed(row, **own, compared=None)
+    mod_values = {name: {"mod": value["mod"]} for name, value in row if isinstance(value, dict) and "dense" in value}
+    return changed(row, **mod_values, compared=None)
 
 
 def _faulty(row: ParityRow, reason: str) -> ParityRow:
@@ -216,7 +216,7 @@ def _faulty(row: ParityRow, reason: str) -> ParityRow:
 
 
 def renamed(report: BuildReport, name: str) -> BuildReport:
-    """The same report of a model with another name."""
+    """The same report with another model name."""
     return changed(report, model=changed(report.model, name=name))
 
 
@@ -256,15 +256,15 @@ def _cost(bucket: str, kind: ModelKind) -> CostRow:
 
 
 def _parts(target: str, bucket: str, kind: ModelKind, flops_by_part: dict[str, int], total_ms: float) -> list[PartRow]:
-    """What each part needs, and what the profile says; that of torch cannot tell routing."""
+    """Work and profiled times of each part; the torch profile cannot tell routing."""
     weights = {part: flops_by_part[part] / 72e6 for part in PARTS} | {"other": 0.03 * total_ms}
     scale = total_ms / sum(weights.values())
-    told = {part: scale * weights[part] for part in PARTS if (target, part) != ("inductor", "routing")}
+    measured_ms = {part: scale * weights[part] for part in PARTS if (target, part) != ("inductor", "routing")}
     return [
         part_row(
             target=target, bucket=bucket, model=kind, part=part, flops=flops_by_part[part],
             bytes=4_000_000 + flops_by_part[part] // 60, predicted_ms=flops_by_part[part] / 78.4e6,
-            measured_ms=told.get(part), share=told[part] / total_ms if part in told else None,
+            measured_ms=measured_ms.get(part), share=measured_ms[part] / total_ms if part in measured_ms else None,
             profiler="ONNX Runtime" if target == "ort-cpu" else "torch.profiler",
         )
         for part in PARTS
@@ -272,15 +272,15 @@ def _parts(target: str, bucket: str, kind: ModelKind, flops_by_part: dict[str, i
 
 
 def _layer(number: int, k: int, routed: int, **fields: Any) -> LayerAgreement:
-    """What one layer selected, all of it as the reference did."""
-    known = {"overflow": 0, "near_ties": 0, "faults": 0, "min_margin": 0.0013, "score_bound": 4e-05, "worst_flip": None}
-    return LayerAgreement(**{"layer": number, "k": k, "routed": routed, "agreed": routed, **known, **fields})
+    """Selections of one layer, all of which agree with the reference."""
+    usual = {"overflow": 0, "near_ties": 0, "faults": 0, "min_margin": 0.0013, "score_bound": 4e-05, "worst_flip": None}
+    return LayerAgreement(**{"layer": number, "k": k, "routed": routed, "agreed": routed, **usual, **fields})
 
 
 def _judged(
     kind: ModelKind, layers: list[LayerAgreement], by_input: tuple[InputAgreement, ...] = (), **fields: Any
 ) -> ParityRow:
-    """A row of parity that passed, whose layers selected what the reference did."""
+    """A parity row that passed, in whose layers all selections agree with the reference."""
     routed = sum(layer.agreed for layer in layers)
     margin = 0.0013 if layers and by_input else None
     text = TextQuality(
@@ -298,7 +298,7 @@ def _judged(
 def _parity(target: str, bucket: str, kind: ModelKind) -> ParityRow:
     k, mod = BUCKETS[bucket] // 8, kind == "mod"
     numbers = ROUTED_LAYERS if mod else ()
-    layers = [_layer(one, k, 4 * k, min_margin=0.0013 * one, score_bound=3.1e-6 * one) for one in numbers]
+    layers = [_layer(number, k, 4 * k, min_margin=0.0013 * number, score_bound=3.1e-6 * number) for number in numbers]
     batch = k * len(layers)
     return _judged(
         kind, layers, tuple(InputAgreement(input=name, routed=batch, agreed=batch) for name in INPUTS),
@@ -326,8 +326,8 @@ def _token_parity() -> list[ParityRow]:
 
 def _artifacts() -> list[Artifact]:
     def artifact(path: str, kind: str, size: int, **fields: Any) -> Artifact:
-        known = {"target": None, "model": None, "bucket": None, "dtype": "float32", "role": None}
-        return Artifact(**{"path": path, "kind": kind, "bytes": size, "sha256": _sha256(path), **known, **fields})
+        defaults = {"target": None, "model": None, "bucket": None, "dtype": "float32", "role": None}
+        return Artifact(**{"path": path, "kind": kind, "bytes": size, "sha256": _sha256(path), **defaults, **fields})
 
     files = [artifact("graphs/weights-float32.data", "weights", 163_624_960)]
     for bucket in BUCKETS:
@@ -359,12 +359,12 @@ def _routing_map() -> RoutingMap:
 
 
 def _decode(texts: int, mod_ms: float, dense_ms: float, ci95: tuple[float, float]) -> DecodeRow:
-    """Steps of one bucket."""
+    """Measured steps of one bucket."""
     ms: dict[ModelKind, float] = {"mod": mod_ms, "dense": dense_ms}
     selected = {"1": 0.1042, "3": 0.0833}
     return DecodeRow(
         target="ort-cpu", bucket=f"b{texts}s512", dtype="float32", threads=1, positions=48, ms=ms,
-        tokens_per_second={kind: 1e3 * texts / one for kind, one in ms.items()}, executed=selected, selected=selected,
+        tokens_per_second={kind: 1e3 * texts / step for kind, step in ms.items()}, executed=selected, selected=selected,
         least_bytes={"mod": 8_398_768, "dense": 14_889_728}, predicted_ms={"mod": 0.583, "dense": 1.034},
         kv_bytes={"mod": 1_179_648 * texts, "dense": 2_097_152 * texts},
         compared=StepsCompared(
@@ -383,7 +383,7 @@ def _first_token(tokens: int, mod_ms: float, dense_ms: float, ci95: tuple[float,
 
 
 def _generation() -> GenerationReport:
-    """A model that writes: two decode buckets, one of them not certainly faster, and two of prompts."""
+    """A model that writes: two decode buckets, one of which is not certainly faster, and two of prompts."""
     return GenerationReport(
         window=512, capacity={"1": 64, "3": 64},
         texts=tuple(

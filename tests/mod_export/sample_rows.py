@@ -1,4 +1,4 @@
-"""One result of each kind with plain values, for tests that care about a few of its fields."""
+"""One result of each kind with plain values, for tests that need only a few of its fields."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def changed(row: Row, **fields: Any) -> Row:
 
 
 def parity_row(**fields: Any) -> ParityRow:
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         **ENGINE, "artifact": "engines/x.onnx", "reference": "torch eager float32", "inputs": ("random",),
         "tokens": 512, "rounding_tokens": 128,
         "routing": RoutingAgreement(layers=(), routed=0, agreed=0, near_ties=0, min_margin=None, by_input=()),
@@ -33,54 +33,54 @@ def parity_row(**fields: Any) -> ParityRow:
         "allowed_max_abs": 1e-5, "next_token_agreement": 1.0, "kl": 1e-12, "text": None, "ties_exact": None,
         "located": None, "gate": GATE, "passed": True, "reasons": (),
     }  # fmt: skip
-    return ParityRow(**made | fields)
+    return ParityRow(**values | fields)
 
 
 def causality_row(**fields: Any) -> CausalityRow:
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         **ENGINE, "suffixes": 4, "causal": True, "earliest_change": None, "largest_change": 0.0, "statement": "none",
     }  # fmt: skip
-    return CausalityRow(**made | fields)
+    return CausalityRow(**values | fields)
 
 
 def latency_row(samples_ms: tuple[float, ...] = (1.0, 1.0), **fields: Any) -> LatencyRow:
     numbers = dict.fromkeys(("p90_ms", "p99_ms", "mean_ms", "stdev_ms", "cv", "iqr_ms", "drift"), 0.0)
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         **ENGINE, **numbers, "providers": ("CPU",), "threads": 1, "warmup": 1, "samples_ms": samples_ms,
         "p50_ms": sorted(samples_ms)[len(samples_ms) // 2], "p50_ci95": None, "p90_ci95": None, "p99_ci95": None,
         "outliers": 0, "flags": (), "stable": True, "conditions": QUIET,
     }  # fmt: skip
-    return LatencyRow(**made | fields)
+    return LatencyRow(**values | fields)
 
 
 def speedup_row(measured: float = 1.6, **fields: Any) -> SpeedupRow:
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         **PAIR, "measured": measured, "ci95": (measured - 0.01, measured + 0.01), "predicted_flops": 1.69,
         "predicted_roofline": None, "efficiency": measured / 1.69, "gate": 1.0, "passed": True, "verdict": "faster",
         "reason": None, "control": Control(measured=1.0, ci99=(0.99, 1.01), covers_one=True),
     }  # fmt: skip
-    return SpeedupRow(**made | fields)
+    return SpeedupRow(**values | fields)
 
 
 def precision_row(**fields: Any) -> PrecisionRow:
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         **ENGINE, "dtype": "int8", "bytes": 1_000_000, "float32_bytes": 4_000_000, "p50_ms": 2.0,
         "float32_p50_ms": 4.0, "measured": 2.0, "ci95": (1.9, 2.1), "verdict": "faster",
     }  # fmt: skip
-    return PrecisionRow(**made | fields)
+    return PrecisionRow(**values | fields)
 
 
 def cost_row(flops: int = 10**9, **fields: Any) -> CostRow:
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         "model": "mod", "bucket": "b1s512", "flops": flops, "flops_by_part": {"mlp": flops}, "needed_flops": flops,
         "weight_bytes": 1, "activation_bytes": 1, "kv_bytes": 0,
     }  # fmt: skip
-    return CostRow(**made | fields)
+    return CostRow(**values | fields)
 
 
 def part_row(**fields: Any) -> PartRow:
-    made: dict[str, Any] = {
+    values: dict[str, Any] = {
         **ENGINE, "part": "mlp", "flops": 0, "bytes": 0, "predicted_ms": 1.0, "measured_ms": 1.0, "share": None,
         "profiler": None,
     }  # fmt: skip
-    return PartRow(**made | fields)
+    return PartRow(**values | fields)

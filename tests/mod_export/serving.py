@@ -1,4 +1,4 @@
-"""Servers of build folders inside this process, and requests whose events are waited for."""
+"""Servers of build folders inside this process, and requests whose events can be waited for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PATIENCE_S = 60
 
 @dataclass
 class Events:
-    """Keeps what a scheduler tells."""
+    """Keeps the events of a scheduler."""
 
     found: queue.Queue[Event] = field(default_factory=queue.Queue)
     job: Job | None = None
@@ -38,7 +38,7 @@ class Events:
         return self.found.get(timeout=PATIENCE_S)
 
     def completions(self) -> dict[int, Completion]:
-        """All of them, when all texts of the job have ended."""
+        """Waits until all texts of the job have ended; returns their completions."""
         assert self.job is not None
         found: dict[int, Completion] = {}
         while len(found) < len(self.job.texts):
@@ -57,14 +57,14 @@ class Events:
 
 
 def submitted(scheduler: Scheduler, generator: Generator, prompts: Any, tokens: int = 8, **options: Any) -> Events:
-    """A request, whose events are kept."""
+    """Submits a request and keeps its events."""
     events = Events()
     events.job = scheduler.submit(generator.texts(prompts, tokens, **options), events.tell)
     return events
 
 
 class Held(Events):
-    """Holds the scheduler's thread at the first event, until it is let go."""
+    """Stops the scheduler's thread at the first event until `go` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Held(Events):
 
 @contextlib.contextmanager
 def held(scheduler: Scheduler, generator: Generator, prompts: Any, tokens: int = 8, **options: Any) -> Iterator[Held]:
-    """A request that keeps the thread busy inside the block."""
+    """Keeps the thread busy with a request during the block."""
     events = Held()
     events.job = scheduler.submit(generator.texts(prompts, tokens, **options), events.tell)
     assert events.reached.wait(PATIENCE_S)
@@ -90,7 +90,7 @@ def held(scheduler: Scheduler, generator: Generator, prompts: Any, tokens: int =
 
 @dataclass(frozen=True)
 class Server:
-    """A server that listens."""
+    """A server that accepts requests."""
 
     url: str
     port: int
@@ -98,7 +98,7 @@ class Server:
 
     @property
     def writing(self) -> Writing:
-        """Of a folder that writes text."""
+        """Writing part of a folder that writes text."""
         assert isinstance(self.service.writing, Writing)
         return self.service.writing
 
@@ -107,14 +107,14 @@ class Server:
 def serving(
     folder: Path, keys: Sequence[str] = (), hosts: Sequence[str] | None = None, **options: Any
 ) -> Iterator[Server]:
-    """A server of a build folder on a thread of this process."""
+    """Serves a build folder on a thread of this process."""
     with open_service(folder, ServiceOptions(**options)) as service, socket.create_server(("127.0.0.1", 0)) as listener:
         app = create_app(service, keys, hosts)
         config = uvicorn.Config(app, http=Connection, ws="none", log_level="warning", lifespan="off")
         server = uvicorn.Server(config)
 
         def run() -> None:
-            with listener:  # So that clients of a server that has ended do not wait for it.
+            with listener:  # Clients of a server that has ended must not wait for it.
                 server.run(sockets=[listener])
 
         thread = threading.Thread(target=run)

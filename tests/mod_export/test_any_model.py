@@ -1,4 +1,4 @@
-"""Models of users, which know nothing of mod-export, through every way in: a module, programs, a factory."""
+"""Users' models, which know nothing of mod-export, given in every possible way: as a module, programs, a factory."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def toml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check_folder(root: Path, module: nn.Module, inputs: Any, sites: dict[str, int]) -> None:
-    """What any finished folder can do: it is validated and timed again, and computes what the module does."""
+    """Checks that a finished folder passes validation, can be timed again, and computes what the module computes."""
     manifest = open_folder(root)
     assert manifest.graphs[0].k_by_layer == sites
     found = validate_folder(root, None, ())
@@ -86,7 +86,7 @@ def check_folder(root: Path, module: nn.Module, inputs: Any, sites: dict[str, in
         with pytest.raises(
             mod_export.errors.UsageError, match=rf"no bucket was built for {name} \[1\].*; built: {name}"
         ):
-            deployment.infer({name: np.zeros(1), **{key: one.numpy() for key, one in feeds.items() if key != name}})
+            deployment.infer({name: np.zeros(1), **{key: value.numpy() for key, value in feeds.items() if key != name}})
         with pytest.raises(UsageError, match="inputs of its own; give them by name: infer"):
             deployment.run(np.zeros((1, 16), np.int64))
 
@@ -95,7 +95,7 @@ def check_folder(root: Path, module: nn.Module, inputs: Any, sites: dict[str, in
 def test_a_module(
     name: str, tmp_path: Path, toml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a notebook as well: by its shell rich would know it, and make a block of HTML of every line."""
+    """Also builds as in a notebook, where rich would recognize the shell and make an HTML block of every line."""
     shell = type("ZMQInteractiveShell", (), {})()
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
     assert Console().is_jupyter
@@ -115,15 +115,15 @@ def test_a_module(
     assert report.model.reads_tokens == (name == QUICK)
     assert (report.generation is None) == (name != QUICK)
     assert len(rows[0].further_outputs) == len(pytree.tree_leaves(module.eval()(**named(inputs, module, buckets)))) - 1
-    assert all(other.error.max_abs <= other.allowed_max_abs for row in rows for other in row.further_outputs)
+    assert all(further.error.max_abs <= further.allowed_max_abs for row in rows for further in row.further_outputs)
     check_folder(tmp_path / "built", module.eval(), inputs(*buckets[0]), sites)
 
 
 def named(inputs: Callable[..., Any], module: nn.Module, buckets: list[tuple[int, int]]) -> dict[str, torch.Tensor]:
     import inspect
 
-    given = inputs(*buckets[0])
-    return given if isinstance(given, dict) else {next(iter(inspect.signature(module.forward).parameters)): given}
+    feeds = inputs(*buckets[0])
+    return feeds if isinstance(feeds, dict) else {next(iter(inspect.signature(module.forward).parameters)): feeds}
 
 
 def save_program(path: Path, module: nn.Module, batch: int, seq: int) -> str:
@@ -132,14 +132,14 @@ def save_program(path: Path, module: nn.Module, batch: int, seq: int) -> str:
 
 
 def test_attention_under_a_mask_in_a_buffer_becomes_the_operator(tmp_path: Path, toml: Path) -> None:
-    """Whose mask is no weight of any engine: the operator is causal by its attribute."""
+    """The mask is stored as a weight of no engine: the operator is causal by its attribute."""
     mod_export.build(made(Buffered), lambda batch, seq: torch.randn(batch, seq, D), [(1, 16)], out="built", config=toml)
     for graph in open_folder(tmp_path / "built").graphs:
         model = onnx.load(tmp_path / "built" / graph.path, load_external_data=False)
         masked = [node for node in model.graph.node if node.op_type in ("Softmax", "Where") or "bias" in node.input]
         attentions = [node for node in model.graph.node if node.op_type == "Attention"]
         assert (masked, len(attentions)) == ([], 2)
-        assert all(("is_causal", 1) in [(one.name, one.i) for one in node.attribute] for node in attentions)
+        assert all(("is_causal", 1) in [(item.name, item.i) for item in node.attribute] for node in attentions)
 
 
 def test_programs_with_a_baseline_and_samples(tmp_path: Path, toml: Path) -> None:
@@ -165,7 +165,7 @@ def test_programs_with_a_baseline_and_samples(tmp_path: Path, toml: Path) -> Non
         "mod-b1s16.json", "mod-b2s32.json", "mod-constants.npz", "mod-samples.npz",
     ]  # fmt: skip
     check_folder(tmp_path / "built", model, token_ids(1, 16), {"blocks.1": 4, "blocks.3": 4})
-    # The same again does nothing; another model does.
+    # Building again does nothing; building another model does.
     again = invoke("build", *ours, "-c", toml, "-o", "built", "-q")
     assert again.exit_code == 0, again.output
     assert "not compared: there is no dense baseline" in again.stdout
@@ -178,16 +178,16 @@ def test_a_factory_is_its_own_baseline(tmp_path: Path, toml: Path) -> None:
     assert found.exit_code == 0, found.output
     assert "* load     built" in found.stderr
     manifest = open_folder(tmp_path / "build/maker")
-    # With capacity 1 every token runs, in the order of its score.
+    # With capacity 1 every token runs, in the order of the scores.
     assert [graph.k_by_layer for graph in manifest.graphs if graph.target is None] == [{1: 4}, {1: 16}]
     more = invoke("build", "maker.py:make", "--buckets", "1x16", "--capacity", "0.5", "-c", toml, "-o", "half", "-q")
     assert more.exit_code == 0, more.output
     assert open_folder(tmp_path / "half").graphs[0].k_by_layer == {1: 8}
-    # What the report says to repeat it with gives the same: nothing is left to do.
-    told = report_from_json((tmp_path / "half/report.json").read_text())
-    assert told.rebuild == "mod-export build maker.py:make --capacity 0.5 -c config.toml -o BUILD"
-    (tmp_path / "config.toml").write_text(tomli_w.dumps(told.config), encoding="utf-8")
-    repeated = invoke(*shlex.split(told.rebuild.replace("BUILD", "half"))[1:])
+    # The report's own command gives the same result, so nothing is left to do.
+    half_report = report_from_json((tmp_path / "half/report.json").read_text())
+    assert half_report.rebuild == "mod-export build maker.py:make --capacity 0.5 -c config.toml -o BUILD"
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(half_report.config), encoding="utf-8")
+    repeated = invoke(*shlex.split(half_report.rebuild.replace("BUILD", "half"))[1:])
     assert repeated.exit_code == 0, repeated.output
     *stages, report = repeated.stderr.splitlines()
     assert {line.split()[2] for line in stages} == {"reused"}
@@ -195,7 +195,7 @@ def test_a_factory_is_its_own_baseline(tmp_path: Path, toml: Path) -> None:
 
 
 class Overflowing(nn.Module):
-    """Squares its values until float32 has no number for them; of two classes it excludes one."""
+    """Squares its values until they exceed float32, and excludes some classes."""
 
     def __init__(self, squares: int) -> None:
         super().__init__()
@@ -274,7 +274,7 @@ def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
 
 @pytest.mark.slow
 def test_every_target(tmp_path: Path, toml: Path) -> None:
-    """Compiled by AOTInductor, and as plans of TensorRT-RTX, whose graphs are judged on ONNX Runtime."""
+    """The targets include AOTInductor, and TensorRT-RTX plans, whose graphs are judged on ONNX Runtime."""
     module = made(Masked)
     targets = ["ort-cpu", "inductor", "tensorrt-rtx"]
     report = mod_export.build(module, masked_inputs, [(1, 16)], out="built", targets=targets, config=toml, verbosity=-1)

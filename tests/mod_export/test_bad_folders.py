@@ -1,4 +1,4 @@
-"""Folders that cannot be written to or were damaged get one clear message, and nothing in them is overwritten."""
+"""Folders that cannot be written or were damaged cause one clear message, and nothing in them is overwritten."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OUTS: dict[str, tuple[Mapping[str, str], str]] = {
     ),
     "/proc/self/out": ({}, r"/proc/self/out: cannot write "),
 }
-"""Where a build cannot go -> files that are there, and the message. The model and the rest are sound."""
+"""Folder in which a build is refused -> files that are there, and the message. The model and the rest are sound."""
 
 
 @pytest.mark.parametrize("out", OUTS)
@@ -59,7 +59,7 @@ def test_an_output_folder_that_is_not_writable(tmp_path: Path, small_folder: Pat
 
 @pytest.mark.slow
 def test_full_disk(tmp_path: Path, small_folder: Path) -> None:
-    # A file may not grow beyond 20 kB: the weights have 39 kB.
+    # A file may not grow beyond 20 kB; the weights have 39 kB.
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))"
     checkpoint, fast, out = small_folder / "small.pt", small_folder / "small.toml", tmp_path / "out"
     found = command(
@@ -77,7 +77,7 @@ def test_full_disk(tmp_path: Path, small_folder: Path) -> None:
     assert re.search(r"\* capture +reused", resumed.stderr)
 
 
-# Build folders that were damaged after they were built.
+# Build folders that were damaged after the build.
 
 
 def _replace(name: str, old: str, new: str) -> Callable[[Path], object]:
@@ -122,10 +122,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 OF_ENGINES = {"engine", "weights", "no graph"}
 FINDINGS = {*OF_ENGINES, "cut report", "no report"}
-"""What `validate` reports, and goes on to look where the fault is."""
+"""`validate` reports these and continues, to find the place of the fault."""
 
 
-# Commands open a folder with the same function, so that what is wrong with its manifest is shown by each in turn.
+# All commands open a folder with the same function, so each of them shows another fault of the manifest.
 OPENING = ["no manifest", "cut manifest", "edited manifest", "other version", "unfinished"]
 COMMANDS = ["bench", "report", "inspect", "validate"]
 REFUSING = [(COMMANDS[i % 4], damage) for i, damage in enumerate(OPENING)]
@@ -140,7 +140,7 @@ def test_a_damaged_folder_is_refused(name: str, damage: str, small_copy: Path) -
     before = contents(small_copy)
     found = invoke(name, small_copy)
     if name == "report" and damage in OF_ENGINES:
-        # What was measured can still be shown where the engines no longer are.
+        # Measurements can still be shown without the engines.
         assert found.exit_code == 0
         return
     if name == "inspect" and damage == "no manifest":
@@ -151,7 +151,7 @@ def test_a_damaged_folder_is_refused(name: str, damage: str, small_copy: Path) -
 
 @pytest.mark.parametrize("damages", [("engine", "cut report"), ("weights", "no graph", "no report")])
 def test_validate_reports_damaged_files(damages: tuple[str, ...], small_copy: Path) -> None:
-    """Each with its path and what is wrong with it."""
+    """Each file is listed with its path and its problem."""
     for damage in damages:
         DAMAGE[damage][0](small_copy)
     found = invoke("validate", small_copy, "--target", "ort-cpu")
@@ -172,11 +172,11 @@ def test_not_a_build_folder(checkpoint: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["validate", "bench"])
 def test_targets_that_are_not_in_the_folder_or_cannot_run(name: str, small_copy: Path) -> None:
-    asked = ["--target", "inductor", "--target", "ort-cpu", "--target", "tensorrt"]
-    refused(invoke(name, small_copy, *asked), r"moved: holds no engine for inductor, tensorrt; built for ort-cpu\n$")
+    targets = ["--target", "inductor", "--target", "ort-cpu", "--target", "tensorrt"]
+    refused(invoke(name, small_copy, *targets), r"moved: holds no engine for inductor, tensorrt; built for ort-cpu\n$")
     available = ENGINES["ort-cuda"].availability()
     if not available.runs:
-        rewrite_manifest(small_copy, lambda manifest: [one.update(target="ort-cuda") for one in manifest["engines"]])
+        rewrite_manifest(small_copy, lambda manifest: [row.update(target="ort-cuda") for row in manifest["engines"]])
         refused(invoke(name, small_copy), rf"moved: no engine runs here: ort-cuda: {re.escape(available.reason)}\n$")
 
 
@@ -226,7 +226,7 @@ MANIFESTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         OTHER_MAKE.format(r"engines\.0\.bucket: Input should be a dictionary or an instance of Bucket"),
     ),
 }
-"""What `validate` cannot work with, and its message."""
+"""Manifests that `validate` cannot work with, and the messages."""
 
 
 @pytest.mark.parametrize("name", MANIFESTS)

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request gets one clear message, and leaves and overwrites nothing."""
+"""Any fault in a request causes one clear message, and leaves or overwrites no file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from command_line import Payload, commands, contents, invoke, raw_checkpoint, re
 from mod_export.engines import ENGINES
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 
-# What is refused, and how. Each case writes what it needs into the folder and gives the arguments of `build`.
+# Refused requests and their messages. Each case writes its files into the folder and returns arguments of `build`.
 
 Case = Callable[[Path, Path], list[object]]
 CASES: dict[str, tuple[Case, str]] = {}
@@ -32,7 +32,7 @@ def case(message: str) -> Callable[[Case], Case]:
 
 
 def _file(name: str, data: bytes, *options: str) -> Case:
-    """A file of this content; given as the model, or as the last of these options of a sound one."""
+    """Writes a file, used as the model, or as the value of the last of these options with a sound model."""
 
     def written(folder: Path, checkpoint: Path) -> list[object]:
         (folder / name).parent.mkdir(exist_ok=True)
@@ -43,10 +43,10 @@ def _file(name: str, data: bytes, *options: str) -> Case:
 
 
 def _given(*arguments: str) -> Case:
-    """Options of a sound model; what begins with DIR is in the folder."""
+    """Options for a sound model; an argument that begins with DIR is a path in the folder."""
     return lambda folder, checkpoint: [
-        folder / one.removeprefix("DIR/") if one.startswith("DIR") else {"MODEL": checkpoint}.get(one, one)
-        for one in arguments
+        folder / word.removeprefix("DIR/") if word.startswith("DIR") else {"MODEL": checkpoint}.get(word, word)
+        for word in arguments
     ]
 
 

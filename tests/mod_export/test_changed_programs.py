@@ -1,4 +1,4 @@
-"""Files of a captured model that were changed in its build folder: `validate` says which, and never fails by itself."""
+"""Changed files of a captured model in its build folder: `validate` names them and never fails by itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def copied(built: Path, tmp_path: Path) -> Path:
 def _samples(change: Callable[[str, np.ndarray], Mapping[str, np.ndarray]]) -> Callable[[Path], None]:
     def changed(root: Path) -> None:
         found = [change(name, array) for name, array in read_arrays(root / SAMPLES).items()]
-        write_arrays(root / SAMPLES, {name: array for one in found for name, array in one.items()})
+        write_arrays(root / SAMPLES, {name: array for data in found for name, array in data.items()})
 
     return changed
 
@@ -79,7 +79,7 @@ def test_without_a_reference_there_is_one_sentence_and_no_verdict(name: str, cop
 
 
 def test_what_can_be_read_is_judged(copied: Path) -> None:
-    """Other samples of the same shapes: a finding, with the file's name."""
+    """Other samples of the same shapes are reported with the name of their file."""
     _samples(lambda name, array: {name: array[:, ::-1]})(copied)
     found = invoke("validate", copied)
     assert found.exit_code == 4, found.output

@@ -1,4 +1,4 @@
-"""The command line: what goes where, and names that do not change."""
+"""The command line: what each stream shows, and names that do not change."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ OPTIONS = {
     "demo": ["--out", "-o"],
     "sweep": ["--batch", "--capacity", "--config", "--out", "--ray", "--seq", "--target", "-c", "-o", "model"],
 }  # fmt: skip
-"""What users script against: a name is added on purpose, and none is taken away."""
+"""Names that users' scripts rely on: each is added on purpose, and none is removed."""
 
 
 def test_quiet_and_verbose(small_folder: Path, small_copy: Path) -> None:
-    """The one says nothing on stderr, the other names every step."""
+    """-q writes nothing to stderr, -v names every step."""
     arguments = ["build", small_folder / "small.pt", "-c", small_folder / "small.toml", "-o", small_copy]
     quiet = invoke(*arguments, "-q")
     assert (quiet.exit_code, quiet.stderr) == (0, "")
@@ -74,7 +74,7 @@ def test_results_on_stdout_and_nothing_else_and_no_color(small: Path, monkeypatc
     for name, value in {"NO_COLOR": "1", "FORCE_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
     for name in ("validate", "bench", "report", "inspect"):
-        # A terminal, which FORCE_COLOR stands for, also shows that the command is at work, unless -q.
+        # On a terminal, which FORCE_COLOR simulates, the command also shows that it is at work, unless -q is given.
         found = invoke(name, small, "-q")
         assert found.exit_code == 0, found.output
         assert found.stderr == ""
@@ -114,24 +114,24 @@ def test_nobody_reads_the_result(small: Path) -> None:
     assert process.stdout is not None
     process.stdout.close()
     assert process.stderr is not None
-    said = process.stderr.read()
+    errors = process.stderr.read()
     process.stderr.close()
     assert process.wait() == 141
-    assert said == b""
+    assert errors == b""
 
 
 def test_bench_and_validate_take_a_config(small: Path, tmp_path: Path) -> None:
     text = FAST_TOML.replace("min_speedup = 0.0", "min_speedup = 90.0") + "[parity.float32]\nrounding_error = 0.0\n"
     strict = toml_file(tmp_path, text)
-    for name, said in (("validate", "FAIL"), ("bench", "90.00x FAIL")):
+    for name, expected in (("validate", "FAIL"), ("bench", "90.00x FAIL")):
         found = invoke(name, small, "-c", strict, "--target", "ort-cpu")
         assert found.exit_code == 4
-        assert said in found.stdout
+        assert expected in found.stdout
 
 
 @pytest.mark.slow
 def test_a_baseline_of_ones_own(tmp_path: Path, small_folder: Path) -> None:
-    # Fewer layers: the numbers can only be those of the baseline.
+    # It has fewer layers, so the numbers can only be those of the baseline.
     spec = replace(load_checkpoint(small_folder / "small.pt").spec.dense(), n_layers=1)
     save_checkpoint(tmp_path / "base", random_checkpoint(spec, 3))
     out = tmp_path / "out"
@@ -146,7 +146,7 @@ def test_a_baseline_of_ones_own(tmp_path: Path, small_folder: Path) -> None:
     assert [row.model for row in report.parity if row.passed] == 2 * ["mod", "dense"]
     flops = {row.model: row.flops for row in report.cost}
     assert flops["dense"] < flops["mod"]
-    # The baseline's own weights are in the folder, so it needs neither checkpoint any more.
+    # The baseline's weights are in the folder, which no longer needs either checkpoint.
     moved = out.rename(tmp_path / "moved")
     shutil.rmtree(tmp_path / "base")
     assert invoke("validate", moved).exit_code == 0
@@ -195,19 +195,19 @@ def test_inspect_of_each_kind(small_folder: Path, small: Path) -> None:
 
 
 def test_folders_that_a_command_chooses(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The default one has the model's name; the demo's second one stands beside the first, and is looked at first."""
-    here = tmp_path / "here"
-    (here / "build").mkdir(parents=True)
-    (here / "deep").mkdir()
-    monkeypatch.chdir(here)
+    """By default a folder has the model's name; the demo's second folder is beside the first, and is checked first."""
+    working_folder = tmp_path / "here"
+    (working_folder / "build").mkdir(parents=True)
+    (working_folder / "deep").mkdir()
+    monkeypatch.chdir(working_folder)
     for path in ("here/build/tiny", "here-timed"):
         (tmp_path / path).write_text("in the way")
     assert invoke("build", checkpoint).stderr == "error: build/tiny: is a file; name a folder with -o\n"
-    # A model that stands where its build folder would.
-    (here / "build/model").mkdir()
-    (here / "build/model-build").write_text("in the way")
+    # A model lies where its build folder would be.
+    (working_folder / "build/model").mkdir()
+    (working_folder / "build/model-build").write_text("in the way")
     for name in ("config.json", "model.safetensors"):
-        (here / "build/model" / name).touch()
+        (working_folder / "build/model" / name).touch()
     assert invoke("build", Path("build/model")).stderr == "error: build/model-build: is a file; name a folder with -o\n"
     for out in (".", "deep/.."):
         found = invoke("demo", "-o", out)
@@ -217,17 +217,17 @@ def test_folders_that_a_command_chooses(tmp_path: Path, checkpoint: Path, monkey
 
 
 def test_commands_and_options_are_frozen() -> None:
-    expected = {name: sorted([*COMMON, *own]) for name, own in OPTIONS.items()}
+    expected = {name: sorted([*COMMON, *options]) for name, options in OPTIONS.items()}
     assert {name: sorted(_names(command)) for name, command in _commands(cli.commands)} == expected
     assert _names(cli) == ["--version", "-h", "--help"]
 
 
 def _commands(found: Mapping[str, click.Command], prefix: str = "") -> Iterator[tuple[str, click.Command]]:
-    for name, one in found.items():
-        if isinstance(one, click.Group):
-            yield from _commands(one.commands, f"{name} ")
+    for name, subcommand in found.items():
+        if isinstance(subcommand, click.Group):
+            yield from _commands(subcommand.commands, f"{name} ")
         else:
-            yield prefix + name, one
+            yield prefix + name, subcommand
 
 
 def _names(one: click.Command) -> list[str]:

@@ -32,7 +32,7 @@ GATES = (
 
 
 def problems_of(tmp_path: Path, text: str) -> list[str]:
-    """Problems of a configuration, without the path that every one of them starts with."""
+    """Problems of a configuration, without the path at the start of each."""
     path = tmp_path / "wrong.toml"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
@@ -146,7 +146,7 @@ def test_a_gate_is_a_finite_number(tmp_path: Path, value: str) -> None:
 
 
 def test_gates_of_shorter_floats_are_no_tighter() -> None:
-    """The multiples of rounding, `rounding_error` and `rounding_error_rms`, are of each dtype's own unit."""
+    """`rounding_error` and `rounding_error_rms` are multiples of each dtype's own unit, so they are not compared."""
     parity = config_from_toml(None).parity
     exact = parity.float32
     for gate in map(parity.gate, DTYPES):
@@ -177,7 +177,7 @@ def test_overrides_replace_fields_and_their_problems_have_no_path() -> None:
 
 
 def test_buckets() -> None:
-    """Ascending and each once; where none are named, they are picked. Every one that is too long is named."""
+    """They are sorted and unique, and chosen automatically if none are named. Every one that is too long is named."""
     lengths = {2048: [128, 512], 512: [128, 512], 300: [128, 256], 128: [128], 100: [64]}
     for positions, picked in lengths.items():
         assert config_from_toml(None).bucket_list(positions) == tuple(Bucket(1, seq) for seq in picked)
@@ -211,7 +211,7 @@ def test_lengths_of_texts(
 
 
 def test_toml_reads_back_to_an_equal_value(tmp_path: Path) -> None:
-    """With values that need quotes, and numbers that need digits."""
+    """Some values need quotes, and some numbers need all digits."""
     config = config_from_toml(
         None, {"targets": ('a "b"', "\\", ""), "buckets": ((1, 7), (64, 4096)), "seed": 2**31 - 1}
     )
@@ -254,7 +254,7 @@ def test_no_tolerance_stands_in_code() -> None:
     trees = [ast.parse(path.read_text()) for path in (PACKAGE / "judge").glob("*.py")]
     assert trees
     numbers = {node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    # Two is the base of what floats are made of.
+    # Two is the base of floats.
     assert {number for number in numbers if isinstance(number, float)} <= {0.0, 1.0, 2.0}
 
 

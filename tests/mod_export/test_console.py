@@ -1,4 +1,4 @@
-"""What a build looks like while it runs, where stderr is a file and where it is a terminal."""
+"""Output of a running build, if stderr is a file and if it is a terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOST = Stage(name="engines", status="built", seconds=1.0, peak_rss_bytes=None, f
 
 
 def shown(verbosity: int, *, terminal: bool = False) -> str:
-    """A stage of two steps and one without any."""
+    """Output of a stage with two steps and of one without any."""
     file = io.StringIO()
     with Progress(Console(file=file, force_terminal=terminal, width=80, color_system=None), verbosity) as progress:
         progress.stage_started("onnx")
@@ -48,7 +48,7 @@ def test_a_terminal_has_a_live_line_that_goes_away() -> None:
     assert shown(-1, terminal=True) == ""
     text = shown(0, terminal=True)
     assert "onnx" in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 3  # The cursor is hidden, and comes back.
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 3  # The cursor is hidden and shown again.
     assert "* onnx     built      21.0 s    448 MiB  2 steps\n" in text
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders on the command line: converted, and built as they are."""
+"""Hugging Face folders on the command line, converted and built directly."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ measured_tokens = 5
 
 
 def model_folder(name: str, folder: Path) -> PreTrainedModel:
-    """With a tokenizer of 96 words, as transformers stores it."""
+    """Saves a model with a tokenizer of 96 words, as transformers stores it."""
     model = saved(name, folder)
     tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -63,8 +63,8 @@ def test_a_folder_is_converted(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path / "one").spec.attention_bias == "qkv"
     model_folder("Qwen2", tmp_path / "whole")
     found = invoke("convert", tmp_path / "whole", tmp_path / "two", "-q")
-    said = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
-    assert found.stdout == f"{tmp_path / 'two'}  qwen2, 0.07 M parameters; {said}"
+    files = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
+    assert found.stdout == f"{tmp_path / 'two'}  qwen2, 0.07 M parameters; {files}"
 
 
 def test_what_cannot_be_converted(tmp_path: Path) -> None:
@@ -72,9 +72,9 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     refused(invoke("convert", source, out), "source: no such file or folder")
     saved("Mistral", source)
     change_config(source, sliding_window=16, note="mine")
-    said = r"config.json: sliding_window: .* --max-positions 16; note: unknown field"
-    refused(invoke("convert", source, out), said)
-    refused(invoke("build", source, "-o", out), said)
+    message = r"config.json: sliding_window: .* --max-positions 16; note: unknown field"
+    refused(invoke("convert", source, out), message)
+    refused(invoke("build", source, "-o", out), message)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     arguments = ["convert", source, out, "--max-positions", 16, "--ignore-field", "note"]
     found = invoke(*arguments)
@@ -91,13 +91,13 @@ WORDS = {
 
 
 def test_a_gguf_file_is_converted(tmp_path: Path) -> None:
-    """With its tokenizer, or with a word about why there is none."""
+    """Its tokenizer is converted too, or a message says why not."""
     source = tmp_path / "small.gguf"
     as_gguf("Llama", source, change=lambda metadata, tensors: metadata.update(WORDS))
     found = invoke("convert", source, tmp_path / "one")
     assert (found.exit_code, found.stderr) == (0, "")
-    said = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
-    assert found.stdout == f"{tmp_path / 'one'}  llama, 0.06 M parameters; {said}"
+    files = "copied tokenizer.json, tokenizer_config.json, generation_config.json\n"
+    assert found.stdout == f"{tmp_path / 'one'}  llama, 0.06 M parameters; {files}"
     assert Tokenizer.from_file(str(tmp_path / "one" / "tokenizer.json")).encode("abcab").ids == [4, 3]
     as_gguf("Llama", source, change=lambda metadata, tensors: metadata.update({**WORDS, "tokenizer.ggml.pre": "mine"}))
     found = invoke("convert", source, tmp_path / "two")
@@ -111,7 +111,7 @@ def test_a_gguf_file_is_converted(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("pre", ["gpt-2", "mine"])
 def test_a_gguf_file_is_built_as_it_is(pre: str, tmp_path: Path, fast: Path) -> None:
-    """What is served gives the logits of transformers, and the tokenizer is in the build folder."""
+    """The served model gives the logits of transformers, and the tokenizer is in the build folder."""
     source, out = tmp_path / "small.gguf", tmp_path / "out"
     words = {**WORDS, "tokenizer.ggml.pre": pre}
     theirs = as_gguf("Llama 3.1", source, change=lambda metadata, tensors: metadata.update(words))
@@ -149,7 +149,7 @@ def test_where_no_architecture_converts(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", ["Gemma", pytest.param("Phi-3", marks=pytest.mark.slow)])
 def test_a_folder_is_built_as_it_is(name: str, tmp_path: Path, fast: Path) -> None:
-    """What is served gives the logits of transformers, and the tokenizer's files are in the build folder."""
+    """The served model gives the logits of transformers, and the tokenizer's files are in the build folder."""
     source, out = tmp_path / "source", tmp_path / "out"
     theirs = model_folder(name, source)
     fast.write_text(fast.read_text() + "[cost]\nprofile_runs = 0\n")
@@ -183,7 +183,7 @@ def test_a_folder_that_was_built_writes_as_transformers_does(name: str, tmp_path
 
 
 def test_a_dialect_is_declared(tmp_path: Path) -> None:
-    """What was not declared is refused with the way out; what is printed says how the result routes."""
+    """Without a declaration it is refused with the way out; the output says how the result routes."""
     source, out = tmp_path / "source", tmp_path / "out"
     Dlo(0).save(source)
     for words in (["convert", source, out], ["build", source, "-o", out]):

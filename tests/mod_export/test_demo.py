@@ -1,4 +1,4 @@
-"""The demo's two models: the trained one that ships, and the one that is large enough to be timed."""
+"""The demo's two models: the trained one that is included, and one that is large enough to be timed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_shipped_checkpoint_is_trained() -> None:
     with torch.no_grad():
         logits, _ = observed(loaded.module(), inputs, torch.tensor([256, 256]))
     bits = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item() / np.log(2)
-    # The card says 1.6 bits per byte at 512 bytes of context; an untrained model has 8.
+    # The card says 1.6 bits per byte at a context of 512 bytes; an untrained model has 8.
     assert bits < 2.6
     card = path.with_suffix(".md").read_text(encoding="utf-8")
     assert f"{model_from_checkpoint(path).parameters:,} parameters" in card
@@ -41,8 +41,8 @@ def test_the_timed_checkpoint_is_large_and_temporary() -> None:
 
 
 def test_the_demo_ends_with_what_to_look_at_and_what_to_try() -> None:
-    said = next_steps(Path("m.pt"), Path("build/demo"), Path("build/demo-timed"), ".venv/bin/mod-export")
-    lines = [line.strip() for line in said.splitlines()]
+    text = next_steps(Path("m.pt"), Path("build/demo"), Path("build/demo-timed"), ".venv/bin/mod-export")
+    lines = [line.strip() for line in text.splitlines()]
     named = [line.rpartition("    ")[0].rstrip() for line in lines if "    " in line]
     assert named == [
         "build/demo/report.html",
@@ -58,13 +58,13 @@ def test_the_demo_ends_with_what_to_look_at_and_what_to_try() -> None:
 
 
 class Silent:
-    """An architecture that ships nothing."""
+    """An architecture without demo models."""
 
     demo_checkpoint = timed_spec = lambda self: None
 
 
 def test_nothing_to_show_or_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is installed is the environment of these functions, not the thing under test.
+    # The installed architectures are the environment of these functions, not the code under test.
     monkeypatch.setattr(model, "architectures", lambda: {"silent": Silent()})
     with pytest.raises(CheckpointError, match="no installed architecture ships a trained checkpoint; build your own"):
         demo_checkpoint()

@@ -1,4 +1,4 @@
-"""Versions, the machine and its memory, as far as they can be told from outside."""
+"""Versions, the machine and its memory, as far as they can be found out."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_machine_is_described_as_plain_data() -> None:
 def test_a_gpu_is_named_with_its_driver(
     tool: bytes | None, found: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As nvidia-smi says, where there is one that runs and finds something."""
+    """nvidia-smi names it, if the tool exists, runs and finds a GPU."""
     monkeypatch.setenv("PATH", str(tmp_path))
     if tool is not None:
         (tmp_path / "nvidia-smi").write_bytes(tool)
@@ -114,9 +114,9 @@ def test_quotas_of_a_control_group_and_those_above_it(tmp_path: Path) -> None:
     assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == []
     (tmp_path / "fs/cpu.max").write_text("800000 100000\n")
     (tmp_path / "fs/pod/cpu.max").write_text("400000 100000\n")
-    for text, own in (("150000 100000", [1.5]), ("max 100000", []), ("nonsense", [])):
+    for text, quotas in (("150000 100000", [1.5]), ("max 100000", []), ("nonsense", [])):
         (group / "cpu.max").write_text(f"{text}\n")
-        assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == [*own, 4.0, 8.0]
+        assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == [*quotas, 4.0, 8.0]
     assert _cgroup_quotas(tmp_path / "fs", tmp_path / "absent") == []
 
 
@@ -124,9 +124,9 @@ def test_a_budget_counts_what_this_process_has() -> None:
     assert free_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
     with limited(2**62):
         assert free_bytes() == pytest.approx(psutil.virtual_memory().available, rel=0.2)
-    own = psutil.Process().memory_info()
-    with limited(own.rss + 2**26):
-        assert free_bytes() <= own.rss + 2**26
+    memory = psutil.Process().memory_info()
+    with limited(memory.rss + 2**26):
+        assert free_bytes() <= memory.rss + 2**26
     with limited(1):
         assert free_bytes() == 0
     assert free_bytes() > 0
@@ -134,10 +134,10 @@ def test_a_budget_counts_what_this_process_has() -> None:
 
 def test_too_small_a_budget_is_refused_before_anything_is_built(small_folder: Path, small_copy: Path) -> None:
     arguments = ["build", small_folder / "small.pt", "-c", small_folder / "small.toml", "--max-memory"]
-    said = invoke(*arguments, "10MiB", "-o", small_copy.parent / "out")
-    assert said.exit_code == 2, said.output
-    found = re.search(r"max_memory: this build needs about ([\d.]+) GiB, 0\.0 GiB are allowed", said.stderr)
-    assert found, said.stderr
+    result = invoke(*arguments, "10MiB", "-o", small_copy.parent / "out")
+    assert result.exit_code == 2, result.output
+    found = re.search(r"max_memory: this build needs about ([\d.]+) GiB, 0\.0 GiB are allowed", result.stderr)
+    assert found, result.stderr
     assert not (small_copy.parent / "out").exists()
     assert invoke(*arguments, f"{float(found[1]) + 0.1:.1f}GiB", "-o", small_copy).exit_code == 0
     no_size = invoke(*arguments, "12 apples", "-o", small_copy)
@@ -166,7 +166,7 @@ def test_what_is_in_memory_alone_stays() -> None:
     tensors = [torch.arange(2**16), torch.zeros(0), torch.ones(3), torch.arange(2**14).reshape(128, 128).T]
     copies = [tensor.clone() for tensor in tensors]
     let_go(tensors)
-    assert all(torch.equal(one, other) for one, other in zip(tensors, copies, strict=True))
+    assert all(torch.equal(one, kept) for one, kept in zip(tensors, copies, strict=True))
 
 
 def test_other_systems_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ print(before, during, peak_rss_bytes())
 
 
 def test_peak_memory_is_that_since_the_last_reset() -> None:
-    # In a process of its own: what other tests have left is given back at any time.
+    # Other tests may free memory at any time, so this one runs in its own process.
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)
     before, during, after = map(int, done.stdout.split())
     assert during - before > 48 * 2**20

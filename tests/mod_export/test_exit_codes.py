@@ -1,4 +1,4 @@
-"""Every exit code of the command line, by real runs."""
+"""Every exit code of the command line, from real runs."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ FAULTY = Faulty()
 
 @pytest.fixture(scope="module")
 def faulty(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]:
-    """Exit code, stdout and stderr of two builds where an architecture of somebody else's is installed: a bug of its
-    reader, and a model that cannot be captured."""
+    """Exit code, stdout and stderr of two builds with a foreign architecture: a bug in its reader, and a failed
+    capture.
+    """
     folder = tmp_path_factory.mktemp("faulty")
     info = folder / "faulty-1.0.dist-info"
     info.mkdir()
@@ -74,7 +75,7 @@ def faulty(small_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list
         for name in ("surprising", "faulty")
     ]
     code = f"sys.path.insert(0, {str(folder)!r})"
-    found = commands([[*one, "-c", small_folder / "small.toml"] for one in builds], code)
+    found = commands([[*arguments, "-c", small_folder / "small.toml"] for arguments in builds], code)
     assert [path.name for path in folder.glob("*-out")] == ["faulty-out"]
     assert list(read_manifest(folder / "faulty-out")["steps"]) == ["load"]
     assert {entry.name for entry in (folder / "faulty-out").iterdir()} == {"manifest.json", ".lock"}
@@ -86,7 +87,7 @@ def test_0_all_gates_passed(
 ) -> None:
     argued = ["build", small_folder / "small.pt", "-c", small_folder / "small.toml", "-o", small_copy]
     argued += ["--report", tmp_path / "deep/rows.json"]
-    monkeypatch.setattr(sys, "argv", ["mod-export", *map(str, argued)])  # The report tells of it.
+    monkeypatch.setattr(sys, "argv", ["mod-export", *map(str, argued)])  # The report contains it.
     found = invoke(*argued)
     assert found.exit_code == 0, found.stderr
     assert found.stdout.startswith("small  mod_transformer")
@@ -163,7 +164,7 @@ def test_4_a_gate_failed(small_folder: Path, small_copy: Path, tmp_path: Path) -
     assert found.exit_code == 4
     assert found.stderr == ""
     assert "FAIL" in found.stdout
-    # On a busy machine the control may not cover 1; the gate of 50 fails all the same, for that reason.
+    # On a busy machine the control may not cover 1; then the gate of 50 fails for that reason.
     missed = r"(does not reach|cannot be held against) the gate of 50\.00x"
     assert re.search(missed, found.stdout)
     report = report_from_json((small_copy / "report.json").read_text())
@@ -171,29 +172,29 @@ def test_4_a_gate_failed(small_folder: Path, small_copy: Path, tmp_path: Path) -
     for name in ("bench", "report"):
         again = invoke(name, small_copy)
         assert re.search(missed, again.stdout)
-        # Showing a failed build is no failure; measuring it again is.
+        # Showing a failed build succeeds; measuring it again fails.
         assert again.exit_code == (4 if name == "bench" else 0)
 
 
 @pytest.mark.slow
 def test_130_interrupted_and_resumed(tmp_path: Path, small_folder: Path) -> None:
     checkpoint, fast, out = small_folder / "small.pt", small_folder / "small.toml", tmp_path / "out"
-    # Whoever started the tests may have had this signal ignored, and that is inherited.
+    # The parent of the tests may ignore this signal, and the process would inherit that.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "from mod_export.cli import main\nmain()"
     arguments = [sys.executable, "-c", code, "build", str(checkpoint), "-c", str(fast), "-o", str(out), "-v"]
     process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    said = "".join(_until(process.stderr, "graph/dense-b1s16"))
+    progress = "".join(_until(process.stderr, "graph/dense-b1s16"))
     process.send_signal(2)
     stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130, said + stderr
+    assert process.returncode == 130, progress + stderr
     assert stdout == ""
-    assert "Traceback" not in said + stderr
+    assert "Traceback" not in progress + stderr
     assert stderr.endswith("interrupted; finished steps are kept, and the same command resumes after them\n")
     done = read_manifest(out)["steps"]
-    whole = {"load", "capture/mod-b1s16", "capture/dense-b1s16", "weights/weights-float32", "graph/mod-b1s16"}
-    assert set(done) == whole
+    finished = {"load", "capture/mod-b1s16", "capture/dense-b1s16", "weights/weights-float32", "graph/mod-b1s16"}
+    assert set(done) == finished
     files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
     assert files == {"manifest.json", ".lock", "graphs/mod-b1s16.onnx", "graphs/weights-float32.data"}
     again = invoke("validate", out)
@@ -204,7 +205,7 @@ def test_130_interrupted_and_resumed(tmp_path: Path, small_folder: Path) -> None
     assert resumed.exit_code == 0, resumed.output
     assert re.search(r"\* load +reused.*\n\* capture +reused.*\n\* onnx +built", resumed.stderr)
     steps = read_manifest(out)["steps"]
-    assert {name: steps[name] for name in whole} == done
+    assert {name: steps[name] for name in finished} == done
 
 
 def _until(stream: IO[str], text: str) -> Iterator[str]:

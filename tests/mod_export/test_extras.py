@@ -1,4 +1,4 @@
-"""Installed without an extra: exit code 2 and the name of the extra, wherever its module is first imported."""
+"""Without an extra: exit code 2 and the name of the extra, no matter where its module is first imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEEDS: dict[tuple[str, ...], tuple[str, list[str]]] = {
     ("httptools",): ("serve", ["serve DIR"]),
     ("prometheus_client",): ("serve", ["serve DIR"]),
 }
-"""Modules that are not installed -> the extra that brings them, and commands that need one of them."""
+"""Missing modules -> the extra that installs them, and commands that need one of them."""
 
 
 def without(modules: Iterable[str]) -> str:
@@ -37,7 +37,7 @@ def test_a_missing_extra_is_named(absent: tuple[str, ...], small_folder: Path, t
     folder = small_folder / "build"
     names = {"MODEL": small_folder / "small.pt", "DIR": folder, "OUT": tmp_path / "out", "GRAPH": folder / GRAPH,
              "FILE": tmp_path / "one.gguf"}  # fmt: skip
-    # The package says how large the blocks of a tensor are.
+    # The package knows the size of a tensor's blocks.
     (tmp_path / "one.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(8))
     requests = [[names.get(word, word) for word in line.split()] for line in lines]
     for line, (code, stdout, stderr) in zip(lines, commands(requests, without(absent)), strict=True):

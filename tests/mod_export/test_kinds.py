@@ -1,6 +1,5 @@
-"""Every kind of model through the whole pipeline: parity, plans of TensorRT-RTX, and what a user runs.
-
-A build takes long, so where several declarations do not touch each other one model has them all.
+"""Every kind of model through the whole pipeline: parity, TensorRT-RTX plans, and what a user runs. A build takes long,
+so one model combines several declarations that do not affect each other.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def config_of(config: BuildConfig) -> BuildConfig:
 
 
 FAST = "staged MoDE, threshold"
-"""What `make test` builds: routed by thresholds, and among experts; the model that writes text has predictors."""
+"""Kind that `make test` builds: routed by thresholds, and among experts; the model that writes text has predictors."""
 KINDS: dict[str, ModelSpec] = {
     **{
         name: VARIANTS[name]
@@ -74,18 +73,18 @@ def test_a_kind_of_model(name: str, config: BuildConfig, tmp_path: Path) -> None
 
 
 def check_parity(spec: ModelSpec, report: BuildReport) -> None:
-    """On every target that runs."""
+    """Checks parity on every target that runs."""
     assert report.verdict.status == "pass", report.verdict.reasons
     assert all(row.passed for row in report.parity)
     sites = {str(site) for site, k in spec.k_by_layer(BUCKET[1]).items() if k}
     mod = next(row for row in report.parity if row.model == "mod" and row.target == "ort-cpu")
     assert {str(layer.layer) for layer in mod.routing.layers} == sites
-    # Inputs were of every kind that these models have, so that there was something to agree on.
+    # The inputs were of every kind that these models have, so there was routing to agree on.
     assert not sites or 0 < mod.routing.agreed <= mod.routing.routed
 
 
 def check_causality(spec: ModelSpec, report: BuildReport) -> None:
-    """Causal where the spec declares it."""
+    """Checks that a model is causal if its spec says so."""
     probed = [row for row in report.causality if row.model == "mod"]
     assert probed
     if not spec.looks_ahead:
@@ -93,13 +92,13 @@ def check_causality(spec: ModelSpec, report: BuildReport) -> None:
 
 
 def check_plans(spec: ModelSpec, root: Path, report: BuildReport) -> None:
-    plans = [one for one in report.artifacts if one.kind == "engine" and one.target == "tensorrt-rtx"]
-    assert {one.model for one in plans} == ({"mod", "dense"} if spec.routed_layers else {"mod"})
-    assert all((root / one.path).stat().st_size == one.bytes > 10_000 for one in plans)
+    plans = [file for file in report.artifacts if file.kind == "engine" and file.target == "tensorrt-rtx"]
+    assert {file.model for file in plans} == ({"mod", "dense"} if spec.routed_layers else {"mod"})
+    assert all((root / file.path).stat().st_size == file.bytes > 10_000 for file in plans)
 
 
 def check_served(spec: ModelSpec, root: Path, config: BuildConfig) -> None:
-    """What a user runs gives the results of the eager model."""
+    """Checks that what a user runs gives the results of the eager model."""
     ids_BS = distinct_ids(spec, 2, 12).numpy()
     padded_BS = np.zeros(BUCKET, np.int64)
     padded_BS[:, :12] = ids_BS
@@ -111,10 +110,10 @@ def check_served(spec: ModelSpec, root: Path, config: BuildConfig) -> None:
     real_BS = np.arange(12) < LENGTHS[:, None]
     np.testing.assert_allclose(found_BSV[real_BS], logits_BSV.numpy()[:, :12][real_BS], atol=1e-4)
     engine = next(
-        one for one in open_folder(root, verify=False).engines if (one.target, one.model) == ("ort-cpu", "mod")
+        item for item in open_folder(root, verify=False).engines if (item.target, item.model) == ("ort-cpu", "mod")
     )
     with ENGINES["ort-cpu"].load(root, engine, config, 1) as runner:
         feeds = {"input_ids": padded_BS, "lengths": LENGTHS}
         outputs = runner.run({name: array for name, array in feeds.items() if name in runner.inputs})
     routed = {name: array.tolist() for name, array in outputs.items() if name.startswith("routed_")}
-    assert routed == {f"routed_{site}": one.index_BK.tolist() for site, one in decided.items()}
+    assert routed == {f"routed_{site}": item.index_BK.tolist() for site, item in decided.items()}

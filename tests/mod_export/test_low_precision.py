@@ -1,4 +1,4 @@
-"""int8 and int4 weights all the way: judged by what they make of text, sized, timed, and not served when they fail."""
+"""int8 and int4 weights through a whole build: judged by their text, sized, timed, and not served if they fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
 LAX = {"next_token_agreement": 0.0, "max_kl": 100.0, "max_perplexity_ratio": 100.0}
-"""The tiny model has random weights: what a few bits do to its next tokens says nothing."""
+"""The tiny model has random weights, so the effect of a few bits on its next tokens means nothing."""
 
 
 def low(config: BuildConfig, *dtypes: DType) -> BuildConfig:
@@ -44,7 +44,7 @@ def low(config: BuildConfig, *dtypes: DType) -> BuildConfig:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory, tiny_spec: ModelSpec) -> Path:
-    """Two layers, one of them routed."""
+    """A checkpoint with two layers, one of them routed."""
     path = tmp_path_factory.mktemp("model") / "tiny.pt"
     save_checkpoint(path, random_checkpoint(replace(tiny_spec, n_layers=2), 0))
     return path
@@ -122,15 +122,21 @@ def test_another_number_in_the_weights_is_found(root: Path, report: BuildReport)
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_it_is_served_on_request(dtype: DType, root: Path, report: BuildReport) -> None:
     ids_BS = np.random.default_rng(0).integers(0, 256, (2, 12))
-    with mod_export.load(root) as usual, mod_export.load(root, dtype=dtype) as narrow:
-        assert (usual.dtype, narrow.dtype) == ("float32", dtype)
-        difference = np.abs(usual.run(ids_BS) - narrow.run(ids_BS)).max()
+    # Without a name the fastest dtype is served, and which one that is depends on the load of this machine.
+    fastest = next(row.dtype for row in report.served if (row.model, row.role) == ("mod", "forward"))
+    with (
+        mod_export.load(root) as usual,
+        mod_export.load(root, dtype="float32") as exact,
+        mod_export.load(root, dtype=dtype) as narrow,
+    ):
+        assert (usual.dtype, exact.dtype, narrow.dtype) == (fastest, "float32", dtype)
+        difference = np.abs(exact.run(ids_BS) - narrow.run(ids_BS)).max()
     assert 0 < difference < 5
 
 
 @pytest.fixture
 def rebuilt(root: Path, report: BuildReport, tmp_path: Path) -> Path:
-    """A copy that may be built again."""
+    """A copy that a test may build again."""
     return Path(shutil.copytree(root, tmp_path / "build"))
 
 
@@ -154,10 +160,10 @@ def test_what_misses_its_gate_is_not_served_where_it_is_named(
     message = rf"the {missed} engines for ort-cpu missed their gates and are not served \(.*max abs error"
     with pytest.raises(TargetError, match=message):
         mod_export.load(rebuilt, dtype=missed)
-    # Of a named target the first built is meant, float32, and no other dtype stands in for it.
+    # A named target means its first built dtype, float32; no other dtype replaces it.
     if missed == "float32":
         with pytest.raises(TargetError, match=message):
             mod_export.load(rebuilt, "ort-cpu")
-    # Where nothing is named, the fastest of those that met their gates.
+    # If nothing is named, it is the fastest of those that met their gates.
     with mod_export.load(rebuilt) as deployment:
         assert deployment.dtype == served

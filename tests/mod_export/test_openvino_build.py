@@ -1,4 +1,4 @@
-"""A whole build for two engine families and two precisions: judged, timed, reported, and the fastest engines served."""
+"""A whole build for two engine families and two precisions: judged, timed, reported; the fastest engines are served."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ def test_the_fastest_of_two_families_and_two_precisions_is_served(config: BuildC
     assert [row.reasons for row in report.parity if not row.passed] == []
     assert {(row.target, row.dtype) for row in report.parity} >= VARIANTS
     assert {(row.target, row.dtype) for row in report.speedup} == VARIANTS
-    # Attention in blocks of 128 queries, as two products each.
+    # Attention is split into blocks of 128 queries, with two products each.
     graphs = {graph["path"]: graph for graph in read_manifest(root)["graphs"]}
     graph = graphs["graphs/dense-b1s160.openvino.bfloat16.onnx"]
     assert graph["query_blocks"] == {"160": 128}
     nodes = [node.op_type for node in ir.load(root / graph["path"]).graph]
     assert (nodes.count("Softmax"), nodes.count("Attention")) == (2 * 2, 0)
-    # What is served is the fastest, and the page says so.
+    # The fastest engine is served, and the page says so.
     served = next(row for row in report.served if (row.model, row.role) == ("mod", "forward"))
     times = {(row.target, row.dtype): row.p50_ms for row in report.latency if row.model == "mod"}
-    assert (served.target, served.dtype) == min(times, key=lambda one: times[one])
+    assert (served.target, served.dtype) == min(times, key=lambda variant: times[variant])
     assert served.reason.startswith("the fastest of those that met their gates; ")
     assert served.reason in render_html(report)
     ids_BS = np.random.default_rng(0).integers(0, 256, (1, 160))

@@ -23,8 +23,8 @@ DTYPES = ["float32", "float32", "int64", "bool", "int32", "float32", "float32", 
 
 
 class Ranks(nn.Module):
-    """Beside logits (B, S, V) a loss, a count of int64 and one of int32, a bool, a score of each row, an empty slice,
-    which tokens have a positive score, and the next ids.
+    """Returns logits (B, S, V), and beside them a loss, a count in int64 and in int32, a bool, a score of each row, an
+    empty slice, which tokens have a positive score, and the next ids.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Ranks(nn.Module):
 
 
 def ids_of(batch: int, seq: int) -> Tensor:
-    """No id twice: tokens that are alike have scores that are, and either may be selected."""
+    """No id occurs twice: equal tokens would have equal scores, and either could be selected."""
     return torch.randperm(V, generator=torch.Generator().manual_seed(3))[: batch * seq].reshape(batch, seq)
 
 
@@ -67,8 +67,8 @@ def check_ranks(tmp_path: Path, targets: list[str]) -> Path:
             with mod_export.load(out, target=target, threads=threads) as deployment:
                 found = list(deployment.infer({"ids": ids.numpy()}).values())
             assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in expected]
-            for array, other in zip(found, expected, strict=True):
-                np.testing.assert_allclose(array, other, atol=1e-5)
+            for array, reference in zip(found, expected, strict=True):
+                np.testing.assert_allclose(array, reference, atol=1e-5)
     return out
 
 
@@ -80,14 +80,14 @@ def test_outputs_of_any_rank(tmp_path: Path) -> None:
     model = TritonModel(
         name="ranks", about="", backend="onnxruntime", inputs=inputs, outputs=outputs, files={}, max_queue=1
     )
-    # Triton takes no tensor without dimensions.
+    # Triton accepts no tensor without dimensions.
     assert config_text(model).count("dims: [1] reshape: { shape: [ ] } }") == RANKS.count("()")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles with g++")
 def test_outputs_of_any_rank_of_a_compiled_package(tmp_path: Path) -> None:
-    """Also where it is compiled with one thread and run with several: a loss has no loop that is divided among them."""
+    """Compiles with one thread and runs with several: a loss has no loop to divide among threads."""
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""What graphs may return beside the logits of every token, and attention in blocks, all the way through a build."""
+"""Outputs of graphs other than the logits of every token, and attention in blocks, through a whole build."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def build_of(checkpoint: Path, config: BuildConfig, root: Path, **fields: Any) -
 
 @pytest.fixture(scope="module")
 def builds(small_folder: Path, config: BuildConfig, tmp_path_factory: pytest.TempPathFactory) -> Returning:
-    """What graphs return -> the build folder, and its report."""
+    """Build folder and report by kind of output."""
     roots: dict[Outputs, Path] = {outputs: tmp_path_factory.mktemp("returning") / outputs for outputs in SHAPES}
     path = small_folder / "small.pt"
     return {outputs: (root, build_of(path, config, root, outputs=outputs)) for outputs, root in roots.items()}
@@ -53,7 +53,7 @@ def test_a_build_is_judged_by_what_it_returns(returning: tuple[Outputs, Path, Bu
     assert {row.passed for row in report.parity} == {True}
     assert all(row.error.max_abs < 1e-4 for row in report.parity)
     assert {graph["outputs"] for graph in read_manifest(root)["graphs"]} == {outputs}
-    # Only whole texts have a perplexity.
+    # Only outputs of whole texts have a perplexity.
     assert {row.text is None for row in report.parity} == {outputs == "last"}
 
 
@@ -86,12 +86,12 @@ def test_the_folder_validates_again(returning: tuple[Outputs, Path, BuildReport]
 def test_what_was_not_probed_is_not_said_to_be_causal(returning: tuple[Outputs, Path, BuildReport]) -> None:
     outputs, _, report = returning
     expected = {"mod": None, "dense": None} if outputs == "last" else {"mod": False, "dense": True}
-    assert {one.model: one.causal for one in samplings(report)} == expected
+    assert {sampling.model: sampling.causal for sampling in samplings(report)} == expected
     assert ("It was not probed." in render_html(report)) == (outputs == "last")
 
 
 def test_a_fault_in_what_is_returned_is_found(builds: Returning, tmp_path: Path) -> None:
-    """An engine of another kind of output under this one's name."""
+    """The engine is replaced by one with another kind of output."""
     root = shutil.copytree(builds["last"][0], tmp_path / "faulty")
     path = "engines/ort-cpu/mod-b2s16-float32.onnx"
     shutil.copy(builds["none"][0] / path, root / path)
@@ -110,10 +110,10 @@ def test_blocks_of_queries_are_built_judged_and_exported_afresh(
     graph = graphs["graphs/mod-b2s16.ort-cpu.float32.onnx"]
     assert graph["query_blocks"] == {"16": 4}
     nodes = [node.op_type for node in ir.load(tmp_path / "build" / graph["path"]).graph]
-    assert nodes.count("Attention") == 4 + 1  # Four blocks in the dense layer; the routed one whole.
+    assert nodes.count("Attention") == 4 + 1  # There are four blocks in the dense layer; the routed one is not split.
     found = validate_folder(tmp_path / "build", None, [])
     assert found.verdict.status == "pass", found.verdict.reasons
-    # The prediction counts what the engines compute.
+    # The prediction counts the work of the engines.
     (row,) = report.speedup
     dense, mod = ({cost.model: cost.flops for cost in report.cost}[kind] for kind in ("dense", "mod"))
     assert row.predicted_flops is not None

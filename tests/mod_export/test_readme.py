@@ -1,4 +1,4 @@
-"""What the README shows runs, and what it links to exists."""
+"""The README's examples run, and its links lead somewhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_inference_example(
 
 
 class Named(torch.nn.Module):
-    """Another model, whose input has the name that the README gives it."""
+    """Wraps a model, with the input name that the README uses."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Named(torch.nn.Module):
 
 
 def test_example_of_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the smallest model that has its names, at shapes that take no time, and for one target."""
+    """Uses the smallest model with the README's names, at shapes that take no time, and one target."""
     monkeypatch.chdir(tmp_path)
     (example,) = [block for block in BLOCKS if "mod_export.build(" in block]
     example = example.replace("32_000", "40").replace("128", "16").replace("512", "32")
@@ -110,9 +110,9 @@ def test_options_of_generation_are_those_of_the_configuration() -> None:
 
 def test_the_command_that_writes_text_has_the_options_that_are_explained() -> None:
     page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
-    known = {name for option in generate.params for name in option.opts if name.startswith("--")}
+    options = {name for option in generate.params for name in option.opts if name.startswith("--")}
     rows = "\n".join(re.findall(r"^\| (`--.*?) \|", page, re.MULTILINE))
-    assert set(re.findall(r"--[a-z-]+", rows)) == known - {"--quiet", "--verbose"}
+    assert set(re.findall(r"--[a-z-]+", rows)) == options - {"--quiet", "--verbose"}
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser")

@@ -1,4 +1,4 @@
-"""What can be asked whether it writes text: a graph of token ids that answers for each of them, or for the last."""
+"""Graphs that may be asked whether they write text: of token ids, with an answer for each token or for the last."""
 
 from __future__ import annotations
 

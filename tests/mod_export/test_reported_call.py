@@ -1,4 +1,4 @@
-"""A build from Python, as the report tells of it."""
+"""A build from Python, as the report describes it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def token_ids(batch: int, seq: int) -> torch.Tensor:
 
 def test_what_can_be_written_is_and_the_rest_is_named() -> None:
     model = torch.nn.Linear(2, 2)
-    given = {"inputs": token_ids, "baseline": model, "samples": None, "buckets": [(1, 2)], "out": Path("a/b")}
-    assert _call(model, given) == (
+    arguments = {"inputs": token_ids, "baseline": model, "samples": None, "buckets": [(1, 2)], "out": Path("a/b")}
+    assert _call(model, arguments) == (
         "mod_export.build(Linear, inputs=token_ids, baseline=Linear, buckets=[(1, 2)], out='a/b')"
     )
     files = ["a.pt2", Path("b.pt2")]

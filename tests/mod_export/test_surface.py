@@ -1,4 +1,4 @@
-"""The surface: what importing costs, what is public, exit codes of errors, and the values that everything shares."""
+"""The surface: the cost of importing, public names, exit codes of errors, and shared values."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Folders with a tokenizer in the manner of model families: trained on a page of several scripts, with the files that
-say how it is used, as a Hugging Face folder has them.
+"""Folders with a tokenizer in the style of model families: trained on a page of several scripts, with the files that
+say how it is used, as in a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -51,30 +51,30 @@ def _byte_level(special: list[str], split: str | None = None) -> Tokenizer:
         vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.add_special_tokens([AddedToken(one, special=True, normalized=False) for one in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
 
 
 def _sentence_piece(special: list[AddedToken]) -> Tokenizer:
-    """Words with their space as U+2581, and bytes for characters that were not seen; special tokens come first."""
+    """Words keep their space as U+2581, and unseen characters become bytes; special tokens come first."""
     trained = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     trained.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, "always")
-    # Only some scripts are in the vocabulary; the others fall back to bytes.
+    # Only some scripts are in the vocabulary; the others become bytes.
     trained.train_from_iterator(
         TEXTS[:3], trainers.BpeTrainer(vocab_size=300, show_progress=False, special_tokens=["<unk>"])
     )
-    made = json.loads(trained.to_str())["model"]
+    model = json.loads(trained.to_str())["model"]
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
-    words = [one for one in made["vocab"] if one != "<unk>"]
-    vocab = {one: number for number, one in enumerate([*(one.content for one in special), *bytes_, *words])}
-    merges = [tuple(one) for one in made["merges"]]
+    words = [item for item in model["vocab"] if item != "<unk>"]
+    vocab = {item: number for number, item in enumerate([*(item.content for item in special), *bytes_, *words])}
+    merges = [tuple(item) for item in model["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     tokenizer.add_special_tokens(special)
     return tokenizer
 
 
 def _special(*texts: str, rstrip: bool = False) -> list[AddedToken]:
-    return [AddedToken(one, special=True, normalized=False, rstrip=rstrip) for one in texts]
+    return [AddedToken(text, special=True, normalized=False, rstrip=rstrip) for text in texts]
 
 
 def _begin_with(tokenizer: Tokenizer, bos: str) -> None:
@@ -125,14 +125,14 @@ def qwen2() -> Made:
 
 
 def qwen3() -> Made:
-    """Thoughts are between added tokens that are not special, so they are shown."""
+    """Thoughts are between added tokens that are not special, so the text shows them."""
     tokenizer, config, _ = qwen2()
-    tokenizer.add_tokens([AddedToken(one, special=False, normalized=False) for one in ("<think>", "</think>")])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in ("<think>", "</think>")])
     return tokenizer, config, "qwen3"
 
 
 def llama2() -> Made:
-    """Legacy Llama: a space before every piece of text, which decoding takes away once."""
+    """Legacy Llama puts a space before every piece of text, and decoding removes it once."""
     tokenizer = _sentence_piece(_special("<unk>", "<s>", "</s>"))
     _of_llama(tokenizer)
     _begin_with(tokenizer, "<s>")
@@ -159,7 +159,7 @@ def gemma() -> Made:
 
 
 def phi3() -> Made:
-    """Special tokens that swallow the white space behind them."""
+    """The special tokens swallow white space after them."""
     tokenizer = _sentence_piece(_special("<unk>", "<s>", "</s>", "<|endoftext|>"))
     tokenizer.add_special_tokens(_special("<|assistant|>", "<|system|>", "<|end|>", "<|user|>", rstrip=True))
     _of_llama(tokenizer)
@@ -183,7 +183,7 @@ def added_tokens_of(tokenizer: Tokenizer) -> dict[str, dict[str, Any]]:
 
 
 def write_folder(folder: Path, family: str, **changed: Any) -> Path:
-    """tokenizer.json, tokenizer_config.json and the config.json that transformers finds the family in."""
+    """Writes tokenizer.json, tokenizer_config.json and the config.json from which transformers knows the family."""
     tokenizer, config, model_type = FAMILIES[family]()
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""Small builds in a workspace, in this process and in one of their own."""
+"""Small builds in a workspace, in this process and in another one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def writing(text: str = "content") -> Callable[[Sequence[Path]], Any]:
 
 
 def build(root: Path, steps: Sequence[str] = STEPS, **inputs: Any) -> dict[str, bool]:
-    """A whole build of some steps, each with one output; step -> whether it was reused."""
+    """Runs a whole build of some steps with one output each; returns for each step whether it was reused."""
     with Workspace(root) as workspace:
         done = {
             name: workspace.step(name, {"of": name, **inputs}, [f"parts/{name}.txt"], writing(name)) for name in steps
@@ -38,13 +38,13 @@ def files_of(root: Path) -> set[str]:
 
 
 def in_process(root: Path, code: str, wait_for: str = "", **options: Any) -> subprocess.Popen[str]:
-    """Starts Python on `code`, which has the build folder as `root`, and waits until it has printed `wait_for`."""
+    """Starts Python on `code`, in which `root` is the build folder, and waits until it has printed `wait_for`."""
     lines = [
         "import os, signal, sys, time",
         "from pathlib import Path",
         "from mod_export.folder.workspace import Workspace",
     ]
-    # Whoever started the tests may have had this signal ignored, and that is inherited.
+    # The parent of the tests may ignore this signal, and the process would inherit that.
     lines.append("signal.signal(signal.SIGINT, signal.default_int_handler)")
     script = "\n".join([*lines, "root = Path(sys.argv[1])", textwrap.dedent(code)])
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""A tiny model that writes text token by token, its build folder, and what its texts are held against."""
+"""A tiny model that writes text token by token, its build folder, and the eager reference for its texts."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ def writing_checkpoint(seed: int = 6) -> Checkpoint:
 
 
 def eager(model: Model) -> GeneratingModel:
-    """What the engines are held against."""
+    """The reference for the engines."""
     return model.loaded.generating(WINDOW)
 
 
 def prompts_of_lengths(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Random ids, one list for each length."""
+    """Lists of random ids, one for each length."""
     rng = np.random.default_rng(seed)
     found: list[list[int]] = [rng.integers(0, SPEC.vocab_size, length).tolist() for length in lengths]
     return found
 
 
 def engine_path(folder: Path, name: str) -> Path:
-    """An engine of a build folder."""
+    """Path of an engine in a build folder."""
     return folder / "engines" / "ort-cpu" / f"{name}.onnx"

@@ -1,4 +1,4 @@
-"""One small checkpoint, files that hold it or almost hold it, and what is said of those that do not."""
+"""One small checkpoint, files that hold it or almost hold it, and the messages about those that do not."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def assert_same(one: Checkpoint, other: Checkpoint) -> None:
 
 
 def saved(path: Path, **changes: Any) -> Path:
-    """A sound model.pt with some of its entries replaced, or taken out where the new value is `...`."""
+    """Saves a model.pt with some entries replaced, or left out if the new value is `...`."""
     header = {"format_version": 1, "architecture": "mod_transformer", "spec": SPEC.to_dict()}
     entries = {**header, "weights": dict(checkpoint().weights), **changes}
     torch.save({name: value for name, value in entries.items() if value is not ...}, path)
@@ -41,6 +41,6 @@ def with_weights(path: Path, changes: Mapping[Any, Any], without: str = "") -> P
 
 
 def refuses(path: Path, words: str) -> None:
-    """These words are in the message."""
+    """Checks that loading fails with these words in the message."""
     with pytest.raises(CheckpointError, match=re.escape(words)):
         load_checkpoint(path)

@@ -1,7 +1,6 @@
-"""Dialects of Mixture-of-Depths, re-implemented from facts about them and in no code's words: judges of what is read.
-
-Each has the tensor names of the published implementation and computes what that does, row by row, and `save` writes
-what it saves. Shapes: T tokens of one row, D width, H heads, E head width.
+"""Dialects of Mixture-of-Depths, re-implemented from facts about them without copying code, as references for converted
+models. Each has the tensor names of the published implementation and computes the same row by row; `save` writes the
+same files. Shapes: T tokens of one row, D width, H heads, E head width.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WIDTH, HEADS, KV_HEADS, VOCABULARY, LAYERS, EPS = 48, 4, 2, 96, 4, 1e-5
 
 
 def enlivened(model: nn.Module, seed: int) -> nn.Module:
-    """Weights of a model so large that each shows in the logits, and routers that part the tokens."""
+    """Sets large weights, so that each affects the logits, and routers that run some tokens and skip others."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -37,7 +36,7 @@ def enlivened(model: nn.Module, seed: int) -> nn.Module:
 
 
 class ByRow(nn.Module):
-    """A model that is told what it does with one row, T ids -> (T, V)."""
+    """A model defined by what it does with one row, T ids -> (T, V)."""
 
     def row(self, ids_T: Tensor) -> Tensor:
         raise NotImplementedError
@@ -48,7 +47,7 @@ class ByRow(nn.Module):
 
 
 class OfTransformers(ByRow):
-    """A model of transformers, whose layers are run one by one."""
+    """A model of transformers that runs layer by layer."""
 
     def __init__(self, family: str, seed: int) -> None:
         super().__init__()
@@ -111,7 +110,7 @@ class Astramind(OfTransformers):
 
 
 class Dlo(OfTransformers):
-    """sigmoid(l) > 0.5 runs; attention is added, the MLP weighed by 0.5 * factor + (sigmoid(l) - 0.5) * gap."""
+    """sigmoid(l) > 0.5 runs; attention is added; the MLP's weight is 0.5 * factor + (sigmoid(l) - 0.5) * gap."""
 
     def __init__(self, seed: int, rescales: bool = True) -> None:
         super().__init__("Llama", seed)
@@ -122,8 +121,8 @@ class Dlo(OfTransformers):
         }  # fmt: skip
         width = self.whole.config.hidden_size
         self.whole.model.routers = nn.ModuleList(
-            enlivened(nn.Linear(width, 1, bias=False), seed + number) if one else None
-            for number, one in enumerate(self.fields["is_dlo"])
+            enlivened(nn.Linear(width, 1, bias=False), seed + number) if routed else None
+            for number, routed in enumerate(self.fields["is_dlo"])
         )
 
     def row(self, ids_T: Tensor) -> Tensor:
@@ -136,7 +135,7 @@ class Dlo(OfTransformers):
             runs_T = score_T > 0.5
             chosen = x_TD[runs_T]
             mlp, layer.mlp = layer.mlp, Zero()
-            after = self.block(layer, chosen, position_T[runs_T])  # With attention alone.
+            after = self.block(layer, chosen, position_T[runs_T])  # Only attention runs.
             layer.mlp = mlp
             scale_T = 0.5 * self.fields["scale_factor"] + (score_T[runs_T] - 0.5) * self.fields["scale_gap"]
             if not self.fields["rescale_hidden_states"]:
@@ -164,15 +163,15 @@ class RmsNorm(nn.Module):
 
 
 def turned(x_THE: Tensor) -> Tensor:
-    """Neighbouring numbers as complex ones, turned by their token's number times 10000 ** (-2 i / E)."""
+    """Takes neighbouring numbers as complex, and rotates them by the token's number times 10000 ** (-2 i / E)."""
     T, _, E = x_THE.shape
     angle = torch.arange(T)[:, None].float() * 10000.0 ** (-torch.arange(0, E, 2).float() / E)
-    whole = torch.view_as_complex(x_THE.reshape(T, -1, E // 2, 2)) * torch.polar(torch.ones_like(angle), angle)[:, None]
-    return torch.view_as_real(whole).flatten(2)
+    pairs = torch.view_as_complex(x_THE.reshape(T, -1, E // 2, 2)) * torch.polar(torch.ones_like(angle), angle)[:, None]
+    return torch.view_as_real(pairs).flatten(2)
 
 
 def attended(q_TF: Tensor, k_TF: Tensor, v_TF: Tensor, kv_heads: int, seen_T: Tensor | None = None) -> Tensor:
-    """Causal attention of a row, with keys that are not `seen_T` hidden. Heads side by side in and out."""
+    """Causal attention of a row, which hides keys that are not in `seen_T`. Heads are concatenated in and out."""
     T, E = len(q_TF), q_TF.shape[1] // HEADS
     q, k, v = (x.view(T, -1, E) for x in (q_TF, k_TF, v_TF))
     q, k = turned(q), turned(k)
@@ -195,7 +194,7 @@ class OharaBlock(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         n = self.norm1(x_TD)
-        # What it calls keys ask, and what it calls queries answer.
+        # Its keys act as queries, and its queries as keys.
         asks, answers, value = self.attn["key"](n), self.attn["query"](n), self.attn["value"](n)
         h = x_TD + self.attn["proj"](attended(asks, answers, value, HEADS))
         n = self.norm2(h)
@@ -220,7 +219,7 @@ class OharaRouted(nn.Module):
 
 
 class Ohara(ByRow):
-    """Even layers routed; the softmax over k scores weighs a whole block, which is added; positions 0 to k - 1."""
+    """Even layers are routed; the softmax over k scores weighs a whole block, which is added; positions 0 to k - 1."""
 
     def __init__(self, seed: int, capacity: float = 0.3) -> None:
         super().__init__()
@@ -284,7 +283,7 @@ class MetaBlock(nn.Module):
 
 
 class Meta(ByRow):
-    """What Llama 2 of Meta's own code has around its blocks."""
+    """The parts of Meta's own Llama 2 code around the blocks."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         super().__init__()
@@ -303,7 +302,7 @@ class Meta(ByRow):
 
 
 class Sramshetty(Meta):
-    """Odd layers by one router; sigmoid(l) weighs the MLP, x + A + g M is added to x; positions 0 to k - 1."""
+    """One router for odd layers; sigmoid(l) weighs the MLP, x + A + g M is added to x; positions 0 to k - 1."""
 
     tokens = 11
 
@@ -350,7 +349,7 @@ class DllmRouter(nn.Module):
 
 
 class DLlm(Meta):
-    """From layer 2 on, all tokens are computed, those of class 0 are hidden from the others and put back."""
+    """From layer 2 on, all tokens are computed; tokens of class 0 are hidden from the others, then restored."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(
@@ -361,7 +360,7 @@ class DLlm(Meta):
             layer.router = DllmRouter()
         enlivened(self, seed)
         for layer in self.layers[2:]:
-            # What SiLU lets through is above 0 on average; without this, most tokens would choose one class.
+            # SiLU's output is above 0 on average; without this, most tokens would choose one class.
             layer.router.linear_2.weight.data -= layer.router.linear_2.weight.data.mean(1, keepdim=True)
         self.seed = seed
 
@@ -376,7 +375,7 @@ class DLlm(Meta):
         return self.output(self.norm(x_TD))
 
     def save(self, folder: Path, lora: bool = True, **changes: Any) -> None:
-        """Llama without LoRA in one file; routers and LoRA, what was trained, in another."""
+        """Writes Llama without LoRA to one file, and what was trained, routers and LoRA, to another."""
         self.written(folder, changes)
         state = {name: tensor.clone() for name, tensor in self.state_dict().items()}
         trained: dict[str, Any] = {name: state.pop(name) for name in list(state) if "router" in name}

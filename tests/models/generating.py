@@ -1,4 +1,4 @@
-"""One tiny model of every kind that can write text token by token, its text, and what the text means."""
+"""One tiny model of every kind that can write text token by token, with its reference results on whole rows."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ GENERATING: dict[str, ModelSpec] = {
     "normed heads": make_spec(routing=None, **NORMED_HEADS),
     "a head for each": make_spec(selection="threshold", n_kv_heads=4, tie_embeddings=False, gate="scaled_sigmoid"),
 }
-"""Name -> spec, before `for_generation`."""
+"""Specs by name, before `for_generation`."""
 
 
 class Meaning(NamedTuple):
-    """The causal model on whole rows: logits (B, S, V), and at each routing site who ran and how many overflowed."""
+    """The causal model on whole rows: logits (B, S, V), and for each routing site its tokens and its overflow."""
 
     logits_BSV: Tensor
     ran: list[dict[Site, list[int]]]
@@ -60,7 +60,7 @@ class Meaning(NamedTuple):
 
 
 def generating_model(name: str, dtype: torch.dtype = torch.float64) -> Transformer:
-    """A lively model with the spec of the window."""
+    """Returns a lively model whose spec has the length of the window."""
     model = lively_checkpoint(GENERATING[name], seed=1).module()
     return Transformer(for_generation(GENERATING[name], WINDOW)).sharing(model).to(dtype)
 
@@ -86,6 +86,6 @@ def meaning(model: Transformer, ids_BS: Tensor) -> Meaning:
 
 
 def empty_cache(spec: ModelSpec, rows: int, max_len: int) -> dict[str, Tensor]:
-    """Name -> zeros: the cache before the first token, in float64."""
+    """Cache before the first token: float64 zeros by name."""
     dtypes = {torch.float32: torch.float64, torch.int64: torch.int64}
-    return {one.name: torch.zeros(one.shape, dtype=dtypes[one.dtype]) for one in cache_layout(spec, rows, max_len)}
+    return {item.name: torch.zeros(item.shape, dtype=dtypes[item.dtype]) for item in cache_layout(spec, rows, max_len)}

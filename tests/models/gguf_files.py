@@ -1,4 +1,4 @@
-"""GGUF files of tiny models of transformers, as llama.cpp's converter would write them."""
+"""GGUF files of tiny transformers models, as llama.cpp's converter would write them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def theirs(name: str) -> str:
 
 
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """`LlamaModel.permute` of llama.cpp's converter."""
+    """Does the same as `LlamaModel.permute` of llama.cpp's converter."""
     return (
         weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     )
@@ -59,7 +59,7 @@ def tensors_of(model: PreTrainedModel) -> dict[str, np.ndarray]:
 
 
 def rope_factors(config: Any) -> np.ndarray:
-    """`LlamaModel.generate_extra_tensors` of llama.cpp's converter."""
+    """Does the same as `LlamaModel.generate_extra_tensors` of llama.cpp's converter."""
     rope = config.rope_parameters
     width = config.head_dim or config.hidden_size // config.num_attention_heads
     freqs = 1.0 / (rope["rope_theta"] ** (torch.arange(0, width, 2, dtype=torch.float32) / width))
@@ -106,7 +106,7 @@ def write_gguf(
     tensors: Mapping[str, np.ndarray],
     kinds: Callable[[str], Kind] = lambda name: Kind.F32,
 ) -> Path:
-    """Each tensor in the type that `kinds` names; one of bytes is of that type already."""
+    """Writes each tensor in the type that `kinds` returns; bytes are already of that type."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():
@@ -138,7 +138,7 @@ def as_gguf(
     kinds: Callable[[str], Kind] = lambda name: Kind.F32,
     change: Change = lambda metadata, tensors: None,
 ) -> PreTrainedModel:
-    """A tiny model of transformers, written as GGUF; `change` gets what is written, before it is."""
+    """Writes a tiny transformers model as GGUF, after `change` was applied to its metadata and tensors."""
     model = made(name, seed)
     metadata, tensors = metadata_of(model), tensors_of(model)
     change(metadata, tensors)

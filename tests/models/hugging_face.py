@@ -1,4 +1,4 @@
-"""Tiny models of transformers with random weights: the judges of what is converted."""
+"""Tiny transformers models with random weights, the references for converted models."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ CONFIGS: dict[str, Make] = {
     "Gemma": of(GemmaConfig, head_dim=20),
     "Gemma, one key": of(GemmaConfig, num_key_value_heads=1, hidden_act="gelu", attention_bias=True),
 }
-"""Name -> config; every form of each family, and one that only short rows can have."""
+"""Configurations by name: every form of each family, and one that only short rows can have."""
 
 
 def made(name: str, seed: int = 0) -> PreTrainedModel:
-    """Weights large enough that each of them shows in the logits."""
+    """Makes a model with weights large enough that each of them affects the logits."""
     torch.manual_seed(seed)
     model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
     with torch.no_grad():
@@ -64,14 +64,14 @@ def made(name: str, seed: int = 0) -> PreTrainedModel:
 
 
 def saved(name: str, folder: Path, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """The same, in a folder as `save_pretrained` writes it."""
+    """Makes a model and saves it with `save_pretrained`."""
     model = made(name, seed)
     model.save_pretrained(folder, **options)
     return model
 
 
 def change_config(folder: Path, **changes: Any) -> None:
-    """Of config.json; a field that becomes `...` is taken out."""
+    """Changes fields of config.json; a field that becomes `...` is removed."""
     path = folder / "config.json"
     fields = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not ...}))

@@ -1,6 +1,5 @@
-"""What decides and what runs beside the dense block, slowly: experts and noise, for one token at a time.
-
-Written from docs/semantics.md, and like `loop_reference` without a line of `mod_models`.
+"""Experts and noise routing in slow loops, for one token at a time. Written from docs/semantics.md and, like
+`loop_reference`, without code of `mod_models`.
 """
 
 import hashlib
@@ -29,14 +28,14 @@ ACTIVATIONS: dict[str, Activation] = {
 
 @dataclass
 class Mixture:
-    """What experts did with the tokens they were given, which are counted from 0.
+    """Results of experts for the tokens they were given, which are counted from 0.
 
     Attributes:
         deltas: what they add to each token.
-        chosen: for each real expert, who ran there.
-        scores: for each real expert, how much it was for each token, as reports state it.
-        margin: how clear the closest choice was.
-        overflow: how many choices of a token found the expert full.
+        chosen: for each real expert, the tokens that ran there.
+        scores: for each real expert, its score of each token, as reports state it.
+        margin: distance between the scores of the closest choice.
+        overflow: number of choices for which the expert was full.
     """
 
     deltas: list[np.ndarray]
@@ -49,8 +48,8 @@ class Mixture:
 def mixture(
     experts: dict, w: Weights, normed: list[np.ndarray], tokens: int, act: Activation, fixed: int | None = None
 ) -> Mixture:
-    """`tokens` is how many the graph gives the experts, of which `normed` are real; `fixed` the slots of an
-    expert where they are declared.
+    """Runs experts on the tokens of one row. `tokens` is the number that the graph gives the experts, of which `normed`
+    are real; `fixed` is the number of slots per expert, if declared.
     """
     share = experts["capacity_factor"] * experts["top_k"] * tokens / experts["n_experts"]
     capacity = min(tokens, max(1, math.ceil(share)) if fixed is None else fixed)
@@ -66,16 +65,16 @@ def _token_choice(
     n, top_k = experts["n_experts"], experts["top_k"]
     found = Mixture([], [[] for _ in range(n)], [[] for _ in range(n)])
     for t, x in enumerate(normed):
-        # The most probable first, of equals the one with the lower number.
+        # The most probable comes first; among equals, the lower number.
         ranked = sorted(range(len(logits[t])), key=lambda e: (-logits[t][e], e))
-        mine = ranked[:top_k]
+        picked = ranked[:top_k]
         last, next_ = logits[t][ranked[top_k - 1]], logits[t][ranked[top_k]]
         found.margin = min(found.margin, last - next_)
         probability = _softmax(logits[t])
-        total = sum(probability[e] for e in mine) if top_k > 1 else 1.0
+        total = sum(probability[e] for e in picked) if top_k > 1 else 1.0
         delta = np.zeros_like(x)
-        for e in mine:
-            # An expert beyond the real ones does nothing; one that is full selects no more.
+        for e in picked:
+            # Experts beyond the real ones do nothing; a full expert accepts no more tokens.
             if e < n and len(found.chosen[e]) < capacity:
                 found.chosen[e].append(t)
                 delta = delta + probability[e] / total * _expert(w, e, x, act)
@@ -83,7 +82,7 @@ def _token_choice(
                 found.overflow += 1
         found.deltas.append(delta)
         for e in range(n):
-            found.scores[e].append(logits[t][e] - (next_ if e in mine else last))
+            found.scores[e].append(logits[t][e] - (next_ if e in picked else last))
     return found
 
 
@@ -104,7 +103,7 @@ def _expert_choice(
 
 
 def _expert(w: Weights, e: int, x: np.ndarray, act: Activation) -> np.ndarray:
-    """A gated MLP, with weights that stand the other way round than those of an MLP."""
+    """Gated MLP with weights transposed in comparison with those of an MLP."""
     gate, up = x @ w["experts.gate_proj"][e], x @ w["experts.up_proj"][e]
     return np.array([act(g) * u for g, u in zip(gate, up, strict=True)]) @ w["experts.down_proj"][e]
 
@@ -122,7 +121,7 @@ def _noise_order(seed: int) -> list[int]:
 
 
 def noise(seed: int, site: str, ids: list[int]) -> list[float]:
-    """Gaussian noise of each token, in float64: the quantile that the running sum of the ids leads to."""
+    """Gaussian noise of each token, in float64: a quantile that depends on the running sum of the ids."""
     number = 0
     for byte in site.encode():
         number = number * 256 + byte

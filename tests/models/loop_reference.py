@@ -1,7 +1,7 @@
-"""The whole transformer, slowly and in the open: float64, Python loops over batch, token and head.
+"""The whole transformer, slow and explicit: float64, Python loops over batch, token and head.
 
-It reads the spec and the weights and shares no code with `mod_models`: every formula of docs/semantics.md is written
-out here a second time, for one token and one head at a time, so that a batched model has something to be compared with.
+It reads the spec and the weights and shares no code with `mod_models`. Every formula of docs/semantics.md is written
+here a second time, for one token and one head at a time, as a reference for batched models.
 
 Vectors are numpy arrays of float64; `x[t]` is the residual stream of token t of one row.
 """
@@ -19,8 +19,8 @@ Site = int | str
 
 @dataclass
 class RowTrace:
-    """One row: logits of its real tokens, what each routing site selected and from which scores (of the tokens that it
-    was given), how many tokens found no slot, and how clear the closest choice was.
+    """Results of one row: logits of its real tokens, and for each routing site the selected tokens and the scores of
+    the tokens it was given; the number of tokens without a slot, and the margin of the closest choice.
     """
 
     logits: list[np.ndarray] = field(default_factory=list)
@@ -32,8 +32,8 @@ class RowTrace:
 
 @dataclass
 class Row:
-    """One row on its way through the model: `here` are the tokens that have not left it, `count` how many a graph
-    counts there, real or not, and `w` the weights of the present layer.
+    """State of one row in the model. `here` lists the tokens that have not left it, `count` is the number of tokens
+    that a graph counts there, real or not, and `w` has the weights of the current layer.
     """
 
     spec: dict
@@ -50,7 +50,7 @@ class Row:
 def reference(
     spec: dict, weights: Weights, ids: list[list[int]], lengths: list[int], *, training: bool = False
 ) -> list[RowTrace]:
-    """Runs each row by itself. k comes from the padded length, as in a static graph; pads take part in nothing."""
+    """Runs each row separately. k comes from the padded length, as in a static graph; pads have no effect."""
     weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
     return [_row(spec, weights, row[:n], len(row), training) for row, n in zip(ids, lengths, strict=True)]
 
@@ -100,7 +100,7 @@ def _capacity(routing: dict, routed_index: int, seq: int) -> int:
 
 
 def _unrouted(row: Row, part: str) -> None:
-    """Every token that is here goes through this part of the block."""
+    """Runs this part of the block for every token in `row.here`."""
     deltas = _deltas(row, part, row.here, [row.x[t] for t in row.here], row.here, row.count)
     for i, t in enumerate(row.here):
         row.x[t] = row.x[t] + deltas[i]
@@ -119,7 +119,7 @@ def _routed_block(row: Row, k: int) -> None:
             else:
                 _unrouted(row, part)
     if routing["selection"] == "exit":
-        # Who was not chosen keeps what it has now, to the end.
+        # A token that was not chosen keeps its present value to the end.
         row.here, row.count = row.trace.chosen[row.layer], k
 
 
@@ -161,7 +161,7 @@ def _routed_part(row: Row, k: int, site: Site, parts: tuple[str, ...]) -> None:
 
 
 def _select(row: Row, scores: dict[int, float], k: int) -> list[int]:
-    """The tokens that run, in the order of the sequence."""
+    """Tokens that run, in sequence order."""
     trace, selection = row.trace, row.spec["routing"]["selection"]
     if selection == "threshold" or (selection == "predictor" and not row.training):
         chosen: list[int] = []
@@ -172,7 +172,7 @@ def _select(row: Row, scores: dict[int, float], k: int) -> list[int]:
             elif scores[t] > 0:
                 trace.overflow += 1
         return chosen
-    # The best first; of equal scores the earlier token first. Then back into the order of the sequence.
+    # Tokens are ranked by score, the earlier first among equals, and then put back into sequence order.
     ranked = sorted(row.here, key=lambda t: (-scores[t], t))
     # Noise is the same number in every precision.
     if k < len(ranked) and selection != "random" and row.spec["routing"]["router"] != "noise":
@@ -183,7 +183,7 @@ def _select(row: Row, scores: dict[int, float], k: int) -> list[int]:
 def _deltas(
     row: Row, part: str, tokens: list[int], x: list[np.ndarray], positions: list[int], count: int
 ) -> list[np.ndarray]:
-    """What a part of the block adds to these tokens, which now are x."""
+    """Updates that a part of the block adds to these tokens, whose values are x."""
     if part == "attention":
         return _attention(row.spec, row.w, x, positions)
     experts = row.spec["experts"]
@@ -203,7 +203,7 @@ def _deltas(
 
 
 def _score(spec: dict, form: str, w: Weights, name: str, x: np.ndarray) -> float:
-    """What a router, or a predictor, says of a token."""
+    """Score of a token from a router or a predictor."""
     if form in ("mlp", "norm_mlp"):
         hidden = np.array(
             [float(row @ x) + b for row, b in zip(w[f"{name}.hidden.weight"], w[f"{name}.hidden.bias"], strict=True)]
@@ -242,7 +242,7 @@ def _combine(name: str, x: np.ndarray, a: np.ndarray, m: np.ndarray, g: float) -
 
 
 def _attention(spec: dict, w: Weights, x: list[np.ndarray], positions: list[int]) -> list[np.ndarray]:
-    """What attention adds to each token; token i sees tokens 0..i of those given."""
+    """Updates that attention adds to each token; token i sees tokens 0..i of those given."""
     width, heads_per_kv = spec["d_head"], spec["n_heads"] // spec["n_kv_heads"]
     normed = [_rms_norm(token, w["attention_norm.weight"], spec["norm_eps"]) for token in x]
     out = []
@@ -266,13 +266,13 @@ def _attention(spec: dict, w: Weights, x: list[np.ndarray], positions: list[int]
 
 
 def _linear(w: Weights, name: str, x: np.ndarray, rows: slice = slice(None)) -> np.ndarray:
-    """Some rows of a projection, with the bias if the weights have one."""
+    """Some rows of a projection, with the bias if there is one."""
     product = w[f"{name}.weight"][rows] @ x
     return product + w[f"{name}.bias"][rows] if f"{name}.bias" in w else product
 
 
 def _head(spec: dict, w: Weights, which: str, rows: slice, x: np.ndarray) -> np.ndarray:
-    """A query or a key before it is rotated."""
+    """Query or key before its rotation."""
     head = _linear(w, f"attention.{which}_proj", x, rows)
     if spec["qk_norm"] == "none":
         return head
@@ -291,7 +291,7 @@ def _rotate(spec: dict, head: np.ndarray, position: int) -> np.ndarray:
 
 
 def _frequency(spec: dict, pair: int) -> float:
-    """By how much a pair turns from one position to the next."""
+    """Angle by which a pair rotates from one position to the next."""
     plain = 1 / spec["rope_theta"] ** (2 * pair / spec["d_head"])
     scaling = spec["rope_scaling"]
     if scaling is None:

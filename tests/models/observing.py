@@ -1,4 +1,4 @@
-"""Runs an eager model and observes its routing sites: the markers are the same as in a captured program."""
+"""Runs an eager model and observes its routing sites, which have the same markers as in a captured program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Observing(TorchDispatchMode):
 def observed(
     model: torch.nn.Module, ids_BS: Tensor, lengths_B: Tensor, forced: Mapping[Site, Tensor] | None = None
 ) -> tuple[Tensor, dict[Site, Selection]]:
-    """The model's first output and what every site selected; `forced` as in `SiteRun`."""
+    """Returns the model's first output and the selection of every site; `forced` as in `SiteRun`."""
     run = SiteRun(ids_BS.shape[1], forced)
     with Observing(run):
         first, *_ = model(ids_BS, lengths_B)

@@ -1,4 +1,4 @@
-"""Few combinations of many choices, in which every two choices that can stand together do."""
+"""Few combinations of many choices that contain every compatible pair."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Row = dict[str, Any]
 
 
 def pairwise(choices: Mapping[str, Sequence[Any]], sound: Callable[[Row], bool]) -> list[Row]:
-    """Rows with one value of each choice. Greedy: each begins with a pair that no row has yet, and gathers others.
+    """Rows with one value of each choice. Greedy: each row begins with a pair that no row has yet, and adds others.
 
     Args:
         choices: name -> values.
-        sound: whether these values, of some names or of all, can stand together. It may look at pairs only.
+        sound: whether these values, of some names or of all, are compatible. It may look only at pairs.
     """
 
     def chosen(row: Mapping[str, int]) -> Row:
@@ -23,9 +23,9 @@ def pairwise(choices: Mapping[str, Sequence[Any]], sound: Callable[[Row], bool])
 
     numbers = {name: range(len(values)) for name, values in choices.items()}
     every = (
-        {one: i, other: j}
-        for one, other in itertools.combinations(choices, 2)
-        for i, j in itertools.product(numbers[one], numbers[other])
+        {left: i, right: j}
+        for left, right in itertools.combinations(choices, 2)
+        for i, j in itertools.product(numbers[left], numbers[right])
     )
     missing = {frozenset(pair.items()): pair for pair in every if sound(chosen(pair))}
     draw, rows = Random(0), []

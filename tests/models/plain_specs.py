@@ -1,4 +1,4 @@
-"""Specs as JSON gives them, and what is wrong with them."""
+"""Specs as JSON values, and their problems."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WHOLE = "expected a whole number from {} to {}, got {}"
 
 
 def plain(routing: Any = None, experts: Any = None, **changes: Any) -> dict[str, Any]:
-    """A sound spec as JSON gives it, with changes of its routing, with experts, and with changes of its own fields."""
+    """A sound spec as JSON values, with changes of its routing, its experts, and its own fields."""
     data = json.loads(json.dumps(make_spec(predictor_hidden=2).to_dict()))
     data["routing"] |= routing or {}
     data["experts"] = None if experts is None else {"n_experts": 4, **experts}

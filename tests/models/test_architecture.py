@@ -1,4 +1,4 @@
-"""What an exporter finds behind the entry point, and that this package needs no exporter."""
+"""What an exporter finds at the entry point; this package needs no exporter."""
 
 import json
 import subprocess
@@ -83,7 +83,7 @@ def test_text_of_a_vocabulary_of_bytes(loaded: LoadedTransformer) -> None:
     ids_S = bytes_model.ids_of_text("H\u00e9\udcff")
     assert ids_S.dtype == np.int64
     assert ids_S.tolist() == [72, 0xC3, 0xA9, 0xFF]
-    # Of another vocabulary nothing is known.
+    # The text of other vocabularies is unknown.
     assert loaded.sample_ids(1, 4, seed=0) is loaded.token_texts(np.array([1, 2])) is loaded.ids_of_text("H") is None
 
 
@@ -97,7 +97,7 @@ def test_text_of_a_vocabulary_of_bytes(loaded: LoadedTransformer) -> None:
     ],
 )
 def test_weights_of_routers(router: str, parts: list[str]) -> None:
-    """Not those of the predictors beside them, which decide nothing here."""
+    """Weights of the predictors, which decide nothing here, are not included."""
     loaded = LoadedTransformer(lively_checkpoint(make_spec(router=router, predictor_hidden=2)))
     assert any(".predictor." in name for name in loaded.weights)
     assert sorted(loaded.router_weights()) == sorted(f"layers.{i}.router.{part}" for i in (0, 2) for part in parts)
@@ -106,7 +106,7 @@ def test_weights_of_routers(router: str, parts: list[str]) -> None:
 
 
 def test_a_float64_model_routes_and_gates_in_float64() -> None:
-    """Its distance from float32 is what rounding does, so that nothing in it may be rounded to float32."""
+    """Its distance from float32 measures the rounding error, so nothing in it may be rounded to float32."""
     spec = make_spec(router="mlp")
     loaded = LoadedTransformer(lively_checkpoint(spec))
     ids_BS, lengths_B = distinct_ids(spec, 2, 8), torch.tensor([8, 5])
@@ -120,7 +120,7 @@ def test_a_float64_model_routes_and_gates_in_float64() -> None:
     )
     real_BS = torch.arange(8) < lengths_B[:, None]
     error = (logits_BSV - single_BSV)[real_BS].abs().max().item()
-    # The tables of RoPE are float32 in both.
+    # Both have float32 RoPE tables.
     assert 0 < error < 1e-5
 
 
@@ -145,7 +145,7 @@ def test_timed_spec() -> None:
 
 
 def test_demo_checkpoint() -> None:
-    """The shipped model is the trained one that its card describes: far better than chance on text it never saw."""
+    """The included model is the trained one that its card describes: on unseen text it is far better than chance."""
     path = MOD_TRANSFORMER.demo_checkpoint()
     assert path.stat().st_size < 8 * 2**20
     assert path.with_suffix(".md").exists()

@@ -1,4 +1,4 @@
-"""Predictors that are set from their routers: they say what top-k takes, and change nothing else."""
+"""Predictors that are set from their routers: they predict what top-k takes, and change nothing else."""
 
 import dataclasses
 from pathlib import Path
@@ -39,7 +39,7 @@ def seen_by(model: Transformer, ids_BS: torch.Tensor) -> Decisions:
 def test_the_threshold_is_the_quantile_also_of_very_many_scores(share: float) -> None:
     few_N = torch.randn(101)
     torch.testing.assert_close(_quantile(few_N, share), torch.quantile(few_N, share))
-    many_N = torch.arange(2**24 + 1, dtype=torch.float32).flip(0)  # torch.quantile refuses as many.
+    many_N = torch.arange(2**24 + 1, dtype=torch.float32).flip(0)  # Too many for torch.quantile.
     assert _quantile(many_N, share) == pytest.approx(share * 2**24)
 
 
@@ -55,37 +55,37 @@ def test_a_predictor_says_what_its_router_says(parts: str, router: str) -> None:
         assert torch.equal(model.state_dict()[name], tensor), name
     seen = seen_by(model, ids_BS).seen
     assert len(seen) == len(model.spec.routed_layers) * (2 if parts == "separate" else 1)
-    for one in seen.values():
-        assert one.predictor is not None
-        logit_BT = one.predictor(one.x_BTD)
-        # A line through all scores, rising; so the order is that of the router.
-        score_N, logit_N = one.l_BT.flatten(), logit_BT.flatten()
+    for seen_block in seen.values():
+        assert seen_block.predictor is not None
+        logit_BT = seen_block.predictor(seen_block.x_BTD)
+        # Predictions rise linearly with the scores, so they have the router's order.
+        score_N, logit_N = seen_block.l_BT.flatten(), logit_BT.flatten()
         slope, offset = (logit_N.max() - logit_N.min()) / (score_N.max() - score_N.min()), 0.0
         offset = (logit_N - slope * score_N).mean()
         torch.testing.assert_close(logit_N, slope * score_N + offset, rtol=1e-4, atol=1e-4)
         assert slope > 0
-        # Over these rows, as many tokens pass as top-k takes of them.
-        assert abs(int((logit_BT > 0).sum()) - one.k * len(ids_BS)) <= 1
+        # Over these rows, as many tokens pass as top-k takes.
+        assert abs(int((logit_BT > 0).sum()) - seen_block.k * len(ids_BS)) <= 1
 
 
 def test_what_is_called_in_evaluation_stays_there_and_is_decided_by_top_k() -> None:
-    """The streams must be those of training, else the second routed layer would be measured behind other choices."""
+    """Streams must be those of training, or the second routed layer would be measured behind other choices."""
     first, second = lively().train(), lively().eval()
     ids_BS = distinct_ids(first.spec, 4, 32)
     for model in (first, second):
         calibrate(model, [ids_BS])
     assert not second.training
-    for (name, one), other in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
-        assert torch.equal(one, other), name
+    for (name, tensor), expected in zip(first.state_dict().items(), second.state_dict().values(), strict=True):
+        assert torch.equal(tensor, expected), name
 
 
 def test_where_every_token_runs_predictors_say_yes() -> None:
     model = lively(capacity=1.0)
     ids_BS = distinct_ids(model.spec, 2, 32)
     calibrate(model, [ids_BS])
-    for one in seen_by(model, distinct_ids(model.spec, 3, 16)).seen.values():
-        assert one.predictor is not None
-        assert bool((one.predictor(one.x_BTD) > 0).all())
+    for seen_block in seen_by(model, distinct_ids(model.spec, 3, 16)).seen.values():
+        assert seen_block.predictor is not None
+        assert bool((seen_block.predictor(seen_block.x_BTD) > 0).all())
 
 
 def test_a_run_calibrates_before_it_evaluates_and_resumes_to_the_same(tmp_path: Path) -> None:

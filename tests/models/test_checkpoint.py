@@ -1,4 +1,4 @@
-"""Both forms of a checkpoint: what is written comes back, and a write that fails changes nothing."""
+"""Both forms of a checkpoint: it reads back as it was written, and a failed write changes nothing."""
 
 import resource
 import stat
@@ -17,13 +17,13 @@ from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from mod_models.spec import EveryNth, ModelSpec
 from mod_models.transformer import Transformer
 
-# What is written comes back.
+# Round trips.
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
 def test_round_trip(tmp_path: Path, form: str, dtype: torch.dtype) -> None:
-    """Stored as it is, and computed in float32."""
+    """Weights are stored unchanged, and computed in float32."""
     weights = {name: tensor.to(dtype) for name, tensor in checkpoint().weights.items()}
     save_checkpoint(tmp_path / form, Checkpoint(spec=SPEC, weights=weights))
     found = load_checkpoint(tmp_path / form)
@@ -41,19 +41,19 @@ def test_one_form_into_the_other(tmp_path: Path, spec: ModelSpec) -> None:
 
 
 def test_module_shares_float32_weights_and_is_ready_to_run() -> None:
-    one = checkpoint()
-    module = one.module()
+    saved_checkpoint = checkpoint()
+    module = saved_checkpoint.module()
     assert not module.training
     assert not any(parameter.requires_grad for parameter in module.parameters())
     for name, tensor in module.state_dict().items():
-        assert tensor.data_ptr() == one.weights[name].data_ptr()
+        assert tensor.data_ptr() == saved_checkpoint.weights[name].data_ptr()
 
 
 def test_a_view_is_stored_without_what_it_is_a_view_of(tmp_path: Path) -> None:
-    """Tensors cut from one larger one, and one tensor under two names, as a converted model has them."""
-    one = checkpoint()
-    fused = torch.cat([one.weights["embedding.weight"], torch.zeros(10_000, 8)])
-    weights = {**one.weights, "embedding.weight": fused[:16], "head.weight": fused[:16]}
+    """Tensors are views of a larger one, and one tensor has two names, as in a converted model."""
+    original = checkpoint()
+    fused = torch.cat([original.weights["embedding.weight"], torch.zeros(10_000, 8)])
+    weights = {**original.weights, "embedding.weight": fused[:16], "head.weight": fused[:16]}
     weights["norm.weight"] = torch.nn.Parameter(fused[:8, 0])  # neither contiguous nor detached
     for form in FORMS:
         save_checkpoint(tmp_path / form, Checkpoint(spec=SPEC, weights=weights))
@@ -67,8 +67,8 @@ def test_random_checkpoint_is_a_function_of_spec_and_seed() -> None:
     before = torch.random.get_rng_state()
     assert_same(random_checkpoint(SPEC, 3), random_checkpoint(SPEC, 3))
     assert torch.equal(torch.random.get_rng_state(), before)
-    other = random_checkpoint(SPEC, 4).weights["embedding.weight"]
-    assert not torch.equal(random_checkpoint(SPEC, 3).weights["embedding.weight"], other)
+    other_seed = random_checkpoint(SPEC, 4).weights["embedding.weight"]
+    assert not torch.equal(random_checkpoint(SPEC, 3).weights["embedding.weight"], other_seed)
     trained_from = Transformer(SPEC)
     trained_from.init_weights(torch.Generator().manual_seed(3))
     assert_same(random_checkpoint(SPEC, 3), Checkpoint(spec=SPEC, weights=trained_from.state_dict()))
@@ -79,7 +79,7 @@ def test_random_checkpoint_is_a_function_of_spec_and_seed() -> None:
 
 @contextmanager
 def largest_file(size: int) -> Iterator[None]:
-    """No file can grow beyond `size` bytes, as on a full disk."""
+    """Limits files to `size` bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -91,7 +91,7 @@ def largest_file(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("size", [10, 3000])  # not even the header; the header and some of the weights
 @pytest.mark.parametrize("form", FORMS)
 def test_a_failed_write_changes_nothing(tmp_path: Path, form: str, size: int) -> None:
-    """The old checkpoint stays, and nothing lies beside it."""
+    """The old checkpoint stays, and there is no other file."""
     save_checkpoint(tmp_path / form, checkpoint())
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     with largest_file(size), pytest.raises(OSError, match=r"File too large"):
@@ -146,7 +146,7 @@ save_checkpoint(pathlib.Path(sys.argv[2]), other)
 
 
 def test_killed_between_weights_and_spec(tmp_path: Path) -> None:
-    """A folder is then no checkpoint: never the weights of one and the spec of another."""
+    """After the kill, the folder is no checkpoint; it never has the weights of one and the spec of another."""
     save_checkpoint(tmp_path / "other.pt", random_checkpoint(SPEC, 1))
     save_checkpoint(tmp_path / "folder", checkpoint())
     command = [sys.executable, "-c", KILLED_BETWEEN_RENAMES, str(tmp_path / "other.pt"), str(tmp_path / "folder")]

@@ -1,4 +1,4 @@
-"""What a config.json says that a spec cannot: refused, with the name of the field."""
+"""Fields of config.json that a spec cannot express are refused by name."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def source(sources: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A copy whose config.json can be changed, beside the same weights."""
+    """Folder with a copy of config.json that can be changed, and links to the same weights."""
     name = getattr(request, "param", "Llama")
     (tmp_path / "source").mkdir()
     for path in sources[name].iterdir():
@@ -49,7 +49,7 @@ def source(sources: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequ
 
 
 def said(source: Path, **changes: Any) -> str:
-    """The message without the path in front of it."""
+    """Message of the refusal, without the path in front of it."""
     change_config(source, **changes)
     with pytest.raises(CheckpointError) as caught:
         read_foreign(source)
@@ -140,7 +140,7 @@ def test_every_problem_at_once(source: Path) -> None:
 
 @pytest.mark.parametrize("source", ["Llama", "Gemma", "Qwen2"], indirect=True)
 def test_fields_that_change_nothing(source: Path) -> None:
-    """As in configs of published models; null is what was not set."""
+    """Published models have such fields; null means that a field was not set."""
     before = read_foreign(source).spec
     change_config(
         source, attention_dropout=0.1, pretraining_tp=2, is_llama_config=True, rope_interleaved=False, use_mrope=False,
@@ -178,7 +178,7 @@ def test_angles_without_a_length_before_have_that_of_the_longest_row(source: Pat
 
 
 def test_families_of_the_help() -> None:
-    """Each is named in `mod-export convert --help`; SmolLM is a Llama."""
+    """`mod-export convert --help` names each family; SmolLM is a Llama."""
     from mod_export.cli.convert import convert
 
     named = str(convert.help).lower().replace("-", "")
@@ -186,13 +186,13 @@ def test_families_of_the_help() -> None:
 
 
 def test_families_of_the_page() -> None:
-    """docs/converting.md has a row for each."""
+    """docs/converting.md has a row for each family."""
     page = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")
     folders, files = page.split("\n## GGUF files\n")
     assert tuple(re.findall(r"^\| `(\w+)` \|", folders, re.MULTILINE)) == ("model_type", *FAMILIES)
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", files, re.MULTILINE)
     assert re.findall(r"\w+", " ".join(rows)) == [*gguf_model.FAMILIES]
-    assert all(re.search(rf"\b{one}\b", files) for one in (*BLOCKS, *BYTE_LEVEL) if one not in ("llama3", "llama-v3"))
+    assert all(re.search(rf"\b{pre}\b", files) for pre in (*BLOCKS, *BYTE_LEVEL) if pre not in ("llama3", "llama-v3"))
 
 
 def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_what_is_no_folder_of_a_model(tmp_path: Path) -> None:
         read_foreign(tmp_path / "absent")
 
 
-# Whatever a config.json holds, the answer is a model or a CheckpointError.
+# For any content of config.json, the result is a model or a CheckpointError.
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(-2, 200), st.floats(), st.text(max_size=5),

@@ -1,4 +1,4 @@
-"""Each family next to transformers: logits of whole prompts, one token at a time, and greedy text."""
+"""Each family compared with transformers: logits of whole prompts, token by token, and greedy text."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 @each_family
 def test_token_by_token(name: str, tmp_path: Path) -> None:
-    """A prompt of 9 tokens, and then each token from the cache; greedy text is the same too."""
+    """Reads a prompt of 9 tokens, then each token with the cache; greedy text agrees as well."""
     theirs = saved(name, tmp_path / "source", 2)
     checkpoint = converted(tmp_path / "source", tmp_path / "out")
     model = Transformer(for_generation(checkpoint.spec, 64)).sharing(checkpoint.module())
@@ -62,7 +62,7 @@ def test_token_by_token(name: str, tmp_path: Path) -> None:
     found = [session.read(ids_1S[:, :9], torch.tensor([9]))]
     found += [session.write(ids_1S[:, t]) for t in range(9, LENGTH)]
     assert (torch.stack(found, 1) - expected_1SV[:, 8:]).abs().max() < TOLERANCE
-    # An end-of-text token would stop transformers, and is not what is compared here.
+    # An end-of-text token would stop transformers, and is not compared here.
     theirs.generation_config.eos_token_id = None
     written = theirs.generate(ids_1S[:, :9], max_new_tokens=32, do_sample=False, pad_token_id=0)[0, 9:].tolist()
     generating = MOD_TRANSFORMER.read(tmp_path / "out").generating(64)
@@ -70,7 +70,7 @@ def test_token_by_token(name: str, tmp_path: Path) -> None:
 
 
 def test_a_window_hides_nothing_of_rows_as_long_as_it_is(tmp_path: Path) -> None:
-    """And something of rows that are one token longer, which therefore cannot be asked for."""
+    """Rows that are one token longer differ, so they cannot be asked for."""
     theirs = saved("Mistral, a window of 16", tmp_path / "source")
     foreign = read_foreign(tmp_path / "source", max_positions=16)
     longer = replace(foreign.checkpoint(), spec=replace(foreign.spec, max_positions=17))
@@ -94,7 +94,7 @@ def test_every_family_is_compared() -> None:
 
 @pytest.mark.parametrize("name", ["Llama 3.1", "Qwen2", "Phi-3", "Gemma"])
 def test_read_without_being_written(name: str, tmp_path: Path) -> None:
-    """What `mod-export build` does: the same spec and the same weights, mapped from the files they are in."""
+    """`mod-export build` gets the same spec and weights, mapped from their original files."""
     saved(name, tmp_path / "source")
     ours = converted(tmp_path / "source", tmp_path / "out")
     read = MOD_TRANSFORMER.read(tmp_path / "source").checkpoint
@@ -105,7 +105,7 @@ def test_read_without_being_written(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["Llama 3.1", "Llama 2 long", "Qwen2", "Gemma"])
 def test_the_fields_of_transformers_4(name: str, tmp_path: Path) -> None:
-    """`rope_theta` and `rope_scaling` in place of `rope_parameters`, and its two words for the kind and the dtype."""
+    """`rope_theta` and `rope_scaling` replace `rope_parameters`, and the kind and the dtype have other names."""
     saved(name, tmp_path / "source")
     expected = read_foreign(tmp_path / "source").spec
     parameters = dict(CONFIGS[name]().rope_parameters)
@@ -132,11 +132,11 @@ def spec_in(fields: dict[str, Any]) -> ModelSpec:
 
 @each_family
 def test_what_a_config_leaves_out_is_what_transformers_assumes(name: str) -> None:
-    """Each field alone. 32 heads, because that can be grouped by all numbers of keys that are assumed."""
-    made = of(type(CONFIGS[name]()), hidden_size=128, num_attention_heads=32)()
+    """Leaves out each field alone. 32 heads can be grouped by every default number of keys."""
+    config = of(type(CONFIGS[name]()), hidden_size=128, num_attention_heads=32)()
     required = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                 "max_position_embeddings", "model_type"}  # fmt: skip
-    stated = made.to_dict()
+    stated = config.to_dict()
     for left_out in stated.keys() - required:
         fields = {field: value for field, value in stated.items() if field != left_out}
         theirs = transformers.AutoConfig.for_model(**fields).to_dict()

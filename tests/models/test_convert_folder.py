@@ -1,4 +1,4 @@
-"""Folders as they are found: shards, pickles, tensors that do not fit; and what is written, whole or not at all."""
+"""Folders as users find them: shards, pickles, tensors that do not fit; output is written whole or not at all."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One file, shards, fused projections, and a head that is the embedding."""
+    """Folders with one file, with shards, with fused projections, and with a head that is the embedding."""
     root = tmp_path_factory.mktemp("originals")
     saved("Llama", root / "whole")
     saved("Llama", root / "sharded", max_shard_size="60KB")
@@ -45,12 +45,12 @@ def copy(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """Of the only file, which they stay apart from."""
+    """Copies of the tensors in the only file."""
     return {name: tensor.clone() for name, tensor in load_file(folder / WEIGHTS).items()}
 
 
 def change_tensors(folder: Path, **changes: torch.Tensor | None) -> None:
-    """Of the only file; one that becomes None is taken out. `.` is `__` in the names."""
+    """Changes tensors of the only file; one that becomes None is removed. `__` in a name stands for `.`."""
     tensors = tensors_of(folder)
     named = {name.replace("__", "."): tensor for name, tensor in changes.items()}
     tensors = {name: tensor for name, tensor in {**tensors, **named}.items() if tensor is not None}
@@ -64,7 +64,7 @@ def change_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 
 def refused(source: Path, out: Path) -> str:
-    """One message, without the path in front of it, and nothing is left behind."""
+    """Returns the message of a refusal, without the path in front, and checks that no file is left behind."""
     around = sorted(out.parent.iterdir())
     with pytest.raises(CheckpointError) as caught:
         write_folder(read_foreign(source), out)
@@ -82,7 +82,7 @@ def test_shards_and_one_file_are_the_same(originals: Path, tmp_path: Path) -> No
 
 
 def pickled(folder: Path, shards: int = 1) -> None:
-    """As transformers wrote weights before there were safetensors."""
+    """Writes weights as transformers did before safetensors."""
     tensors = tensors_of(folder)
     (folder / WEIGHTS).unlink()
     if shards == 1:
@@ -135,13 +135,13 @@ def test_pickles_of_anything_else(content: Any, message: str, copy: Callable[[st
 
 
 def test_a_shard_that_runs_code(copy: Callable[[str], Path], tmp_path: Path) -> None:
-    """Any of them, whatever the index says is in it."""
+    """This holds for any shard, no matter what the index says about it."""
     source = copy("whole")
     pickled(source, 3)
     shard = source / "pytorch_model-00002-of-00003.bin"
     torch.save({"model.norm.weight": Runs()}, shard)
-    said = refused(source, tmp_path / "out")
-    assert said.startswith(
+    message = refused(source, tmp_path / "out")
+    assert message.startswith(
         "SOURCE/pytorch_model-00002-of-00003.bin: refused, its pickle asks for posix.system, which is "
     )
     shard.unlink()
@@ -190,7 +190,7 @@ def test_tensors_that_do_not_fit(
 
 
 def test_a_config_that_lies(copy: Callable[[str], Path], tmp_path: Path) -> None:
-    """About every size: the tensors say otherwise, a problem for each of them up to a limit."""
+    """Every size may be wrong: the tensors contradict it, with one problem for each up to a limit."""
     for field, value in (("num_hidden_layers", 2), ("num_hidden_layers", 4), ("vocab_size", 97), ("hidden_size", 44),
                          ("intermediate_size", 79), ("num_key_value_heads", 4), ("head_dim", 14)):  # fmt: skip
         source = copy("whole")
@@ -251,7 +251,7 @@ def test_a_shard_that_shrinks_while_it_is_read(copy: Callable[[str], Path], tmp_
 def test_a_head_that_is_the_embedding_and_tables_that_follow_from_the_config(
     copy: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Some files hold them all the same."""
+    """Some files contain them nevertheless."""
     source = copy("tied")
     before = read_foreign(source)
     embedding = tensors_of(source)["model.embed_tokens.weight"]
@@ -307,7 +307,7 @@ def test_where_nothing_can_be_written(originals: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="has no such limit")
 def test_a_disk_that_is_full(originals: Path, tmp_path: Path) -> None:
-    """Stood for by a limit on the size of files, which the weights reach in their middle."""
+    """A limit on file sizes, reached in the middle of the weights, simulates it."""
     import resource
 
     model, limits = read_foreign(originals / "whole"), resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -329,7 +329,7 @@ def test_bytes_are_counted(originals: Path, tmp_path: Path) -> None:
 
 
 def test_pieces_are_the_whole(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also those of a part of a tensor, and pieces that are shorter than one row."""
+    """This also holds for parts of a tensor, and for pieces shorter than a row."""
     for name in ("fused", "tied"):
         model = read_foreign(originals / name)
         write_folder(model, tmp_path / name)
@@ -358,7 +358,7 @@ print(kib("VmHWM") - before)
 
 
 def sparse(source: Path, megabytes: int) -> None:
-    """Makes the embedding of a folder so large, without writing it: a file can have holes."""
+    """Makes the embedding this large without writing it: a file can have holes."""
     rows, others = megabytes * 2**20 // (4 * 48), tensors_of(source)
     del others["lm_head.weight"], others["model.embed_tokens.weight"]
     change_config(source, vocab_size=rows, tie_word_embeddings=True)
@@ -376,7 +376,7 @@ def sparse(source: Path, megabytes: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_does_not_grow_with_the_model(copy: Callable[[str], Path], tmp_path: Path) -> None:
-    """A large tensor is read in pieces; what is left is what torch needs for modules (docs/converting.md has 7 B)."""
+    """A large tensor is read in pieces; torch's modules need the rest (docs/converting.md has 7 B)."""
     source = copy("whole")
     sparse(source, 512)
     command = [sys.executable, "-c", CONVERT, str(source), str(tmp_path / "out")]

@@ -1,4 +1,4 @@
-"""GGUF files of every family and every type of blocks next to transformers: logits, greedy text, values."""
+"""GGUF files of every family and every block type compared with transformers: logits, greedy text, values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mod_models.declarations import RopeScaling
 
 TOLERANCE = 1e-5
 LENGTH = 40
-# A GGUF file says no activation and no window: llama.cpp has one activation for each architecture.
+# A GGUF file states no activation and no window: llama.cpp has one activation per architecture.
 NAMES = [name for name in CONFIGS if "of 16" not in name and "eps" not in name]
 
 
@@ -62,8 +62,8 @@ def test_logits_and_text_are_those_of_transformers(name: str, tmp_path: Path) ->
 def test_transformers_reads_the_same_file_as_the_same_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So that the file of these tests is what others read as well; it knows no Gemma."""
-    # transformers reads no width of a head of Qwen3 and takes 128.
+    """Other programs must be able to read the files of these tests; transformers knows no Gemma."""
+    # transformers does not read Qwen3's head width, and takes 128.
     monkeypatch.setitem(CONFIGS, "Qwen3 of 128", of(Qwen3Config, head_dim=128))
     padding = {"tokenizer.ggml.padding_token_id": 0}
     as_gguf(name, tmp_path / "model.gguf", 5, change=lambda metadata, tensors: metadata.update(padding))
@@ -74,7 +74,7 @@ def test_transformers_reads_the_same_file_as_the_same_model(
 
 
 def random_blocks(kind: Kind, rows: int, numbers: int) -> np.ndarray:
-    """Any bytes, with scales that are small numbers."""
+    """Random bytes, with small numbers as scales."""
     per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(kind.value).integers(0, 256, (rows, numbers // per_block, block_bytes), np.uint8)
     scales = {Kind.Q2_K: (80, 82), Kind.Q3_K: (108,), Kind.Q6_K: (208,), Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2)}
@@ -86,7 +86,7 @@ def random_blocks(kind: Kind, rows: int, numbers: int) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, *(Kind[name] for name in BLOCKS)])
 def test_every_type(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any rows of it, as the package `gguf` and, on its own, transformers have them; in pieces, too."""
+    """Rows of each type agree with the package `gguf` and separately with transformers, also in pieces."""
     monkeypatch.setattr(gguf_file, "PIECE_BYTES", 4096)
     floats = np.random.default_rng(0).standard_normal((24, 512)).astype(np.float32)
     data = random_blocks(kind, 24, 512) if kind.name in BLOCKS else gguf.quantize(floats, kind)
@@ -104,7 +104,7 @@ def test_every_type(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
 def test_a_quantized_model_is_that_of_transformers(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of queries and keys are put in order whatever they are stored as."""
+    """Rows of queries and keys are reordered in every stored type."""
     monkeypatch.setitem(CONFIGS, "wide", of(LlamaConfig, hidden_size=64, intermediate_size=96))
     as_gguf("wide", tmp_path / "model.gguf", 6, lambda name: kind)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
@@ -121,7 +121,7 @@ def test_pieces_of_any_size_are_the_same_tensor(tmp_path: Path, monkeypatch: pyt
     as_gguf("Llama", tmp_path / "model.gguf", 1)
     parts = read_foreign(tmp_path / "model.gguf").parts
     whole = {name: part.rows(0, part.length).clone() for name, part in parts.items()}
-    monkeypatch.setattr(foreign, "PIECE_BYTES", 700)  # 3 rows, and a head has 12.
+    monkeypatch.setattr(foreign, "PIECE_BYTES", 700)  # 3 rows; a head has 12.
     for name, part in parts.items():
         assert torch.equal(torch.cat(list(part.pieces())), whole[name]), name
 
@@ -134,7 +134,7 @@ def test_pieces_of_any_size_are_the_same_tensor(tmp_path: Path, monkeypatch: pyt
         (10_000.0, {"factor": 3.0, "high_freq_factor": 2.5, "original_max_position_embeddings": 1000}, 96),
         (500.0, {"original_max_position_embeddings": 32}, 32),
         (500.0, {"low_freq_factor": 2.0, "high_freq_factor": 5.0, "original_max_position_embeddings": 64}, 64),
-        (1e12, {"original_max_position_embeddings": 32}, 8),  # Angles so far apart that at most one is a mixture.
+        (1e12, {"original_max_position_embeddings": 32}, 8),  # At such distant angles, at most one is a mixture.
     ],
 )
 def test_the_scaling_of_llama_3_is_found_again(
@@ -164,7 +164,7 @@ def test_factors_of_one_and_of_one_number(tmp_path: Path) -> None:
 
 
 def test_what_a_file_leaves_out(tmp_path: Path) -> None:
-    """Old files say less, and what llama.cpp takes then is what is meant."""
+    """Old files state less; the defaults are those of llama.cpp."""
     left_out = ("vocab_size", "attention.key_length", "attention.value_length", "rope.dimension_count",
                 "rope.freq_base")  # fmt: skip
 
@@ -188,7 +188,7 @@ def test_a_window_as_long_as_rows(tmp_path: Path) -> None:
 
 
 def test_a_scale_that_is_not_finite(tmp_path: Path) -> None:
-    """Found where weights are read, as in any other format."""
+    """It is found when weights are read, as in any other format."""
     model = made("Llama")
     tensors = tensors_of(model)
     tensors["blk.1.ffn_down.weight"][3, 4] = math.inf
@@ -214,7 +214,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="counts KiB")
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q6_K])
 def test_memory_does_not_grow_with_the_model(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries and an embedding of 1 GB in float32 each, of which the file holds a fifth, are dequantized in pieces."""
+    """Queries and embedding, 1 GB each in float32 and a fifth of it in the file, are dequantized in pieces."""
     wide = of(LlamaConfig, hidden_size=256, intermediate_size=256, num_attention_heads=2, num_hidden_layers=1)
     monkeypatch.setitem(CONFIGS, "wide", wide)
     block, size = gguf.GGML_QUANT_SIZES[kind]

@@ -1,4 +1,4 @@
-"""GGUF files that are damaged, lie, or say what a spec cannot: one error each, and nothing is left behind."""
+"""GGUF files that are damaged, contradict themselves, or say what a spec cannot: one error each, and no file left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCABULARY = {
 
 
 def refused(source: Path, out: Path) -> str:
-    """One line, without the path in front of it, and nothing is left behind."""
+    """Returns one line without the path in front, and checks that no file is left behind."""
     around = sorted(out.parent.iterdir())
     with pytest.raises(CheckpointError) as caught:
         write_folder(read_foreign(source), out)
@@ -51,7 +51,7 @@ def key(name: str, kind: int, value: bytes) -> bytes:
 
 
 def tensor(name: str = "a", shape: tuple[int, ...] = (4,), kind: int = 0, offset: int = 0) -> bytes:
-    """`shape` as the file has it, rows last."""
+    """`shape` is in the file's order, with rows last."""
     return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
@@ -101,10 +101,10 @@ ALIGN = "general.alignment"
     ],
 )  # fmt: skip
 def test_files_that_are_damaged(content: bytes, message: str, tmp_path: Path) -> None:
-    """Whatever a count says, no more memory is taken than the file is long."""
+    """Memory stays within the length of the file, no matter what a count says."""
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(CheckpointError):
-        read_foreign(tmp_path / "model.gguf")  # What is imported at first use is not counted.
+        read_foreign(tmp_path / "model.gguf")  # Imports at first use are not counted.
     tracemalloc.start()
     found = refused(tmp_path / "model.gguf", tmp_path / "out")
     peak = tracemalloc.get_traced_memory()[1]
@@ -117,7 +117,7 @@ Change = Callable[[dict[str, Any], dict[str, np.ndarray]], object]
 
 
 def says(**changes: Any) -> Change:
-    """Metadata of Llama; one that is None is taken out. `.` is `__` in the names."""
+    """Changes metadata of Llama; one that is None is removed. `__` in a name stands for `.`."""
 
     def change(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         for name, value in changes.items():
@@ -129,7 +129,7 @@ def says(**changes: Any) -> Change:
 
 
 def has(**changes: np.ndarray | None) -> Change:
-    """Tensors; one that is None is taken out."""
+    """Changes tensors; one that is None is removed."""
 
     def change(metadata: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         for name, value in changes.items():
@@ -242,7 +242,7 @@ def test_a_type_that_is_not_read(tmp_path: Path) -> None:
     write_gguf(tmp_path / "model.gguf", metadata_of(model), tensors)
     with (tmp_path / "model.gguf").open("rb") as file:
         data = bytearray(file.read())
-    # The number of a type that is real, of the same size, and no weight: int32.
+    # int32 is a real type of the same size, but no weight has it.
     at = data.index(text("blk.1.ffn_gate.weight")) + len(text("blk.1.ffn_gate.weight")) + 4 + 16
     data[at : at + 4] = struct.pack("<I", Kind.I32.value)
     (tmp_path / "model.gguf").write_bytes(data)
@@ -271,16 +271,16 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_any_damage_is_refused_or_read(seed: int, tmp_path: Path) -> None:
-    """50 times: bytes are flipped, numbers become huge, the file is cut, or a piece of it is put elsewhere."""
+    """Does one of these 50 times: flips bytes, makes numbers huge, cuts the file, or moves a piece of it."""
     path, out = tmp_path / "model.gguf", tmp_path / "out"
     as_gguf("Llama", path, kinds=lambda name: Kind.F16, change=says(**VOCABULARY))
-    whole = path.read_bytes()
+    intact = path.read_bytes()
     read_foreign(path)
-    header = whole.index(text("output_norm.weight")) + 60
+    header = intact.index(text("output_norm.weight")) + 60
     random = np.random.default_rng(seed)
     refusals: list[str] = []
     for _ in range(50):
-        data = bytearray(whole)
+        data = bytearray(intact)
         at = int(random.integers(4, header))
         match random.integers(4):
             case 0:
@@ -305,13 +305,13 @@ def test_any_damage_is_refused_or_read(seed: int, tmp_path: Path) -> None:
             file.unlink()
         if out.exists():
             out.rmdir()
-        assert [one.name for one in tmp_path.iterdir()] == ["model.gguf"]
+        assert [left_over.name for left_over in tmp_path.iterdir()] == ["model.gguf"]
     assert len(list(filter(None, refusals))) > 25
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "head_dim", "hidden_size"])
 def test_a_config_that_says_sizes_beyond_any_memory(field: str, tmp_path: Path) -> None:
-    """Of a folder of Hugging Face; a model of such sizes is not even made without weights."""
+    """The sizes are in a Hugging Face folder; such a model is not made even without weights."""
     saved("Qwen3", tmp_path / "source")
     change_config(tmp_path / "source", **{field: 2**40})
     with pytest.raises(

@@ -90,7 +90,7 @@ def files_of(model: ForeignModel, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("pre", BYTE_LEVEL)
 def test_byte_level_merges(pre: str, tmp_path: Path) -> None:
-    """The ids of many texts, and the texts again, are those of the tokenizer that the file was made from."""
+    """Ids and decoded texts agree with the tokenizer from which the file was made."""
     theirs = trained(pre)
     model = model_with(keys_of(theirs, pre), tmp_path)
     assert model.notes == ()
@@ -107,8 +107,8 @@ def test_byte_level_merges(pre: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("pre", "kind"), [("gpt-2", LlamaConfig), ("llama-bpe", LlamaConfig), ("tekken", LlamaConfig),
                                            ("qwen2", Qwen2Config), ("smollm", LlamaConfig)])  # fmt: skip
 def test_transformers_reads_the_same_tokenizer(pre: str, kind: type, tmp_path: Path) -> None:
-    """From the same file, with two exceptions, where it departs from the tokenizers that such files are made from: it
-    does not part digits from spaces before them for `smollm`, and normalizes nothing for `qwen2`.
+    """The file is the same. transformers departs from the original tokenizers in two cases: for `smollm` it does not
+    part digits from spaces before them, and for `qwen2` it normalizes nothing.
     """
     files_of(model_with(keys_of(trained(pre), pre), tmp_path, kind), tmp_path / "out")
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
@@ -143,7 +143,7 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
 
 
 def sentencepiece_keys(prefix: bool) -> dict[str, Any]:
-    """A vocabulary as SentencePiece has it: bytes, letters, and pieces whose scores are the order of merges."""
+    """A vocabulary in SentencePiece's form: bytes, letters, and pieces whose scores give the order of merges."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "<|user|>"]
     kinds = [2, 3, 3, *([6] * 256), 3]
     letters = sorted(set("".join(MORE) + "▁") - {" "})
@@ -155,7 +155,7 @@ def sentencepiece_keys(prefix: bool) -> dict[str, Any]:
             halves = any(piece[:cut] in pieces or cut == 1 for cut in range(1, length))
             if piece not in pieces and halves and "▁" not in piece[1:]:
                 pieces[piece] = len(pieces)
-    # Only pieces that merges of two others give can ever be made.
+    # Only pieces that merge two others can ever be made.
     tokens += [*pieces, *letters]
     kinds += [1] * (len(pieces) + len(letters))
     scores = [0.0] * 260 + [-float(rank) for rank in range(len(pieces) + len(letters))]
@@ -168,7 +168,7 @@ def sentencepiece_keys(prefix: bool) -> dict[str, Any]:
 
 
 def merged_by_score(text: str, keys: dict[str, Any]) -> list[int]:
-    """What `llm_tokenizer_spm` of llama.cpp does: the pair with the best score first, the leftmost of equals."""
+    """Merges like `llm_tokenizer_spm` of llama.cpp: the pair with the best score first, the leftmost of equals."""
     tokens, scores = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.scores"]
     number_of = {token: number for number, token in enumerate(tokens)}
     pieces = list(text.replace(" ", "▁"))
@@ -196,13 +196,13 @@ def test_sentencepiece(prefix: bool, tmp_path: Path) -> None:
         assert found == merged_by_score((" " if prefix else "") + text, keys), text
         assert ours.decode(found) == text
         assert ours.encode(text).ids == [1, *found]
-    # A special token is one, and after it a text begins anew.
+    # A special token stays whole, and the text after it begins anew.
     parts = [merged_by_score((" " if prefix else "") + text, keys) for text in ("one", "two")]
     assert ours.encode("one</s>two").ids == [1, *parts[0], 2, *parts[1]]
 
 
 def test_sentencepiece_next_to_transformers(tmp_path: Path) -> None:
-    """Which takes the space in front of a text for the one that is put there."""
+    """It takes a space in front of a text for the one that is added there."""
     files_of(model_with(sentencepiece_keys(True), tmp_path), tmp_path / "out")
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="model.gguf")
     ours = AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -249,7 +249,7 @@ def test_a_whole_tokenizer_in_the_file(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_said(more: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    """The model is converted all the same, with what is known: its special tokens and its chat template."""
+    """The model is converted nevertheless, with its special tokens and its chat template."""
     model = model_with(keys_of(trained("gpt-2"), "gpt-2"), tmp_path, **more)
     assert model.notes == (
         f"its tokenizer cannot be written as tokenizer.json ({reason}); give the original one with --tokenizer",
@@ -269,7 +269,7 @@ def test_vocabularies_that_cannot_be_said(tmp_path: Path) -> None:
     spaces["tokenizer.ggml.tokens"][259], spaces["tokenizer.ggml.token_type"][259] = "▁▁", 4
     (note,) = model_with(spaces, tmp_path).notes
     assert "(tokenizer.ggml.token_type: a token that is matched in texts as it is holds a space)" in note
-    # The writer of the package writes UTF-8 only, so a byte of the last token is changed in the file.
+    # The writer of the package `gguf` writes only UTF-8, so a byte of the last token is changed in the file.
     model_with(keys, tmp_path)
     data = (tmp_path / "model.gguf").read_bytes()
     (tmp_path / "model.gguf").write_bytes(data.replace(USER.encode(), b"\xff" + USER.encode()[1:]))
@@ -284,7 +284,7 @@ def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 def test_scores_as_numbers_of_any_type(tmp_path: Path) -> None:
-    """The order of merges is that of scores, whatever they are stored as."""
+    """Merges are ordered by score, in any stored type."""
     keys = sentencepiece_keys(True)
     as_it_was = files_of(model_with(keys, tmp_path), tmp_path / "out")["tokenizer.json"]
     keys["tokenizer.ggml.scores"] = [int(np.round(score)) for score in keys["tokenizer.ggml.scores"]]

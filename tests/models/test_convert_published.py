@@ -1,4 +1,4 @@
-"""The config.json of published models is accepted as it is, and its spec has as many weights as the model has."""
+"""The config.json of published models is accepted unchanged, and its spec has as many weights as the model."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], float]] = {
         2506.2,
     ),
 }  # fmt: skip
-"""Name -> (what its config.json says beside `COMMON`, millions of weights)."""
+"""Name -> (fields of its config.json beside `COMMON`, millions of weights)."""
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name: str) -> None:
-    said, millions = PUBLISHED[name]
-    fields = {**COMMON, "architectures": [FAMILIES[said["model_type"]].architecture], **said}
+    config_fields, millions = PUBLISHED[name]
+    fields = {**COMMON, "architectures": [FAMILIES[config_fields["model_type"]].architecture], **config_fields}
     family = FAMILIES[fields["model_type"]]
     config = Config(fields, family.defaults)
     spec = spec_of(family, config, None)

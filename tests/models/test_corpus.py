@@ -1,4 +1,4 @@
-"""The corpus: two splits that share no file, the same at every call, and windows that are a function of their seed."""
+"""The corpus: two splits that share no file and never change, and windows that are a function of their seed."""
 
 import hashlib
 import sysconfig
@@ -23,9 +23,9 @@ def forget_sources() -> None:
 
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A Python whose standard library is an empty folder, for a test to fill."""
+    """Gives Python an empty folder as its standard library, which a test can fill."""
     paths = sysconfig.get_paths
-    # Whoever measures coverage asks for schemes by name meanwhile.
+    # Coverage measurement asks for schemes by name meanwhile.
     monkeypatch.setattr(sysconfig, "get_paths", lambda *scheme: paths(*scheme) if scheme else {"stdlib": str(tmp_path)})
     forget_sources()
     yield tmp_path
@@ -33,8 +33,8 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_side_of_a_file_is_the_same_on_every_machine(sources: Path) -> None:
-    """A model trained on one machine is tested on another: these two have always been held out."""
-    # A Python can ship without its sources.
+    """A model may be trained on one machine and tested on another: these two files are always held out."""
+    # A Python may lack the sources of its library.
     assert len(read_split("train")) == 0
     assert read_split("held_out").dtype == torch.uint8
     forget_sources()
@@ -57,7 +57,7 @@ def test_windows(batch: int, seq: int, seed: int, spare: int) -> None:
     assert torch.equal(window_BS, batch_at(text_N, batch, seq, seed))
 
 
-# A text of one's own.
+# A given text.
 
 
 def as_text(tokens: TokenizedText) -> bytes:
@@ -99,7 +99,7 @@ def test_a_folder_is_split_by_path(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     corpus = read_corpus(tmp_path)
-    # The same sides as in the standard library, whatever else is there.
+    # The sides equal those in the standard library, no matter which other files are there.
     assert as_text(corpus.train) == b"abc.py\0email/charset.py"
     assert as_text(corpus.held_out) == b"copyreg.py\0email/__init__.py"
     assert (corpus.name, corpus.files, corpus.skipped) == (str(tmp_path), 4, 0)

@@ -1,4 +1,4 @@
-"""Prefill and steps: logits and routing of the causal model on the whole text, wherever the text is split."""
+"""Prefill and steps: logits and routing equal those of the causal model on the whole text, wherever it is split."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ FEW = (
     "dense", "trained by rank", "routed apart by predictors", "MLP routed", "compact positions",
     "experts in routed MLPs", "experts after routed attention",
 )  # fmt: skip
-"""Of GENERATING: each part of a block with a decision of its own, and each kind of cache."""
+"""Names in GENERATING: each part of a block that decides for itself, and each kind of cache."""
 each_kind = pytest.mark.parametrize("name", GENERATING)
 a_few_kinds = pytest.mark.parametrize("name", FEW)
 
 
 def assert_split(model: Transformer, ids_BS: Tensor, split: int, max_len: int, narrow: int = 0) -> Session:
-    """Reads `split` tokens at once and the others one at a time, next to the causal model on all of them."""
-    whole = meaning(model, ids_BS)
-    assert whole.margin > 1e-5, "a decision too close for two ways of computing it; use another seed"
+    """Reads `split` tokens at once and the others one at a time, and compares with the causal model on all of them."""
+    expected = meaning(model, ids_BS)
+    assert expected.margin > 1e-5, "a decision too close for two ways of computing it; use another seed"
     session = Session(model, max_len, len(ids_BS))
     for block in session.prefill.layers:
         if isinstance(block, RoutedBlock):
             block.narrow = narrow
     found = [session.read(ids_BS[:, :split], torch.full((len(ids_BS),), split))]
     found += [session.write(ids_BS[:, t]) for t in range(split, ids_BS.shape[1])]
-    error = (torch.stack(found, 1) - whole.logits_BSV[:, split - 1 :]).abs().max()
+    error = (torch.stack(found, 1) - expected.logits_BSV[:, split - 1 :]).abs().max()
     assert error < 1e-9
-    assert session.ran == whole.ran
-    assert session.overflow_BN.tolist() == [list(row.values()) for row in whole.overflow]
+    assert session.ran == expected.ran
+    assert session.overflow_BN.tolist() == [list(row.values()) for row in expected.overflow]
     return session
 
 
@@ -53,16 +53,16 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
         for tensor, same in zip(session.cache.values(), caches[0].cache.values(), strict=True):
             if tensor.dtype == torch.int64:
                 assert torch.equal(tensor, same)
-    # The first of them wrote every slot by itself but one; what the last one's prompt left must be the same keys.
+    # Steps of the first cache wrote every slot but one; the prompt of the last cache must leave the same keys.
     for layer in range(model.spec.n_layers):
         used = slots_in_use(caches[0], layer)
         for part in ("keys", "values"):
-            one, other = (session.cache[f"{part}_{layer}"][:, :, :used] for session in (caches[0], caches[-1]))
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+            stepped, prefilled = (session.cache[f"{part}_{layer}"][:, :, :used] for session in (caches[0], caches[-1]))
+            torch.testing.assert_close(stepped, prefilled, rtol=0, atol=1e-9)
 
 
 def test_the_kinds_meet_slots_that_are_full() -> None:
-    """Of blocks and of experts: agreement where every token finds a slot would say less."""
+    """Slots of blocks and of experts become full: if every token found a slot, agreement would say less."""
     found = {name: meaning(generating_model(name), texts(1)).overflow[0] for name in GENERATING}
     turned = {name for name, row in found.items() for site, n in row.items() if n and ".expert" not in str(site)}
     dropped = {name for name, row in found.items() for site, n in row.items() if n and ".expert" in str(site)}
@@ -71,7 +71,7 @@ def test_the_kinds_meet_slots_that_are_full() -> None:
 
 
 def slots_in_use(session: Session, layer: int) -> int:
-    """Of the first row."""
+    """Number of slots that the first row uses."""
     routing = session.spec.routing
     if routing is None or layer not in session.spec.routed_layers or routing.parts == "mlp":
         return int(session.length_B[0])
@@ -81,13 +81,13 @@ def slots_in_use(session: Session, layer: int) -> int:
 
 @each_kind
 def test_it_means_what_the_loops_say(name: str) -> None:
-    """Against the second implementation, which knows nothing of caches."""
+    """Compares with the second implementation, which has no caches."""
     model, ids_BS = generating_model(name), texts(1)
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     (row,) = reference(model.spec.to_dict(), weights, ids_BS.tolist(), [WINDOW])
     session = Session(model, WINDOW)
     logits = [session.read(ids_BS[:, :3], torch.tensor([3]))] + [session.write(ids_BS[:, t]) for t in range(3, WINDOW)]
-    # RoPE tables are of 32 bits.
+    # RoPE tables have 32 bits.
     np.testing.assert_allclose(torch.cat(logits).numpy(), np.array(row.logits[2:]), rtol=0, atol=2e-5)
     assert session.ran == [row.chosen]
     assert int(session.overflow_BN.sum()) == row.overflow
@@ -110,8 +110,9 @@ def test_a_token_that_finds_no_slot_leaves_every_cached_bit_alone() -> None:
 
 @a_few_kinds
 def test_rows_of_different_lengths_are_rows_alone(name: str) -> None:
-    """Three prompts in one bucket, then steps in which some rows wait: each is what it is by itself, to the bit of its
-    routing, and has as many slots in use as tokens of its own ran."""
+    """Three prompts in one bucket, then steps in which some rows wait: each row routes exactly as it does alone, and
+    uses as many slots as its own tokens ran.
+    """
     model, ids_BS = generating_model(name), texts(3)
     lengths, total = [1, 6, 4], [9, 8, 12]
     together = Session(model, WINDOW, 3)
@@ -135,7 +136,7 @@ def test_rows_of_different_lengths_are_rows_alone(name: str) -> None:
 
 @a_few_kinds
 def test_a_short_cache_and_a_long_one_agree(name: str) -> None:
-    """Places are counted for the window, so a bucket of prompts or of steps means the same as a longer one."""
+    """Slots are counted for the window, so a bucket of prompts or steps computes the same as a longer one."""
     model, ids_BS = generating_model(name), texts(1)
     short = assert_split(model, ids_BS[:, :8], 3, 8)
     long = assert_split(model, ids_BS[:, :8], 3, WINDOW)
@@ -153,7 +154,7 @@ def test_a_short_cache_and_a_long_one_agree(name: str) -> None:
 def test_keys_and_values_of_a_routed_layer_are_its_share() -> None:
     checkpoint = MOD_TRANSFORMER.read(MOD_TRANSFORMER.demo_checkpoint()).checkpoint
     routed, dense = (DecodingGraphs(spec, 2048) for spec in (checkpoint.spec, checkpoint.spec.dense()))
-    assert set(dense.kv_bytes(2048).values()) == {2 * 2 * 2048 * 32 * 4}  # keys and values, heads, slots, width, bytes
+    assert set(dense.kv_bytes(2048).values()) == {2 * 2 * 2048 * 32 * 4}  # Keys and values, heads, slots, width, bytes.
     for layer, size in routed.kv_bytes(2048).items():
         assert size == dense.kv_bytes(2048)[layer] * (0.125 if layer in routed.spec.routed_layers else 1)
     tensors = empty_cache(routed.spec, 3, 2048)
@@ -163,11 +164,11 @@ def test_keys_and_values_of_a_routed_layer_are_its_share() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_more_rows_than_slots_in_a_step(slots: int) -> None:
-    """The largest scores run, ties to the lower row; the others are skipped, leave no key, and are counted."""
+    """The largest scores run, ties go to the lower row; the others are skipped, leave no key, and are counted."""
     model = generating_model("threshold")
-    # Row 3 is row 1 again.
+    # Row 3 equals row 1.
     ids_B = torch.tensor([3, 0, 12, 0, 6, 9])
-    free, narrow = (Step(model.spec, 6, WINDOW, given).sharing(model) for given in (None, {0: slots}))
+    free, narrow = (Step(model.spec, 6, WINDOW, slots_by_layer).sharing(model) for slots_by_layer in (None, {0: slots}))
     position_B, cache = torch.zeros(6, dtype=torch.int64), empty_cache(model.spec, 6, WINDOW)
     everyone, some = free(ids_B, position_B, *cache.values()), narrow(ids_B, position_B, *cache.values())
     with torch.no_grad():
@@ -185,7 +186,7 @@ def test_more_rows_than_slots_in_a_step(slots: int) -> None:
     for b in range(6):
         if b in expected:
             torch.testing.assert_close(keys_BGE[b], everyone[1][b])
-    # Who was turned away goes on as if its score had been below 0: as the whole model says with that layer empty.
+    # A token without a slot continues as if its score were below 0: as the whole model does with that layer empty.
     turned = next(b for b in able if b not in expected)
     forced = {0: torch.full((1, 1), -1)}
     with torch.no_grad():
@@ -231,12 +232,12 @@ def test_slots_of_a_step() -> None:
 
 
 def assert_greedy(model: Transformer, prompt: list[int], new: int, window: int) -> None:
-    """Each token is the best of what the model says of the whole text before it."""
+    """Each token has the highest logit of the model after the whole text before it."""
     written = generate_eager(model, prompt, new, window=window)
-    whole = meaning(model, torch.tensor([[*prompt, *written.ids[:-1]]]))
-    torch.testing.assert_close(written.logits_NV, whole.logits_BSV[0, len(prompt) - 1 :], rtol=0, atol=1e-9)
+    expected = meaning(model, torch.tensor([[*prompt, *written.ids[:-1]]]))
+    torch.testing.assert_close(written.logits_NV, expected.logits_BSV[0, len(prompt) - 1 :], rtol=0, atol=1e-9)
     assert written.ids == written.logits_NV.argmax(-1).tolist()
-    assert (len(written.ids), written.ran, written.overflow) == (new, whole.ran[0], whole.overflow[0])
+    assert (len(written.ids), written.ran, written.overflow) == (new, expected.ran[0], expected.overflow[0])
 
 
 @a_few_kinds
@@ -260,7 +261,7 @@ def test_a_text_that_cannot_be_written(prompt: list[int], new: int, window: int,
 
 
 def test_the_shipped_checkpoint_writes_as_it_reads() -> None:
-    """Real weights: a predictor that was trained beside top-k, 48 tokens of held-out text, split early and late."""
+    """Real weights: a predictor trained beside top-k, 48 tokens of held-out text, split early and late."""
     loaded = MOD_TRANSFORMER.read(MOD_TRANSFORMER.demo_checkpoint())
     model = Transformer(for_generation(loaded.checkpoint.spec, 64, slack=2)).sharing(loaded.module()).double()
     ids_1S = torch.from_numpy(loaded.sample_ids(1, 48, 0))

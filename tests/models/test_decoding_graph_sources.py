@@ -1,4 +1,4 @@
-"""What exporters are given of a model that generates, and how many bytes a step of it has to read."""
+"""Programs that exporters get of a generating model, and the number of bytes that one of its steps has to read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mod_models.spec import ModelSpec
 from mod_models.step import prefill_outputs, step_inputs, step_outputs
 
 ATTENTION = 8 + 16 * 8 + 2 * 8 * 8 + 8 * 16
-"""Numbers of a block's attention: norm, queries of 4 x 4, keys and values of 2 x 4, and the way back."""
+"""Number of weights of a block's attention: norm, queries of 4 x 4, keys and values of 2 x 4, and the output."""
 MLP = 8 + 3 * 8 * 12
 HEAD = 8 + 16 * 8
-"""The last norm, and the embedding as the head."""
+"""Number of weights of the last norm, and of the embedding as the head."""
 SLOT = 2 * 4 * 2 * 4
 """Bytes of a key and a value: 2 heads of 4 float32 numbers each."""
 PLACES = int(0.375 * WINDOW)
@@ -30,7 +30,7 @@ def graphs_of(spec: ModelSpec) -> tuple[DecodingGraphs, dict[str, torch.Tensor]]
 
 
 def routers(weights: dict[str, torch.Tensor]) -> int:
-    """Numbers of routers and predictors."""
+    """Number of weights of routers and predictors."""
     found = [weight for name, weight in weights.items() if "router" in name or "predictor" in name]
     return sum(weight.numel() for weight in found)
 
@@ -53,7 +53,7 @@ def test_dense() -> None:
     [("block", ATTENTION + MLP, 0, PLACES), ("attention", ATTENTION, MLP, PLACES), ("mlp", MLP, ATTENTION, WINDOW)],
 )
 def test_routed_parts(parts: str, routed: int, always: int, slots: int, executed: float) -> None:
-    """Layers 0 and 2 are routed. Where the MLP alone is, every token is in the cache."""
+    """Layers 0 and 2 are routed. If only the MLP is routed, every token is in the cache."""
     graphs, weights = graphs_of(make_spec(parts=parts, selection="threshold"))
     found = graphs.step_bytes(sizes(weights), 3, WINDOW, dict.fromkeys(graphs.sites, executed))
     numbers = ATTENTION + MLP + HEAD + routers(weights) + 2 * (always + executed * routed)
@@ -72,7 +72,7 @@ def test_parts_that_are_routed_apart() -> None:
 
 @pytest.mark.parametrize(("rows", "share"), [(1, 0.25), (3, 0.75), (4, 1.0), (9, 1.0)])
 def test_experts_are_read_as_rows_can_take_them(rows: int, share: float) -> None:
-    """One of four by each row: so many at most."""
+    """Each row runs one of four experts, so at most as many experts as rows are read."""
     graphs, weights = graphs_of(make_spec(routing=None, experts=experts()))
     every = sum(weight.numel() for name, weight in weights.items() if ".experts." in name and "router" not in name)
     found = graphs.step_bytes(sizes(weights), rows, WINDOW, dict.fromkeys(graphs.sites, 1.0))
@@ -90,7 +90,7 @@ def test_an_embedding_that_is_no_head_is_read_in_one_row() -> None:
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_sources(name: str) -> None:
-    """On the meta device, with the names and shapes of the cache, and no tensor twice among the examples."""
+    """Sources are on the meta device, with the cache's names and shapes; no tensor occurs twice in the examples."""
     spec = GENERATING[name]
     graphs = DecodingGraphs(spec, WINDOW)
     assert list(graphs.capacity) == list(graphs.sites)
@@ -103,10 +103,10 @@ def test_sources(name: str) -> None:
         assert not source.module.training
         assert all(tensor.is_meta for tensor in source.module.state_dict().values())
         assert {*source.module.state_dict()} == {*lively_checkpoint(spec).module().state_dict()}
-        for example, other in zip(*source.examples, strict=True):
+        for example, again in zip(*source.examples, strict=True):
             assert example.is_meta
-            assert (example.shape, example.dtype) == (other.shape, other.dtype)
+            assert (example.shape, example.dtype) == (again.shape, again.dtype)
         assert len({id(tensor) for example in source.examples for tensor in example}) == 2 * len(source.examples[0])
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in step.examples[0][2:]]
-    assert shapes == [(one.shape, one.dtype) for one in cache_layout(graphs.spec, 3, 12)]
+    assert shapes == [(item.shape, item.dtype) for item in cache_layout(graphs.spec, 3, 12)]
     assert [tuple(tensor.shape) for tensor in prefill.examples[0]] == [(2, 9), (2,)]

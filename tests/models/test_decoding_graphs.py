@@ -1,4 +1,4 @@
-"""The static graphs of prefill and steps: ONNX Runtime gives what the eager model gives, and runs nothing skipped."""
+"""The static graphs of prefill and steps: ONNX Runtime agrees with the eager model, and runs no skipped block."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TOLERANCE = 2e-5
 
 
 def branches_of(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
-    return [one.g for node in graph.node for one in node.attribute if one.type == onnx.AttributeProto.GRAPH]
+    return [item.g for node in graph.node for item in node.attribute if item.type == onnx.AttributeProto.GRAPH]
 
 
 def step_of(name: str, rows: int, path: Path, *, skip: bool = True) -> tuple[Step, onnx.GraphProto]:
-    """A step with a fair share of slots, and its graph, which is saved and checked to be static and sound."""
+    """Makes a step with a fair share of slots, and its graph, which is saved and checked to be static and sound."""
     model = generating_model(name, torch.float32)
     step = Step(model.spec, rows, WINDOW, slots_of_step(model.spec, rows, WINDOW), skip=skip).sharing(model)
     proto = ir.to_proto(step_graph(name, rows, "fair", skip=skip))
@@ -42,19 +42,19 @@ def step_of(name: str, rows: int, path: Path, *, skip: bool = True) -> tuple[Ste
 
 
 def random_state(spec: ModelSpec, rows: int, seed: int) -> list[Tensor]:
-    """Tokens, positions, and any finite cache."""
+    """Random tokens, positions, and finite cache."""
     generator = torch.Generator().manual_seed(seed)
     layout = cache_layout(spec, rows, WINDOW)
-    cache = [torch.randn(one.shape, generator=generator) for one in layout if one.layer is not None]
-    cache += [torch.randint(0, 6, one.shape, generator=generator) for one in layout if one.layer is None]
+    cache = [torch.randn(tensor.shape, generator=generator) for tensor in layout if tensor.layer is not None]
+    cache += [torch.randint(0, 6, tensor.shape, generator=generator) for tensor in layout if tensor.layer is None]
     ids_B = torch.randint(0, spec.vocab_size, (rows,), generator=generator)
     return [ids_B, torch.randint(0, WINDOW, (rows,), generator=generator), *cache]
 
 
 def close(found: list[np.ndarray], expected: tuple[Tensor, ...]) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.numpy().dtype
-        np.testing.assert_allclose(one, other.numpy(), rtol=0, atol=TOLERANCE)
+    for array, reference in zip(found, expected, strict=True):
+        assert array.dtype == reference.numpy().dtype
+        np.testing.assert_allclose(array, reference.numpy(), rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -64,15 +64,15 @@ def test_four_rows_in_onnx_runtime(skip: bool, tmp_path: Path) -> None:
     step, graph = step_of("predictor", 4, tmp_path / "step.onnx", skip=skip)
     assert len(branches_of(graph)) == (4 if skip else 0)
     session = ort.InferenceSession(tmp_path / "step.onnx")
-    # Without conditions around it, the selection of rows is found like any other, and returned as well.
-    own = [one.name for one in graph.output if not one.name.startswith("routed_")]
+    # Without conditions, the selection of rows is a routing site like any other, and returned as well.
+    output_names = [output.name for output in graph.output if not output.name.startswith("routed_")]
     ran = set()
     for seed in range(8):
-        given = random_state(step.spec, 4, seed)
-        given[1][seed % 4] = -1
-        feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in given], strict=True))
-        expected = step(*given)
-        close(session.run(own, feeds), expected)
+        state = random_state(step.spec, 4, seed)
+        state[1][seed % 4] = -1
+        feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in state], strict=True))
+        expected = step(*state)
+        close(session.run(output_names, feeds), expected)
         ran |= {int(number) for number in expected[-1].sum(0)}
     assert 0 in ran
     assert max(ran) == 2
@@ -80,28 +80,28 @@ def test_four_rows_in_onnx_runtime(skip: bool, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["predictor", pytest.param("routed apart by predictors", marks=pytest.mark.slow)])
 def test_a_skipped_block_is_not_run(name: str, tmp_path: Path) -> None:
-    """ONNX Runtime's own profile lists every node that it ran: those of a branch are there when it was chosen."""
+    """ONNX Runtime's own profile lists every node that ran; nodes of a branch are in it if the branch was chosen."""
     step, graph = step_of(name, 1, tmp_path / "step.onnx")
     conditions = [node for node in graph.node if node.op_type == "If"]
     n_sites = len(step.sites)
     assert len(conditions) == n_sites
     for condition in conditions:
-        branches = {one.name: one.g for one in condition.attribute}
+        branches = {attribute.name: attribute.g for attribute in condition.attribute}
         products = [node for node in branches["then_branch"].node if node.op_type == "MatMul"]
         assert products
         assert {node.op_type for node in branches["else_branch"].node} <= {"Identity", "Constant", "ConstantOfShape"}
     outside = [node.op_type for node in graph.node].count("MatMul")
     seen = set()
     for seed in range(13):
-        given = random_state(step.spec, 1, seed)
+        state = random_state(step.spec, 1, seed)
         if seed == 12:
-            given[-1][:] = WINDOW  # All slots are used.
-        feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in given], strict=True))
-        ran_at = step(*given)[-1][0].tolist()
+            state[-1][:] = WINDOW  # All slots are in use.
+        feeds = dict(zip(step_inputs(step.spec, WINDOW), [tensor.numpy() for tensor in state], strict=True))
+        ran_at = step(*state)[-1][0].tolist()
         expected = outside + sum(
             [node.op_type for node in branch.node].count("MatMul")
             for condition, ran in zip(conditions, ran_at, strict=True)
-            for branch in [one.g for one in condition.attribute if one.name == "then_branch" and ran]
+            for branch in [attribute.g for attribute in condition.attribute if attribute.name == "then_branch" and ran]
         )
         assert products_run(tmp_path / "step.onnx", feeds, tmp_path / f"run{seed}") == expected
         seen.add(tuple(ran_at))
@@ -110,7 +110,7 @@ def test_a_skipped_block_is_not_run(name: str, tmp_path: Path) -> None:
 
 
 def products_run(path: Path, feeds: dict[str, np.ndarray], profile: Path) -> int:
-    """How many MatMul nodes ran once, in every graph and branch."""
+    """Number of MatMul nodes that ran once, in all graphs and branches."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_profiling, options.profile_file_prefix = True, str(profile)
@@ -121,22 +121,22 @@ def products_run(path: Path, feeds: dict[str, np.ndarray], profile: Path) -> int
 
 
 def test_weights_keep_their_names() -> None:
-    """One file of weights serves prompts and steps: what they hold is the model's, by its own names, in no branch."""
+    """One weights file serves prompts and steps: both hold the model's weights under its names, outside branches."""
     model = generating_model("predictor", torch.float32)
     prefill = Prefill(model.spec, WINDOW).sharing(model)
     step = Step(model.spec, 1, WINDOW).sharing(model)
     assert {*prefill.state_dict()} == {*step.state_dict()} == {*model.state_dict()}
     for name, tensor in model.state_dict().items():
         assert step.state_dict()[name].data_ptr() == tensor.data_ptr() == prefill.state_dict()[name].data_ptr()
-    given = random_state(model.spec, 1, 0)
+    state = random_state(model.spec, 1, 0)
     with torch.no_grad():
-        program = torch.export.export(step, tuple(given))
+        program = torch.export.export(step, tuple(state))
     assert {*program.state_dict} == {*model.state_dict()}
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_step_is_one_graph_for_every_token(rows: int) -> None:
-    """Captured whole and once: no break, no other graph for another token, slot or length."""
+    """Each step is captured whole and once: no break, no other graph for another token, slot or length."""
     model = generating_model("predictor", torch.float32)
     step = Step(model.spec, rows, WINDOW, dict.fromkeys([0, 2], (rows + 1) // 2)).sharing(model)
     graphs = []
@@ -150,9 +150,9 @@ def test_a_step_is_one_graph_for_every_token(rows: int) -> None:
     ran = set()
     with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
         for seed in range(8):
-            given = random_state(model.spec, rows, seed)
-            expected = step(*given)
-            close([tensor.numpy() for tensor in compiled(*given)], expected)
+            state = random_state(model.spec, rows, seed)
+            expected = step(*state)
+            close([tensor.numpy() for tensor in compiled(*state)], expected)
             ran |= set(expected[-1][:, 0].tolist())
     torch._dynamo.reset()
     assert len(graphs) == 1

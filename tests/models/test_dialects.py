@@ -1,4 +1,4 @@
-"""Mixture-of-Depths models of others next to re-implementations of their code: logits, text, and what is refused."""
+"""Other projects' Mixture-of-Depths models compared with re-implementations of their code: logits, text, refusals."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ MODELS: dict[str, tuple[str, Callable[[int], ByRow], float | None]] = {
     "sramshetty with a second router": ("sramshetty", lambda seed: Sramshetty(seed, auxiliary=True), None),
     "D-LLM": ("d-llm", DLlm, 1.0),
 }  # fmt: skip
-"""Name -> (dialect, the judge from a seed, the capacity that has to be given)."""
+"""Name -> (dialect, the reference model from a seed, the capacity that must be given)."""
 CAUSAL = [name for name, (_, _, capacity) in MODELS.items() if capacity is not None]
 
 
 def distinct_ids(rows: int = 2, seed: int = 3) -> torch.Tensor:
-    """No id twice in a row: equal tokens have equal scores, and of those the published code takes any."""
+    """No id occurs twice in a row: equal tokens have equal scores, and the published code takes any of them."""
     generator = torch.Generator().manual_seed(seed)
     return torch.stack([3 + torch.randperm(93, generator=generator)[:LENGTH] for _ in range(rows)])
 
@@ -72,7 +72,7 @@ def test_logits_are_those_of_the_published_code(name: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", MODELS)
 def test_routed_layers_run_some_tokens_and_skip_some(name: str, tmp_path: Path) -> None:
-    """Else the test above would say nothing."""
+    """Otherwise the test above would say nothing."""
     _, found = read(name, tmp_path / "source")
     decisions, ids_BS = Decisions(), distinct_ids()
     with torch.no_grad():
@@ -84,21 +84,21 @@ def test_routed_layers_run_some_tokens_and_skip_some(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_what_is_said_about_text(name: str, tmp_path: Path) -> None:
-    """Measured with last tokens that change: logits before them stay where the note says causal, and else do not."""
+    """Changes the last tokens: earlier logits stay the same if the note says causal, and change otherwise."""
     theirs, found = read(name, tmp_path / "source")
     ids_BS = distinct_ids(1).repeat(24, 1)
     ids_BS[1:, -8:] = torch.randint(3, 96, (23, 8), generator=torch.Generator().manual_seed(0))
     logits_BSV = theirs(ids_BS)[:, :-8]
     causal = name in CAUSAL
     assert bool((logits_BSV - logits_BSV[:1]).abs().max() < TOLERANCE) == causal
-    said = next(note for note in found.notes if "write text token by token" in note)
-    assert said.startswith("causal; can write" if causal else "looks ahead: routing.selection=topk")
-    assert (for_generation(found.spec, 64).looks_ahead == ()) if causal else "cannot write" in said
+    note_about_text = next(note for note in found.notes if "write text token by token" in note)
+    assert note_about_text.startswith("causal; can write" if causal else "looks ahead: routing.selection=topk")
+    assert (for_generation(found.spec, 64).looks_ahead == ()) if causal else "cannot write" in note_about_text
 
 
 @pytest.mark.parametrize("name", CAUSAL)
 def test_token_by_token(name: str, tmp_path: Path) -> None:
-    """A prompt of 9 tokens, and then each token from the cache, with a slot for every token."""
+    """Reads a prompt of 9 tokens, then each token with the cache, with a slot for every token."""
     theirs, found = read(name, tmp_path / "source", 2)
     checkpoint = found.checkpoint()
     model = Transformer(for_generation(checkpoint.spec, 64)).sharing(checkpoint.module())
@@ -127,7 +127,7 @@ def test_notes(name: str, expected: str, tmp_path: Path) -> None:
 
 
 def test_a_capacity_that_is_given(tmp_path: Path) -> None:
-    """It counts where the implementation is one that a user can give another capacity, and skips where it has none."""
+    """It applies if the implementation lets users set it; an implementation without capacity skips tokens by it."""
     theirs = Astramind("Llama", 5)
     theirs.capacity = 0.5
     theirs.save(tmp_path / "astramind")
@@ -150,7 +150,7 @@ def test_a_capacity_that_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("capacity", [None, 0.25])
 def test_one_selected_token(capacity: float | None, tmp_path: Path) -> None:
-    """With k = 1 astramind takes the largest, and not what is above it; k = 2 is one token, too."""
+    """With k = 1 astramind takes the largest score, not the scores above it; k = 2 also gives one token."""
     theirs = Astramind("Llama", 0)
     theirs.capacity = capacity or theirs.capacity
     theirs.save(tmp_path / "source")
@@ -172,7 +172,7 @@ def test_rows_are_as_long_as_the_user_says(tmp_path: Path) -> None:
 
 
 def test_biases_of_ohara(tmp_path: Path) -> None:
-    """With `bias` its output projections have one too; old files have one embedding, others have it twice."""
+    """With `bias`, output projections have biases too; old files hold the embedding once, others twice."""
     theirs = Ohara(3)
     for module in theirs.modules():
         if hasattr(module, "attn"):

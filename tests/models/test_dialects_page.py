@@ -1,4 +1,4 @@
-"""docs/dialects.md names the dialects that there are, and says of each what a conversion finds."""
+"""docs/dialects.md names all dialects, and agrees with what a conversion finds in each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "dialects.md").read_text(encoding="
 
 
 def rows(heading: str) -> dict[str, list[str]]:
-    """First cell -> the others, of the table with these first heading cells."""
+    """Rows of the table with these first heading cells: first cell -> other cells."""
     lines = PAGE[PAGE.index(f"\n| {heading}") + 1 :].split("\n\n")[0].splitlines()[2:]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return {first.strip("`"): others for first, *others in cells}
@@ -27,8 +27,8 @@ def test_every_dialect_is_on_the_page() -> None:
 
 @pytest.mark.parametrize(("name", "cells"), rows("dialect | a selected token").items())
 def test_what_it_says_of_text(name: str, cells: list[str]) -> None:
-    """`CAUSAL` is measured in test_dialects.py."""
-    causal = {MODELS[one][0] for one in CAUSAL}
+    """test_dialects.py measures `CAUSAL`."""
+    causal = {MODELS[model][0] for model in CAUSAL}
     assert cells[2:] == (["yes", "yes"] if name in causal else ["no", "no"])
 
 

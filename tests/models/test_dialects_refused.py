@@ -1,4 +1,4 @@
-"""Folders with routers that nobody declared, or declared wrongly, or that are damaged: one sentence each."""
+"""Folders with routers that were not declared, or declared wrongly, or that are damaged: one sentence each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES_OF: dict[str, tuple[str, ...]] = {
     "mindskip": ("model.layers.0.router.weight", "model.layers.0.self_attn.q_proj.weight"),
     "skipgpt": ("model.layers.0.router_attention.hidden_layer.weight", "model.layers.0.router_mlp.hidden_layer.weight"),
 }
-"""Of those that cannot be converted: what tensors are called there."""
+"""Tensor names in dialects that cannot be converted."""
 
 
 def refused(folder: Path, message: str, **options: Any) -> None:
@@ -41,7 +41,7 @@ def with_names(folder: Path, names: tuple[str, ...]) -> Path:
 
 
 def change(folder: Path, without: str = "", **tensors: torch.Tensor) -> None:
-    """Of a model in a safetensors file; two underscores are a dot."""
+    """Changes a model in a safetensors file; two underscores stand for a dot."""
     path = folder / "model.safetensors"
     state = {name: tensor for name, tensor in load_file(path).items() if name != without}
     save_file(state | {name.replace("__", "."): tensor for name, tensor in tensors.items()}, path)
@@ -60,10 +60,10 @@ def test_a_dialect_is_not_guessed(name: str, tmp_path: Path) -> None:
     {"astramind": lambda: Astramind("Llama", 0), "dlo": lambda: Dlo(0), "ohara": lambda: Ohara(0)}[name]().save(
         tmp_path / "source"
     )
-    said = "how they route is in no file. Dialects with such names: "
-    refused(tmp_path / "source", f"{said}{name}. If it is in one of them, say so: mod-export convert")
+    message = "how they route is in no file. Dialects with such names: "
+    refused(tmp_path / "source", f"{message}{name}. If it is in one of them, say so: mod-export convert")
     for read in (MOD_TRANSFORMER.read, MOD_TRANSFORMER.look):
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             read(tmp_path / "source")
 
 
@@ -76,7 +76,7 @@ def test_state_dicts_without_a_dialect(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES_OF)
 def test_dialects_that_cannot_be_converted(name: str, tmp_path: Path) -> None:
-    """Refused when they are declared and when they are not, with the reason."""
+    """They are refused with the reason, whether they were declared or not."""
     folder, dialect = with_names(tmp_path / "source", NAMES_OF[name]), DIALECTS[name]
     assert dialect.reason
     refused(folder, f"--dialect {name} ({dialect.repository}) cannot be converted: {dialect.reason}", dialect=name)
@@ -128,8 +128,8 @@ def test_a_capacity_that_has_to_be_given(name: str, tmp_path: Path) -> None:
         "--capacity 1 gives each token a slot and computes what its code computes",
         dialect=name,
     )
-    said = "dlo_capacity was 0.7" if name == "dlo" else "dynamic_active_target was 0.6"
-    refused(tmp_path / "source", said, dialect=name)
+    default = "dlo_capacity was 0.7" if name == "dlo" else "dynamic_active_target was 0.6"
+    refused(tmp_path / "source", default, dialect=name)
     refused(tmp_path / "source", "spec.routing.capacity: expected a share in (0, 1]", dialect=name, capacity=2.0)
 
 

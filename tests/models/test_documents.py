@@ -1,4 +1,4 @@
-"""Documents in files of one and of many."""
+"""Documents in files with one document and with many."""
 
 import json
 from pathlib import Path
@@ -70,7 +70,7 @@ def test_parquet_without_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         list(documents_of(path, "a"))
 
 
-# In a corpus.
+# Corpora.
 
 
 def test_documents_of_one_file_are_split_by_their_line(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_documents_of_one_file_are_split_by_their_line(tmp_path: Path) -> None:
     assert sorted([*held_out, *train]) == sorted(b"document %d" % i for i in range(400))
     assert 8 <= len(held_out) <= 40
     assert (corpus.files, corpus.skipped) == (1, 0)
-    # Another line changes nothing for those before it.
+    # An added line changes nothing for the earlier ones.
     more = read_corpus(write_lines(tmp_path / "a.jsonl", *({"text": f"document {i}"} for i in range(401))))
     assert set(held_out) <= set(bytes(more.held_out.id_N.tolist()).split(b"\0"))
 
@@ -133,5 +133,5 @@ def test_a_tokenizer_travels_with_its_companions(tmp_path: Path) -> None:
         "generation_config.json": "generation_config.json",
         "chat_template.jinja": "chat_template.jinja",
     }
-    # In place, as when a run is resumed from the folder that it writes to.
+    # Source and destination are equal if a run resumes from the folder that it writes to.
     keep_tokenizer(tmp_path / "to" / "tokenizer.json", tmp_path / "to")

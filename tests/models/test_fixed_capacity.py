@@ -1,4 +1,4 @@
-"""The functions that routed blocks of other models are written with, and the door that they come through."""
+"""The functions with which users write routed blocks of other models, and how they import them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_gradients_flow_to_selected_tokens_and_to_what_is_put_back() -> None:
 
 
 def test_the_functions_work_where_they_are_pasted() -> None:
-    """Nothing but torch stands behind them."""
+    """They need only torch."""
     names = {"torch": torch, "Tensor": torch.Tensor}
     for name in ("select_tokens", "select_chosen", "forced_scores", "token_rows", "gather_tokens", "scatter_tokens"):
         exec(inspect.getsource(getattr(fixed_capacity, name)), names)

@@ -1,4 +1,4 @@
-"""The formula against PyTorch's own counter on the eager module, exactly, for every kind of model."""
+"""The formula compared with PyTorch's own counter on the eager module: equal for every kind of model."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ MORE = {
 
 
 def flops_by_torch(spec: ModelSpec, batch: int, seq: int) -> int:
-    """Of the eager module without values. Attention through the math kernel, whose products have counting rules; it
-    repeats keys and values of grouped queries, which costs no product."""
+    """FLOPs of the eager module, without values. Attention uses the math kernel, whose products have counting rules. It
+    repeats keys and values of grouped queries, which costs no product.
+    """
     with torch.device("meta"):
         module = Transformer(spec)
     module = module.to("meta").eval().requires_grad_(False)
@@ -85,7 +86,7 @@ def test_weights_are_those_of_the_module(name: str) -> None:
 
 @pytest.mark.parametrize("spec", [*VARIANTS.values(), make_spec(n_layers=12, layers=(1, 10, 11))])
 def test_every_routing_site_is_in_one_row(spec: ModelSpec) -> None:
-    """A layer ten is not layer one."""
+    """Layer 10 is not taken for layer 1."""
     selected = [item for cost in layer_costs(spec, 1, 16) for item in cost.selected.items()]
     assert selected == list(spec.k_by_layer(16).items())
 
@@ -95,7 +96,7 @@ def test_keys_and_values_are_of_the_tokens_that_attention_sees() -> None:
     assert costs["0"] == 2 * 2 * 1024 * 4 * 64 * 4
     assert costs["1"] == costs["0"] // 8
     assert costs["head"] == costs["embedding"] == 0
-    # A token that left has left all later layers.
+    # A token that exits is missing in all later layers.
     spec = make_spec(selection="exit", capacity_rule="ceil", capacity=(0.5,), layers=(1,), n_layers=3)
     costs = {cost.name: cost.kv_bytes for cost in layer_costs(spec, 1, 16)}
     assert [costs[name] // costs["2"] for name in "012"] == [2, 1, 1]

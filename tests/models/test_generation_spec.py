@@ -1,4 +1,4 @@
-"""Which models generate, why the others do not and what to do about it, and the spec of a window."""
+"""Which models generate, why others do not and what to do about it, and the spec for a window."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ REFUSED = {
     **dict.fromkeys(("early exit", "early exit with experts"), (EXITS, "train with selection=topk and a predictor")),
     **dict.fromkeys(("experts, expert choice", "integrated MoDE, expert choice"), (CHOOSES, "train with choice=token")),
 }  # fmt: skip
-"""Of VARIANTS: the reason, and the way out."""
+"""Names in VARIANTS -> the reason, and the way out."""
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -62,11 +62,11 @@ def test_what_generates_does_not_look_ahead_and_means_the_same_in_every_bucket(s
     found = for_generation(spec, 12)
     assert found.looks_ahead == ()
     assert found.k_of_layer(12) == spec.k_of_layer(12)
-    given = dataclasses.replace(spec, experts=None) if spec.experts else spec
-    assert found.k_by_layer(12) == spec.k_by_layer(12) or given == spec
+    without_experts = dataclasses.replace(spec, experts=None) if spec.experts else spec
+    assert found.k_by_layer(12) == spec.k_by_layer(12) or without_experts == spec
     for seq in (1, 5, 12, 16):
         assert found.k_by_layer(seq) == {site: min(k, seq) for site, k in found.k_by_layer(16).items()}
-    # What is declared once is declared: the same window again changes nothing.
+    # A second call with the same window changes nothing.
     assert for_generation(found, 12) == found
 
 
@@ -90,7 +90,7 @@ def test_slack_stops_at_the_window() -> None:
 def test_slots_of_experts_are_those_of_the_window() -> None:
     spec = make_spec(selection="threshold", capacity=0.5, layers=(0, 1), experts=experts(layers=(0, 2), n_experts=2))
     found = for_generation(spec, 16).experts
-    assert found.fixed_places == (5, 10)  # ceil(1.25 * 8 / 2) of a routed layer, ceil(1.25 * 16 / 2) of one that is not
+    assert found.fixed_places == (5, 10)  # ceil(1.25 * 8 / 2) in a routed layer, ceil(1.25 * 16 / 2) elsewhere.
     attention = dataclasses.replace(spec, routing=dataclasses.replace(spec.routing, parts="attention"))
     assert for_generation(attention, 16).experts.fixed_places == (10, 10)
 

@@ -1,4 +1,4 @@
-"""Losses: what each one trains, and against what."""
+"""Losses: the weights that each one trains, and its targets."""
 
 import math
 
@@ -51,11 +51,11 @@ def test_total_is_the_weighted_sum(name: str) -> None:
 
 
 def test_predictors_learn_and_touch_nothing_else() -> None:
-    """The predictor's loss has no gradient outside the predictors, and the other loss none inside."""
+    """The predictors' loss has gradients only in the predictors, and the other loss has none there."""
     model = fresh()
     found = losses(model, some_rows())
     (found.total - found.next_token).backward(retain_graph=True)
-    # A subtraction leaves exact zeros where only the next-token loss had a gradient.
+    # The difference is exactly zero where only the next-token loss has a gradient.
     touched = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())}
     assert touched == {name for name, _ in model.named_parameters() if ".predictor." in name}
     model.zero_grad()
@@ -82,7 +82,7 @@ def test_predictors_see_what_the_router_sees(router_input: str) -> None:
 
 @pytest.mark.parametrize("name", ["topk", "threshold"])
 def test_router_loss_is_binary_cross_entropy_of_membership(name: str) -> None:
-    """In the top k of its own scores, also where tokens choose."""
+    """Membership means the top k of its own scores, also where tokens choose."""
     model, rows = fresh(VARIANTS[name]), some_rows(2, 16)
     found = losses(model, rows, TrainConfig(router_loss=1.0))
     _, decided = observed(model, rows[:, :-1], torch.tensor([16, 16]))
@@ -98,7 +98,7 @@ def test_router_loss_is_binary_cross_entropy_of_membership(name: str) -> None:
 
 
 def test_router_loss_reaches_the_router_and_the_stream() -> None:
-    # "ones" has no gradient of its own, so what arrives at the router comes from this loss.
+    # "ones" has no gradient, so the router's gradient comes from this loss.
     model = fresh(make_spec(vocab_size=256, layers=(1,), gate="ones", combine="replace_ungated"))
     losses(model, some_rows()).total.backward()
     assert "layers.1.router.projection.weight" not in with_gradient(model)
@@ -111,7 +111,7 @@ def test_router_loss_reaches_the_router_and_the_stream() -> None:
 
 
 def test_router_loss_centres_the_scores() -> None:
-    """Trained with it, the sign of a score says whether top-k takes the token."""
+    """After training with it, the sign of a score says whether top-k takes the token."""
     model, rows = fresh(make_spec(vocab_size=256, layers=(0,), router="linear_bias", d_model=32)), some_rows(4)
     weights = TrainConfig(router_loss=1.0)
     before = losses(model, rows, weights).metrics["router_accuracy/0"]
@@ -132,22 +132,22 @@ def test_only_what_the_model_has_is_metered() -> None:
     no_predictor = losses(fresh(make_spec(vocab_size=256)), some_rows(), everything)
     assert set(no_predictor.metrics) == {"router_loss", "router_accuracy/0", "router_accuracy/2"}
     # A layer that takes no token at this length decides nothing.
-    one = make_spec(vocab_size=256, predictor_hidden=4, capacity_rule="floor", capacity=(1e-9, 0.5))
-    assert set(losses(fresh(one), some_rows()).metrics) == {"predictor_loss", "predictor_accuracy/2"}
+    small_capacity = make_spec(vocab_size=256, predictor_hidden=4, capacity_rule="floor", capacity=(1e-9, 0.5))
+    assert set(losses(fresh(small_capacity), some_rows()).metrics) == {"predictor_loss", "predictor_accuracy/2"}
 
 
 def test_halves_of_a_batch_average_to_the_batch() -> None:
-    """What makes several processes equal one."""
+    """Several processes equal one for this reason."""
     model, rows, weights = fresh(), some_rows(4), TrainConfig(router_loss=1.0)
-    whole, first, second = (losses(model, part, weights) for part in (rows, rows[:2], rows[2:]))
-    assert whole.total.item() == pytest.approx((first.total.item() + second.total.item()) / 2, abs=1e-6)
-    for name, value in whole.metrics.items():
+    together, first, second = (losses(model, part, weights) for part in (rows, rows[:2], rows[2:]))
+    assert together.total.item() == pytest.approx((first.total.item() + second.total.item()) / 2, abs=1e-6)
+    for name, value in together.metrics.items():
         assert value == pytest.approx((first.metrics[name] + second.metrics[name]) / 2, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_trains(name: str) -> None:
-    """A loss that every weight feels, apart from those that nothing asks."""
+    """Every weight receives a gradient."""
     model, rows = fresh(VARIANTS[name]), some_rows(4, 16)
     found = losses(model, rows, TrainConfig(router_loss=1.0))
     assert math.isfinite(found.total.item())
@@ -157,20 +157,20 @@ def test_every_kind_trains(name: str) -> None:
 
 def test_balance_is_one_when_even_and_more_when_not() -> None:
     model, rows = fresh(VARIANTS["experts, token choice"]), some_rows(4, 16)
-    near_even = losses(model, rows).metrics["balance_loss"] / 2  # Two layers.
+    near_even = losses(model, rows).metrics["balance_loss"] / 2  # There are two layers.
     assert near_even == pytest.approx(1.0, abs=0.05)
     for layer in (0, 2):
         weight = model.layers[layer].experts.router.projection.weight
         torch.nn.init.zeros_(weight)
     collapsed = losses(model, rows)
-    # Every token's first choice is the first expert; all are equally probable.
+    # Every token's first choice is the first expert, and all experts are equally probable.
     assert collapsed.metrics["balance_loss"] / 2 == pytest.approx(1.0)
     assert collapsed.metrics["overflow/0.expert0"] > 0.5
     assert collapsed.metrics["overflow/0.expert1"] == 0.0
 
 
 def test_predictors_decide_when_they_have_learnt() -> None:
-    """While it is trained the model runs the top k; evaluated, it runs whom the predictor says, and counts the rest."""
+    """In training the model runs the top k; in evaluation it runs the predicted tokens, and counts the overflow."""
     model, rows = fresh(VARIANTS["predictor"]), some_rows(2, 16)
     trained = losses(model, rows).metrics
     assert {value for name, value in trained.items() if name.startswith("overflow")} == {0.0}
@@ -182,7 +182,7 @@ def test_predictors_decide_when_they_have_learnt() -> None:
 def test_a_row_of_which_no_token_reaches_the_experts_adds_nothing() -> None:
     model, rows = fresh(VARIANTS["staged MoDE, threshold"]), some_rows(2, 16)
     for layer in (0, 2):
-        # x @ 0 = 0, and exactly 0 does not choose.
+        # x @ 0 = 0, and exactly 0 does not select.
         torch.nn.init.zeros_(model.layers[layer].router.projection.weight)
     found = losses(model, rows, TrainConfig(router_loss=1.0))
     assert found.metrics["balance_loss"] == 0.0

@@ -1,4 +1,4 @@
-"""The loss of the next token in chunks: the numbers and the gradients of the plain formula."""
+"""The next-token loss in chunks has the values and the gradients of the plain formula."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is not a checkpoint is refused, in words, and nothing in it runs."""
+"""Files that are no checkpoint are refused with a reason, and nothing in them runs."""
 
 import contextlib
 import io
@@ -23,7 +23,7 @@ NOT_ONE = "model.pt: not a model.pt as torch.save writes it; it may be truncated
 NO_NUMBERS = "norm.weight is not a dense tensor of 16, 32 or 64-bit floating-point numbers"
 UNFIT = "weights do not fit the spec: "
 LARGEST = make_spec(vocab_size=2**24, d_model=2**20, n_layers=8, d_head=2**12, d_ff=2**20, max_positions=2**24)
-"""Building it would take petabytes."""
+"""A model that would need petabytes."""
 
 
 def zip_of(path: Path, members: Mapping[str, bytes], compression: int = zipfile.ZIP_STORED) -> None:
@@ -38,7 +38,7 @@ def members_of(path: Path) -> dict[str, bytes]:
 
 
 def packed_again(path: Path) -> None:
-    """By a zip tool: torch would take the compressed bytes for the numbers."""
+    """A zip tool compressed it: torch would read the compressed bytes as numbers."""
     zip_of(path, members_of(saved(path)), zipfile.ZIP_DEFLATED)
 
 
@@ -47,7 +47,7 @@ def with_a_damaged_pickle(path: Path) -> None:
 
 
 def spanning_disks(path: Path) -> None:
-    """One byte of the end record; Python's own `is_zipfile` raises on it."""
+    """Changes one byte of the end record; Python's own `is_zipfile` raises on it."""
     data = bytearray(saved(path).read_bytes())
     data[data.rfind(b"PK\x06\x07") + 4] = 1
     path.write_bytes(data)
@@ -67,13 +67,13 @@ def norm(weight: Any) -> Callable[[Path], object]:
 
 
 def nested(path: Path) -> None:
-    """Even asking for the shape of such a tensor is an error in PyTorch."""
+    """Even reading the shape of such a tensor is an error in PyTorch."""
     with_weights(path, {"norm.weight": torch.nested.nested_tensor([torch.ones(8)])})
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda path: None, "model.pt: no such file or folder"),
-    "pipe": (os.mkfifo, "model.pt: not a plain file"),  # opening it would wait for ever
+    "pipe": (os.mkfifo, "model.pt: not a plain file"),  # Opening it would wait for ever.
     "empty": (lambda path: path.write_bytes(b""), NOT_ONE + ", or a bare pickle, which could run code" + DECLARE),
     "text": (lambda path: path.write_bytes(b"not a checkpoint\n"), NOT_ONE),
     "zeros": (lambda path: path.write_bytes(b"\0" * 1000), NOT_ONE),
@@ -145,7 +145,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "infinite": (norm(torch.tensor([float("inf"), -float("inf")] + [0.0] * 6).half()), "holds 2 values that are NaN"),
     "infinite in float32": (norm(torch.full((8,), 1e300, dtype=torch.float64)), "holds 8 values that are NaN"),
 }
-"""What is wrong -> (writes it to a path, words of the message)."""
+"""Fault -> (function that writes it to a path, words of the message)."""
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
@@ -170,15 +170,15 @@ def test_unreadable(tmp_path: Path) -> None:
 
 
 def test_truncated_at_every_length(tmp_path: Path) -> None:
-    whole = saved(tmp_path / "whole.pt").read_bytes()
+    intact = saved(tmp_path / "whole.pt").read_bytes()
     path = tmp_path / "model.pt"
-    for length in [*range(0, len(whole), 997), len(whole) - 1]:
-        path.write_bytes(whole[:length])
+    for length in [*range(0, len(intact), 997), len(intact) - 1]:
+        path.write_bytes(intact[:length])
         refuses(path, NOT_ONE)
 
 
 class _Payload:
-    """Unpickling this makes a folder, if anything lets it."""
+    """Unpickling this makes a folder, if it is allowed."""
 
     def __init__(self, proof: Path) -> None:
         self.proof = proof
@@ -195,10 +195,10 @@ def test_a_pickle_that_wants_to_run_code(tmp_path: Path, form: str) -> None:
     else:
         data = {"spec": _Payload(proof), "weights": {}}
         torch.save(data, path, _use_new_zipfile_serialization=form == "zip")
-    asked = f"refused, its pickle asks for {os.mkdir.__module__}.mkdir, which is more than plain data and tensors"
-    refuses(path, asked if form == "zip" else "or a bare pickle, which could run code" + DECLARE)
+    message = f"refused, its pickle asks for {os.mkdir.__module__}.mkdir, which is more than plain data and tensors"
+    refuses(path, message if form == "zip" else "or a bare pickle, which could run code" + DECLARE)
     assert not proof.exists()
-    # The same file in careless hands: the payload is a real one.
+    # Unsafe loading of the same file runs the payload, so the payload is real.
     pickle.loads(path.read_bytes()) if form == "pickle" else torch.load(path, weights_only=False)
     assert proof.exists()
 
@@ -209,18 +209,18 @@ def test_a_pickle_that_wants_to_run_code(tmp_path: Path, form: str) -> None:
 def test_any_damage_is_a_checkpoint_error_or_none(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Bytes overwritten, in the pickle or anywhere: the checkpoint loads, or the error is ours."""
+    """Overwrites bytes in the pickle or anywhere: the checkpoint loads, or raises our own error."""
     folder = tmp_path_factory.getbasetemp() / "damage"
     folder.mkdir(exist_ok=True)
     path = folder / "model.pt"
     if not (folder / "whole.pt").exists():
         saved(folder / "whole.pt")
-    whole = bytearray((folder / "whole.pt").read_bytes())
+    intact = bytearray((folder / "whole.pt").read_bytes())
     if data.draw(st.booleans()):
-        members = members_of(io.BytesIO(bytes(whole)))
+        members = members_of(io.BytesIO(bytes(intact)))
         zip_of(path, {**members, "whole/data.pkl": bytes(damaged(bytearray(members["whole/data.pkl"]), data))})
     else:
-        path.write_bytes(damaged(whole, data))
+        path.write_bytes(damaged(intact, data))
     with contextlib.suppress(CheckpointError, ForeignArchitectureError):
         load_checkpoint(path)
 
@@ -274,7 +274,7 @@ def test_folder_without(folder: Path, name: str) -> None:
 def test_safetensors(folder: Path) -> None:
     path = folder / "model.safetensors"
     refuses(path, "model.safetensors: weights without a spec; give the folder that holds it beside its config.json")
-    whole = path.read_bytes()
-    for length in [*range(0, len(whole), 997), len(whole) - 1]:
-        path.write_bytes(whole[:length])
+    intact = path.read_bytes()
+    for length in [*range(0, len(intact), 997), len(intact) - 1]:
+        path.write_bytes(intact[:length])
         refuses(folder, "model.safetensors: not readable, it may be truncated (")

@@ -1,4 +1,4 @@
-"""Two processes that gloo connects follow the loss curve of one; sharded state goes to and comes from any number."""
+"""Two processes connected by gloo follow the loss curve of one; any number of them can save and load sharded state."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from mod_models.parallel import Workers, launched
 from mod_models.train import TrainConfig, TrainError, train
 from mod_models.transformer import Transformer
 
-# Losses of everything there is, a layer that takes no token, and parameters with fewer rows than there are processes.
+# All losses, a layer that takes no token, and parameters with fewer rows than processes.
 SPEC = make_spec(
     vocab_size=256, d_model=16, predictor_hidden=3, layers=(0, 1, 2), capacity=(0.25, 1e-9, 0.5), max_positions=32,
     tie_embeddings=False, d_ff=15,
@@ -75,7 +75,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def in_halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One process that adds up the gradients of the rows that two processes compute."""
+    """One process adds up the gradients of the halves that two processes compute."""
     folder = tmp_path_factory.mktemp("in halves")
     list(train(SPEC, dataclasses.replace(CONFIG, micro_batch=2), folder))
     return folder
@@ -83,7 +83,7 @@ def in_halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_take_the_steps_of_one(one: Path, in_halves: Path, two: Path, parallel: str) -> None:
-    """Bit for bit those of one that adds up what the two compute, because a sum of two has one order."""
+    """They agree bit for bit with one process that adds up both halves, because a sum of two has only one order."""
     assert len(rows(one)) == CONFIG.steps
     assert float(rows(one)[-1]["total_loss"]) < float(rows(one)[0]["total_loss"]) - 0.1
     assert_same_curve(one, two / parallel)
@@ -102,7 +102,7 @@ def test_portions_on_two_processes(one: Path, two: Path, parallel: str) -> None:
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_retrofit_on_two_processes(two: Path, tmp_path: Path, parallel: str) -> None:
     begin, settings = retrofit(SPEC, CONFIG)
-    # Scores are close to each other at first, so that the last bit of a sum would decide who is selected.
+    # Scores are close to each other at first, so the last bit of a sum would decide which token is selected.
     list(train(begin.spec, dataclasses.replace(settings, micro_batch=2), tmp_path, initial=begin))
     assert float(rows(tmp_path)[-1]["distill_loss"]) > 0
     assert_same_curve(tmp_path, two / f"retrofit-{parallel}")
@@ -141,7 +141,7 @@ def test_sharded_bfloat16(two: Path, tmp_path: Path) -> None:
 
 
 def test_what_several_processes_may_not_ask_for(two: Path) -> None:
-    """Every process says the same, so none is left waiting for another."""
+    """Every process raises the same error, so none waits for another."""
     first, second = (json.loads((two / f"refused-{rank}.json").read_text()) for rank in (0, 1))
     assert first["odd"] == second["odd"] == "batch: 3 rows do not divide among 2 processes"
     for refused, rank in ((first, 0), (second, 1)):
@@ -160,7 +160,7 @@ def test_command_line_under_torchrun(one: Path, two: Path, tmp_path: Path) -> No
     command = [*TORCHRUN, "-m", "mod_models.train", *spec, *out, "--parallel", "fsdp", "--threads", "1", *options]
     printed = run([*command, "--device", "cpu"]).stdout.splitlines()
     assert_same_curve(one, tmp_path)
-    # The first process alone prints.
+    # Only the first process prints.
     assert len(printed) == len(set(printed)) == CONFIG.steps + 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log.csv", "model.pt", "state.pt"]
 

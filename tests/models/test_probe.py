@@ -1,4 +1,4 @@
-"""The probe: what a loss rises by if tokens skip one layer, against models in which they do."""
+"""The probe: the rise of the loss if tokens skip one layer, compared with models in which they do."""
 
 import dataclasses
 import json
@@ -78,9 +78,9 @@ def test_the_command(
     assert text[4].split() == ["1", *(f"{costs[1, part]:+.4f}" for part in PARTS)]
     ranked = sorted(range(3), key=lambda layer: costs[layer, "mlp"])
     assert f"mlp, cheapest first: {', '.join(map(str, ranked))}" in text
-    # The same ranking is what training reads.
+    # Training reads the same ranking.
     assert layers_of(f"{out}:2", 3, "mlp") == tuple(sorted(ranked[:2]))
-    # One part alone, of which training can read no other.
+    # With one part alone, training can read no other.
     assert probe.main([str(tmp_path / "dense"), "--parts", "mlp", "--out", str(out), *QUICK]) == 0
     with pytest.raises(TrainError, match="has no cost of --parts block for each of the 3 layers"):
         layers_of(f"{out}:2", 3, "block")

@@ -1,6 +1,5 @@
-"""What holds for every kind of model, whatever its sizes, its declarations and its input.
-
-"Equal" is bit for bit here: the same operations on the same numbers, in tensors of the same shape.
+"""Properties of every kind of model, for any sizes, declarations and input. "Equal" means bit for bit here: the same
+operations on the same numbers, in tensors of the same shape.
 """
 
 import dataclasses
@@ -88,9 +87,9 @@ class Example:
             return observed(self.model, ids_BS, self.lengths_B if lengths_B is None else lengths_B, forced)
 
     def depths(self, forced: dict[Site, Tensor] | None = None) -> list[Tensor]:
-        """The stream before the first layer, and after each one: of the model cut off there."""
+        """Stream before the first layer and after each one, from the model cut off there."""
         layers, found = self.model.layers, []
-        # Cut off, the model has fewer sites; the others are forced in the same way.
+        # The model that is cut off has fewer sites; they are forced in the same way.
         with torch.no_grad(), Observing(SiteRun(self.ids_BS.shape[1], forced)):
             for depth in range(len(layers) + 1):
                 self.model.layers = layers[:depth]
@@ -100,7 +99,7 @@ class Example:
 
 
 def token_ids(seed: int, batch: int, seq: int) -> Tensor:
-    """From a seed: to draw each id would leave a search little room for specs. Some texts have few different tokens."""
+    """Ids from a seed: drawing them would leave the search little room for specs. Some texts have few different ids."""
     return torch.randint(16 if seed % 3 else 3, (batch, seq), generator=torch.Generator().manual_seed(seed))
 
 
@@ -121,37 +120,36 @@ def selected(routing: Selection, b: int) -> list[int]:
 @given(examples())
 @some_examples
 def test_each_site_selects_what_its_rule_says(example: Example) -> None:
-    """Never more than k, from the scores of the tokens that were open to it: the k best, or the first k above 0.
-
-    Empty slots come last. They are -1, or padding positions where a site selects the top k of whole rows.
+    """At most k tokens are selected, from the scores of the tokens available to the site: the k best, or the first k
+    above 0. Empty slots come last. They are -1, or padding positions if a site selects the top k of whole rows.
     """
     _, decided = example.trace()
     k_by_layer, routing = example.spec.k_by_layer(example.ids_BS.shape[1]), example.spec.routing
     assert list(decided) == [site for site, k in k_by_layer.items() if k > 0]
-    for site, made in decided.items():
+    for site, selection in decided.items():
         k = k_by_layer[site]
-        assert made.index_BK.shape == made.live_BK.shape == (len(example.ids_BS), k)
-        assert (made.index_BK.dtype, made.score_BS.dtype) == (torch.int64, torch.float32)
-        by_rank = made.rule == RANK and isinstance(site, int)
+        assert selection.index_BK.shape == selection.live_BK.shape == (len(example.ids_BS), k)
+        assert (selection.index_BK.dtype, selection.score_BS.dtype) == (torch.int64, torch.float32)
+        by_rank = selection.rule == RANK and isinstance(site, int)
         whole = by_rank and (routing is None or routing.selection != "exit" or site == example.spec.routed_layers[0])
         for b, length in enumerate(example.lengths_B.tolist()):
-            score = made.score_BS[b].tolist()
-            candidates = made.open_BS[b].nonzero().flatten().tolist()
+            score = selection.score_BS[b].tolist()
+            candidates = selection.open_BS[b].nonzero().flatten().tolist()
             assert all(t < length for t in candidates)
             best = sorted(candidates, key=lambda t: (-score[t], t))[:k]
             first = [t for t in candidates if score[t] > 0][:k]
-            expected = {RANK: sorted(best), FIRST_COME: first}[made.rule]
-            assert selected(made, b) == expected
+            expected = {RANK: sorted(best), FIRST_COME: first}[selection.rule]
+            assert selected(selection, b) == expected
             n_live = len(expected)
-            assert made.live_BK[b].tolist() == [i < n_live for i in range(k)]
+            assert selection.live_BK[b].tolist() == [i < n_live for i in range(k)]
             empty = range(length, length + k - n_live) if whole else [-1] * (k - n_live)
-            assert made.index_BK[b, n_live:].tolist() == list(empty)
+            assert selection.index_BK[b, n_live:].tolist() == list(empty)
 
 
 @given(examples(specs(parts=("block", "separate"))))
 @some_examples
 def test_skipped_tokens_are_untouched(example: Example) -> None:
-    """Not selected, or overflow: the bits that came in come out."""
+    """The values of tokens that were not selected, or overflowed, stay the same bit for bit."""
     _, decided = example.trace()
     streams = example.depths()
     for layer in example.spec.routed_layers:
@@ -165,7 +163,7 @@ def test_skipped_tokens_are_untouched(example: Example) -> None:
 @given(examples(routings(("exit",)).map(lambda routing: make_spec(routing=routing))), st.data())
 @few_examples
 def test_tokens_that_exit_never_come_back(example: Example, data: st.DataObject) -> None:
-    """Nor are they changed again, whichever are told to exit."""
+    """They are never changed again, whichever tokens are told to exit."""
     k_by_layer = example.spec.k_by_layer(example.ids_BS.shape[1])
     sites = [site for site in k_by_layer if site in example.spec.routed_layers]
     emptied = {site: torch.full((len(example.ids_BS), k_by_layer[site]), -1) for site in sites}
@@ -188,12 +186,12 @@ def test_tokens_that_exit_never_come_back(example: Example, data: st.DataObject)
 @given(data=st.data())
 @few_examples
 def test_the_other_part_runs_on_every_token(parts: str, data: st.DataObject) -> None:
-    """A skipped token gets what the part that is not routed adds, and nothing else."""
+    """A skipped token gets only the update of the part that is not routed."""
     routing = data.draw(routings(tuple(name for name in SELECTIONS if name != "exit"), (parts,)))
     example = data.draw(examples(st.just(make_spec(routing=routing))))
     _, decided = example.trace()
     streams, seq = example.depths(), example.ids_BS.shape[1]
-    for site, made in decided.items():
+    for site, selection in decided.items():
         block = example.model.layers[int(site)]
         tokens = Tokens(
             streams[int(site)], example.real_BS, example.model.rope_cos[:seq], example.model.rope_sin[:seq], None, seq
@@ -201,7 +199,7 @@ def test_the_other_part_runs_on_every_token(parts: str, data: st.DataObject) -> 
         with torch.no_grad():
             delta = block.attended(tokens, Decisions()) if parts == "mlp" else block.transformed(tokens, Decisions())
         for b, length in enumerate(example.lengths_B.tolist()):
-            skipped = [t for t in range(length) if t not in selected(made, b)]
+            skipped = [t for t in range(length) if t not in selected(selection, b)]
             expected = streams[int(site)][b, skipped] + delta[b, skipped]
             assert torch.equal(streams[int(site) + 1][b, skipped], expected)
 
@@ -209,7 +207,7 @@ def test_the_other_part_runs_on_every_token(parts: str, data: st.DataObject) -> 
 @given(examples(), st.data())
 @some_examples
 def test_other_rows_and_padding_change_nothing(example: Example, data: st.DataObject) -> None:
-    """Rows are independent, of experts too: their slots are counted for each row by itself."""
+    """Rows are independent, even in experts: their slots are counted for each row separately."""
     batch, seq = example.ids_BS.shape
     kept = data.draw(st.integers(0, batch - 1))
     length = int(example.lengths_B[kept])
@@ -219,15 +217,15 @@ def test_other_rows_and_padding_change_nothing(example: Example, data: st.DataOb
     (before, decided), (after, again) = example.trace(), example.trace(ids_BS, lengths_B)
     assert torch.equal(before[kept, :length], after[kept, :length])
     assert list(decided) == list(again)
-    for site, made in decided.items():
-        assert torch.equal(made.index_BK[kept], again[site].index_BK[kept])
-        assert torch.equal(made.live_BK[kept], again[site].live_BK[kept])
+    for site, selection in decided.items():
+        assert torch.equal(selection.index_BK[kept], again[site].index_BK[kept])
+        assert torch.equal(selection.live_BK[kept], again[site].live_BK[kept])
 
 
 @given(examples(specs(selections=CAUSAL, choices=("token",))), st.data())
 @some_examples
 def test_causal_where_nothing_looks_ahead(example: Example, data: st.DataObject) -> None:
-    """Other tokens after t, or none at all, change no decision and no logit up to t."""
+    """Replacing or removing the tokens after t changes no decision and no logit up to t."""
     assert example.spec.looks_ahead == ()
     batch, seq = example.ids_BS.shape
     t = data.draw(st.integers(0, seq - 1))
@@ -237,11 +235,11 @@ def test_causal_where_nothing_looks_ahead(example: Example, data: st.DataObject)
     _, cut = example.trace(ids_BS, example.lengths_B.clamp(max=t + 1))
     assert list(decided) == list(again) == list(cut)
     for b, length in enumerate(example.lengths_B.tolist()):
-        known = min(t + 1, length)
-        assert torch.equal(before[b, :known], after[b, :known])
+        unchanged = min(t + 1, length)
+        assert torch.equal(before[b, :unchanged], after[b, :unchanged])
         for site in decided:
-            early = [p for p in selected(decided[site], b) if p < known]
-            assert early == [p for p in selected(again[site], b) if p < known] == selected(cut[site], b)
+            early = [p for p in selected(decided[site], b) if p < unchanged]
+            assert early == [p for p in selected(again[site], b) if p < unchanged] == selected(cut[site], b)
 
 
 NOT_CAUSAL = {
@@ -255,7 +253,7 @@ NOT_CAUSAL = {
 
 @pytest.mark.parametrize("reason", NOT_CAUSAL)
 def test_what_looks_ahead_does(reason: str) -> None:
-    """For each thing that `looks_ahead` names there is a later token that changes an earlier one's logits."""
+    """For each item of `looks_ahead`, some later token changes an earlier token's logits."""
     spec = NOT_CAUSAL[reason]
     assert spec.looks_ahead == (reason,)
     model = lively_checkpoint(spec).module()
@@ -271,7 +269,7 @@ def test_what_looks_ahead_does(reason: str) -> None:
 @given(examples(), st.data())
 @some_examples
 def test_other_decisions_are_obeyed(example: Example, data: st.DataObject) -> None:
-    """A token that is forced into a slot runs there if it is open to it, in order, and no other does."""
+    """A token that is forced into a slot runs there if it is available, in order, and no other token runs."""
     batch, seq = example.ids_BS.shape
     forced = {}
     for site, k in example.spec.k_by_layer(seq).items():
@@ -280,14 +278,14 @@ def test_other_decisions_are_obeyed(example: Example, data: st.DataObject) -> No
         forced[site] = torch.tensor([[*row, *[-1] * (k - len(row))] for row in wanted], dtype=torch.int64)
     logits_BSV, decided = example.trace(forced=forced)
     assert bool(torch.isfinite(logits_BSV[example.real_BS]).all())
-    for site, made in decided.items():
+    for site, selection in decided.items():
         for b in range(batch):
-            assert selected(made, b) == [t for t in forced[site][b].tolist() if t >= 0 and made.open_BS[b, t]]
+            assert selected(selection, b) == [t for t in forced[site][b].tolist() if t >= 0 and selection.open_BS[b, t]]
 
 
 @pytest.mark.parametrize("name", [name for name, spec in VARIANTS.items() if spec.routing or spec.experts])
 def test_silent_routers_choose_the_earlier(name: str) -> None:
-    """Equal scores: the first tokens, and the experts with the lowest numbers; 0 is not above a threshold."""
+    """Equal scores select the first tokens and the experts with the lowest numbers; 0 is not above a threshold."""
     spec = VARIANTS[name]
     decides = ("router.", "predictor.")
     silent = {
@@ -298,7 +296,7 @@ def test_silent_routers_choose_the_earlier(name: str) -> None:
         _, decided = observed(
             Checkpoint(spec=spec, weights=silent).module(), torch.randint(16, (2, 8)), torch.tensor([8, 3])
         )
-    for site, made in decided.items():
+    for site, selection in decided.items():
         expert = int(str(site).partition(".expert")[2]) if is_expert(site) else None
         if expert is None and spec.routing.draws:
             continue
@@ -308,15 +306,15 @@ def test_silent_routers_choose_the_earlier(name: str) -> None:
             chooses = spec.experts.choice == "expert" or expert < spec.experts.top_k
         always = 0 if expert is not None else spec.routing.always_first
         for b in range(2):
-            first = made.open_BS[b].nonzero().flatten().tolist()[: made.index_BK.shape[1]]
-            assert selected(made, b) == (first if chooses else [t for t in first if t < always]), site
+            first = selection.open_BS[b].nonzero().flatten().tolist()[: selection.index_BK.shape[1]]
+            assert selected(selection, b) == (first if chooses else [t for t in first if t < always]), site
 
 
 @given(examples(routings(("topk",), ("block",)).map(lambda routing: make_spec(routing=routing))), st.data())
 @some_examples
 def test_causal_among_the_selected(example: Example, data: st.DataObject) -> None:
-    """A selected token changes itself and later selected tokens; a skipped one changes no other. In one block, given a
-    stream that it does not write to.
+    """A selected token changes itself and later selected tokens; a skipped one changes no other. This is one block
+    whose stream comes from elsewhere.
     """
     layer, seq = example.spec.routed_layers[0], example.ids_BS.shape[1]
     block, k = example.model.layers[layer], max(1, example.spec.k_of_layer(seq)[layer])
@@ -330,14 +328,14 @@ def test_causal_among_the_selected(example: Example, data: st.DataObject) -> Non
         assert torch.equal(x_BTD, before)
         return y_BTD, sites.selections[layer]
 
-    y_BTD, made = run(x_BTD, {})
+    y_BTD, selection = run(x_BTD, {})
     b = data.draw(st.integers(0, len(x_BTD) - 1))
     t = data.draw(st.integers(0, int(example.lengths_B[b]) - 1))
     other_BTD = x_BTD.clone()
     other_BTD[b, t] += 1.0
-    changed, _ = run(other_BTD, {layer: made.index_BK})
+    changed, _ = run(other_BTD, {layer: selection.index_BK})
     differs = (changed != y_BTD).any(-1)
-    among = selected(made, b)
+    among = selected(selection, b)
     allowed = torch.zeros_like(differs)
     # A gate that depends on all scores changes every selected token.
     weighed = example.spec.routing is not None and example.spec.routing.gate == "softmax_selected"
@@ -351,12 +349,12 @@ def test_causal_among_the_selected(example: Example, data: st.DataObject) -> Non
         ({"combine": "replace_ungated"}, 0.0),
         ({"combine": "ffn_gated", "gate": "ones"}, 0.0),
         ({"combine": "replace", "gate": "ones"}, 0.0),
-        ({"combine": "paper", "gate": "ones"}, 1e-4),  # x + (A + M) where the dense block has (x + A) + M
+        ({"combine": "paper", "gate": "ones"}, 1e-4),  # x + (A + M); the dense block has (x + A) + M
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else "",
 )
 def test_a_slot_for_every_token_is_the_dense_block(changes: dict[str, str], tolerance: float) -> None:
-    """k = S without a weight is the dense baseline."""
+    """With k = S and no weight, the model equals the dense baseline."""
     checkpoint = lively_checkpoint(make_spec(layers=(0, 1, 2), capacity=1.0, **changes))
     for seq, lengths in ((8, [8, 3]), (1, [1]), (5, [2])):
         ids_BS, lengths_B = token_ids(seq, len(lengths), seq), torch.tensor(lengths)

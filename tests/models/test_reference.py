@@ -1,8 +1,8 @@
-"""Every kind of model next to `loop_reference`, which shares no code with it: routing, scores and logits.
+"""Every kind of model compared with `loop_reference`, which shares no code with it: routing, scores and logits.
 
-The models run in float64, so that what is left of the difference is what the design fixes in float32: the rotary
-tables, the router's scores and the gates made from them. That is a few 1e-7 of each value; `TOLERANCE` allows for the
-layers above it to enlarge that, and `test_declarations_differ` shows that two declarations never come as close.
+The models run in float64, so the remaining difference comes from what the design fixes in float32: the rotary tables,
+the router's scores and the gates made from them. That is a few 1e-7 of each value. `TOLERANCE` allows the layers above
+to enlarge it, and `test_declarations_differ` shows that two declarations never come that close.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mod_models.spec import CAPACITY_RULES, EveryNth, ModelSpec
 
 TOLERANCE = 2e-5
 SEQ = 8
-LENGTHS = (8, 5, 2, 1)  # k is 3: two rows have fewer real tokens than that
+LENGTHS = (8, 5, 2, 1)  # k is 3: two rows have fewer real tokens.
 CHOICES: dict[str, Any] = {
     "router": (*LEARNED_ROUTERS, "noise"),
     "router_input": ROUTER_INPUTS,
@@ -65,7 +65,7 @@ CHOICES: dict[str, Any] = {
 
 
 def sound(row: dict[str, Any]) -> bool:
-    """What `spec_checks` lets stand together."""
+    """Whether `spec_checks` accepts this combination."""
     exits, noise = row.get("selection") == "exit", row.get("router") == "noise"
     apart = row.get("parts") in ("attention", "separate")
     rule = row.get("capacity", ("ceil", 0.5))[0]
@@ -93,9 +93,9 @@ def equals_reference(
     spec: ModelSpec, seq: int = SEQ, lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.float64,
     tolerance: float = TOLERANCE, *, seed: int = 0, training: bool = False,
 ) -> list[RowTrace]:  # fmt: skip
-    """Returns what the reference found, for tests that want certain things to happen in it.
+    """Returns the reference's results, for tests that need certain events in them.
 
-    The weights are those of the first seed whose choices are so clear that float32 and float64 agree on them.
+    The weights come from the first seed whose choices are so clear that float32 and float64 agree on them.
     """
     ids_BS = distinct_ids(spec, len(lengths), seq)
     for number in range(seed, seed + 20):
@@ -132,26 +132,26 @@ def test_every_pair_of_declarations(row: dict[str, Any]) -> None:
 
 
 def test_no_pair_is_left_out() -> None:
-    """And no declaration: every name stands in the table, and every pair that can stand together in some row."""
-    for one, other in itertools.combinations(CHOICES, 2):
-        expected = [p for p in itertools.product(CHOICES[one], CHOICES[other]) if sound({one: p[0], other: p[1]})]
-        found = [(row[one], row[other]) for row in ROWS]
+    """Every name is in the table, and every sound pair is in some row."""
+    for left, right in itertools.combinations(CHOICES, 2):
+        expected = [p for p in itertools.product(CHOICES[left], CHOICES[right]) if sound({left: p[0], right: p[1]})]
+        found = [(row[left], row[right]) for row in ROWS]
         assert all(pair in found for pair in expected)
     assert {rule for rule, _ in CHOICES["capacity"]} == set(CAPACITY_RULES)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_in_float32(name: str) -> None:
-    """As the models are used, in float32 throughout."""
+    """Models are used in float32 throughout."""
     equals_reference(VARIANTS[name], dtype=torch.float32, tolerance=1e-4)
 
 
 def test_declarations_differ() -> None:
-    """What the tests above tell apart: two models with another meaning are a thousand tolerances apart."""
+    """The tests above can distinguish declarations: two different ones are a thousand tolerances apart."""
     ids_BS, lengths_B = distinct_ids(make_spec(), 1, SEQ), torch.tensor([SEQ])
     logits: dict[tuple[str, ...], torch.Tensor] = {}
     for gate, combine, positions in itertools.product(GATES, COMBINES, POSITIONS):
-        # A weight of one is no weight, and an ungated block has none, whatever its gate.
+        # A weight of one has no effect, and an ungated block has no weight, whatever its gate.
         doubled = combine if gate != "ones" else combine.removesuffix("_ffn_gated")
         ungated = combine == "replace_ungated" or (gate == "ones" and doubled != "double_residual")
         meaning = (positions, *(("ungated",) if ungated else (gate, doubled)))
@@ -162,7 +162,7 @@ def test_declarations_differ() -> None:
     for router, router_input in itertools.product(LEARNED_ROUTERS, ROUTER_INPUTS):
         model = lively_checkpoint(make_spec(router=router, router_input=router_input)).module().double()
         logits[router, router_input] = model(ids_BS, lengths_B)[0].detach()
-    del logits["linear", "raw"]  # the default, which is among the combinations above
+    del logits["linear", "raw"]  # The default is among the combinations above.
     of_blocks: tuple[dict[str, Any], ...] = (
         *({"attention_bias": name} for name in ("qkv", "all")),
         *({"activation": name} for name in ("gelu", "gelu_tanh")),
@@ -172,15 +172,15 @@ def test_declarations_differ() -> None:
     for changes in of_blocks:
         model = lively_checkpoint(make_spec(**changes)).module().double()
         logits["blocks", *map(str, changes.values())] = model(ids_BS, lengths_B)[0].detach()
-    for one, other in itertools.combinations(logits, 2):
-        # The two forms of GELU are 5e-4 apart at most.
-        least = 10 if {one[-1], other[-1]} == {"gelu", "gelu_tanh"} else 1000
-        assert (logits[one] - logits[other]).abs().max() > least * TOLERANCE, (one, other)
+    for left, right in itertools.combinations(logits, 2):
+        # The two forms of GELU differ by 5e-4 at most.
+        least = 10 if {left[-1], right[-1]} == {"gelu", "gelu_tanh"} else 1000
+        assert (logits[left] - logits[right]).abs().max() > least * TOLERANCE, (left, right)
 
 
 @pytest.mark.parametrize("selection", ["threshold", "predictor"])
 def test_first_come_first_served(selection: str) -> None:
-    """With one slot a token overflows, with as many slots as tokens none does."""
+    """With one slot a token overflows; with as many slots as tokens none does."""
     few = equals_reference(make_spec(selection=selection, predictor_hidden=3, capacity=0.125))
     assert max(row.overflow for row in few) > 0
     assert {len(chosen) for row in few for chosen in row.chosen.values()} == {0, 1}
@@ -199,7 +199,7 @@ def test_a_predictor_that_is_trained_leaves_the_choice_to_the_router(parts: str)
 
 @pytest.mark.parametrize("parts", PARTS)
 def test_no_slot_at_all(parts: str) -> None:
-    """k = 0: the part is left out, and so are its experts; the other part runs."""
+    """With k = 0, the part is left out together with its experts; the other part runs."""
     equals_reference(make_spec(parts=parts, capacity=1e-9, experts=experts(layers=EVERY)))
 
 
@@ -220,13 +220,13 @@ def test_exits(capacity: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize(("factor", "dropped"), [(0.3, True), (4.0, False)])
 def test_experts_that_are_full(factor: float, dropped: bool) -> None:
-    """A factor of n_experts / top_k and more gives each expert a slot for every token."""
+    """With a factor of at least n_experts / top_k, each expert has a slot for every token."""
     rows = equals_reference(make_spec(routing=None, experts=experts(top_k=2, capacity_factor=factor)), seed=1)
     assert (max(row.overflow for row in rows) > 0) is dropped
 
 
 def test_dense_baseline() -> None:
-    """The baseline is what the reference computes from the same weights with the routing struck out."""
+    """It equals the reference with the same weights and without the routing."""
     checkpoint = lively_checkpoint(make_spec(predictor_hidden=2))
     ids_BS = distinct_ids(checkpoint.spec, 1, SEQ)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Routing added to a dense model: exactly that model at capacity 1, and what training does with it from there."""
+"""Routing added to a dense model: exactly that model at capacity 1, and its training from there."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def dense() -> Checkpoint:
     return lively_checkpoint(DENSE)
 
 
-# Exactly the dense model.
+# Equality with the dense model.
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -53,7 +53,7 @@ def test_at_capacity_1_it_is_the_dense_model_bit_for_bit(
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 def test_gates_are_1_whatever_the_weights(size: float) -> None:
-    """However large the stream and the weights of its norm are: a router of the usual size would show here."""
+    """The stream and the weights of its norm can be large; a router of the usual size would show here."""
     weights = dict(lively_checkpoint(DENSE).weights)
     for name in list(weights):
         if name.endswith("norm.weight") and name != "norm.weight":
@@ -67,7 +67,7 @@ def test_gates_are_1_whatever_the_weights(size: float) -> None:
 
 
 def test_no_two_tokens_tie_at_the_start(dense: Checkpoint) -> None:
-    """Below capacity 1, top-k of routers of zeros would take the first tokens of every row."""
+    """Below capacity 1, top-k with zero routers would take the first tokens of every row."""
     model = routed(dense, 0.5).module().train()
     block = model.layers[1]
     x_BSD = torch.randn(4, 200, 16, generator=torch.Generator().manual_seed(5))
@@ -79,13 +79,13 @@ def test_no_two_tokens_tie_at_the_start(dense: Checkpoint) -> None:
 
 
 def test_new_weights_depend_on_the_seed_and_old_ones_are_shared(dense: Checkpoint) -> None:
-    one, again, other = routed(dense), routed(dense), routed(dense, seed=1)
-    new = {name for name in one.weights if ROUTES.match(name)}
-    assert new == one.weights.keys() - dense.weights.keys() != set()
-    for name, tensor in one.weights.items():
+    first, again, other_seed = routed(dense), routed(dense), routed(dense, seed=1)
+    new = {name for name in first.weights if ROUTES.match(name)}
+    assert new == first.weights.keys() - dense.weights.keys() != set()
+    for name, tensor in first.weights.items():
         assert torch.equal(tensor, again.weights[name])
         assert tensor is dense.weights[name] if name not in new else True
-    changed = {name for name in new if not torch.equal(one.weights[name], other.weights[name])}
+    changed = {name for name in new if not torch.equal(first.weights[name], other_seed.weights[name])}
     assert {name for name in new if name.endswith(("router.projection.weight", "hidden.weight"))} == changed
 
 
@@ -98,7 +98,7 @@ def test_the_result_can_write_text(dense: Checkpoint, selection: str) -> None:
         assert spec.dense() == DENSE
 
 
-# What is named.
+# Names of layers.
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_a_run_starts_as_the_dense_model_and_ends_at_its_capacity(dense: Checkpo
     assert [float(row["capacity"]) for row in found] == [
         pytest.approx(spec_at(step, begin.spec, config).capacity) for step in range(8)
     ]
-    # The first step is taken at capacity 1, where the two models are one.
+    # The first step has capacity 1, at which both models are equal.
     assert float(found[0]["distill_loss"]) == 0.0 < float(found[-1]["distill_loss"])
     assert float(found[-1]["total_loss"]) == pytest.approx(
         float(found[-1]["next_token_loss"])
@@ -187,7 +187,7 @@ def test_a_run_starts_as_the_dense_model_and_ends_at_its_capacity(dense: Checkpo
     )
     assert load_checkpoint(tmp_path / "whole" / "model.pt").spec == begin.spec
     list(train(begin.spec, config, tmp_path / "parts", initial=begin, stop_after=3))
-    # What is left half-way says at which capacity it was trained.
+    # An unfinished model states the capacity at which it was trained.
     assert load_checkpoint(tmp_path / "parts" / "model.pt").spec == spec_at(2, begin.spec, config)
     assert lines(train(begin.spec, config, tmp_path / "parts", initial=begin))[0] == "resumed at step 3"
     assert (tmp_path / "parts" / "log.csv").read_text() == (tmp_path / "whole" / "log.csv").read_text()
@@ -208,7 +208,7 @@ def test_what_is_trained(dense: Checkpoint, tmp_path: Path, kind: str, distill: 
     moved = {name for name, tensor in trained["model"].items() if not torch.equal(tensor, before[name])}
     assert moved == {name for name in before if inside[kind](name)}
     assert trained["optimizer"].keys() == moved
-    # The weights that were given, which the teacher may share, are as they were.
+    # The given weights, which the teacher may share, are unchanged.
     assert all(torch.equal(tensor, before[name]) for name, tensor in begin.weights.items())
 
 
@@ -221,7 +221,7 @@ def test_routers_have_a_rate_of_their_own(dense: Checkpoint, tmp_path: Path) -> 
 
 
 def test_routers_alone_learn_to_select(tmp_path: Path) -> None:
-    """With all else frozen, half of the tokens in each layer: the learnt choice is better than the arbitrary one."""
+    """With all else frozen and half of the tokens in each layer, the learnt choice beats the arbitrary one."""
     dense_config = TrainConfig(
         steps=200, batch=4, seq=32, warmup=5, eval_every=200, eval_batches=8, learning_rate=1e-2, log_every=200
     )
@@ -274,7 +274,7 @@ def test_options_out_of_range() -> None:
 
 
 def test_from_a_folder_on_disk(dense: Checkpoint, tmp_path: Path) -> None:
-    """16-bit weights are computed in float32, as a build computes them."""
+    """16-bit weights are computed in float32, as in a build."""
     halves = {name: tensor.half() for name, tensor in dense.weights.items()}
     save_checkpoint(tmp_path / "dense", Checkpoint(spec=DENSE, weights=halves))
     loaded = load_checkpoint(tmp_path / "dense")

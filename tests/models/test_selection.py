@@ -1,4 +1,4 @@
-"""The two rules of selection, noise, and the stream, each by itself."""
+"""The two rules of selection, noise, and the stream, each separately."""
 
 from statistics import NormalDist
 
@@ -15,7 +15,7 @@ SCORES = st.sampled_from([float("-inf"), -2.0, -1.0, -0.0, 0.0, 1.0, 1.0000001, 
 
 @given(st.lists(SCORES, min_size=1, max_size=12), st.data())
 def test_the_k_largest_by_a_stable_ranking(scores: list[float], data: st.DataObject) -> None:
-    """The k best real tokens, of equals the earlier; then padding; and -0.0 equals 0.0."""
+    """The k best real tokens come first, the earlier among equals; then padding; -0.0 equals 0.0."""
     length, k = data.draw(st.integers(0, len(scores))), data.draw(st.integers(1, len(scores)))
     rows = (scores, scores[::-1])
     index_BK, live_BK = select_topk(torch.tensor(rows), (torch.arange(len(scores)) < length).expand(2, -1), k)
@@ -27,19 +27,19 @@ def test_the_k_largest_by_a_stable_ranking(scores: list[float], data: st.DataObj
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
 def test_the_first_k_that_chose(chosen: list[bool], data: st.DataObject) -> None:
-    """Later ones find no slot; empty slots hold the first other tokens, so all slots of a row differ."""
+    """Later tokens find no slot; empty slots hold the first other tokens, so all slots of a row differ."""
     k = data.draw(st.integers(1, len(chosen)))
-    index_BK, live_BK = select_chosen(torch.tensor([chosen, [not one for one in chosen]]), k)
-    for b, row in enumerate((chosen, [not one for one in chosen])):
-        wanted = [t for t, one in enumerate(row) if one]
-        others = [t for t, one in enumerate(row) if not one]
+    index_BK, live_BK = select_chosen(torch.tensor([chosen, [not chose for chose in chosen]]), k)
+    for b, row in enumerate((chosen, [not chose for chose in chosen])):
+        wanted = [t for t, chose in enumerate(row) if chose]
+        others = [t for t, chose in enumerate(row) if not chose]
         assert index_BK[b].tolist() == (wanted + others)[:k]
         assert live_BK[b].tolist() == [i < len(wanted) for i in range(k)]
 
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_noise_is_standard_normal(seed: int) -> None:
-    """Every quantile once, in another order for every seed; a changed copy changes nobody else's."""
+    """Every quantile occurs once, in another order for every seed; changing one copy changes no other."""
     noise_N = noise_table(seed)
     assert noise_N.dtype == torch.float32
     assert noise_N.shape == (NOISE_SIZE,)
@@ -53,7 +53,7 @@ def test_noise_is_standard_normal(seed: int) -> None:
 
 
 def test_noise_is_the_same_in_every_process() -> None:
-    """Written down once: a checkpoint that was trained on noise means the same everywhere."""
+    """The numbers are fixed, so a checkpoint that was trained on noise computes the same everywhere."""
     assert noise_table(0)[:3].tolist() == pytest.approx([-0.508896768, 1.669971824, 1.496448755], abs=1e-8)
     assert noise_table(3)[:3].tolist() == pytest.approx([-0.151910916, 0.137455478, -0.222220212], abs=1e-8)
     ids_BS = torch.tensor([[5, 0, 9]])
@@ -73,7 +73,7 @@ def test_noise_depends_on_the_text_before_and_the_site() -> None:
 
 
 def whole_row() -> Tokens:
-    """Two rows of five positions, of which the second has three real ones; token t of row b is 10 b + t."""
+    """Two rows of five positions, the second with three real ones; token t of row b is 10 b + t."""
     x_BTD = (10 * torch.arange(2)[:, None] + torch.arange(5))[..., None].float()
     live_BT = torch.arange(5) < torch.tensor([5, 3])[:, None]
     return Tokens(x_BTD, live_BT, torch.arange(5.0)[:, None], -torch.arange(5.0)[:, None], None, 5)
@@ -93,7 +93,7 @@ def test_selected_and_put_back() -> None:
     assert chosen.x_BTD[..., 0].tolist() == [[1, 2, 4], [10, 12, 13]]
     assert chosen.cos[:, 0, :, 0].tolist() == [[1, 2, 4], [0, 2, 3]]
     assert chosen.sin[:, 0, :, 0].tolist() == [[-1, -2, -4], [0, -2, -3]]
-    # A second time, numbers are among those that were selected, and positions still those of the row.
+    # In a second selection, indices refer to the tokens selected before, but positions still to the row.
     again = some(chosen, [[0, 2], [1, 2]], [[True, True], [True, False]])
     assert again.index_BT.tolist() == [[1, 4], [2, 3]]
     assert again.cos[:, 0, :, 0].tolist() == [[1, 4], [2, 3]]

@@ -1,4 +1,4 @@
-"""docs/semantics.md says what the code does: its example runs, its names exist, its published specs can be built."""
+"""docs/semantics.md agrees with the code: its example runs, its names exist, its published specs can be built."""
 
 import ast
 import dataclasses
@@ -18,7 +18,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "semantics.md").read_text(encoding=
 
 
 def rows(heading: str) -> list[list[str]]:
-    """The cells of the table whose first heading cell is `heading`, without its two heading lines."""
+    """Cells of the table whose first heading cell is `heading`, without its two heading lines."""
     lines = PAGE[PAGE.index(f"\n| {heading} |") + 1 :].split("\n\n")[0].splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
@@ -85,15 +85,15 @@ def test_published_specs_can_be_built(row: list[str]) -> None:
     ids=["block", "separate, experts", "biases", "normed heads", "normed router"],
 )
 def test_names_and_shapes_of_the_weights(one: ModelSpec) -> None:
-    """The table names every tensor of a model, and gives the shape that it has."""
+    """The table names every tensor of a model with its shape."""
     text = PAGE[PAGE.index("| tensor |") : PAGE.index("The **dense baseline**")]
     sizes = {**one.to_dict(), **(one.to_dict()["experts"] or {})}
     for name, tensor in lively_checkpoint(one).weights.items():
         module = re.sub(r"\.\d+\.", ".N.", name).removesuffix(".weight").removesuffix(".bias")
-        # The second router and predictor of a layer are named once, and are as the first ones.
+        # The second router and predictor of a layer have one entry, which refers to the first ones.
         module = re.sub(r"(mlp_(router|predictor))\..*", r"\1", module)
         parent, _, last = module.rpartition(".")
-        # A line names its first tensor in full and a second one of the same parent in short: `up_proj`.
+        # A line names its first tensor in full, and a second one with the same parent in short: `up_proj`.
         (line,) = (x for x in text.splitlines() if f"`{module}" in x or (f"`{parent}." in x and f"`{last}`" in x))
         if re.search(r"N\.(mlp_)?(router|predictor)", module) is None:
             (shape,) = re.findall(r"\| (\([^|]*\)) \|", line)

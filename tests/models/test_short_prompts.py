@@ -1,4 +1,4 @@
-"""Prompts of which few tokens run: a routed layer computes few slots, and everything means the same."""
+"""Prompts of which few tokens run: a routed layer computes few slots, and all results stay the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = (
     "predictor", "routed apart by predictors", "attention routed", "MLP routed", "compact positions", "FFN gated",
     "everybody may", "biases",
 )  # fmt: skip
-"""Of GENERATING: each part of a block with a decision of its own, and each form of positions and weights."""
+"""Names in GENERATING: each part of a block that decides for itself, and each form of positions and weights."""
 NARROW = 3
 
 
@@ -36,7 +36,7 @@ def read(prefill: Prefill, ids_BS: Tensor, lengths_B: Tensor) -> tuple[tuple[Ten
 
 
 def slots_in_use(output: str, decisions: Decisions, value: Tensor) -> Tensor:
-    """1 where a slot of keys or values holds a token: others hold any numbers."""
+    """1 where a slot of keys or values holds a token; other slots hold arbitrary numbers."""
     part, _, layer = output.rpartition("_")
     sites = [
         site
@@ -45,13 +45,13 @@ def slots_in_use(output: str, decisions: Decisions, value: Tensor) -> Tensor:
     ]
     if not sites:
         return torch.ones_like(value)
-    live_BK = next(one.live_BK for site, one in decisions.made.items() if str(site) == sites[0])
+    live_BK = next(selection.live_BK for site, selection in decisions.made.items() if str(site) == sites[0])
     return torch.nn.functional.pad(live_BK, (0, value.shape[2] - live_BK.shape[1]))[:, None, :, None]
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of every length, one alone and three together, of which the one that runs most decides for all."""
+    """Prompts of every length, one alone and three together; the row that runs most tokens decides for all."""
     model, ids_BS = generating_model(name), texts(3)
     few, every = prefill_of(model, NARROW), prefill_of(model, 0)
     computed: list[int] = []
@@ -67,17 +67,17 @@ def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.Mon
             lengths_B = torch.tensor([length, max(1, length - 4), max(1, length // 2)][:rows])
             computed.clear()
             found, decisions = read(few, ids_BS[:rows, :length], lengths_B)
-            slots = [(int(one.live_BK.sum(1).max()), one.live_BK.shape[1]) for one in decisions.made.values()]
+            slots = [(int(left.live_BK.sum(1).max()), left.live_BK.shape[1]) for left in decisions.made.values()]
             assert computed == [NARROW if ran <= NARROW < k else k for ran, k in slots]
             widths |= {NARROW if ran <= NARROW < k else "all" for ran, k in slots if k > NARROW}
             expected, others = read(every, ids_BS[:rows, :length], lengths_B)
             assert list(decisions.made) == list(others.made)
-            for (_, one), other in zip(decisions.made.items(), others.made.values(), strict=True):
-                assert torch.equal(one.position_BK, other.position_BK)
-                assert torch.equal(one.live_BK, other.live_BK)
-            for output, one, other in zip(prefill_outputs(few.spec, WINDOW), found, expected, strict=True):
-                used = slots_in_use(output, decisions, one)
-                torch.testing.assert_close(one * used, other * used, rtol=0, atol=1e-9)
+            for (_, left), right in zip(decisions.made.items(), others.made.values(), strict=True):
+                assert torch.equal(left.position_BK, right.position_BK)
+                assert torch.equal(left.live_BK, right.live_BK)
+            for output, left, right in zip(prefill_outputs(few.spec, WINDOW), found, expected, strict=True):
+                used = slots_in_use(output, decisions, left)
+                torch.testing.assert_close(left * used, right * used, rtol=0, atol=1e-9)
     assert widths == {NARROW, "all"}
 
 
@@ -89,7 +89,7 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
 
 
 def windows(capacity: float | tuple[float, ...], window: int = 1024, **routing: object) -> ModelSpec:
-    """Three layers, two of which are routed, by the spec of a window."""
+    """Spec for a window, of three layers, two of which are routed."""
     sizes = {"vocab_size": 16, "d_model": 8, "n_layers": 3, "n_heads": 2, "n_kv_heads": 1, "d_head": 4, "d_ff": 12}
     declared = RoutingSpec(layers=(0, 2), capacity=capacity, selection="threshold", **routing)  # type: ignore[arg-type]
     return for_generation(ModelSpec(**sizes, max_positions=1024, routing=declared), window)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def windows(capacity: float | tuple[float, ...], window: int = 1024, **routing: 
     ],
 )  # fmt: skip
 def test_slots_of_a_short_prompt(capacity: float, seq: int, slots: int) -> None:
-    """Half as many again as its share of the prompt, and at most three quarters of the prompt."""
+    """They are 1.5 times the share of the prompt, and at most three quarters of the prompt."""
     assert narrow_slots(windows(capacity), seq, 1024) == ({0: slots, 2: slots} if slots else {})
 
 

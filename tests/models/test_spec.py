@@ -1,4 +1,4 @@
-"""The spec as plain data: what it accepts, and what it says about what it does not."""
+"""The spec as plain data: what it accepts, and its messages about the rest."""
 
 import dataclasses
 import json
@@ -30,9 +30,9 @@ EXIT = {"selection": "exit", "capacity_rule": "ceil"}
 
 
 def test_round_trip() -> None:
-    for one in (make_spec(layers=EveryNth(every=3, offset=0), capacity=0.5), *VARIANTS.values()):
-        assert ModelSpec.from_dict(one.to_dict()) == one
-        assert json.loads(json.dumps(one.to_dict())) == one.to_dict()
+    for spec in (make_spec(layers=EveryNth(every=3, offset=0), capacity=0.5), *VARIANTS.values()):
+        assert ModelSpec.from_dict(spec.to_dict()) == spec
+        assert json.loads(json.dumps(spec.to_dict())) == spec.to_dict()
 
 
 def test_defaults_are_the_papers() -> None:
@@ -63,7 +63,7 @@ def test_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# What is refused, and in which words.
+# Refusals and their messages.
 
 
 def test_unknown_fields() -> None:
@@ -125,7 +125,7 @@ def test_tables_of_another_type() -> None:
 
 @pytest.mark.parametrize("value", [-1, 2.0, "8", None, True, [8], 10**30])
 def test_whole_numbers(value: object) -> None:
-    """Every size of a table at once, each with its own limits."""
+    """All sizes of a table at once, each with its own limits."""
     got = "a whole number beyond 64 bits" if value == 10**30 else repr(value)
 
     def said(where: str, names: tuple[str, ...], least: int) -> list[str]:
@@ -239,7 +239,7 @@ SKIPS = "layers: skip_first and skip_last must be whole numbers of at least 0, g
             {**EXIT, "capacity": [0.25, 0.5]},
             "capacity: tokens that exit never come back, so the schedule must not rise, got [0.25, 0.5]",
         ),
-        # Not numbers at all, which cannot be compared with each other.
+        # These are not even numbers, and cannot be compared with each other.
         ({**EXIT, "capacity": ["0.5", 0.5]}, NO_CAPACITY + "('0.5', 0.5)"),
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(f"{name}={one}" for name, one in value.items()),
@@ -290,7 +290,7 @@ def test_every_problem_at_once() -> None:
     assert len(problems(plain({**exit_, "capacity": [0.1, 1.0]}))) == 4
 
 
-# Whatever a file holds, the answer is a spec or a SpecError.
+# For any content of a file, the result is a spec or a SpecError.
 
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.binary(max_size=3),
@@ -344,7 +344,7 @@ def test_arbitrary_values(
 
 
 def test_values_that_cannot_be_printed() -> None:
-    """A pickle can hold what JSON cannot: itself, or more levels than Python's own printing can follow."""
+    """A pickle can hold what JSON cannot: itself, or more levels than Python can print."""
     deep: list[Any] = []
     for _ in range(100_000):
         deep = [deep]
@@ -359,7 +359,7 @@ def test_values_that_cannot_be_printed() -> None:
 
 
 def test_fixed_slots_of_an_expert() -> None:
-    """One number for each layer that has experts, and no more than there are tokens."""
+    """There is one number for each layer with experts, at most the number of tokens."""
     spec = ModelSpec.from_dict(plain(experts={"layers": [0, 2], "fixed_places": [3, 5]}))
     assert spec.experts == ExpertsSpec(n_experts=4, layers=(0, 2), fixed_places=(3, 5))
     assert [spec.expert_slots(layer, tokens) for layer in (0, 2) for tokens in (8, 4, 1)] == [3, 3, 1, 5, 4, 1]

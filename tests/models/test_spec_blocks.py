@@ -1,4 +1,4 @@
-"""What a spec says of blocks beside routing: biases, norms, activations, scaled angles and embeddings."""
+"""Fields of a spec about blocks other than routing: biases, norms, activations, scaled angles and embeddings."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ EXIT = {"selection": "exit", "capacity_rule": "ceil"}
     ("rule", "capacity", "seq", "k"),
     [
         ("floor", 0.125, 2048, 256), ("floor", 0.125, 7, 0), ("floor", 1.0, 7, 7),
-        # The product in float64, then cut off: 0.29 * 100 is 28.999..., 0.07 * 100 is 7.000...1.
+        # The product is in float64 before it is cut off: 0.29 * 100 is 28.999..., 0.07 * 100 is 7.000...1.
         ("floor", 0.29, 100, 28), ("ceil", 0.07, 100, 8),
         ("floor_min1", 0.125, 7, 1), ("floor_min1", 0.125, 17, 2), ("floor_min1", 1e-9, 1, 1),
         ("ceil", 0.125, 7, 1), ("ceil", 0.125, 16, 2), ("ceil", 0.125, 17, 3), ("ceil", 1, 17, 17),
@@ -57,9 +57,9 @@ def test_capacity_rules_hold_to_their_names(share: float, seq: int) -> None:
     ids=str,
 )
 def test_routed_layers(layers: EveryNth | tuple[int, ...], meant: tuple[int, ...]) -> None:
-    one = make_spec(n_layers=6, layers=layers)
-    assert one.routed_layers == tuple(one.k_by_layer(8)) == meant
-    assert one.dense().routed_layers == ()
+    spec = make_spec(n_layers=6, layers=layers)
+    assert spec.routed_layers == tuple(spec.k_by_layer(8)) == meant
+    assert spec.dense().routed_layers == ()
     assert EveryNth(skip_first=9).of(6) == ()
 
 
@@ -98,7 +98,7 @@ HALF = experts(n_experts=2, capacity_factor=1.0, layers=EVERY)
 
 
 def of_experts(**slots: int) -> dict[str, int]:
-    """of_experts(_0=4): four slots for each of the two experts of layer 0."""
+    """of_experts(_0=4) means four slots for each of the two experts of layer 0."""
     return {f"{layer[1:]}.expert{e}": k for layer, k in slots.items() for e in (0, 1)}
 
 
@@ -108,7 +108,7 @@ def of_experts(**slots: int) -> dict[str, int]:
         ({"parts": "separate"}, {"0.attention": 4, "0.mlp": 4, "2.attention": 4, "2.mlp": 4}),
         ({"parts": "attention", "layers": (1,)}, {1: 4}),
         ({"capacity": (0.5, 0.25)}, {0: 4, 2: 2}),
-        # Beside the routing of whole blocks, staged: experts share what the block selects.
+        # If whole blocks are routed (staged), experts share the tokens that the block selects.
         ({"experts": HALF}, {0: 4, **of_experts(_0=2, _1=4), 2: 4, **of_experts(_2=2)}),
         ({"experts": HALF, "parts": "mlp", "layers": (0,)}, {0: 4, **of_experts(_0=2, _1=4, _2=4)}),
         ({"experts": HALF, "parts": "attention", "layers": (0,)}, {0: 4, **of_experts(_0=4, _1=4, _2=4)}),
@@ -117,7 +117,7 @@ def of_experts(**slots: int) -> dict[str, int]:
             {**of_experts(_0=4, _1=4), "2.attention": 4, "2.mlp": 4, **of_experts(_2=2)},
         ),
         ({"experts": HALF, "routing": None}, of_experts(_0=4, _1=4, _2=4)),
-        # No token is selected: no experts there, unless attention alone is routed.
+        # If no token is selected, there are no experts, unless only attention is routed.
         ({"experts": HALF, "capacity": 1e-9, "layers": (1,)}, {**of_experts(_0=4), 1: 0, **of_experts(_2=4)}),
         (
             {"experts": HALF, "capacity": 1e-9, "layers": (1,), "parts": "separate"},
@@ -135,7 +135,7 @@ def of_experts(**slots: int) -> dict[str, int]:
     ],
 )  # fmt: skip
 def test_slots_of_routing_sites(changes: dict[str, Any], k_by_layer: dict[int | str, int]) -> None:
-    """In the order in which a model decides them."""
+    """Sites are in the order in which a model decides them."""
     found = make_spec(**{"capacity": 0.5, **changes}).k_by_layer(8)
     assert list(found.items()) == list(k_by_layer.items())
 
@@ -153,7 +153,7 @@ def test_slots_of_routing_sites(changes: dict[str, Any], k_by_layer: dict[int | 
         ({"selection": "threshold"}, ()),
         ({"selection": "predictor", "predictor_hidden": 2, "experts": experts()}, ()),
         ({"selection": "threshold", "gate": "softmax_selected"}, ("routing.gate=softmax_selected",)),
-        # Without a gate it is not used.
+        # It has no effect without a gate.
         ({"selection": "threshold", "gate": "softmax_selected", "combine": "replace_ungated"}, ()),
         (
             {"gate": "softmax_selected", "experts": experts(choice="expert")},

@@ -1,4 +1,4 @@
-"""TokenizedText: ids of a vocabulary, and how many bytes of the text each stands for."""
+"""TokenizedText: ids of a vocabulary, and the number of text bytes of each."""
 
 import json
 import math
@@ -25,7 +25,7 @@ TEXT = "the quick brown fox jumps over the lazy dog; \u00fcber \u20ac \U0001f600
 
 @pytest.fixture(scope="module")
 def byte_level() -> Tokenizer:
-    """A byte-level vocabulary of 280, as GPT-2's is made; loses nothing."""
+    """A lossless byte-level vocabulary of 280 tokens, made like GPT-2's."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,7 +37,7 @@ def byte_level() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def words() -> Tokenizer:
-    """Lower case; white space, and characters that it does not know, are dropped."""
+    """A lower-case vocabulary that drops white space and unknown characters."""
     vocabulary = {"t": 0, "h": 1, "e": 2, "th": 3, "the": 4, "q": 5, "gap": 9}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h"), ("th", "e")]))
     tokenizer.normalizer = normalizers.Lowercase()
@@ -50,14 +50,14 @@ def test_byte_level_ids_decode_to_the_text(byte_level: Tokenizer) -> None:
     assert found.id_N.dtype == found.size_N.dtype == torch.int32
     assert byte_level.decode(found.id_N.tolist()) == TEXT + "\0second"
     assert len(found.id_N) < len(TEXT.encode()) / 1.5
-    # Where each token is whole characters, its bytes are those of its own text.
+    # If each token consists of whole characters, its bytes are those of its own text.
     found = tokenize([b"the quick brown fox"], byte_level)
     assert found.size_N.tolist() == [len(byte_level.decode([token]).encode()) for token in found.id_N.tolist()]
 
 
 @given(st.lists(st.text(st.sampled_from("the foxquick\n\u00e4\u20ac\U0001f600"), max_size=40), min_size=1, max_size=4))
 def test_sizes_sum_to_the_text(byte_level: Tokenizer, words: Tokenizer, texts: list[str]) -> None:
-    """Whatever is joined, split or dropped: bits per byte divides by the text, not by what is left of it."""
+    """No matter what is joined, split or dropped: bits per byte divides by the text, not by what is left of it."""
     documents = [text.encode() for text in texts]
     for tokenizer in (byte_level, words):
         found = tokenize(documents, tokenizer)
@@ -70,13 +70,13 @@ def test_sizes_sum_to_the_text(byte_level: Tokenizer, words: Tokenizer, texts: l
 def test_dropped_text_belongs_to_the_token_after_it(words: Tokenizer) -> None:
     found = tokenize([b"the  lazy QUICK fox.", b"the"], words)
     assert found.id_N.tolist() == [4, 5, 4]
-    # What is dropped at the end of a document has no token after it there.
+    # Text dropped at the end of a document has no token after it.
     assert found.size_N.tolist() == [3, 8 + 10, 3]
     assert sum(found.size_N.tolist()) == 24
 
 
 def test_long_documents_go_in_pieces(byte_level: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = tokenize([TEXT.encode()], byte_level)
+    at_once = tokenize([TEXT.encode()], byte_level)
     seen: list[str] = []
     pieces = corpus_module._pieces
     monkeypatch.setattr(corpus_module, "PIECE", 200)
@@ -85,17 +85,17 @@ def test_long_documents_go_in_pieces(byte_level: Tokenizer, monkeypatch: pytest.
     assert len(seen) > 10
     assert all(piece.endswith("\n") for piece in seen)
     assert byte_level.decode(parts.id_N.tolist()) == TEXT
-    assert int(parts.size_N.sum()) == int(whole.size_N.sum()) == len(TEXT.encode())
+    assert int(parts.size_N.sum()) == int(at_once.size_N.sum()) == len(TEXT.encode())
 
 
 def test_vocabulary_has_room_for_every_id(words: Tokenizer, byte_level: Tokenizer) -> None:
     assert vocabulary_size(words) == 10
     assert vocabulary_size(byte_level) == byte_level.get_vocab_size()
-    # Nothing to tokenize.
+    # There is nothing to tokenize.
     assert len(tokenize([], words).id_N) == len(tokenize([b"abc"], words).id_N) == len(as_bytes([]).id_N) == 0
 
 
-# A run with them.
+# A training run with token ids.
 
 SPEC = make_spec(vocab_size=280, predictor_hidden=4, max_positions=32)
 CONFIG = TrainConfig(steps=4, batch=2, seq=16, warmup=1, eval_every=4, eval_batches=3, log_every=2)
@@ -114,7 +114,7 @@ def text_file(tmp_path: Path) -> Path:
 
 
 def test_bits_are_per_byte(tokenizer_file: Path, text_file: Path) -> None:
-    """A model that knows nothing needs log2(V) bits a token; its bits per byte are that over the bytes of a token."""
+    """An ignorant model needs log2(V) bits a token; its bits per byte are that over the bytes of a token."""
     corpus = read_corpus(text_file, tokenizer_file)
     assert corpus.vocab_size == 280
     model = Transformer(SPEC)
@@ -143,7 +143,7 @@ def test_a_run_with_a_tokenizer_learns_and_resumes(tokenizer_file: Path, text_fi
         list(train(SPEC, CONFIG, tmp_path / "whole", corpus=read_corpus(text_file)))
 
 
-# What cannot be used.
+# Tokenizers that cannot be used.
 
 
 def test_files_that_are_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Training: it learns, and a run that was stopped ends bit for bit where an uninterrupted one does."""
+"""Training: the model learns, and a run that was stopped ends bit for bit as an uninterrupted one does."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ def assert_same_end(folder: Path, uninterrupted: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["log.csv", "model.pt", "state.pt"]
 
 
-# It learns.
+# Learning.
 
 
 def test_loss_falls(tmp_path: Path) -> None:
@@ -61,7 +61,7 @@ def test_loss_falls(tmp_path: Path) -> None:
     accuracy = {layer: round(float(last[f"held_out_predictor_accuracy/{layer}"]), 4) for layer in ("0", "2")}
     bits = round(float(last["held_out_bits_per_byte"]), 4)
     perplexity = round(math.exp(float(last["held_out_next_token_loss"])), 4)
-    assert perplexity == pytest.approx(2 ** float(last["held_out_bits_per_byte"]), abs=1e-4)  # a token is a byte here
+    assert perplexity == pytest.approx(2 ** float(last["held_out_bits_per_byte"]), abs=1e-4)  # A token is a byte here.
     found = {"bits_per_byte": bits, "perplexity": perplexity, "predictor_accuracy": accuracy}
     assert printed[-1] == f"step 60/60  held out: {found}"
 
@@ -94,7 +94,7 @@ def test_what_a_run_leaves(uninterrupted: Path) -> None:
         assert torch.equal(checkpoint.weights[name], tensor.half())
 
 
-# It resumes.
+# Resuming.
 
 
 @pytest.mark.parametrize("stop_after", [5, 7])
@@ -106,7 +106,7 @@ def test_stopped_and_resumed_is_uninterrupted(uninterrupted: Path, tmp_path: Pat
 
 
 def test_abandoned_at_any_line_and_resumed_is_uninterrupted(uninterrupted: Path, tmp_path: Path) -> None:
-    """A generator that nobody asks further is a run that was killed there."""
+    """A generator that is no longer advanced is like a run that was killed there."""
     for count in (1, 1, 2, 1, 9):
         run = train(SPEC, CONFIG, tmp_path)
         list(itertools.islice((event for event in run if event.text), count))
@@ -115,7 +115,7 @@ def test_abandoned_at_any_line_and_resumed_is_uninterrupted(uninterrupted: Path,
 
 
 def test_killed_between_log_and_state(uninterrupted: Path, tmp_path: Path) -> None:
-    """The row that has no state comes again when the run is resumed, and stands in the log once."""
+    """The row without a state is computed again when the run resumes, and occurs once in the log."""
     finish(tmp_path, stop_after=7)
     shutil.copy(uninterrupted / "log.csv", tmp_path / "log.csv")
     finish(tmp_path)
@@ -135,8 +135,8 @@ def test_other_settings_are_refused(uninterrupted: Path, tmp_path: Path) -> None
         "data": (SPEC, {}, read_corpus(tmp_path / "text.txt")),
     }
     for names, (spec, options, corpus) in changes.items():
-        said = rf"state\.pt: belongs to a run with other settings \({names}\); name another folder with --out$"
-        with pytest.raises(TrainError, match=said):
+        message = rf"state\.pt: belongs to a run with other settings \({names}\); name another folder with --out$"
+        with pytest.raises(TrainError, match=message):
             list(train(spec, dataclasses.replace(CONFIG, **options), tmp_path / "out", corpus=corpus))
     assert_same_end(tmp_path / "out", uninterrupted)
 
@@ -159,7 +159,7 @@ def test_a_log_of_something_else_is_refused(tmp_path: Path, text: str) -> None:
         finish(tmp_path)
 
 
-# In 16 bits.
+# 16 bits.
 
 
 def test_bfloat16_learns_and_resumes(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_bfloat16_learns_and_resumes(tmp_path: Path) -> None:
 
 
 def test_bfloat16_leaves_routers_float32() -> None:
-    """The first layer routes on the embedding itself, so its scores are bit for bit those of float32."""
+    """The first layer routes on the embedding itself, so its scores equal those of float32 bit for bit."""
     spec = make_spec(vocab_size=256, predictor_hidden=4, layers=(0, 1), d_model=32)
     rows_BS, lengths_B = (
         torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1)),
@@ -195,11 +195,11 @@ def test_bfloat16_leaves_routers_float32() -> None:
     assert not torch.equal(cast[1].score_BS, exact[1].score_BS)
 
 
-# On a text of one's own.
+# A given text.
 
 
 def test_a_folder_is_what_is_learnt(tmp_path: Path) -> None:
-    """A text of one line is learnt by heart, which the standard library in as many steps is not."""
+    """A text of one repeated line is learnt by heart; in as many steps, the standard library is not."""
     (tmp_path / "text").mkdir()
     for number in range(40):
         (tmp_path / "text" / f"{number}.txt").write_text("the quick brown fox\n" * 20)
@@ -210,7 +210,7 @@ def test_a_folder_is_what_is_learnt(tmp_path: Path) -> None:
     assert float(rows(tmp_path / "out")[-1]["held_out_bits_per_byte"]) < 1
 
 
-# What a run may not ask for.
+# Refused options.
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_norms_and_biases_are_not_decayed() -> None:
 
 
 def test_what_nothing_trains_stays_as_it_was(tmp_path: Path) -> None:
-    """Neither decayed nor given a state: not the predictors without their loss, not a layer that takes no token."""
+    """They are neither decayed nor given a state: predictors without their loss, and a layer that takes no token."""
     spec = make_spec(vocab_size=256, predictor_hidden=4, capacity_rule="floor", capacity=(1e-9, 0.5))
     list(train(spec, dataclasses.replace(CONFIG, predictor_loss=0.0), tmp_path))
     initial, trained = fresh(spec).state_dict(), state(tmp_path)

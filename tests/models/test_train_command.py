@@ -1,4 +1,4 @@
-"""The command line of training: options, messages, and being interrupted."""
+"""The command line of training: options, messages, and interruption."""
 
 import dataclasses
 import functools
@@ -85,7 +85,7 @@ def test_command_line_errors(
 
 
 def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Routing is added, the tokenizer of the folder is used and travels, and the same command goes on."""
+    """Routing is added, the folder's tokenizer is used and copied, and the same command resumes."""
     folder, out = tmp_path / "dense", tmp_path / "out"
     dense = lively_checkpoint(dataclasses.replace(SPEC, vocab_size=300, routing=None))
     save_checkpoint(folder, dense)
@@ -106,11 +106,11 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (out / "generation_config.json").exists()
     assert training.main(command) == 0
     assert capsys.readouterr().out == "resumed at step 2\n"
-    # Without --route a checkpoint is trained as it is: a dense one, or one that routes.
-    for given, spec in ((folder, dense.spec), (out / "model.pt", trained.spec)):
-        command = ["--init", str(given), "--out", str(tmp_path / given.stem), "--steps", "1", *data, *QUICK]
+    # Without --route a checkpoint is trained unchanged, whether it is dense or routes.
+    for source, spec in ((folder, dense.spec), (out / "model.pt", trained.spec)):
+        command = ["--init", str(source), "--out", str(tmp_path / source.stem), "--steps", "1", *data, *QUICK]
         assert training.main([*command, "--tokenizer", str(folder / "tokenizer.json")]) == 0
-        assert load_checkpoint(tmp_path / given.stem / "model.pt").spec == spec
+        assert load_checkpoint(tmp_path / source.stem / "model.pt").spec == spec
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_errors_of_a_retrofit(
 
 
 def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every option with its meaning and, where it has one, its default."""
+    """Every option is listed with its meaning and its default, if it has one."""
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as caught:
         training.main(["--help"])
@@ -154,9 +154,9 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         value = "{" if "choices" in field.metadata else "[N]" if "const" in field.metadata else "N"
         assert f"--{field.name.replace('_', '-')} {value}" in text
         assert f"{field.metadata['help']} ({field.default})" in " ".join(text.split())
-    others = "--out DIR, --spec FILE, --threads N, --data PATH, --tokenizer FILE, --parallel {ddp,fsdp}, "
-    others += "--init PATH, --route LAYERS, --capacity C, --parts {block,attention,mlp,separate}"
-    assert all(option in text for option in others.split(", "))
+    options = "--out DIR, --spec FILE, --threads N, --data PATH, --tokenizer FILE, --parallel {ddp,fsdp}, "
+    options += "--init PATH, --route LAYERS, --capacity C, --parts {block,attention,mlp,separate}"
+    assert all(option in text for option in options.split(", "))
 
 
 def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_the_page_of_retrofits_names_options_that_exist() -> None:
     page = (Path(__file__).parents[2] / "docs" / "retrofit.md").read_text(encoding="utf-8")
     known = set(training._parser()._option_string_actions) | set(probe._parser()._option_string_actions)
-    others = {"--model", "--chat"}  # Of `make retrofit`, and of `mod-export generate`.
+    others = {"--model", "--chat"}  # Options of `make retrofit`, and of `mod-export generate`.
     assert set(re.findall(r"--[a-z][a-z-]+", page)) <= known | others
 
 
@@ -186,7 +186,7 @@ def running(tmp_path: Path, spec_file: Path) -> Iterator[tuple[subprocess.Popen[
     python = [sys.executable, "-X", "faulthandler"]
     command = [*python, "-m", "mod_models.train", "--out", str(tmp_path / "out"), "--spec", str(spec_file)]
     command += ["--steps", "100000000", "--eval-every", "5", *QUICK]
-    # A suite that a script started in the background ignores the signal, and so would what it starts.
+    # If a script starts the tests in the background, they ignore the signal, and so would their processes.
     heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed) as process:
@@ -201,7 +201,7 @@ def test_interrupted_from_the_keyboard(running: tuple[subprocess.Popen[str], lis
     try:
         _, error = process.communicate(timeout=120)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # On which it says where it is.
+        process.send_signal(signal.SIGABRT)  # Then it prints its stack.
         pytest.fail(f"goes on two minutes after the interrupt:\n{process.communicate()[1]}")
     assert process.returncode == 130
     assert error == "interrupted; the same command goes on from the last evaluation\n"

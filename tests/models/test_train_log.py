@@ -1,4 +1,4 @@
-"""The log and the display of a run."""
+"""The log of a run and its printed lines."""
 
 import io
 import math
@@ -33,11 +33,11 @@ def test_goes_on_after_the_step_that_was_saved(tmp_path: Path) -> None:
     for step in range(1, 5):
         log.write(step, {"total_loss": float(step)}, METRICS)
     with (tmp_path / "log.csv").open("a") as file:
-        file.write("5,5.")  # killed while it wrote
+        file.write("5,5.")  # The run was killed while it wrote.
     log = Log(tmp_path, 3)
     log.write(4, {"total_loss": 40.0}, METRICS, HELD_OUT)
     assert [row["total_loss"] for row in rows(tmp_path)] == ["1.0", "2.0", "3.0", "40.0"]
-    # A new run forgets the rows of one that saved nothing.
+    # A new run deletes the rows of a run that saved nothing.
     Log(tmp_path, 0).write(1, {"other_loss": 2.0}, {})
     assert rows(tmp_path) == [
         {"step": "1", "other_loss": "2.0", "held_out_bits_per_byte": "", "held_out_next_token_loss": ""}

@@ -1,4 +1,4 @@
-"""The structure that an exporter relies on: one static graph, whatever is in the input."""
+"""The structure on which an exporter relies: one static graph for any input."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from mod_models.layers import rope_tables
 from mod_models.spec import CAPACITY_RULES, EveryNth, ModelSpec
 from mod_models.transformer import Transformer
 
-ONE_OF_EACH = {  # every name of every table at least once
+ONE_OF_EACH = {  # Every name of every table occurs at least once.
     "paper": make_spec(capacity=(0.25, 0.6), layers=EveryNth(every=2, offset=0)),
     "every token, replaced": make_spec(
         capacity_rule="ceil", capacity=1.0, router="linear_bias", gate="sigmoid", combine="replace", n_kv_heads=4
@@ -87,7 +87,7 @@ def test_exports_with_static_shapes(spec: ModelSpec) -> None:
 
 
 def test_the_ranking_is_declared_stable() -> None:
-    """CPU kernels sort stably whether asked to or not; what is exported must ask."""
+    """CPU kernels always sort stably, but the exported graph must ask for it."""
     program = torch.export.export(lively_checkpoint(make_spec(layers=(0,))).module(), inputs())
     sorts = [node for node in program.graph.nodes if "sort" in str(node.target)]
     assert [str(node.target) for node in sorts] == ["aten.sort.stable", "aten.sort.default"]
@@ -97,7 +97,7 @@ def test_the_ranking_is_declared_stable() -> None:
 
 @each_spec
 def test_compiles_once_without_graph_breaks(spec: ModelSpec) -> None:
-    """One graph serves every input of a shape: other ids, other lengths, rows without a single real token."""
+    """One graph serves every input of a shape: other ids, other lengths, rows without a real token."""
     module = lively_checkpoint(spec).module()
     graphs: list[torch.fx.GraphModule] = []
 
@@ -117,7 +117,7 @@ def test_compiles_once_without_graph_breaks(spec: ModelSpec) -> None:
 
 @each_kind
 def test_dense_baseline_and_skeleton(spec: ModelSpec) -> None:
-    """The baseline keeps all weights but those of routing; a skeleton has everything but values."""
+    """The baseline keeps all weights except those of routing; a skeleton has everything but values."""
     checkpoint = lively_checkpoint(spec)
     baseline, skeleton, module = checkpoint.dense(), checkpoint.skeleton(), checkpoint.module()
     assert baseline.spec == dataclasses.replace(spec, routing=None)
@@ -130,7 +130,7 @@ def test_dense_baseline_and_skeleton(spec: ModelSpec) -> None:
 
 
 def test_initial_weights() -> None:
-    """Normal(0, 0.02), the two projections that write to the stream scaled down by depth, norms 1, biases 0."""
+    """Normal(0, 0.02), with the two projections that write to the stream scaled down by depth, norms 1, biases 0."""
     spec = make_spec(d_model=64, d_ff=128, n_layers=8, layers=(0,), router="linear_bias", vocab_size=512)
     model = Transformer(spec)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -145,7 +145,7 @@ def test_initial_weights() -> None:
 
 
 def test_rope_tables_are_exact_and_real_on_the_meta_device() -> None:
-    """Angles in float64, rounded once; a float32 angle is off by 1e-4 at position 2000."""
+    """Angles are in float64 and rounded once; a float32 angle is off by 1e-4 at position 2000."""
     spec = make_spec(max_positions=2048, rope_theta=500.0)
     with torch.device("meta"):
         model = Transformer(spec)
@@ -172,7 +172,7 @@ def test_outputs_are_parts_of_the_whole(spec: ModelSpec) -> None:
     torch.testing.assert_close(from_hidden_BSV, logits_BSV)
     for found in (routed_last, routed_none):
         assert found.keys() == routed.keys()
-        assert all(torch.equal(one.index_BK, routed[site].index_BK) for site, one in found.items())
+        assert all(torch.equal(selection.index_BK, routed[site].index_BK) for site, selection in found.items())
 
 
 @pytest.mark.parametrize("spec", [*VARIANTS.values(), *ONE_OF_EACH.values()], ids=[*VARIANTS, *ONE_OF_EACH])

@@ -1,4 +1,4 @@
-"""Models small enough to run by the hundred, with weights large enough that every declaration shows in the logits."""
+"""Models small enough to run by the hundred, with weights large enough that every declaration affects the logits."""
 
 import dataclasses
 
@@ -24,7 +24,7 @@ def make_spec(**changes: object) -> ModelSpec:
 
 
 def lively_checkpoint(spec: ModelSpec, seed: int = 0) -> Checkpoint:
-    """Weights large enough that every declaration shows in the logits; initial weights would hide most of them."""
+    """A checkpoint whose weights are so large that every declaration affects the logits; initial weights hide most."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, tensor in random_checkpoint(spec, seed).weights.items():
@@ -39,6 +39,6 @@ def lively_checkpoint(spec: ModelSpec, seed: int = 0) -> Checkpoint:
 
 
 def distinct_ids(spec: ModelSpec, batch: int, seq: int) -> torch.Tensor:
-    """No id twice in a row: equal tokens have equal scores, and ties are the subject of other tests."""
+    """No id occurs twice in a row: equal tokens have equal scores, and other tests cover ties."""
     generator = torch.Generator().manual_seed(1)
     return torch.stack([torch.randperm(spec.vocab_size, generator=generator)[:seq] for _ in range(batch)])

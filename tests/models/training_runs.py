@@ -1,4 +1,4 @@
-"""A tiny training run, and what it leaves in its folder."""
+"""A tiny training run, and the files in its folder."""
 
 import csv
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ CONFIG = TrainConfig(steps=12, batch=2, seq=16, warmup=3, eval_every=5, eval_bat
 
 
 def lines(events: Iterable[Event]) -> list[str]:
-    """The lines of progress."""
+    """Lines of progress."""
     return [event.text for event in events if event.text]
 
 

@@ -1,4 +1,4 @@
-"""What each of the two processes of test_parallel.py runs. Arguments: a spec, a config, and a folder for results."""
+"""Program of each of the two processes of test_parallel.py. Arguments: a spec, a config, and a folder for results."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def message(spec: ModelSpec, config: TrainConfig, folder: Path, workers: Workers
 
 
 def retrofit(spec: ModelSpec, config: TrainConfig) -> tuple[Checkpoint, TrainConfig]:
-    """A dense model with routing, and settings that freeze, distil, anneal and compute layers again."""
+    """Returns a dense model with routing, and settings that freeze, distil, anneal and recompute layers."""
     dense = random_checkpoint(dataclasses.replace(spec, routing=None), 3)
     routed = retrofitted(dense, routed_spec(dense.spec, (1, 2), 0.5, "mlp", "predictor"), 0)
     settings = {"train": "routed", "distill": 0.5, "anneal": 0.5, "recompute": "layers", "router_learning_rate": 1e-3}
@@ -41,24 +41,24 @@ def main(spec_file: str, config_file: str, out: str) -> None:
         fsdp = dataclasses.replace(ddp, parallel="fsdp")
         for workers in (ddp, fsdp):
             list(train(spec, config, folder / workers.parallel, workers=workers))
-        # Left half-way by two processes that hold a share each; one that holds everything goes on.
+        # Two processes with a share each stop half-way; one process with everything continues.
         list(train(spec, config, folder / "fsdp-half", workers=fsdp, stop_after=7))
-        # Left half-way by one process; two go on.
+        # One process stopped half-way; two processes continue.
         list(train(spec, config, folder / "one-half", workers=fsdp))
         list(train(spec, dataclasses.replace(config, precision="bfloat16"), folder / "bfloat16", workers=fsdp))
         rows_alone = dataclasses.replace(config, micro_batch=1)
         for workers in (ddp, fsdp):
             list(train(spec, rows_alone, folder / f"rows-alone-{workers.parallel}", workers=workers))
-        # From a dense model, with everything that a retrofit has; the teacher is sharded too.
+        # Starts from a dense model, with all options of a retrofit; the teacher is sharded too.
         begin, settings = retrofit(spec, config)
         for workers in (ddp, fsdp):
             list(train(begin.spec, settings, folder / f"retrofit-{workers.parallel}", initial=begin, workers=workers))
-        own = folder / f"text-{ddp.rank}.txt"
-        own.write_text(f"process {ddp.rank} " * 100)
+        own_text = folder / f"text-{ddp.rank}.txt"
+        own_text.write_text(f"process {ddp.rank} " * 100)
         refused = {
             "odd": message(spec, dataclasses.replace(config, batch=3), folder / "odd", ddp),
-            "text": message(spec, config, folder / "text", ddp, corpus=read_corpus(own)),
-            # As on machines that share no disk: only the first process finds its state.
+            "text": message(spec, config, folder / "text", ddp, corpus=read_corpus(own_text)),
+            # As on machines without a shared disk, only the first process finds its state.
             "state": message(spec, config, folder / ("fsdp" if ddp.first else "elsewhere"), ddp),
         }
         parameters = Run.start(spec, config, read_corpus(), fsdp).model.parameters()

@@ -1,4 +1,4 @@
-"""One tiny spec of every kind of model that a spec can declare: what every suite over kinds runs over."""
+"""One tiny spec of every kind of model that a spec can declare, for all tests that run over kinds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def experts(**changes: object) -> ExpertsSpec:
 
 
 BIASES = {"attention_bias": "all", "mlp_bias": True, "rope_scaling": RopeScaling(kind="linear", factor=4.0)}
-# Of the two pairs of a head of 4, one is between the wavelengths and one beyond both.
+# Of the two pairs of a head of width 4, one lies between the wavelengths and one beyond both.
 NORMED_HEADS = {
     "qk_norm": "head", "activation": "gelu_tanh", "embedding_scale": 2.5, "attention_bias": "qkv",
     "rope_scaling": RopeScaling(kind="llama3", factor=8.0, original_positions=12),
@@ -59,4 +59,4 @@ VARIANTS: dict[str, ModelSpec] = {
         experts=experts(n_experts=2, layers=EVERY),
     ),
 }
-"""Name -> spec. Widths and weights as in `tiny_models`."""
+"""Specs by name. Widths and weights as in `tiny_models`."""

@@ -1,8 +1,9 @@
-"""A trained model in a GGUF file next to transformers: converted from it, and from folders that transformers saved.
+"""A trained model in a GGUF file compared with transformers: converted from the file, and from folders that
+transformers saved.
 
     make real MODEL=SmolLM2-135M-Instruct.Q4_1.gguf TEXT=english.txt
 
-Nothing is downloaded. What was measured is printed, and is what docs/converting.md says.
+Nothing is downloaded. The measurements are printed, and docs/converting.md quotes them.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def file(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def english(request: pytest.FixtureRequest) -> str:
-    """Held-out text; the pages of this project unless one is named."""
+    """Held-out text: the given file, or else the pages of this project."""
     named = request.config.getoption("--real-text")
     paths = [Path(named)] if named else sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
     return "\n\n".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
@@ -84,12 +85,10 @@ def original(file: Path) -> Original:
 
 @pytest.fixture(scope="session")
 def folders(file: Path, original: Original, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The checkpoint that `convert` makes of the file, of a folder, and of a folder of shards."""
+    """Checkpoints that `convert` makes from the file, from a folder, and from a folder of shards."""
     root = tmp_path_factory.mktemp("real")
     sources = {"file": file, "folder": root / "folder", "shards": root / "shards"}
-    original.model.hf_quantizer = (
-        None  # It holds the floats that blocks stand for, and is refused to be saved otherwise.
-    )
+    original.model.hf_quantizer = None  # The model holds dequantized floats, but could not be saved with the quantizer.
     for name, limit in (("folder", "5GB"), ("shards", "150MB")):
         original.model.save_pretrained(sources[name], max_shard_size=limit)
         original.tokenizer.save_pretrained(sources[name])
@@ -140,20 +139,20 @@ def test_the_same_weights_from_everywhere(folders: dict[str, Path]) -> None:
     expected = load_checkpoint(folders["file"])
     for name in ("folder", "shards"):
         found = load_checkpoint(folders[name])
-        # 1e-05 of a GGUF file is one of float32, which transformers writes into a config.json in float64.
+        # The file has 1e-05 in float32, which transformers writes into config.json in float64.
         assert replace(found.spec, norm_eps=expected.spec.norm_eps) == expected.spec
         assert torch.tensor(found.spec.norm_eps) == torch.tensor(expected.spec.norm_eps)
         assert all(torch.equal(found.weights[key], tensor) for key, tensor in expected.weights.items())
 
 
 def test_64_tokens(original: Original, folders: dict[str, Path], tell: Callable[..., None]) -> None:
-    """Greedy, one after the other from the cache."""
+    """Writes greedily, token by token with the cache."""
     checkpoint, tokenizer = ours(folders["file"])
     model, equal = Transformer(for_generation(checkpoint.spec, 128)).sharing(checkpoint.module()), 0
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt, add_special_tokens=False).ids
         assert ids == original.tokenizer(prompt, add_special_tokens=False).input_ids
-        # Its end of a turn is its padding as well, which transformers would hide without a mask.
+        # Its end-of-turn token is also its padding, which transformers would hide without a mask.
         ids_1S = torch.tensor([ids])
         (expected,) = original.model.generate(
             ids_1S, attention_mask=torch.ones_like(ids_1S), max_new_tokens=64, do_sample=False
@@ -173,7 +172,7 @@ def test_64_tokens(original: Original, folders: dict[str, Path], tell: Callable[
 def test_the_ids_of_texts(
     original: Original, folders: dict[str, Path], english: str, tell: Callable[..., None]
 ) -> None:
-    """As transformers has them; but for spaces before digits of `smollm`, which it does not part from digits."""
+    """They equal those of transformers, except that for `smollm` it does not part digits from spaces before them."""
     texts = [*TEXTS, *(english[at : at + 2000] for at in range(0, min(len(english), 400_000), 2000))]
     tokenizer = ours(folders["file"])[1]
     vocabulary = Tokenizer.from_str(original.tokenizer.backend_tokenizer.to_str())
@@ -203,22 +202,22 @@ def test_perplexity(original: Original, folders: dict[str, Path], english: str, 
         with torch.no_grad():
             both = original.model(row_1S).logits, module(row_1S, torch.tensor([WINDOW]))[0]
         sums += torch.tensor([float(functional.cross_entropy(one[0, :-1], row_S[1:])) for one in both])
-    theirs, mine = (sums / len(windows_NS)).exp().tolist()
-    tell(f"perplexity of {len(windows_NS)} windows of {WINDOW}: {mine:.6f}, transformers {theirs:.6f}")
-    assert abs(mine / theirs - 1) < 1e-5
+    theirs, converted = (sums / len(windows_NS)).exp().tolist()
+    tell(f"perplexity of {len(windows_NS)} windows of {WINDOW}: {converted:.6f}, transformers {theirs:.6f}")
+    assert abs(converted / theirs - 1) < 1e-5
 
 
 def test_spaces_before_digits_are_read_as_the_model_learned_them(
     original: Original, folders: dict[str, Path], tell: Callable[..., None]
 ) -> None:
-    """Where the two tokenizers differ: the model finds the same text likelier as it is cut up here."""
+    """Where the two tokenizers differ, the model finds the text more probable as it is tokenized here."""
     tokenizer, nats = ours(folders["file"])[1], torch.zeros(2)
     for text in NUMBERS:
         both = (tokenizer.encode(text, add_special_tokens=False).ids,
                 original.tokenizer(text, add_special_tokens=False).input_ids)  # fmt: skip
         assert both[0] != both[1]
         for which, ids in enumerate(both):
-            ids_S = torch.tensor([0, *ids])  # After the end of another text.
+            ids_S = torch.tensor([0, *ids])  # The text follows the end of another one.
             with torch.no_grad():
                 logits_SV = original.model(ids_S[None]).logits[0]
             nats[which] += functional.cross_entropy(logits_SV[:-1], ids_S[1:], reduction="sum")

@@ -1,4 +1,4 @@
-"""A build folder that writes text slowly enough to be interrupted, and real servers of what is made of it."""
+"""A build folder that writes text slowly enough to be interrupted, and real servers of its repository."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TritonPythonModel:
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Was built without evidence, which takes a minute and is not looked at here."""
+    """Build folder without evidence, which takes a minute and is not needed here."""
     root = tmp_path_factory.mktemp("folder")
     checkpoint = lively_checkpoint(replace(SPEC, max_positions=WINDOW, n_layers=6), 6)
     save_checkpoint(root / "model.pt", checkpoint)
@@ -72,20 +72,20 @@ def backend_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def serve(folder: Path, backend_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """A server of the repository that the command writes with these options. Not started yet."""
+    """Makes a server, not yet started, of the repository that the command writes with these options."""
 
-    own = folder
+    default_folder = folder
 
-    def make(*options: object, folder: Path = own) -> TritonServer:
+    def make(*options: object, folder: Path = default_folder) -> TritonServer:
         root = tmp_path_factory.mktemp("serving")
         listed = [folder, "-o", root / "repository", "--name", "demo", "--threads", 1, *options]
         found = invoke("triton", *listed)
         assert found.exit_code == 0, found.output
         for path in (root / "repository").glob("*/config.pbtxt"):
             text = path.read_text(encoding="utf-8")
-            other = re.sub('backend: "onnxruntime"\nplatform: .*\n', 'backend: "python"\n', text)
-            if other != text:
-                path.write_text(other, encoding="utf-8")
+            python_config = re.sub('backend: "onnxruntime"\nplatform: .*\n', 'backend: "python"\n', text)
+            if python_config != text:
+                path.write_text(python_config, encoding="utf-8")
                 (path.parent / "1" / "model.py").write_text(STANDS_IN, encoding="utf-8")
         return TritonServer(root / "repository", backend_folder, root / "log")
 
@@ -94,6 +94,6 @@ def serve(folder: Path, backend_folder: Path, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="session")
 def server(serve: Serve) -> Iterator[TritonServer]:
-    """Of --forward python, with default limits."""
+    """A server with --forward python and default limits."""
     with serve() as found:
         yield found

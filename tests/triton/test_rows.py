@@ -1,4 +1,4 @@
-"""Whole rows, served by a real Triton: the results of `mod_export.load`, in both forms that this machine can run."""
+"""Whole rows from a real Triton equal the results of `mod_export.load`, in both forms that this machine can run."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def portable(serve: Serve) -> Iterator[TritonServer]:
 
 
 def infer(server: TritonServer, ids: np.ndarray, lengths: np.ndarray | None = None) -> np.ndarray:
-    given = {"input_ids": ids} if lengths is None else {"input_ids": ids, "lengths": lengths}
+    arrays = {"input_ids": ids} if lengths is None else {"input_ids": ids, "lengths": lengths}
     inputs = []
-    for name, array in given.items():
+    for name, array in arrays.items():
         inputs.append(grpc.InferInput(name, list(array.shape), "INT64"))
         inputs[-1].set_data_from_numpy(array)
     with grpc.InferenceServerClient(server.grpc) as client:
@@ -85,9 +85,9 @@ def test_what_no_bucket_takes_is_answered_400(
 ) -> None:
     server = request.getfixturevalue(form)
     shape = [len(ids), len(ids[0])]
-    data = [one for row in ids for one in row]
-    given = {"name": "input_ids", "shape": shape, "datatype": "INT64", "data": data}
-    status, body = server.post("models/demo/infer", {"inputs": [given]})
+    data = [item for row in ids for item in row]
+    tensor = {"name": "input_ids", "shape": shape, "datatype": "INT64", "data": data}
+    status, body = server.post("models/demo/infer", {"inputs": [tensor]})
     assert status == 400
     assert message in body
 
@@ -138,16 +138,16 @@ def test_a_model_of_other_inputs(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_process_was_killed(serve: Serve) -> None:
-    """As docs/triton.md says: the server goes on saying that it is ready."""
+    """The server still says that it is ready, as docs/triton.md states."""
     tensor = {"name": "input_ids", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}
     with serve() as server:
         (stub,) = [
-            one
-            for one in psutil.Process(server.process.pid).children()
-            if "/demo/1/model.py" in " ".join(one.cmdline())
+            process
+            for process in psutil.Process(server.process.pid).children()
+            if "/demo/1/model.py" in " ".join(process.cmdline())
         ]
         stub.kill()
         status, body = server.post("models/demo/infer", {"inputs": [tensor]})
         assert (status, "Stub process" in body) == (500, True), body
         assert server.get("health/ready")[0] == 200
-        server.process.kill()  # It would wait half a minute for the model that is gone.
+        server.process.kill()  # Otherwise it would wait half a minute for the model that is gone.

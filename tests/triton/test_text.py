@@ -1,4 +1,4 @@
-"""Text, streamed by a real Triton: what the generator writes, in pieces; its limits; clients that leave; the end."""
+"""Text streamed by a real Triton: the generator's text in pieces, its limits, clients that leave, and its end."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def inputs_of(given: dict[str, Any]) -> list[grpc.InferInput]:
         kind = TYPES.get(name, "INT64")
         values = value if isinstance(value, list) else [value]
         dtype = {"BYTES": np.object_, "FP64": np.float64, "INT64": np.int64}[kind]
-        array = np.array([one.encode() if isinstance(one, str) else one for one in values], dtype=dtype)
+        array = np.array([key.encode() if isinstance(key, str) else key for key in values], dtype=dtype)
         found.append(grpc.InferInput(name, [len(values)], kind))
         found[-1].set_data_from_numpy(array)
     return found
 
 
 def stream(client: grpc.InferenceServerClient, given: dict[str, Any]) -> queue.SimpleQueue[Any]:
-    """Where the responses to a request arrive."""
+    """Queue of the responses to a request."""
     found: queue.SimpleQueue[Any] = queue.SimpleQueue()
     client.start_stream(lambda result, error: found.put(error or result))
     client.async_stream_infer("demo-text", inputs_of(given))
@@ -96,8 +96,8 @@ def test_greedy_text_is_that_of_the_command(server: TritonServer, folder: Path, 
 @pytest.mark.parametrize("ask", [over_grpc, over_http])
 def test_options_mean_what_they_mean_in_python(server: TritonServer, generator: Generator, ask: Any) -> None:
     sampling = {"temperature": 0.8, "top_p": 0.9, "top_k": 50, "seed": 3}
-    (one,) = generator.generate("abc", max_new_tokens=30, **sampling)
-    assert ask(server, {"text": "abc", "max_tokens": 30, **sampling}) == (one.text, one.ids, "length")
+    (completion,) = generator.generate("abc", max_new_tokens=30, **sampling)
+    assert ask(server, {"text": "abc", "max_tokens": 30, **sampling}) == (completion.text, completion.ids, "length")
     (two,) = generator.generate([[7, 8, 9]], max_new_tokens=30)
     assert ask(server, {"input_ids": [7, 8, 9], "max_tokens": 30}) == (two.text, two.ids, "length")
     stop = two.text[-3:]
@@ -108,9 +108,9 @@ def test_options_mean_what_they_mean_in_python(server: TritonServer, generator: 
 
 def test_texts_that_are_written_together_are_those_of_one_alone(server: TritonServer, generator: Generator) -> None:
     prompts = [f"text {number}" for number in range(9)]
-    expected = [generator.generate(one, max_new_tokens=20)[0].ids for one in prompts]
+    expected = [generator.generate(prompt, max_new_tokens=20)[0].ids for prompt in prompts]
     with ThreadPoolExecutor(9) as pool:
-        found = list(pool.map(lambda one: over_http(server, {"text": one, "max_tokens": 20})[1], prompts))
+        found = list(pool.map(lambda prompt: over_http(server, {"text": prompt, "max_tokens": 20})[1], prompts))
     assert found == expected
 
 
@@ -133,7 +133,7 @@ def test_what_cannot_be_written_is_answered_400(server: TritonServer, given: dic
 
 
 def test_what_triton_itself_answers(server: TritonServer) -> None:
-    """As docs/triton.md says: one response is all that these two can give."""
+    """Only one response is possible at these two addresses, as docs/triton.md states."""
     tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
     assert server.post("models/demo-text/infer", {"inputs": [tensor]})[0] == 501
     status, body = server.post("models/demo-text/generate", {"text": "a", "max_tokens": 3})
@@ -142,11 +142,11 @@ def test_what_triton_itself_answers(server: TritonServer) -> None:
 
 def test_the_queue_is_bounded(serve: Serve) -> None:
     with serve("--max-queue", 2) as server, ThreadPoolExecutor(30) as pool:
-        given = {"text": "a", "max_tokens": 300}
-        found = list(pool.map(lambda _: server.post("models/demo-text/generate_stream", given), range(30)))
+        request = {"text": "a", "max_tokens": 300}
+        found = list(pool.map(lambda _: server.post("models/demo-text/generate_stream", request), range(30)))
     codes = [code for code, _ in found]
     assert set(codes) == {200, 503}, [body for code, body in found if code not in (200, 503)]
-    assert codes.count(200) >= 5  # Three rows, and two that wait.
+    assert codes.count(200) >= 5  # There are three rows, and two texts that wait.
     assert all('"finish_reason":"length"' in body for code, body in found if code == 200)
     refused = [body for code, body in found if code == 503]
     assert all("wait for a row and at most" in body or "Exceeds maximum queue size" in body for body in refused)
@@ -178,13 +178,13 @@ def test_a_client_that_leaves_frees_its_row(server: TritonServer, leave: Any) ->
     with ThreadPoolExecutor(3) as pool:
         begin = time.monotonic()
         list(pool.map(lambda _: server.post("models/demo-text/generate_stream", LONG), range(3)))
-        whole = time.monotonic() - begin
+        duration = time.monotonic() - begin
         list(pool.map(lambda _: leave(server), range(3)))
         begin = time.monotonic()
         status, _ = server.post("models/demo-text/generate_stream", {"text": "a", "max_tokens": 1})
     assert status == 200
     # Otherwise it would have waited for one of three whole texts.
-    assert time.monotonic() - begin < whole / 3
+    assert time.monotonic() - begin < duration / 3
 
 
 def test_sigterm_finishes_streams(serve: Serve) -> None:

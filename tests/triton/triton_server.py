@@ -1,5 +1,5 @@
-"""A real Triton Inference Server on this machine, as a process: the one that the package nvidia-pytriton carries, which
-has the Python backend only. It is installed in an environment of its own, `make triton` makes it.
+"""A real Triton Inference Server as a process on this machine, from the package nvidia-pytriton, which has only the
+Python backend. `make triton` installs it in its own environment.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CARRIED = SITE / "pytriton" / "tritonserver"
 STUB = CARRIED / "python_backend_stubs" / "3.11" / "triton_python_backend_stub"
 READY_S, STOPPED_S = 60.0, 60.0
 WINDOW = 2048
-"""Of the model that is served."""
+"""Tokens in the window of the served model."""
 
 
 def backends(folder: Path) -> Path:
-    """A folder of backends: Python's, with the stub that runs models in the environment's interpreter."""
+    """Makes a folder of backends: Python's, with the stub that runs models in the environment's interpreter."""
     if not STUB.exists():
         raise FileNotFoundError(f"{STUB}: there is no Triton; `make triton` installs it")
     shutil.copytree(CARRIED / "backends" / "python", folder / "python")
@@ -37,20 +37,20 @@ def backends(folder: Path) -> Path:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens at now."""
+    """Ports on which nothing listens now."""
     opened = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [one.getsockname()[1] for one in opened]
-    for one in opened:
-        one.close()
+    found = [listener.getsockname()[1] for listener in opened]
+    for listener in opened:
+        listener.close()
     return found
 
 
 class TritonServer:
-    """Serves a repository while its `with` block lasts.
+    """Serves a repository during its `with` block.
 
     Attributes:
         http: host and port.
-        grpc: likewise.
+        grpc: host and port.
         process: the server.
     """
 
@@ -71,12 +71,12 @@ class TritonServer:
         environment = {
             **os.environ,
             "LD_LIBRARY_PATH": ":".join(libraries),
-            # The stub takes the first python3 that it finds.
+            # The stub uses the first python3 that it finds.
             "PATH": f"{ENVIRONMENT / 'bin'}:{os.environ['PATH']}",
         }
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(one) for one in self._command], stdout=log, stderr=subprocess.STDOUT, env=environment
+                [str(argument) for argument in self._command], stdout=log, stderr=subprocess.STDOUT, env=environment
             )
         try:
             self._wait_until_ready()
@@ -96,11 +96,11 @@ class TritonServer:
             self.process.wait()
 
     def log(self) -> str:
-        """What it and its models have printed."""
+        """Output of the server and its models."""
         return self._log.read_text(errors="replace")
 
     def post(self, path: str, body: dict[str, Any]) -> tuple[int, str]:
-        """Status and body of a request."""
+        """Sends a request; returns status and body."""
         request = urllib.request.Request(f"http://{self.http}/v2/{path}", json.dumps(body).encode())
         try:
             with urllib.request.urlopen(request) as answer:
@@ -109,7 +109,7 @@ class TritonServer:
             return error.code, error.read().decode()
 
     def get(self, path: str) -> tuple[int, str]:
-        """Likewise, without a body."""
+        """Sends a request without a body; returns status and body."""
         try:
             with urllib.request.urlopen(f"http://{self.http}/v2/{path}") as answer:
                 return answer.status, answer.read().decode()
@@ -117,7 +117,7 @@ class TritonServer:
             return error.code, error.read().decode()
 
     def events(self, model: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """The responses of /generate_stream, as they come; leaving the iterator closes the connection."""
+        """Yields responses of /generate_stream as they arrive; leaving the iterator closes the connection."""
         request = urllib.request.Request(
             f"http://{self.http}/v2/models/{model}/generate_stream", json.dumps(body).encode()
         )
@@ -141,4 +141,4 @@ class TritonServer:
 
 
 Serve = Callable[..., TritonServer]
-"""Makes a server of the repository that the command writes with these options."""
+"""Function that makes a server of the repository which the command writes with these options."""

@@ -1,4 +1,4 @@
-"""What every entry of ENGINES must keep, whoever adds it."""
+"""The contract that every entry of ENGINES must keep."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_the_table_is_by_name_and_every_target_has_options() -> None:
 def test_what_it_says_of_itself(engine: EngineBuilder) -> None:
     assert engine.suffix.startswith(".")
     assert type(engine).__doc__
-    found = engine.availability()
-    assert found.reason
-    assert "\n" not in found.reason
-    assert engine.availability() == found
+    availability = engine.availability()
+    assert availability.reason
+    assert "\n" not in availability.reason
+    assert engine.availability() == availability
     assert engine.versions() == {name: package_version(name) or "" for name in engine.packages}
     assert engine.packages
     assert list(engine.problems(CONFIG)) == []
@@ -48,11 +48,11 @@ def test_variants_are_what_the_configuration_asks_for(engine: EngineBuilder) -> 
 @each_engine
 def test_each_package_that_is_not_installed_is_named(engine: EngineBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     for absent in engine.packages:
-        # What is installed is the environment of an engine.
+        # Installed packages are the environment of an engine, so the test replaces them.
         monkeypatch.setattr(protocol, "package_version", lambda name, absent=absent: None if name == absent else "1")
-        found = engine.availability()
-        assert (found.builds, found.runs) == (False, False)
-        assert found.reason == f"{absent} is not installed; install mod-export[{engine.extra}]"
+        availability = engine.availability()
+        assert (availability.builds, availability.runs) == (False, False)
+        assert availability.reason == f"{absent} is not installed; install mod-export[{engine.extra}]"
         assert engine.extra in EXTRAS_OF_THIS_PACKAGE
 
 

@@ -1,4 +1,4 @@
-"""AOTInductor for real: what a package and its profile say, and everything that can be wrong with it."""
+"""Real AOTInductor packages: their content, their profiles, and everything that can be wrong with them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def root(loaded: LoadedTransformer, tmp_path_factory: pytest.TempPathFactory) ->
         (root / folder).mkdir()
     write_weights(root / WEIGHTS, state_of(loaded.module()), "float32")
     threads = torch.get_num_threads()
-    torch.set_num_threads(3)  # As no machine here has: nothing of it may be left in the package.
+    torch.set_num_threads(3)  # No test machine has 3 threads; the package must not remember the number.
     compiled(root, loaded, BUCKETS[0])
     yield root
     torch.set_num_threads(threads)
@@ -93,8 +93,8 @@ def test_every_bucket_equals_the_eager_model(bucket: Bucket, root: Path, loaded:
     if bucket != BUCKETS[0]:
         compiled(root, loaded, bucket)
     with Inductor().load(root, engine_of(bucket), CONFIG, 1) as runner:
-        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, bucket, [], 0, 1), SLACK)
-    row = judge(found, CONFIG.parity.float32, engine_of(bucket).setting)
+        comparison = compare_runner(runner, Reference(loaded), parity_batches(loaded, bucket, [], 0, 1), SLACK)
+    row = judge(comparison, CONFIG.parity.float32, engine_of(bucket).setting)
     assert row.passed, row.reasons
     assert row.routing.routed > 0
 
@@ -118,13 +118,13 @@ def test_weights_are_those_of_the_file_or_given_in_their_place(root: Path, loade
     write_weights(root / "graphs/other.data", state, "float32")
     zeros = {"embedding.weight": np.zeros(tuple(loaded.weights["embedding.weight"].shape), np.float32)}
     with (
-        Inductor().load(root, engine_of(bucket), CONFIG, 1) as own,
-        Inductor().load(root, engine_of(bucket, "graphs/other.data"), CONFIG, 1) as other,
+        Inductor().load(root, engine_of(bucket), CONFIG, 1) as original,
+        Inductor().load(root, engine_of(bucket, "graphs/other.data"), CONFIG, 1) as doubled,
         Inductor().load(root, engine_of(bucket), CONFIG, 1, zeros) as silenced,
     ):
-        found, different, zero = (one.run(feeds(bucket))["logits"] for one in (own, other, silenced))
-        assert not np.array_equal(found, different)
-        assert np.ptp(found) > np.ptp(zero) == 0
+        logits, different, zero = (runner.run(feeds(bucket))["logits"] for runner in (original, doubled, silenced))
+        assert not np.array_equal(logits, different)
+        assert np.ptp(logits) > np.ptp(zero) == 0
 
 
 @pytest.mark.slow
@@ -140,12 +140,12 @@ def test_a_runner_knows_its_inputs_and_outputs(root: Path) -> None:
         assert runner.inputs == ("input_ids", "lengths")
         assert runner.outputs == ("logits", "routed_0")
         assert runner.providers == ("AOTInductor CPU",)
-        found = runner.run(feeds(BUCKETS[0]), ["routed_0"])
+        outputs = runner.run(feeds(BUCKETS[0]), ["routed_0"])
         message = r"inductor engines/b1s32\.pt2: input input_ids is int64 \[2, 24\], expected int64 \[1, 32\]"
         with pytest.raises(EngineError, match=message):
             runner.run(feeds(BUCKETS[1]))
-    assert list(found) == ["routed_0"]
-    assert (found["routed_0"].dtype, found["routed_0"].shape) == (np.int64, (1, 8))
+    assert list(outputs) == ["routed_0"]
+    assert (outputs["routed_0"].dtype, outputs["routed_0"].shape) == (np.int64, (1, 8))
 
 
 def test_weights_that_are_missing_are_named(root: Path, loaded: LoadedTransformer) -> None:
@@ -159,7 +159,7 @@ def test_a_package_for_another_cpu_is_refused(root: Path, monkeypatch: pytest.Mo
     features = inductor.cpu_features()
     if not features:
         pytest.skip("the kernel does not say what this CPU can do")
-    # Another machine is the environment of the loader.
+    # The CPU is the environment of the loader, so the test replaces its features.
     monkeypatch.setattr(inductor, "cpu_features", lambda: frozenset(sorted(features)[2:]))
     lacking = ", ".join(sorted(features)[:2])
     with pytest.raises(TargetError, match=rf"b1s32\.pt2: compiled for a CPU with {lacking}, which this one lacks"):
@@ -197,9 +197,9 @@ def test_a_model_that_cannot_be_compiled(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_without_a_compiler() -> None:
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
-        found = Inductor().availability()
-    assert (found.builds, found.runs) == (False, True)
-    assert found.reason == "no C++ compiler; install g++ to build, running needs none"
+        availability = Inductor().availability()
+    assert (availability.builds, availability.runs) == (False, True)
+    assert availability.reason == "no C++ compiler; install g++ to build, running needs none"
 
 
 def test_calls_name_the_weights_they_read(root: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_profile_places_every_kernel(root: Path, capfd: pytest.CaptureFixture[
 
 
 def marked(*names: str) -> Callable[[], None]:
-    """Something that leaves these marks in torch's profile."""
+    """A function that leaves these marks in torch's profile."""
 
     def run() -> None:
         for name in names:

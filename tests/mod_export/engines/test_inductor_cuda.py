@@ -1,6 +1,7 @@
-"""AOTInductor on a GPU, as far as a machine without one can say: the same package code in bfloat16 on this CPU, the
-runner with its buffers on this CPU, the recording of a CUDA graph with stand-ins for what only a GPU gives, and every
-refusal.
+"""AOTInductor on a GPU, as far as a machine without a GPU can test it.
+
+The same package code runs in bfloat16 on this CPU, and the runner has its buffers on this CPU. A CUDA graph is recorded
+with stand-ins for what only a GPU provides. Every refusal is tested.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def feeds(seed: int = 0) -> dict[str, np.ndarray]:
 
 def test_bfloat16_meets_its_gates(root: Path, loaded: LoadedTransformer) -> None:
     with Inductor().load(root, ENGINE, CONFIG, 1) as runner:
-        found = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1), SLACK)
-        row = judge(found, CONFIG.parity.bfloat16, ENGINE.setting)
+        comparison = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1), SLACK)
+        row = judge(comparison, CONFIG.parity.bfloat16, ENGINE.setting)
         assert row.passed, row.reasons
         assert row.routing.routed > 0
         assert runner.run(feeds())["logits"].dtype == np.float32
@@ -103,7 +104,7 @@ def test_weights_that_replace_others_are_cast_to_the_packages_type(root: Path) -
 
 @contextlib.contextmanager
 def cuda_runner(root: Path, *, cuda_graph: bool) -> Iterator[CudaRunner]:
-    """The runner of GPUs, on this machine's memory."""
+    """The runner for GPUs, with its buffers in the memory of this machine."""
     package, metadata, tensors = Inductor().opened(root, ENGINE, None, "cpu", run_single_threaded=True)
     with CudaRunner(
         package, {**metadata, "gpu": "sm90"}, tensors, "test e.pt2", "cpu", cuda_graph=cuda_graph
@@ -119,9 +120,9 @@ def test_the_runner_gives_what_the_processors_runner_gives(root: Path) -> None:
         first = runner.run(feeds(0), ["logits"])
         before = first["logits"].copy()
         second = runner.run(feeds(1))
-        np.testing.assert_array_equal(first["logits"], before)  # It is the caller's own.
-        for seed, found in enumerate((first, second)):
-            np.testing.assert_array_equal(found["logits"], plain.run(feeds(seed))["logits"])
+        np.testing.assert_array_equal(first["logits"], before)  # The array belongs to the caller.
+        for seed, outputs in enumerate((first, second)):
+            np.testing.assert_array_equal(outputs["logits"], plain.run(feeds(seed))["logits"])
 
 
 class Recorded:
@@ -150,10 +151,10 @@ def recording(monkeypatch: pytest.MonkeyPatch, runner: CudaRunner, *, fails: boo
             raise RuntimeError("operation not permitted when stream is capturing\nand more")
         yield
         # With a GPU the recorded kernels write to the memory of the recorded results.
-        held, given = runner._results, tuple(runner._given.values())
+        results, inputs = runner._results, tuple(runner._given.values())
 
         def again() -> None:
-            for target, source in zip(held, runner._package(*given), strict=True):
+            for target, source in zip(results, runner._package(*inputs), strict=True):
                 target.copy_(source)
 
         graph.run = again
@@ -198,7 +199,7 @@ def test_a_run_that_fails_is_an_error_of_ours(root: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_nothing_of_a_program_stays_on_the_processor(loaded: LoadedTransformer, dtype: Any) -> None:
-    """Moved to a device that refuses to compute with tensors of another one."""
+    """The program is moved to meta, a device that refuses to compute with tensors of another device."""
     module = loaded.module()
     program = placed(captured_module(module, BUCKET, "", dtype).program, "meta")
     results = program.module()(*(tensor.to("meta") for tensor in bucket_example(module, BUCKET, 24)))
@@ -206,7 +207,7 @@ def test_nothing_of_a_program_stays_on_the_processor(loaded: LoadedTransformer, 
 
 
 def test_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What torch finds is the environment.
+    # What torch finds is the environment, so the test replaces it.
     monkeypatch.setattr(torch.version, "cuda", None)
     reason = rf"torch {torch.__version__} is built without CUDA; install one that is built with it"
     assert InductorCuda().availability().reason == gpu_problem() == reason

@@ -1,4 +1,4 @@
-"""OpenVINO for real: what its engines compute in which precision, where they run, and everything that they refuse."""
+"""Real OpenVINO engines: what they compute, in which precision, where they run, and everything that they refuse."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def engine_of(dtype: DType = "float32", path: str | None = None) -> Engine:
 
 
 def written(root: Path, dtype: DType, spec: ModelSpec | None = None) -> EngineJob:
-    """The folder of a model of two blocks, the second one routed, with its engine."""
+    """Writes a model of two blocks, the second one routed, and its engine into the folder; returns the engine's job."""
     (root / "engines").mkdir()
     job = write_graph(root, spec or make_spec(), BUCKET, OpenVino.dialect, dtype)
     OpenVino().build(job, Variant(dtype=dtype), root / engine_of(dtype).path, CONFIG)
@@ -75,8 +75,8 @@ def copy(root: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def runner(root: Path) -> Iterator[OpenVinoRunner]:
-    with OpenVino().load(root, engine_of(), CONFIG, 1) as found:
-        yield found
+    with OpenVino().load(root, engine_of(), CONFIG, 1) as opened:
+        yield opened
 
 
 def feeds(seed: int = 0) -> dict[str, np.ndarray]:
@@ -85,19 +85,19 @@ def feeds(seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def expected(root: Path, seed: int = 0) -> dict[str, np.ndarray]:
-    """What ONNX Runtime makes of the same graph."""
+    """Outputs of ONNX Runtime for the same graph."""
     graph = next((root / "graphs").glob("*.float32.onnx"))
     with OrtRunner(session_from_onnx(graph, graph.parent, [CPU], 1), "graph", 1) as runner:
         return runner.run(feeds(seed))
 
 
 def test_an_engine_computes_what_its_graph_does(root: Path, runner: OpenVinoRunner) -> None:
-    found, wanted = runner.run(feeds()), expected(root)
+    outputs, wanted = runner.run(feeds()), expected(root)
     assert (runner.inputs, runner.outputs) == (("input_ids", "lengths"), ("logits", SITE))
     assert (runner.providers, runner.threads) == (("OpenVINO CPU",), 1)
-    np.testing.assert_array_equal(found[SITE], wanted[SITE])
-    np.testing.assert_allclose(found["logits"], wanted["logits"], atol=1e-5)
-    assert found["logits"].dtype == np.float32
+    np.testing.assert_array_equal(outputs[SITE], wanted[SITE])
+    np.testing.assert_allclose(outputs["logits"], wanted["logits"], atol=1e-5)
+    assert outputs["logits"].dtype == np.float32
     assert list(runner.run(feeds(), [SITE])) == [SITE]
 
 
@@ -131,21 +131,21 @@ def test_several_threads_may_run_it(root: Path, runner: OpenVinoRunner) -> None:
 
 
 def test_results_are_in_place(root: Path, runner: OpenVinoRunner) -> None:
-    """What is written into the feeds is read by the next run, and every run writes where it was told."""
+    """The next run reads what is written into the feeds, and every run writes into the bound outputs."""
     assert isinstance(runner, BindableRunner)
     assert runner.ports["logits"] == Port((2, 16, 40), np.dtype(np.float32))
-    given = feeds()
+    inputs = feeds()
     outputs = {name: np.zeros(*runner.ports[name]) for name in runner.outputs}
-    run = runner.bind(given, outputs)
+    run = runner.bind(inputs, outputs)
     for seed in range(3):
-        given["input_ids"][:] = feeds(seed)["input_ids"]
+        inputs["input_ids"][:] = feeds(seed)["input_ids"]
         run()
         np.testing.assert_allclose(outputs["logits"], expected(root, seed)["logits"], atol=1e-5)
         np.testing.assert_array_equal(outputs[SITE], expected(root, seed)[SITE])
     with pytest.raises(EngineError, match=r"logits is float32 \[1\], expected float32 \[2, 16, 40\], contiguous"):
-        runner.bind(given, {"logits": np.zeros(1, np.float32)})
+        runner.bind(inputs, {"logits": np.zeros(1, np.float32)})
     runner.close()
-    for closed in (run, lambda: runner.run(given), lambda: runner.bind(given, outputs)):
+    for closed in (run, lambda: runner.run(inputs), lambda: runner.bind(inputs, outputs)):
         with pytest.raises(EngineError, match=r"openvino engines/mod-float32\.blob: the engine is closed; open "):
             closed()
 
@@ -174,14 +174,14 @@ def test_weights_are_those_of_the_file(copy: Path, runner: OpenVinoRunner) -> No
     numbers = np.frombuffer(data, np.float32, offset=8 + size)
     numbers *= 0.5
     path.write_bytes(data)
-    with OpenVino().load(copy, engine_of(), CONFIG, 1) as other:
-        assert np.abs(other.run(feeds())["logits"] - runner.run(feeds())["logits"]).max() > 0.1
+    with OpenVino().load(copy, engine_of(), CONFIG, 1) as halved:
+        assert np.abs(halved.run(feeds())["logits"] - runner.run(feeds())["logits"]).max() > 0.1
 
 
 def test_other_weights_take_the_place_of_those_in_the_file(root: Path, runner: OpenVinoRunner) -> None:
     router = {"layers.1.router.projection.weight": np.zeros((1, 32), np.float32)}
     with OpenVino().load(root, engine_of(), CONFIG, 1, router) as equal:
-        # All scores are equal, and go to the first tokens.
+        # All scores are equal, so the first tokens are selected.
         np.testing.assert_array_equal(equal.run(feeds())[SITE], np.tile(np.arange(4), (2, 1)))
     assert (runner.run(feeds())[SITE] != np.arange(4)).any()
     with pytest.raises(EngineError, match=r"float32\.onnx: has no weight absent, so it cannot be replaced"):
@@ -199,29 +199,29 @@ def narrow_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def precisions(runner: OpenVinoRunner) -> set[tuple[str, str]]:
-    """(operator, precision) of everything that the compiled model executes."""
+    """(operator, precision) of every node that the compiled model executes."""
     nodes = runner._opened().get_runtime_model().get_ordered_ops()
     about = [node.get_rt_info() for node in nodes]
-    return {(str(one["layerType"].value), str(one["runtimePrecision"].value)) for one in about}
+    return {(str(info["layerType"].value), str(info["runtimePrecision"].value)) for info in about}
 
 
 @with_bfloat16
 def test_products_are_bfloat16_and_what_selects_is_float32(narrow_root: Path, root: Path) -> None:
     with OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1) as runner:
-        found, wanted = runner.run(feeds()), expected(root)
+        outputs, wanted = runner.run(feeds()), expected(root)
         ran = precisions(runner)
     assert {("FullyConnected", "bf16"), ("FullyConnected", "f32"), ("TopK", "f32")} <= ran
     assert ("TopK", "bf16") not in ran
-    # Norms are one kernel each, which computes in float32 inside.
+    # Each norm is one kernel, which computes in float32 inside.
     assert ("RMS", "bf16") in ran
     assert ("RMS", "f32") not in ran
-    assert 1e-4 < np.abs(found["logits"] - wanted["logits"]).max() < 0.1 * np.abs(wanted["logits"]).max()
-    assert found["logits"].dtype == np.float32
+    assert 1e-4 < np.abs(outputs["logits"] - wanted["logits"]).max() < 0.1 * np.abs(wanted["logits"]).max()
+    assert outputs["logits"].dtype == np.float32
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_bfloat16)])
 def test_attention_is_one_kernel_that_reads_shared_keys_as_they_are(dtype: DType, tmp_path: Path) -> None:
-    """For each block of queries; and no engine stores their masks."""
+    """Each block of queries is one kernel, and the engine does not store the masks."""
     dense = Bucket(1, 256)
     (tmp_path / "engines").mkdir()
     dialect = replace(OpenVino.dialect, query_blocks=((256, 128),))
@@ -230,7 +230,7 @@ def test_attention_is_one_kernel_that_reads_shared_keys_as_they_are(dtype: DType
     OpenVino().build(job, Variant(dtype=dtype), tmp_path / engine.path, CONFIG)
     with OpenVino().load(tmp_path, engine, CONFIG, 1) as runner:
         ran = {operator for operator, _ in precisions(runner)}
-    # Not one of the operators that attention is written in, nor copies of keys.
+    # Neither the operators of decomposed attention nor copies of keys ran.
     assert "Subgraph" in ran
     assert not {"MatMul", "Softmax", "Tile"} & ran
     assert (tmp_path / engine.path).stat().st_size < 2 * 256 * 256 * 4
@@ -238,7 +238,7 @@ def test_attention_is_one_kernel_that_reads_shared_keys_as_they_are(dtype: DType
 
 @with_bfloat16
 def test_a_router_of_a_bfloat16_engine_can_be_replaced(narrow_root: Path) -> None:
-    """Its float32 weight stands in the engine, because the file of the engine's weights holds it in bfloat16."""
+    """Its float32 weight is in the engine, because the engine's weights file has it in bfloat16."""
     router = {"layers.1.router.projection.weight": np.zeros((1, 32), np.float32)}
     head = {"embedding.weight": np.zeros((40, 32), np.float32)}
     with OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1, router) as equal:
@@ -247,10 +247,10 @@ def test_a_router_of_a_bfloat16_engine_can_be_replaced(narrow_root: Path) -> Non
         assert np.ptp(silenced.run(feeds())["logits"]) == 0
 
 
-# Whole numbers.
+# Quantized weights.
 
 WIDE = replace(make_spec(), d_model=64, d_head=32, d_ff=96)
-"""So wide that no product is too small to be rounded, apart from the router's, which has one column."""
+"""Wide enough that every product is quantized, apart from the router's, which has one column."""
 # On a processor with AMX, OpenVINO 2026.4 runs these products in bfloat16; the weights in the file are the same.
 UNPACKED = "amx_bf16" in cpu_features()
 KINDS_OF_PRODUCT = {
@@ -271,18 +271,18 @@ def test_products_of_whole_numbers_and_a_router_in_float32(rounded: tuple[Path, 
     folder, dtype = rounded
     written(tmp_path, "float32", WIDE)
     with OpenVino().load(folder, engine_of(dtype), CONFIG, 1) as runner:
-        found, wanted = runner.run(feeds()), expected(tmp_path)
+        outputs, wanted = runner.run(feeds()), expected(tmp_path)
         ran = precisions(runner)
-    # The head has eight bits in both.
+    # The head has eight bits in both dtypes.
     assert {precision for operator, precision in ran if operator == "FullyConnected"} == KINDS_OF_PRODUCT[dtype]
     assert ("TopK", "f32") in ran
     assert ("TopK", "bf16") not in ran
     assert ("RMS", "bf16") in ran
-    same_B = (found[SITE] == wanted[SITE]).all(-1)
+    same_B = (outputs[SITE] == wanted[SITE]).all(-1)
     assert same_B.any()
-    error = np.abs(found["logits"] - wanted["logits"])[same_B].max() / np.abs(wanted["logits"]).max()
+    error = np.abs(outputs["logits"] - wanted["logits"])[same_B].max() / np.abs(wanted["logits"]).max()
     assert 1e-3 < error < {"int8": 0.05, "int4": 0.4}[dtype]
-    if dtype == "int8":  # The numbers stay in their file.
+    if dtype == "int8":  # The weights stay in their file.
         path = folder / "graphs/weights-int8.data"
         _, _, offset, length = WeightsFile.open(path).entries["layers.0.mlp.up_proj.weight.int8"]
         assert path.read_bytes()[offset : offset + length] not in (folder / engine_of(dtype).path).read_bytes()
@@ -291,8 +291,8 @@ def test_products_of_whole_numbers_and_a_router_in_float32(rounded: tuple[Path, 
 @with_bfloat16
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_how_many_numbers_are_rounded_together(dtype: DType, tmp_path: Path) -> None:
-    """A prompt of many rows, one of few, a step of one text, and one of several; 0 rounds nothing."""
-    found = []
+    """Cases: a prompt of many rows, a prompt of few, a step of one text, a step of several; 0 means no rounding."""
+    groups = []
     (tmp_path / "engines").mkdir()
     cases: list[tuple[Role, Bucket]] = [
         ("forward", BUCKET), ("forward", Bucket(1, 16)), ("decode", Bucket(1, 16)), ("decode", Bucket(8, 2)),
@@ -302,13 +302,13 @@ def test_how_many_numbers_are_rounded_together(dtype: DType, tmp_path: Path) -> 
         job = replace(job, graph=replace(job.graph, role=role))
         OpenVino().build(job, Variant(dtype=dtype), tmp_path / "engines/one.blob", CONFIG)
         head, _, _ = (tmp_path / "engines/one.blob").read_bytes().partition(b"\n")
-        found.append(json.loads(head)["group"])
-    assert found == {"int8": [128, 16, 0, 16], "int4": [32, 32, 32, 32]}[dtype]
+        groups.append(json.loads(head)["group"])
+    assert groups == {"int8": [128, 16, 0, 16], "int4": [32, 32, 32, 32]}[dtype]
 
 
 @with_bfloat16
 def test_what_is_rounded_of_a_token_depends_on_no_other(rounded: tuple[Path, DType]) -> None:
-    """Of the dense model: with a router, another token may be taken."""
+    """Uses the dense model, because a router might select other tokens."""
     folder, dtype = rounded
     (folder / "dense" / "engines").mkdir(parents=True, exist_ok=True)
     job = write_graph(folder / "dense", WIDE.dense(), BUCKET, OpenVino.dialect, dtype)
@@ -334,11 +334,11 @@ def configured(folder: Path, *dtypes: str) -> BuildConfig:
 def test_every_dtype_is_offered_here(tmp_path: Path) -> None:
     config = configured(tmp_path, *DTYPES)
     assert list(OpenVino().problems(config)) == []
-    assert tuple(one.dtype for one in OpenVino().variants(config)) == DTYPES
+    assert tuple(variant.dtype for variant in OpenVino().variants(config)) == DTYPES
 
 
 def test_bfloat16_is_refused_without_instructions_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the processor can do is the environment of an engine.
+    # The processor is the environment of an engine, so the test replaces its capabilities.
     monkeypatch.setattr(target, "_capabilities", lambda: ["FP32", "INT8"])
     (problem,) = OpenVino().problems(configured(tmp_path, *DTYPES))
     assert re.fullmatch(
@@ -351,7 +351,7 @@ def test_bfloat16_is_refused_without_instructions_for_it(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_bfloat16)])
 def test_gates_are_met_on_every_kind_of_input(dtype: DType, request: pytest.FixtureRequest) -> None:
-    """Near-ties among them: rows in which the last selected and the first skipped token have the closest scores."""
+    """They include near-ties: rows whose last selected and first skipped tokens have the closest scores."""
     folder = request.getfixturevalue("root" if dtype == "float32" else "narrow_root")
     spec = make_spec()
     weights = {name: tensor.detach() for name, tensor in make_model(spec).named_parameters()}
@@ -365,7 +365,7 @@ def test_gates_are_met_on_every_kind_of_input(dtype: DType, request: pytest.Fixt
     assert row.routing.routed > 0
 
 
-# What is refused.
+# Refusals.
 
 
 @pytest.mark.parametrize("changed", [rb"isa=.", rb"ov=2026"], ids=["other instruction sets", "another version"])
@@ -373,7 +373,7 @@ def test_an_engine_of_another_machine(copy: Path, changed: bytes) -> None:
     path = copy / engine_of().path
     data = path.read_bytes()
     assert re.search(changed, data), "OpenVINO does not write any more what it compiled for"
-    path.write_bytes(re.sub(changed, lambda found: found[0][:-1] + b"?", data, count=1))
+    path.write_bytes(re.sub(changed, lambda hit: hit[0][:-1] + b"?", data, count=1))
     with pytest.raises(
         TargetError,
         match=r"mod-float32\.blob: compiled by OpenVINO \S+ for the instruction sets of .+, and this is OpenVINO "
@@ -417,8 +417,8 @@ def test_openvino_without_a_plug_in_for_this_cpu(monkeypatch: pytest.MonkeyPatch
     class Elsewhere:
         available_devices = ("GPU",)
 
-    # Which devices OpenVINO has is the environment of an engine.
+    # OpenVINO's devices are the environment of an engine, so the test replaces them.
     monkeypatch.setattr(target, "_core", Elsewhere)
-    found = OpenVino().availability()
-    assert (found.builds, found.runs) == (False, False)
-    assert re.fullmatch(r"openvino \S+, which has no plug-in for this CPU", found.reason)
+    availability = OpenVino().availability()
+    assert (availability.builds, availability.runs) == (False, False)
+    assert re.fullmatch(r"openvino \S+, which has no plug-in for this CPU", availability.reason)

@@ -1,4 +1,4 @@
-"""Engines of ONNX Runtime: what they are, what they refuse, and what their profiles are summed up to."""
+"""Engines of ONNX Runtime: what they are, what they refuse, and how their profiles are summed up."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_a_graph_without_its_weights_is_refused(built_copy: Path, config: BuildC
 def test_other_weights_take_the_place_of_those_in_the_file(built: Path, config: BuildConfig) -> None:
     zeros = {"embedding.weight": np.zeros((256, 32), np.float32)}
     with (
-        OrtCpu().load(built, engine("ort-cpu"), config, 1) as own,
+        OrtCpu().load(built, engine("ort-cpu"), config, 1) as original,
         OrtCpu().load(built, engine("ort-cpu"), config, 1, zeros) as silenced,
     ):
-        assert own.outputs == ("logits", "routed_1", "routed_3")
-        assert np.ptp(own.run(feeds())["logits"]) > 0
+        assert original.outputs == ("logits", "routed_1", "routed_3")
+        assert np.ptp(original.run(feeds())["logits"]) > 0
         assert np.ptp(silenced.run(feeds())["logits"]) == 0
-        # And of nobody else's.
-        assert np.ptp(own.run(feeds())["logits"]) > 0
+        # The first session keeps its own weights.
+        assert np.ptp(original.run(feeds())["logits"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_engine_takes_the_threads_that_it_is_loaded_with(built: Path, config:
         assert runner.threads == 3
         before = psutil.Process().num_threads()
         with OrtCpu().load(built, engine("ort-cpu"), config, 5):
-            # The thread that calls is one of the five.
+            # The calling thread is one of the five.
             assert psutil.Process().num_threads() == before + 4
 
 
@@ -106,9 +106,9 @@ def test_what_is_no_graph_for_it(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU")
 def test_cuda_is_not_claimed_and_the_cpu_not_taken_for_it(built: Path, config: BuildConfig) -> None:
-    found = OrtCuda().availability()
-    assert (found.builds, found.runs) == (False, False)
-    assert "GPU" in found.reason or "onnxruntime-gpu" in found.reason
+    availability = OrtCuda().availability()
+    assert (availability.builds, availability.runs) == (False, False)
+    assert "GPU" in availability.reason or "onnxruntime-gpu" in availability.reason
     message = r"^ort-cuda: (no CUDA session on this machine|the session runs on CPUEx|this onnxruntime has no)"
     with pytest.raises(TargetError, match=message):
         OrtCuda().load(built, engine("ort-cuda"), config, 1)
@@ -116,10 +116,10 @@ def test_cuda_is_not_claimed_and_the_cpu_not_taken_for_it(built: Path, config: B
 
 def test_a_runtime_without_cuda(monkeypatch: pytest.MonkeyPatch, built: Path, config: BuildConfig) -> None:
     monkeypatch.setattr("onnxruntime.get_available_providers", lambda: [CPU])
-    found = OrtCuda().availability()
-    assert (found.builds, found.runs) == (False, False)
-    assert found.reason == "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
-    with pytest.raises(TargetError, match=rf"^ort-cuda: {found.reason}$"):
+    availability = OrtCuda().availability()
+    assert (availability.builds, availability.runs) == (False, False)
+    assert availability.reason == "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
+    with pytest.raises(TargetError, match=rf"^ort-cuda: {availability.reason}$"):
         OrtCuda().load(built, engine("ort-cuda"), config, 1)
 
 
@@ -134,10 +134,10 @@ def event(name: str, ts: int, dur: int, op_name: str | None = None) -> dict[str,
 
 EVENTS = [
     event("model_loading_uri", 0, 5),
-    # The run that does not count.
+    # The first run does not count.
     event("model_run", 10, 100),
     event("a_kernel_time", 11, 90_000, "MatMul"),
-    # Three that do; the file has the runs after their kernels.
+    # Three runs count; the file has the kernels before their run.
     event("b_kernel_time", 210, 400, "Add"),
     event("a_kernel_time", 201, 1000, "MatMul"),
     event("a_fence_before", 201, 7, "MatMul"),

@@ -1,4 +1,4 @@
-"""The choice of blocks: timed on the real kernels, taken only where it is clear."""
+"""Block sizes of attention are timed on the real kernels; another size is chosen only where it is clearly faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions that share weights give what other sessions give, and take no memory for the weights a second time."""
+"""Sessions that share weights return the same as other sessions, and hold the weights in memory only once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from mod_export.graph.weights import WeightsFile, bind_weights, write_weights
 from mod_export.types import Bucket, Engine
 
 ROOM = 0.1
-"""Of the weights: what another bucket may add."""
+"""Memory that another bucket may add, as a share of the weights."""
 
 
 @pytest.fixture
 def api() -> OrtC:
-    found = ort_c()
-    assert found is not None
-    return found
+    library = ort_c()
+    assert library is not None
+    return library
 
 
 @pytest.fixture
@@ -66,15 +66,15 @@ def test_it_is_what_ort_cpu_runs_where_the_library_is(
 
 def test_outputs_are_those_of_a_session_of_its_own(runner: SharedRunner, built: Path, engine: Engine) -> None:
     session = session_from_onnx(built / engine.path, built / "graphs", [CPU], 1, {})
-    with OrtRunner(session, "own", 1) as own:
-        assert (runner.inputs, runner.outputs) == (own.inputs, own.outputs)
+    with OrtRunner(session, "own", 1) as separate:
+        assert (runner.inputs, runner.outputs) == (separate.inputs, separate.outputs)
         for seed in range(3):
-            found, expected = (one.run(feeds(engine.bucket, seed)) for one in (runner, own))
-            assert {name: array.dtype for name, array in found.items()} == {
+            outputs, expected = (each.run(feeds(engine.bucket, seed)) for each in (runner, separate))
+            assert {name: array.dtype for name, array in outputs.items()} == {
                 name: array.dtype for name, array in expected.items()
             }
-            for name in own.outputs:
-                np.testing.assert_array_equal(found[name], expected[name])
+            for name in separate.outputs:
+                np.testing.assert_array_equal(outputs[name], expected[name])
 
 
 def test_a_graph_or_weights_that_are_none(api: OrtC, built: Path, engine: Engine, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ print(json.dumps(taken))
 
 
 def test_further_buckets_add_little_memory(tmp_path: Path) -> None:
-    """In a process of its own, because this one has freed memory to give."""
+    """Runs in its own process, because this one could reuse memory that it has freed."""
     names = [f"w{i}" for i in range(6)]
     write_weights(tmp_path / "w.data", {name: torch.eye(1024) for name in names}, "float32")
     graphs = []

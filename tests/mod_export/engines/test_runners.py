@@ -1,4 +1,4 @@
-"""What every session of ONNX Runtime on the CPU keeps, and what it keeps where its inputs and outputs stay in place."""
+"""The contract of every ONNX Runtime session on the CPU, also where inputs and outputs stay in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Bindable = SharedRunner | OrtRunner
 
 
 def written(folder: Path) -> tuple[Path, Path]:
-    """The graph, and the file of its weight."""
+    """Writes the graph and the file of its weight, and returns both paths."""
     write_weights(folder / "w.data", {"w": torch.from_numpy(WEIGHT)}, "float32")
     model = parsed(GRAPH)
     bind_weights(model, [WeightsFile.open(folder / "w.data")], folder)
@@ -46,20 +46,20 @@ def own(folder: Path) -> OrtRunner:
 
 
 def device(folder: Path) -> BoundRunner:
-    """In this machine's memory: what runs on a GPU differs in where the memory is."""
+    """The runner for GPUs, in this machine's memory; on a GPU, only the place of the memory differs."""
     return BoundRunner(session_from_onnx(written(folder)[0], folder, [CPU], 1), "small", 1, "cpu", 0)
 
 
 @pytest.fixture(params=[shared, own, device], ids=lambda make: make.__name__)
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[EngineRunner]:
-    with request.param(tmp_path) as found:
-        yield found
+    with request.param(tmp_path) as opened:
+        yield opened
 
 
 @pytest.fixture(params=[shared, own], ids=lambda make: make.__name__)
 def bindable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bindable]:
-    with request.param(tmp_path) as found:
-        yield found
+    with request.param(tmp_path) as opened:
+        yield opened
 
 
 WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -67,7 +67,7 @@ WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64
 
 @pytest.mark.parametrize("name", [*WHOLE, "float16", "float32", "double", "bool"])
 def test_every_dtype_of_numpy_goes_in_and_comes_out(tmp_path: Path, name: str) -> None:
-    """Such as token ids of int32, which models of users take."""
+    """Models of users take token ids of int32, for example."""
     onnx = {"float32": "float"}.get(name, name)
     path = tmp_path / "g.onnx"
     path.write_bytes(
@@ -122,9 +122,9 @@ def test_it_runs_and_keeps_what_it_returned(runner: EngineRunner) -> None:
 def test_what_cannot_be_run(
     runner: EngineRunner, wrong: dict[str, np.ndarray | None], wanted: list[str], message: str
 ) -> None:
-    given = {name: array for name, array in {**arrays()[0], **wrong}.items() if array is not None}
+    inputs = {name: array for name, array in {**arrays()[0], **wrong}.items() if array is not None}
     with pytest.raises(EngineError, match=f"^small: {message}"):
-        runner.run(given, wanted)
+        runner.run(inputs, wanted)
     np.testing.assert_array_equal(runner.run(arrays()[0])["j"], [0, 6])
 
 
@@ -145,7 +145,7 @@ def test_several_threads_may_run_it(runner: EngineRunner) -> None:
 
 
 def test_results_are_in_place(bindable: Bindable) -> None:
-    """What is written into the feeds is read by the next run, and every run writes where it was told."""
+    """The next run reads what is written into the feeds, and every run writes into the bound outputs."""
     assert isinstance(bindable, BindableRunner)
     assert dict(bindable.ports) == {
         name: Port(array.shape, array.dtype) for name, array in {**arrays()[0], **arrays()[1]}.items()
@@ -186,7 +186,7 @@ def test_arrays_that_do_not_fit(bindable: Bindable, name: str, array: np.ndarray
 
 
 def test_a_run_in_place_that_fails_and_a_closed_session(bindable: Bindable) -> None:
-    """Nobody else holds the feeds, and the session knows no more than their addresses."""
+    """The bound run must keep the feeds alive, because the session has only their addresses."""
     feeds, outputs = arrays()
     run, alone = bindable.bind(feeds, outputs), bindable.bind(arrays()[0], outputs)
     rubbish = [np.full((2, 3), -1, np.float32) for _ in range(1000)]

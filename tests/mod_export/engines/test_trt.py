@@ -1,4 +1,4 @@
-"""TensorRT-RTX really builds here, without a GPU; running is tested where there is one, and in test_trt_api.py."""
+"""TensorRT-RTX really builds here, without a GPU; runs are tested where there is a GPU, and in test_trt_api.py."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ GPU = {
 
 
 def found(monkeypatch: pytest.MonkeyPatch, **facts: object) -> None:
-    """Lets the probe find another machine."""
+    """Makes the probe report another machine."""
     monkeypatch.setattr(trt, "_probe", lambda library: GPU | facts)
 
 
@@ -75,7 +75,7 @@ def portable(tmp_path: Path) -> EngineJob:
 
 @needs_rtx
 def test_a_graph_that_is_refused_is_named_with_the_vendors_reason(tmp_path: Path, portable: EngineJob) -> None:
-    """By the builder, which is why attention is decomposed in float32, and by the parser: why scatters are plain."""
+    """The builder refuses float32 attention, which passes decompose; the parser refuses scatters with a reduction."""
     message = (
         r"^graphs/mod-b2s16\.float32\.onnx: TensorRT-RTX cannot build it: IBuilder::buildSerializedNetwork: Error"
         r".*Attention operation was not supported by a dedicated kernel"
@@ -101,7 +101,7 @@ def test_weights_behind_a_link_are_refused_before_the_parser_follows_it(tmp_path
 
 
 def crashing_library(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A library that takes its process down when it is loaded, as a vendor's may."""
+    """Writes a library that ends its process when it is loaded, as a vendor's library may."""
     (folder / "crashing.py").write_text(body)
     monkeypatch.setenv("PYTHONPATH", str(folder))
 

@@ -1,8 +1,8 @@
-"""Our calls into TensorRT, against the real bindings of the oldest TensorRT that we take and of the newest.
+"""Tests our calls of TensorRT against the real bindings of the oldest and of the newest supported TensorRT.
 
 TensorRT itself needs a GPU and gigabytes. Its Python bindings are small and on PyPI, and they load over empty shared
 libraries. That is enough to see that every class, attribute and flag that we use exists, in both major versions, and
-to run our own code with stand-ins for the objects that only a GPU can give. `make install` fetches the bindings.
+to run our own code with stand-ins for the objects that need a GPU. `make install` fetches the bindings.
 """
 
 import ast
@@ -56,7 +56,7 @@ HOLDERS = {
 
 
 def used_by(module: Any) -> dict[str, dict[str, int | None]]:
-    """Class (or the module itself) -> name -> how many arguments we pass, None where we do not call it."""
+    """Class (or the module itself) -> name -> number of arguments that we pass, None if we do not call it."""
     used: dict[str, dict[str, int | None]] = {}
     tree = ast.parse(inspect.getsource(module))
     calls = {id(node.func): len(node.args) for node in ast.walk(tree) if isinstance(node, ast.Call)}
@@ -123,10 +123,10 @@ def test_the_newest_and_the_oldest_are_what_the_package_asks_for() -> None:
 def test_all_that_we_use_exists_and_takes_our_arguments(libraries: Path, module: Any, version: str) -> None:
     api = used_by(module)
     assert set(api) > set(HOLDERS[module].values())
-    found = process(libraries, version, "surface", {"api": api})
+    ranges = process(libraries, version, "surface", {"api": api})
     for owner, names in api.items():
         for name, arguments in names.items():
-            accepted = found[owner][name]
+            accepted = ranges[owner][name]
             assert accepted is not None, f"TensorRT {version} has no {owner}.{name}"
             if arguments is not None:
                 assert any(low <= arguments <= high for low, high in accepted), (owner, name, accepted)
@@ -195,11 +195,11 @@ def test_probe_without_a_gpu(libraries: Path, version: str) -> None:
 def test_probe_with_a_driver(
     libraries: Path, extra: tuple[str, ...], environment: dict, devices: list[str], problem: str
 ) -> None:
-    found = process(libraries, VERSIONS[1], "probe", {}, *extra, **environment)
-    assert found["devices"] == devices
-    assert found["build_problem"].startswith("no builder ")
-    assert found["run_problem"].partition("(")[0] == problem.partition("(")[0]
-    assert bool(found["run_problem"]) == bool(problem)
+    probed = process(libraries, VERSIONS[1], "probe", {}, *extra, **environment)
+    assert probed["devices"] == devices
+    assert probed["build_problem"].startswith("no builder ")
+    assert probed["run_problem"].partition("(")[0] == problem.partition("(")[0]
+    assert bool(probed["run_problem"]) == bool(problem)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -228,7 +228,7 @@ def test_what_an_engine_updates_in_place_is_one_buffer(
 
 
 def test_finds_the_cuda_runtime_of_pip(libraries: Path, tmp_path: Path) -> None:
-    """Where the wheel nvidia-cuda-runtime 13 puts it, which Polygraphy does not know."""
+    """The wheel nvidia-cuda-runtime 13 puts it into a folder that Polygraphy does not know."""
     wheel = tmp_path / "nvidia" / "cu13" / "lib"
     wheel.mkdir(parents=True)
     shutil.copy(libraries / "cudart" / "libcudart.so.13", wheel)

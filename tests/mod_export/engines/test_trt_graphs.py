@@ -1,4 +1,4 @@
-"""TensorRT-RTX builds the graphs of every kind of model, of its own and of users, after the passes."""
+"""After the passes, TensorRT-RTX builds the graphs of every kind of model, ours and those of users."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from mod_models.spec import ModelSpec, RoutingSpec
 
 
 def build_plan(folder: Path, model: ir.Model, dtype: DType) -> int:
-    """Bytes of the plan of this graph."""
+    """Builds a plan of this graph, and returns its size in bytes."""
     (folder / "graph.onnx").write_bytes(ir.to_proto(model).SerializeToString())
     graph = Graph(path="graph.onnx", model="mod", bucket=BUCKET, dtype=dtype, target=None, k_by_layer={})
     build(job_of(folder, graph), dtype, folder / "plan.engine")
@@ -31,7 +31,7 @@ def build_plan(folder: Path, model: ir.Model, dtype: DType) -> int:
 
 GRAPHS = {
     "a step that skips": lambda: step_graph("predictor", 4, "fair"),
-    # Without a condition nothing but the wait for the logits keeps the writes behind the reads.
+    # Without a condition, only the dependency on the logits keeps the writes after the reads.
     "a step without conditions": lambda: step_graph("predictor", skip=False),
     "a prompt": lambda: prefill_graph("predictor"), "a short prompt": lambda: prefill_graph("predictor", 5),
     "normed heads": lambda: step_graph("normed heads"), "a prompt with biases": lambda: prefill_graph("biases"),
@@ -129,7 +129,7 @@ IN_PLACE = "g (bool f, float[1,2,9,4] c, float[1,2,1,4] u, int64[1] i) => (float
     ids=["plain", "no input", "no output", "in a branch", "circular"],
 )
 def test_where_it_takes_a_write_in_place(tmp_path: Path, body: str, reason: str | None) -> None:
-    """Why `cache_in_place` writes outside of branches, from an input to an output."""
+    """These limits are why `cache_in_place` writes outside of branches, from an input to an output."""
     model = parsed(f"{IN_PLACE} {{ {body} }}", opset=24)
     if reason is None:
         build_plan(tmp_path, model, "float32")
@@ -172,7 +172,7 @@ def test_selects_from_a_long_axis_in_groups(tmp_path: Path, S: int, dtype: DType
 @needs_rtx
 @pytest.mark.slow
 def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
-    """40,960 tokens of which 5,120 are routed; the same graph on a CPU routes as the model does."""
+    """5,120 of 40,960 tokens are routed; on a CPU, the same graph routes like the model."""
     import onnxruntime
 
     spec = ModelSpec(

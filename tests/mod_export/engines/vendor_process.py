@@ -1,10 +1,10 @@
-"""Runs our TensorRT code against the real Python bindings of one TensorRT version, with the hardware stood in for.
+"""Runs our TensorRT code against the real Python bindings of one TensorRT version, with stand-ins for the hardware.
 
     python vendor_process.py <task> '<json>'
 
 The bindings are NVIDIA's own, imported from PYTHONPATH, so every class, attribute, flag and enumeration is the real
-one. The libraries behind them are empty (test_trt_api.py compiles them), so no object of theirs can be made: builder,
-parser, engine and context are stand-ins that refuse every attribute which the real class does not have.
+one. The libraries behind them are empty (test_trt_api.py compiles them), so they can create no object: builder, parser,
+engine and context are stand-ins that refuse every attribute which the real class does not have.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from unittest.mock import create_autospec
 import numpy as np
 import tensorrt_bindings as trt
 
-sys.modules["tensorrt"] = trt  # What the package `tensorrt` is: a name for its bindings.
+sys.modules["tensorrt"] = trt  # The package `tensorrt` is only a name for its bindings.
 
 
 def strict(cls, **attributes):
@@ -31,12 +31,12 @@ def strict(cls, **attributes):
 
 
 def surface(job):
-    """Of every name asked for: None if it does not exist, else the numbers of arguments that a call may have."""
-    found = {}
+    """Maps every requested name to the ranges of arguments that a call may have, or to None if it does not exist."""
+    ranges = {}
     for owner, names in job["api"].items():
         holder = getattr(trt, owner, None) if owner else trt
-        found[owner] = {name: _arguments(holder, owner, name) if hasattr(holder, name) else None for name in names}
-    return found
+        ranges[owner] = {name: _arguments(holder, owner, name) if hasattr(holder, name) else None for name in names}
+    return ranges
 
 
 def _arguments(holder, owner, name):
@@ -48,8 +48,8 @@ def _arguments(holder, owner, name):
     signatures = re.findall(rf"^(?:\d+\. )?{name}\(self(?:: [\w.]+)?(.*)\) -> ", what.__doc__ or "", re.MULTILINE)
     ranges = []
     for parameters in signatures:
-        given = [part for part in re.sub(r"\[.*?\]|<.*?>", "", parameters).split(", ") if part]
-        ranges.append([sum("=" not in part for part in given), len(given)])
+        listed = [part for part in re.sub(r"\[.*?\]|<.*?>", "", parameters).split(", ") if part]
+        ranges.append([sum("=" not in part for part in listed), len(listed)])
     return ranges
 
 
@@ -60,7 +60,7 @@ def probe(job):
 
 
 def build(job):
-    """`trt_worker.build` through Polygraphy; returns what it did to builder and configuration."""
+    """Runs `trt_worker.build` through Polygraphy; returns what it did to builder and configuration."""
     from mod_export.engines import trt_worker
 
     network = strict(trt.INetworkDefinition, num_inputs=0, num_outputs=0, num_layers=0)
@@ -130,7 +130,7 @@ class Device:
 
 
 class StrictRuntime:
-    """`trt.Runtime` as far as an engine's loader may touch it: nothing on it can be set, host code least of all."""
+    """A `trt.Runtime` with only what an engine's loader may use; nothing can be set, above all not host code."""
 
     made: ClassVar = []
     __slots__ = ()
@@ -146,7 +146,7 @@ class StrictRuntime:
 
 
 def run(job):
-    """Loads and runs an engine twice; returns what came out."""
+    """Loads an engine, runs it, and returns its results, or the error of the requested fault."""
     from mod_export.engines.trt import TensorRTRunner, runner_from_engine
 
     fault = job.get("fault")

@@ -1,4 +1,4 @@
-"""Files: written whole or not at all, with errors that name the option, and compared with what was written."""
+"""Files are written whole or not at all, their errors name the option, and they are compared with what was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of a build: made, reused, made again, forgotten, and resumed after a kill."""
+"""Steps of a build are made, reused, made again, forgotten, and resumed after a kill."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ def test_a_step_is_made_and_then_reused(tmp_path: Path) -> None:
 
 
 def test_results_are_plain_data(tmp_path: Path) -> None:
-    """JSON has no numbers for keys, and as text "11" comes before "9"."""
+    """JSON has no numbers as keys, and as text "11" comes before "9"."""
     with Workspace(tmp_path / "b") as workspace:
-        made = workspace.step("one", {}, [], lambda paths: {"pair": (1, 2.5), "nan": float("nan")})
+        step = workspace.step("one", {}, [], lambda paths: {"pair": (1, 2.5), "nan": float("nan")})
         workspace.close({"k_by_layer": {9: 1, 11: 2}})
-    assert made.result["pair"] == [1, 2.5]
+    assert step.result["pair"] == [1, 2.5]
     assert read_manifest(tmp_path / "b")["k_by_layer"] == {"9": 1, "11": 2}
     with Workspace(tmp_path / "b") as workspace:
-        assert str(workspace.step("one", {}, [], writing()).result) == str(made.result)
+        assert str(workspace.step("one", {}, [], writing()).result) == str(step.result)
 
 
 def test_hashes_of_outputs(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_steps_that_are_no_longer_asked_for_are_forgotten_with_their_files(tmp_p
     with Workspace(root) as workspace:
         workspace.step("old", {}, ["old/one/a", "shared/b", "shared/c"], writing())
         workspace.close({})
-    (root / "shared/c").unlink()  # That it is gone already is no error.
+    (root / "shared/c").unlink()  # It may be gone already.
     with Workspace(root) as workspace:
         workspace.step("new", {}, ["shared/b"], writing("new"))
         workspace.close({"header": 1})
@@ -202,7 +202,7 @@ def test_the_next_run_resumes_after_a_kill_during_a_step(tmp_path: Path, kill: s
     assert (root / "parts/one.txt").read_text() == "one"
     assert not (root / "parts/two.txt").exists()
     assert read_manifest(root)["steps"].keys() == {"one"}
-    # Nobody can tidy up after SIGKILL but the next run.
+    # After SIGKILL, only the next run can clean up.
     assert bool(list(root.glob(".partial-*"))) is left
     assert build(root) == {"one": True, "two": False, "three": False}
     assert files_of(root) == {*(f"parts/{name}.txt" for name in STEPS), MANIFEST, ".lock"}
@@ -249,7 +249,7 @@ def test_two_builds_at_once_are_refused(tmp_path: Path) -> None:
     try:
         with pytest.raises(BuildFolderError, match="another build is writing here; wait for it, or name another -o"):
             build(root)
-        assert list(root.glob(".partial-*"))  # The other build's unfinished step is left alone.
+        assert list(root.glob(".partial-*"))  # The other build's unfinished step stays.
     finally:
         process.kill()
         process.communicate(timeout=60)
@@ -257,7 +257,7 @@ def test_two_builds_at_once_are_refused(tmp_path: Path) -> None:
 
 
 def test_steps_may_be_made_at_once(tmp_path: Path) -> None:
-    """Each waits for the other, so that one after the other would never end."""
+    """Each step waits for the others, so running them one after the other would never end."""
     meeting = threading.Barrier(4, timeout=30)
 
     def make(paths: Sequence[Path]) -> int:
@@ -267,7 +267,7 @@ def test_steps_may_be_made_at_once(tmp_path: Path) -> None:
 
     with Workspace(tmp_path / "build") as workspace, ThreadPoolExecutor(4) as pool:
         waiting = [pool.submit(workspace.step, f"step/{i}", {}, [f"parts/{i}.txt"], make) for i in range(4)]
-        steps = [one.result() for one in waiting]
+        steps = [future.result() for future in waiting]
         workspace.close({"header": 1})
     assert [step.result for step in steps] == [4] * 4
     assert set(read_manifest(tmp_path / "build")["files"]) == {f"parts/{i}.txt" for i in range(4)}

@@ -1,4 +1,4 @@
-"""Where a workspace cannot be: other people's folders, damaged manifests, and places that cannot be written."""
+"""Where a workspace is refused: folders of other programs, damaged manifests, and places that cannot be written."""
 
 from __future__ import annotations
 

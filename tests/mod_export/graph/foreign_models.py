@@ -1,4 +1,4 @@
-"""Models of other shapes than token ids to logits, in plain PyTorch, with routed blocks that mark nothing."""
+"""Plain PyTorch models with inputs and outputs other than ids and logits, whose routed blocks mark nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROUTED = DIALECTS["scatter_add"]
 
 
 class Masked(nn.Module):
-    """(input_ids, attention_mask) -> {"logits", "hidden"}: padding is added to the scores, and embeddings are tied."""
+    """(input_ids, attention_mask) -> {"logits", "hidden"}: the mask scales positions, and embeddings are tied."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Masked(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Embeddings (B, S, D) -> scores of the row, and of each token."""
+    """Embeddings (B, S, D) -> scores of each row (B, 3) and of each token (B, S, 5)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Embedded(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Embeddings (B, S, D) -> hidden states: attention as in nanoGPT, written out under a causal mask in a buffer."""
+    """Embeddings (B, S, D) -> hidden states, with attention as in nanoGPT: basic operators, causal mask in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Buffered(nn.Module):
 
 
 class Images(nn.Module):
-    """Images (B, 3, 32, 32) -> classes (B, 10), over 16 patches and a class token, half of which are routed."""
+    """Images (B, 3, 32, 32) -> class scores (B, 10), from 16 patches and a class token; the second block is routed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,6 +92,6 @@ def masked_inputs(batch: int, seq: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def made(kind: type[nn.Module] | str) -> nn.Module:
-    """A model with initial weights, always the same: one of these, or a dialect by its name."""
+    """Model with the same initial weights on every call: a class of this file, or a name in `DIALECTS`."""
     torch.manual_seed(0)
     return (Model(DIALECTS[kind]) if isinstance(kind, str) else kind()).eval()

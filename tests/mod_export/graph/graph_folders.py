@@ -1,4 +1,4 @@
-"""Build folders as the pipeline leaves them for an engine's builder: a graph of its dialect beside its weights."""
+"""Build folders as an engine's builder gets them: a graph in the engine's dialect, next to its weights."""
 
 from pathlib import Path
 
@@ -24,12 +24,12 @@ from mod_models.spec import ModelSpec
 
 
 def job_of(root: Path, graph: Graph) -> EngineJob:
-    """Of an engine that is built from the graph alone."""
+    """Job of an engine that is built from the graph alone; a use of the program fails the test."""
     return EngineJob(root=root, graph=graph, program=lambda dtype: pytest.fail("this engine is built from the graph"))
 
 
 def unbound_graph(spec: ModelSpec, bucket: Bucket) -> ir.Model:
-    """The portable graph of `make_model(spec)`, its weights without values, which stand in files."""
+    """The portable graph of `make_model(spec)`; its weights have no values, because those are in files."""
     model = portable_graph(spec, bucket.batch, bucket.seq)
     for name in state_of(make_model(spec)).keys() & model.graph.initializers.keys():
         model.graph.initializers[name].const_value = None
@@ -44,10 +44,10 @@ def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, d
     folder = root / "graphs"
     folder.mkdir(exist_ok=True)
     files = []
-    for held in files_for(dtype):
-        path = folder / f"weights-{held}.data"
+    for stored_dtype in files_for(dtype):
+        path = folder / f"weights-{stored_dtype}.data"
         forms = forms_of(model.graph.initializers) if dtype in QUANTIZED else NO_FORMS
-        write_weights(path, state_of(make_model(spec)), held, forms)
+        write_weights(path, state_of(make_model(spec)), stored_dtype, forms)
         files.append(WeightsFile.open(path))
     bind_weights(model, files, folder)
     kind = "dense" if spec.routing is None else "mod"

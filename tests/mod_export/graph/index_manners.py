@@ -1,7 +1,6 @@
-"""Ways to write the same routed block: what becomes of the indices between a top-k, the tokens that it reads, and where
-the results go.
+"""Ways to write the same routed block: how indices get from the top-k to the gather and to the scatter.
 
-Shape legend: B rows, S tokens, K = S / 4 selected ones, D features.
+Shape legend: B rows, S tokens, K = S / 4 selected tokens, D features.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from mod_export.types import BY_POSITION, BY_SCORE
 
 Block = Callable[[Tensor], Tensor]
 Written = Callable[[Tensor, Tensor, Block], Tensor]
-"""(x (B, S, D), scores (B, S), block) -> the stream (B, S, D)."""
+"""(x (B, S, D), scores (B, S), block) -> the residual stream (B, S, D)."""
 
 
 def top(scores: Tensor) -> Tensor:
-    """(B, K), in order of position."""
+    """Indices (B, K) of the highest scores, in order of position."""
     return scores.topk(scores.shape[1] // 4, dim=1).indices.sort(dim=1).values
 
 
@@ -31,11 +30,11 @@ def wide(index: Tensor) -> Tensor:
 
 
 def through(index: Tensor, x: Tensor, block: Block) -> Tensor:
-    """`gather` and `scatter` at indices (B, K, D)."""
+    """Runs the block between `gather` and `scatter` at indices (B, K, D)."""
     return x.scatter(1, index, block(x.gather(1, index)))
 
 
-# Indices in another shape.
+# Indices that get another shape.
 
 
 def broadcast_to(x: Tensor, scores: Tensor, block: Block) -> Tensor:
@@ -105,7 +104,7 @@ def through_columns(x: Tensor, scores: Tensor, block: Block) -> Tensor:
     return through(torch.stack([index[..., n] for n in range(D)], -1), x, block)
 
 
-# Some of the indices, or all but in another order.
+# Indices that are cut or reordered.
 
 
 def narrow(x: Tensor, scores: Tensor, block: Block) -> Tensor:
@@ -160,7 +159,7 @@ def kthvalues_of_indices(x: Tensor, scores: Tensor, block: Block) -> Tensor:
     return through(wide(torch.stack([index.kthvalue(n + 1, 1).values for n in range(index.shape[1])], 1)), x, block)
 
 
-# Arithmetic that leaves indices as they are, or that is undone.
+# Arithmetic that does not change the indices, or that is undone.
 
 
 def clamped(x: Tensor, scores: Tensor, block: Block) -> Tensor:
@@ -213,7 +212,7 @@ def written_by_slices(x: Tensor, scores: Tensor, block: Block) -> Tensor:
     return through(buffer, x, block)
 
 
-# Other ways to read and to put back.
+# Other ways to read tokens and to write results.
 
 
 def take(x: Tensor, scores: Tensor, block: Block) -> Tensor:
@@ -247,7 +246,7 @@ def indexed_by_lists(x: Tensor, scores: Tensor, block: Block) -> Tensor:
 
 
 def mapped_over_rows(x: Tensor, scores: Tensor, block: Block) -> Tensor:
-    """What `torch.vmap` of `row[index]` becomes."""
+    """The operators that `torch.vmap` of `row[index]` becomes."""
     index = top(scores)
     rows = torch.arange(len(x)).view(-1, 1).expand_as(index)
     return x.index_put((rows, index), block(x[rows, index]))
@@ -277,7 +276,7 @@ def halved(x: Tensor, scores: Tensor, block: Block) -> Tensor:
 
 
 def masked(x: Tensor, scores: Tensor, block: Block) -> Tensor:
-    """In the order of positions, results go where the mask of the selected tokens is."""
+    """Writes results, in order of position, where the mask of the selected tokens is true."""
     index = top(scores)
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter(1, index, True)
     place = mask.long().cumsum(1) - 1
@@ -286,7 +285,7 @@ def masked(x: Tensor, scores: Tensor, block: Block) -> Tensor:
 
 
 def by_heads(x: Tensor, scores: Tensor, block: Block) -> Tensor:
-    """Heads of the tokens are read one by one."""
+    """Reads the heads of the tokens one by one."""
     index = top(scores)
     chosen = torch.cat([part.gather(1, index[..., None].expand(-1, -1, D // 2)) for part in x.chunk(2, -1)], -1)
     return x.scatter(1, wide(index), block(chosen))
@@ -300,7 +299,7 @@ def heads_apart(x: Tensor, scores: Tensor, block: Block) -> Tensor:
     return x.scatter(1, wide(index), block(chosen))
 
 
-# Orders of all tokens, of which some run.
+# Permutations of all tokens, of which only the selected ones run.
 
 
 def order_and_inverse(x: Tensor, scores: Tensor, block: Block) -> Tensor:
@@ -337,15 +336,15 @@ def inverse_by_scatter(x: Tensor, scores: Tensor, block: Block) -> Tensor:
 
 
 class Way(NamedTuple):
-    """How indices are written, and in which order the selected tokens run."""
+    """A way to write the block, and the order in which its selected tokens run."""
 
     written: Written
     rule: str = BY_POSITION
 
 
 WAYS = [
-    Way(one)
-    for one in (
+    Way(function)
+    for function in (
         broadcast_to, broadcast_tensors, tile, repeated, swapaxes, swapdims, matrix_transpose, moveaxis, view_as,
         reshape_as, ravel, diagonal, through_columns, flipped, argsort_then_gather, argsort_then_take, negative_topk,
         kthvalues_of_indices, clamped, bounded, where, masked_filled, remainder, divided, shifted_back, as_int32,
@@ -353,8 +352,8 @@ WAYS = [
         mapped_over_rows, every_index, filled_and_added, mean_of_both, halved, masked, by_heads, heads_apart,
     )
 ] + [
-    Way(one, BY_SCORE)
-    for one in (
+    Way(function, BY_SCORE)
+    for function in (
         rolled, narrow, select_first, split, chunk, last_chunk, flipped_order, order_and_inverse, order_scattered,
         order_from_the_end, two_parts, inverse_by_scatter,
     )
@@ -362,7 +361,7 @@ WAYS = [
 
 
 def routed_by(written: Written) -> type[Routed]:
-    """A routed block that is written in this way."""
+    """Class of a routed block that is written in this way."""
 
     class Ways(Routed):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Routed blocks that select, gather and put back in the manners of other people's code.
+"""Routed blocks that select, gather and write back in the styles of public code.
 
-Shape legend: B rows, S tokens, K selected ones, D features.
+Shape legend: B rows, S tokens, K selected tokens, D features.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 
 class TakeAlong(Routed):
-    """`take_along_dim`, put back by `where` on the sum of one-hot rows."""
+    """Reads with `take_along_dim`, and writes back with `where` on the sum of one-hot rows."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate, index = torch.topk(self.router(x).squeeze(-1), max(1, round(x.shape[1] * 0.25)), dim=-1)
@@ -24,7 +24,7 @@ class TakeAlong(Routed):
 
 
 class IndexCopy(Routed):
-    """Flat indices by arithmetic on the batch, `index_select`, `index_copy`."""
+    """Indices into the flattened batch, `index_select` and `index_copy`."""
 
     def forward(self, x: Tensor) -> Tensor:
         B, S, _ = x.shape
@@ -36,7 +36,7 @@ class IndexCopy(Routed):
 
 
 class ScatterReduce(Routed):
-    """Scores (B, 1, S) of a convolution, `scatter_reduce` of what the block adds."""
+    """Scores (B, 1, S) from a convolution; `scatter_reduce` adds the change that the block makes."""
 
     def forward(self, x: Tensor) -> Tensor:
         score = F.conv1d(x.transpose(1, 2), self.router.weight.unsqueeze(-1))
@@ -48,7 +48,7 @@ class ScatterReduce(Routed):
 
 
 class PutAccumulate(Routed):
-    """`index_put_` that accumulates, on a clone."""
+    """`index_put_` accumulates into a clone."""
 
     def forward(self, x: Tensor) -> Tensor:
         rows = torch.arange(x.shape[0]).view(-1, 1)
@@ -59,7 +59,7 @@ class PutAccumulate(Routed):
 
 
 class SortedPut(Routed):
-    """The head of an `argsort`, and `y[rows, index] = ...` on zeros, which are added."""
+    """The head of an `argsort`; `out[rows, index] = ...` writes into zeros, which are then added."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.router(x).squeeze(-1).softmax(1)
@@ -71,7 +71,7 @@ class SortedPut(Routed):
 
 
 class PutInPlace(Routed):
-    """`out[rows, index] += y`, with `expand_as` rows."""
+    """`out[rows, index] += y`, with row numbers from `expand_as`."""
 
     def forward(self, x: Tensor) -> Tensor:
         index, _ = torch.topk(self.router(x)[:, :, 0], int(0.25 * x.shape[1]), sorted=False)[1].sort()
@@ -82,7 +82,7 @@ class PutInPlace(Routed):
 
 
 class Embedding(Routed):
-    """Rows looked up as if in a table, added onto zeros in place, and the residual outside."""
+    """Reads rows with `F.embedding`, scatters into zeros in place, and adds the residual at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
         B, S, D = x.shape
@@ -93,7 +93,7 @@ class Embedding(Routed):
 
 
 class RowLoop(Routed):
-    """A loop over the rows of the batch, which unrolls."""
+    """A loop over the rows of the batch, which the export unrolls."""
 
     def forward(self, x: Tensor) -> Tensor:
         index = self.router(x)[..., 0].topk(x.shape[1] // 4).indices.sort(-1).values
@@ -104,7 +104,7 @@ class RowLoop(Routed):
 
 
 class Compared(Routed):
-    """One-hot rows by a comparison with all positions."""
+    """One-hot rows from a comparison of the indices with all positions."""
 
     def forward(self, x: Tensor) -> Tensor:
         index = self.router(x)[..., 0].topk(x.shape[1] // 4).indices
@@ -113,7 +113,7 @@ class Compared(Routed):
 
 
 class MaskOrder(Routed):
-    """The order of positions from a stable sort of the mask of selected tokens."""
+    """A stable sort of the mask of selected tokens gives the indices in order of position."""
 
     def forward(self, x: Tensor) -> Tensor:
         S = x.shape[1]
@@ -125,7 +125,7 @@ class MaskOrder(Routed):
 
 
 class EncoderLayer(nn.Module):
-    """A layer of PyTorch's own around which tokens are selected."""
+    """Selection around PyTorch's own `nn.TransformerEncoderLayer`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ class EncoderLayer(nn.Module):
 
 
 class Stacked(Routed):
-    """Rows taken apart, selected from one by one, and stacked again."""
+    """Splits the batch, indexes its rows one by one, and stacks them again."""
 
     def forward(self, x: Tensor) -> Tensor:
         index = torch.topk(self.router(x).squeeze(-1), max(1, round(x.shape[1] * 0.25))).indices.sort().values
@@ -149,7 +149,7 @@ class Stacked(Routed):
 
 
 class Region(nn.Module):
-    """Tokens 3 to 12 are selected from, by their norm; the head of the sort is taken twice."""
+    """Selects among tokens 3 to 12 by their norm; the head of the sort is sliced twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Region(nn.Module):
 
 
 class FirstTokens(Routed):
-    """The first 10 tokens are selected from, such as patches before a text; indices made wide by copies of them."""
+    """Selects among the first 10 tokens, such as patches before a text; `repeat` widens the indices."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate, index = torch.topk(self.router(x[:, :10]).squeeze(-1), 4)
@@ -172,7 +172,7 @@ class FirstTokens(Routed):
 
 
 class WeightedRows(Routed):
-    """One-hot rows that dispatch, and the same multiplied with the gates that combine."""
+    """One-hot rows dispatch the tokens; the same rows times the gates combine the results."""
 
     def forward(self, x: Tensor) -> Tensor:
         gate, index = torch.topk(torch.einsum("bsd,d->bs", x, self.router.weight[0]), x.shape[1] // 4, dim=-1)
@@ -183,7 +183,7 @@ class WeightedRows(Routed):
 
 
 class AdditiveMask(nn.Module):
-    """`nn.MultiheadAttention` under a mask of minus infinities."""
+    """`nn.MultiheadAttention` with an additive mask of minus infinity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class AdditiveMask(nn.Module):
 
 
 class AllKeys(Routed):
-    """The selected tokens attend to all tokens of the row, under the rows of the mask that are theirs."""
+    """The selected tokens attend to all tokens of the row, each under its own row of the causal mask."""
 
     def forward(self, x: Tensor) -> Tensor:
         index = self.router(x).squeeze(-1).topk(x.shape[1] // 4).indices.sort().values

@@ -1,6 +1,6 @@
-"""Routed models of other layouts, of several levels, of images, and as in transformers.
+"""Routed models with other layouts or several levels, for images, and in the style of transformers.
 
-Shape legend: B rows, S tokens, K selected ones, D features.
+Shape legend: B rows, S tokens, K selected tokens, D features.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 
 class TwoRouters(nn.Module):
-    """Attention and MLP are routed apart, each by a module of its own."""
+    """Attention and MLP are routed separately, each in its own module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Half(nn.Module):
 
 
 class Nested(nn.Module):
-    """Each recursion selects among the tokens selected before, and puts back level by level."""
+    """Each recursion selects among the tokens selected before, and writes back level by level."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Nested(nn.Module):
 
 
 class Recursions(nn.Module):
-    """As in Mixture-of-Recursions: positions are those of the whole row, selected among the ones before."""
+    """As in Mixture-of-Recursions: each step selects among the previous selection; indices refer to the whole row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Recursions(nn.Module):
 
 
 class SequenceFirst(nn.Module):
-    """(S, B, D) throughout, selected along the first dimension."""
+    """Tensors are (S, B, D), and tokens are selected along the first dimension."""
 
     def __init__(self, flat: bool = False) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ class SequenceFirst(nn.Module):
 
 
 class SequenceFirstFlat(SequenceFirst):
-    """The same with scores (S, B)."""
+    """Like `SequenceFirst`, with scores (S, B)."""
 
     def __init__(self) -> None:
         super().__init__(flat=True)
@@ -125,7 +125,7 @@ class FlatBatch(Routed):
 
 
 class SharedIndex(nn.Module):
-    """One router, whose selection several layers use."""
+    """Several layers use the selection of one router."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class SharedIndex(nn.Module):
 
 
 class Patches(nn.Module):
-    """An image classifier with a class token; `block` maps (B, 1 + T, D) to itself, or to fewer tokens."""
+    """An image classifier with a class token; a block keeps the shape (B, 1 + T, D) or returns fewer tokens."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ class Patches(nn.Module):
 
 
 class ClassApart(Routed):
-    """The class token is set aside while patches are selected, and runs with them."""
+    """Only patches are selected; the class token always runs with them."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, patches = x[:, :1], x[:, 1:]
@@ -167,7 +167,7 @@ class ClassApart(Routed):
 
 
 class ClassShifted(Routed):
-    """Positions of patches shifted by one, and the class token's before them."""
+    """Indices of patches are shifted by one, and index 0 of the class token is prepended."""
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
@@ -191,7 +191,7 @@ class ClassForced(Routed):
 
 
 class Pruned(Routed):
-    """Half of the patches go on; the others are gone."""
+    """Half of the patches continue; the others are dropped."""
 
     def forward(self, x: Tensor) -> Tensor:
         first, patches = x[:, :1], x[:, 1:]
@@ -202,7 +202,7 @@ class Pruned(Routed):
 
 
 class TopLevel(nn.Module):
-    """Everything in the forward pass of the whole model; skipped tokens by a mask of zeros and ones."""
+    """All routing is in the model's own `forward`; a mask of zeros and ones keeps the skipped tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class TopLevel(nn.Module):
 
 
 class ChannelsFirst(Routed):
-    """(B, D, S), selected along the last dimension."""
+    """Tensors are (B, D, S), and tokens are selected along the last dimension."""
 
     def forward(self, x: Tensor) -> Tensor:
         c = x.transpose(1, 2)
@@ -249,7 +249,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 
 
 class Written(nn.Module):
-    """A layer as in transformers' eager mode: RoPE by `rotate_half`, repeated keys, scores and mask written out."""
+    """A layer as in transformers' eager mode: RoPE by `rotate_half`, repeated keys, attention in basic operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class Written(nn.Module):
 
 
 class Transformers(nn.Module):
-    """Selected tokens keep their own angles, and their rows and columns of the mask."""
+    """Selected tokens keep their own rotary angles, and their rows and columns of the mask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -298,8 +298,8 @@ class Transformers(nn.Module):
             weight, index = torch.topk(layer.router(x).squeeze(-1), max(1, int(0.25 * S)), dim=1, sorted=False)
             index, order = torch.sort(index, dim=1)
             rows = torch.arange(B).unsqueeze(1)
-            own = mask[rows[:, :, None], 0, index[:, :, None], index[:, None, :]].unsqueeze(1)
-            y = layer(x[rows, index], own, *self.angles(torch.gather(positions, 1, index)))
+            selected_mask = mask[rows[:, :, None], 0, index[:, :, None], index[:, None, :]].unsqueeze(1)
+            y = layer(x[rows, index], selected_mask, *self.angles(torch.gather(positions, 1, index)))
             out = x.clone()
             out[rows, index] = y * torch.gather(weight, 1, order).unsqueeze(-1)
             x = out

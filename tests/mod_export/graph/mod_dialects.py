@@ -1,6 +1,6 @@
-"""Mixture-of-Depths blocks in the manners of public code, none of which marks its selection.
+"""Mixture-of-Depths blocks in the styles of public code, none of which marks its selection.
 
-Facts about the manners are in docs/porting.md. Each block has D = 16, k = S / 4, and causal attention inside.
+docs/porting.md describes these styles. Each block has D = 16, k = S / 4, and causal attention inside.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Routed(nn.Module):
 
 
 class ScatterAdd(Routed):
-    """Unsorted top-k over (B, S, 1), sorted by position, gate of the raw score, added to the whole residual stream."""
+    """Unsorted top-k over (B, S, 1), then sorted by position; the raw score is the gate; `scatter_add` into x."""
 
     def forward(self, x: Tensor) -> Tensor:
         score = self.router(x)
@@ -56,7 +56,7 @@ class ScatterAdd(Routed):
 
 
 class IndexPut(Routed):
-    """Indices in order of score, `x[rows, index]` on both sides, softmax over the whole row, gate not used."""
+    """Indices in order of score; `x[rows, index]` reads and writes; softmax over the whole row, without a gate."""
 
     def forward(self, x: Tensor) -> Tensor:
         _, index = self.router(x).squeeze(-1).softmax(-1).topk(x.shape[1] // 4, dim=-1)
@@ -67,7 +67,7 @@ class IndexPut(Routed):
 
 
 class ArgSort(Routed):
-    """The head of a stable argsort, sorted by position, a sigmoid gate, scatter."""
+    """The head of a stable argsort, sorted by position; a sigmoid gate; `scatter`."""
 
     def forward(self, x: Tensor) -> Tensor:
         score = self.router(x)[..., 0]
@@ -79,7 +79,7 @@ class ArgSort(Routed):
 
 
 class SortTail(Routed):
-    """The largest scores from the tail of an ascending sort, with their values."""
+    """The tail of an ascending sort gives the largest scores and their indices."""
 
     def forward(self, x: Tensor) -> Tensor:
         values, order = self.router(x)[..., 0].sort(dim=1)
@@ -98,7 +98,7 @@ class OneHot(Routed):
 
 
 class IndexAdd(Routed):
-    """Indices of the flattened batch, softmax over the selected tokens."""
+    """Indices into the flattened batch; softmax over the selected tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         B, S, _ = x.shape
@@ -127,7 +127,7 @@ DIALECTS = {
 
 
 class Model(nn.Module):
-    """Token ids to logits, through a plain block, a routed one, and another of each."""
+    """Maps token ids to logits through four blocks, of which the second and the fourth are routed."""
 
     def __init__(self, routed: type[nn.Module]) -> None:
         super().__init__()
@@ -143,12 +143,12 @@ class Model(nn.Module):
 
 
 def dialect_graph(name: str, batch: int, seq: int) -> tuple[ir.Model, Model]:
-    """The portable graph of a model in this manner, with its weights in it, and the model."""
+    """The portable graph of the model with this block, with its weights in it, and the model."""
     torch.manual_seed(0)
     module = Model(DIALECTS[name]).eval()
-    found = captured(module, (torch.zeros(batch, seq, dtype=torch.int64),), name)
+    capture = captured(module, (torch.zeros(batch, seq, dtype=torch.int64),), name)
     state = state_of(module)
-    model = onnx_from_captured(found, state, ["ids"], ["logits"])
+    model = onnx_from_captured(capture, state, ["ids"], ["logits"])
     for weight, value in model.graph.initializers.items():
         if weight in state:
             value.const_value = ir.tensor(state[weight].detach().numpy(), name=weight)

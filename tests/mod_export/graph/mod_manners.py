@@ -1,6 +1,6 @@
-"""Further manners of Mixture-of-Depths: the models, the sites that they have, and their inputs.
+"""Further styles of Mixture-of-Depths: models, their routing sites and their inputs.
 
-Shape legend: B rows, S tokens, K selected ones, D features.
+Shape legend: B rows, S tokens, K selected tokens, D features.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _image_model(*blocks: type[Inner] | type[Routed]) -> Patches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """A model, the sites that it has, and its inputs; `tokens` are those of a row that the sites select from."""
+    """A model, its routing sites and its inputs; a site selects from `tokens` tokens of each row."""
 
     make: Callable[[], nn.Module]
     sites: list[RoutingSite]
@@ -81,7 +81,7 @@ class Manner:
 
 
 def _blocks(routed: type[nn.Module], rule: str) -> Manner:
-    """A model with a routed block as its second and its fourth."""
+    """A model whose second and fourth blocks are routed."""
     return Manner(make=lambda: Model(routed), sites=[RoutingSite(f"blocks.{n}", K, rule) for n in (1, 3)])
 
 
@@ -148,14 +148,14 @@ MANNERS = {
 
 
 def manner_graph(name: str) -> tuple[ir.Model, nn.Module]:
-    """The portable graph of a model in this manner, with its weights in it, and the model."""
+    """The portable graph of the model of this name, with its weights in it, and the model."""
     torch.manual_seed(0)
     module = MANNERS[name].make().eval()
     return graph_of(captured(module, MANNERS[name].inputs(0), name), module), module
 
 
 def graph_of(found: Captured, module: nn.Module) -> ir.Model:
-    """The portable graph of a captured model of one input and one output, with its weights in it."""
+    """The portable graph of a captured model with one input and one output, with its weights in it."""
     state = state_of(module)
     model = onnx_from_captured(found, state, ["x"], ["y"])
     for weight, value in model.graph.initializers.items():

@@ -1,4 +1,4 @@
-"""Small real graphs, exported or written out, and how the tests of the passes run them."""
+"""Small graphs, exported or written as text, and helpers that run them in the tests of the passes."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ TENSORRT = Dialect(
 
 
 def make_spec(**routing: Any) -> ModelSpec:
-    """Two blocks, the second one routed, with heads as small as TensorRT's attention takes."""
+    """Spec of two blocks, the second one routed, with the narrowest heads that TensorRT's attention takes."""
     return ModelSpec(
         vocab_size=40, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, d_head=16, d_ff=48, max_positions=64,
         routing=RoutingSpec(**{"capacity": 0.25, **routing}),
@@ -36,7 +36,7 @@ def make_spec(**routing: Any) -> ModelSpec:
 
 
 def make_model(spec: ModelSpec) -> Transformer:
-    """Weights larger than those of training's start, so that every block changes the result."""
+    """Model with weights larger than an untrained model's, so that every block changes the result."""
     module = Transformer(spec).eval()
     generator = torch.Generator().manual_seed(1)
     for name, parameter in module.named_parameters():
@@ -45,7 +45,7 @@ def make_model(spec: ModelSpec) -> Transformer:
 
 
 class Does(torch.nn.Module):
-    """A model that is one function of ids and lengths."""
+    """A model that applies one function to ids and lengths."""
 
     def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Does(torch.nn.Module):
 
 
 class TwoWays(torch.nn.Module):
-    """One of two products, by a condition on the data: the part that is not taken is not run."""
+    """Computes one of two products, by a condition on the data; the other branch does not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +68,9 @@ class TwoWays(torch.nn.Module):
 
 
 def portable_graph(spec: ModelSpec, batch: int = 2, seq: int = 16) -> ir.Model:
-    """The graph of `make_model(spec)` as the exporter hands it on, but with the weights in it.
+    """The graph of `make_model(spec)` as the exporter returns it, but with the weights in it.
 
-    An export takes a second or more, and is done once for each spec and bucket: most tests use those of `make_spec()`.
+    An export takes a second or more and runs once for each spec and bucket; most tests use `make_spec()`.
     """
     return ir.from_proto(_portable_proto(spec, batch, seq))
 
@@ -94,7 +94,7 @@ def parsed(text: str, opset: int = 23) -> ir.Model:
 
 
 def narrowed(text: str) -> ir.Model:
-    """The same, cast to float16."""
+    """Like `parsed`, but cast to float16."""
     model = parsed(text)
     CastFloats().run(model, TENSORRT, "float16")
     assert CastFloats().ensures(model, TENSORRT, "float16") == []
@@ -102,7 +102,7 @@ def narrowed(text: str) -> ir.Model:
 
 
 def attention(B: int, H: int, G: int, T: int, E: int, attributes: str = "is_causal = 1") -> ir.Model:
-    """One Attention of q (B, H, T, E), k and v (B, G, T, E)."""
+    """A graph of one Attention node with q (B, H, T, E), k and v (B, G, T, E)."""
     return parsed(
         f"""g (float[{B},{H},{T},{E}] q, float[{B},{G},{T},{E}] k, float[{B},{G},{T},{E}] v)
         => (float[{B},{H},{T},{E}] y) {{ y = Attention <{attributes}> (q, k, v) }}"""
@@ -110,7 +110,7 @@ def attention(B: int, H: int, G: int, T: int, E: int, attributes: str = "is_caus
 
 
 def run(model: ir.Model, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
-    """All outputs on ONNX Runtime's CPU kernels, after onnx.checker's full check."""
+    """Returns all outputs of ONNX Runtime's CPU kernels, after onnx.checker's full check."""
     return session(model).run(None, dict(feeds))
 
 
@@ -126,7 +126,7 @@ def session(model: ir.Model) -> Any:
 
 
 def random_feeds(model: ir.Model) -> dict[str, np.ndarray]:
-    """Float32 for every input."""
+    """Random float32 numbers for every input."""
     rng = np.random.default_rng(0)
     return {str(v.name): rng.normal(size=v.shape.numpy()).astype(np.float32) for v in model.graph.inputs if v.shape}
 

@@ -1,4 +1,4 @@
-"""Prompts and steps of the tiny models that write text, as a target's passes find them, with the weights in them."""
+"""Prefill and decode graphs of the tiny text models, with their weights, as the passes of a target get them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def step_graph(name: str, rows: int = 1, slots: str = "all", *, skip: bool = Tru
 
 
 def step_graph_of(spec: ModelSpec, rows: int = 1, slots: str = "all", *, skip: bool = True) -> ir.Model:
-    """The same of a spec."""
+    """Like `step_graph`, of a spec."""
     return ir.from_proto(_step(spec, rows, slots, skip))
 
 
@@ -33,7 +33,7 @@ def prefill_graph(name: str, seq: int = WINDOW, rows: int = 1) -> ir.Model:
 
 
 def prefill_graph_of(spec: ModelSpec, seq: int = WINDOW, rows: int = 1) -> ir.Model:
-    """The same of a spec."""
+    """Like `prefill_graph`, of a spec."""
     return ir.from_proto(_prefill(spec, seq, rows))
 
 

@@ -1,4 +1,4 @@
-"""Attention that is written out becomes the operator, with the same numbers, and only where it means the same."""
+"""Attention in basic operators becomes the Attention operator with the same numbers, only where it is equivalent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def text(values: np.ndarray) -> str:
 
 
 def written_out(scores: str, mask: np.ndarray | None = None, *, more: str = "", keys: int = 4) -> ir.Model:
-    """softmax(`scores` of m and, if there is one, the constant mask) v, of 4 queries."""
+    """A graph of softmax(w) v with 4 queries; `scores` computes w from the product m and the mask, if there is one."""
     fixed = (
         ""
         if mask is None
@@ -48,7 +48,7 @@ HIDES = ~np.tril(np.ones((4, 4), dtype=bool))
 
 
 def rewritten(model: ir.Model) -> ir.Node:
-    """The only Attention, after the numbers were compared."""
+    """Rewrites the model, compares its numbers, and returns the only Attention node."""
     feeds = random_feeds(model)
     before = run(model, feeds)[0]
     assert AttentionOperator().ensures(model, TENSORRT, "float32") != []

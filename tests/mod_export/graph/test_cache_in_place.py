@@ -1,4 +1,4 @@
-"""A step that writes its own cache leaves what a step leaves whose rows another one writes, in 16 bits too."""
+"""A step that writes its own cache leaves the same cache as a step whose caller writes the rows, in 16 bits too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATES = 12
 
 
 def rewritten(model: ir.Model, dialect: Dialect, dtype: DType) -> ir.Model:
-    """After all passes, which have nothing to do a second time."""
+    """Runs all passes, and checks that they change nothing a second time."""
     run_passes(model, dialect, dtype)
     check_dialect(model, dialect, dtype)
     assert set(run_passes(model, dialect, dtype).values()) <= {0}
@@ -58,43 +58,43 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, dtype: DType, rows
     capacity = torch.tensor([spec.k_by_layer(WINDOW)[site] for site in step.sites])
     seen = {"compared": 0, "kept": 0, "not kept": 0}
     for seed in range(STATES):
-        given = random_state(spec, rows, seed)
+        inputs = random_state(spec, rows, seed)
         if seed % 3 == 2:
-            given[1][seed % rows] = -1
+            inputs[1][seed % rows] = -1
         if seed % 3 == 1 and step.sites:
-            given[-1][seed % rows] = capacity  # All its slots are used, the last one too.
-        cache = {name: tensor for name, tensor in zip(step_inputs(spec, WINDOW), given, strict=True) if is_cache(name)}
+            inputs[-1][seed % rows] = capacity  # All its slots are used, the last one too.
+        cache = {name: tensor for name, tensor in zip(step_inputs(spec, WINDOW), inputs, strict=True) if is_cache(name)}
         for tensor in cache.values():
-            tensor.copy_(tensor.half())  # Numbers that both dtypes have.
+            tensor.copy_(tensor.half())  # Numbers that both dtypes represent exactly.
         with torch.no_grad():
-            expected = dict(zip(step_outputs(spec), step(*given), strict=True))
+            expected = dict(zip(step_outputs(spec), step(*inputs), strict=True))
         kinds = {name: np.dtype(dtype) for name in cache}
         feeds = {
             name: tensor.numpy().astype(kinds.get(name, tensor.numpy().dtype))
-            for name, tensor in zip(step_inputs(spec, WINDOW), given, strict=True)
+            for name, tensor in zip(step_inputs(spec, WINDOW), inputs, strict=True)
         }
-        found = dict(zip(outputs, running.run(None, feeds), strict=True))
-        if step.sites and not np.array_equal(found["wanted"], expected["wanted"].numpy()):
-            assert dtype == "float16", seed  # A score within rounding of 0.
+        returned = dict(zip(outputs, running.run(None, feeds), strict=True))
+        if step.sites and not np.array_equal(returned["wanted"], expected["wanted"].numpy()):
+            assert dtype == "float16", seed  # A score is within rounding of 0.
             continue
         rows_out = {name: expected[name.replace("_", "_row_")] for name in cache}
         write_rows(cache, rows_out, expected["slots"])
-        for other in ("slots", "new_counts", "ran") if step.sites else ("slots",):
-            np.testing.assert_array_equal(found[other], expected[other].numpy())
+        for output in ("slots", "new_counts", "ran") if step.sites else ("slots",):
+            np.testing.assert_array_equal(returned[output], expected[output].numpy())
         for name, tensor in cache.items():
-            present = found[f"present_{name}"]
+            present = returned[f"present_{name}"]
             assert present.dtype == np.dtype(dtype)
             np.testing.assert_allclose(present.astype(np.float32), tensor.numpy(), rtol=0, atol=TOLERANCE[dtype])
             slot_B = expected["slots"][:, int(name.rpartition("_")[2])]
-            others = np.ones(present.shape, bool)
+            untouched = np.ones(present.shape, bool)
             for row, slot in enumerate(slot_B):
-                others[row, :, slot] = slot < 0
-            np.testing.assert_array_equal(present[others], tensor.numpy()[others])
+                untouched[row, :, slot] = slot < 0
+            np.testing.assert_array_equal(present[untouched], tensor.numpy()[untouched])
             seen["kept"] += int((slot_B >= 0).sum())
             seen["not kept"] += int((slot_B < 0).sum())
-        active = given[1].numpy() >= 0
+        active = inputs[1].numpy() >= 0
         scale = max(1.0, float(expected["logits"].abs().max()))
-        logits, wanted = found["logits"][active], expected["logits"].numpy()[active]
+        logits, wanted = returned["logits"][active], expected["logits"].numpy()[active]
         assert logits.dtype == np.float32
         np.testing.assert_allclose(logits, wanted, rtol=0, atol=TOLERANCE[dtype] * scale)
         seen["compared"] += 1
@@ -116,7 +116,7 @@ def test_a_step_in_16_bits_decides_in_float32_and_remembers_in_16(name: str) -> 
     for node in decided:
         above = node.inputs[0]
         while (producer := above.producer()) is not None and producer.op_type != "MatMul":
-            assert producer.op_type != "Cast"  # Of 16 bits: then a score would have been rounded before.
+            assert producer.op_type != "Cast"  # From 16 bits: a score would have been rounded before.
             above = producer.inputs[0]
         assert producer is not None
         assert producer.outputs[0].dtype == ir.DataType.FLOAT
@@ -128,7 +128,7 @@ def test_a_step_in_16_bits_decides_in_float32_and_remembers_in_16(name: str) -> 
 def test_a_prefill_hands_out_the_cache_that_a_step_takes() -> None:
     model = rewritten(prefill_graph("predictor"), IN_PLACE, "bfloat16")
     prefill = model.graph
-    assert model.opset_imports[""] == 23  # It has no row to write.
+    assert model.opset_imports[""] == 23  # It has no TensorScatter, because it writes no row.
     step = rewritten(step_graph("predictor", 4, "fair"), IN_PLACE, "bfloat16").graph
     ports = {value.name: (value.dtype, value.shape[1:]) for value in step.inputs if is_cache(value.name)}
     assert {value.name: (value.dtype, value.shape[1:]) for value in prefill.outputs if is_cache(value.name)} == ports
@@ -136,7 +136,7 @@ def test_a_prefill_hands_out_the_cache_that_a_step_takes() -> None:
 
 
 def test_writes_stand_outside_of_branches_and_wait_for_the_logits() -> None:
-    """TensorRT takes them nowhere else, and TensorRT-RTX 1.7.1 cannot order them otherwise."""
+    """TensorRT takes these writes nowhere else, and TensorRT-RTX 1.7.1 needs this dependency to order them."""
     graph = rewritten(step_graph("predictor", 4, "fair"), IN_PLACE, "float32").graph
     writes = [node for node in graph.all_nodes() if node.op_type == "TensorScatter"]
     caches = {value.name for value in graph.inputs if is_cache(value.name)}
@@ -150,9 +150,9 @@ def test_writes_stand_outside_of_branches_and_wait_for_the_logits() -> None:
         assert node.attributes.get_int("axis", 0) == -2
         seen, frontier = {node}, [node]
         while frontier:
-            found = [one for one in frontier.pop().predecessors() if one not in seen]
-            seen |= set(found)
-            frontier += found
+            producers = [producer for producer in frontier.pop().predecessors() if producer not in seen]
+            seen |= set(producers)
+            frontier += producers
         assert logits in seen
     assert [len(branches_of(node)) for node in graph if node.op_type == "If"] == [2, 2]
 
@@ -187,9 +187,9 @@ def test_refuses_rows_of_no_cache(old: str, new: str, what: str) -> None:
 
 def test_names_are_those_of_a_step_and_nothing_else_is_a_cache() -> None:
     spec = generating_model("predictor").spec
-    layout = [one.name for one in cache_layout(spec, 1, WINDOW) if one.name != COUNTS]
+    layout = [entry.name for entry in cache_layout(spec, 1, WINDOW) if entry.name != COUNTS]
     assert [name for name in step_inputs(spec, WINDOW) if is_cache(name)] == layout
-    assert [name for name in step_outputs(spec) if is_cache(name)] == [one.replace("_", "_row_") for one in layout]
+    assert [name for name in step_outputs(spec) if is_cache(name)] == [entry.replace("_", "_row_") for entry in layout]
     assert {LOGITS, SLOTS} <= set(step_outputs(spec))
     names = [None, "counts", "logits", "slots", "input_ids", "keys", "keys_a", "monkeys_1"]
     assert not any(map(is_cache, names))

@@ -1,4 +1,4 @@
-"""A step whose attention writes the cache leaves what the eager step leaves, in conditions and where rows skip."""
+"""A step whose attention writes the cache leaves the eager step's cache, in branches and where rows skip."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CACHES = ("keys_", "values_")
 
 
 def wide(name: str, width: int = 8) -> ModelSpec:
-    """With heads as wide as the operator takes; those of 16 it rotates too."""
+    """Spec with heads wide enough for the operator, which also rotates heads of width 16."""
     return dataclasses.replace(GENERATING[name], d_head=width)
 
 
@@ -46,22 +46,22 @@ def rewritten(name: str, rows: int, width: int, dtype: DType = "float32") -> ir.
 
 
 def in_place(running: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a step returns whose caches, one slot longer, are at the addresses that it reads."""
-    held = {
+    """Runs a step that writes its caches, one slot longer, to the addresses from which it reads them."""
+    inputs = {
         key: np.pad(array, ((0, 0), (0, 0), (0, 1), (0, 0))) if key.startswith(CACHES) else array
         for key, array in feeds.items()
     }
     binding = running.io_binding()
-    for key, array in held.items():
+    for key, array in inputs.items():
         binding.bind_input(key, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
-    found = {
-        one.name: held.get(one.name.removeprefix("present_"), np.zeros(one.shape, DTYPES[one.type]))
-        for one in running.get_outputs()
+    outputs = {
+        output.name: inputs.get(output.name.removeprefix("present_"), np.zeros(output.shape, DTYPES[output.type]))
+        for output in running.get_outputs()
     }
-    for key, array in found.items():
+    for key, array in outputs.items():
         binding.bind_output(key, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
     running.run_with_iobinding(binding)
-    return found
+    return outputs
 
 
 @pytest.mark.parametrize(
@@ -83,41 +83,41 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int, width: 
     step = Step(spec, rows, WINDOW).sharing(eager)
     running = session(model)
     kinds = Counter(node.op_type for node in model.graph.all_nodes())
-    # A Softmax of experts weighs their results.
+    # Experts weigh their results with a Softmax.
     softmax = 3 if "experts" in name else 0
     expected_kinds = (3, softmax, 0 if width == 16 else 6)
     assert (kinds["GroupQueryAttention"], kinds["Softmax"], kinds["RotaryEmbedding"]) == expected_kinds
     capacity = torch.tensor([spec.k_by_layer(WINDOW)[site] for site in step.sites])
     kept = {True: 0, False: 0}
     for seed in range(STATES):
-        given = random_state(spec, rows, seed)
+        inputs = random_state(spec, rows, seed)
         if seed % 3 == 2:
-            given[1][seed % rows] = -1
+            inputs[1][seed % rows] = -1
         if seed % 3 == 1 and step.sites:
-            given[-1][seed % rows] = capacity  # All its slots are used.
+            inputs[-1][seed % rows] = capacity  # All its slots are used.
         with torch.no_grad():
-            expected = dict(zip(step_outputs(spec), step(*given), strict=True))
-        feeds = dict(zip(step_inputs(spec, WINDOW), (tensor.numpy() for tensor in given), strict=True))
+            expected = dict(zip(step_outputs(spec), step(*inputs), strict=True))
+        feeds = dict(zip(step_inputs(spec, WINDOW), (tensor.numpy() for tensor in inputs), strict=True))
         caches = {key: torch.from_numpy(array.copy()) for key, array in feeds.items() if key.startswith(CACHES)}
-        found = in_place(running, feeds)
+        outputs = in_place(running, feeds)
         write_rows(caches, {key: expected[key.replace("_", "_row_")] for key in caches}, expected["slots"])
-        for other in ("slots", "new_counts", "wanted", "ran") if step.sites else ("slots",):
-            np.testing.assert_array_equal(found[other], expected[other].numpy())
+        for output in ("slots", "new_counts", "wanted", "ran") if step.sites else ("slots",):
+            np.testing.assert_array_equal(outputs[output], expected[output].numpy())
         for key, tensor in caches.items():
-            np.testing.assert_allclose(found[f"present_{key}"][:, :, :-1], tensor.numpy(), rtol=0, atol=5e-5)
+            np.testing.assert_allclose(outputs[f"present_{key}"][:, :, :-1], tensor.numpy(), rtol=0, atol=5e-5)
             for slot in expected["slots"][:, int(key.rpartition("_")[2])].tolist():
                 kept[slot >= 0] += 1
         active = feeds["positions"] >= 0
         logits = expected["logits"].numpy()[active]
         tolerance = 5e-5 * max(1.0, np.abs(logits).max(initial=0))
-        np.testing.assert_allclose(found["logits"][active], logits, rtol=0, atol=tolerance)
+        np.testing.assert_allclose(outputs["logits"][active], logits, rtol=0, atol=tolerance)
     assert kept[True] > 0
     assert kept[False] > 0
 
 
 @pytest.mark.parametrize(("name", "slots"), [("dense", "all"), ("predictor", "fair")])
 def test_what_the_operator_does_not_do_stays(name: str, slots: str) -> None:
-    """Heads that are too narrow for it; and layers of which some rows have no slot, whose caches are gathered."""
+    """Heads are too narrow for it, or some rows have no slot in a layer, so that its caches are gathered."""
     spec = GENERATING[name] if slots == "all" else wide(name)
     model = step_graph_of(spec, 4, slots)
     assert run_passes(model, OrtCpu.dialect, "float32")["cached_attention"] == (0 if slots == "all" else 1)

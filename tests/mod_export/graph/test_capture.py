@@ -18,7 +18,7 @@ BUCKET = Bucket(2, 8)
 
 
 class Counts(torch.nn.Module):
-    """A model that is another one each time it runs."""
+    """A model that computes something else on each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def mismatched(ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
 
 
 def proved(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureProof:
-    """On rows that are full and rows of a single token."""
+    """Proof from examples of full rows and of rows with a single token."""
     examples = [bucket_example(module, bucket, length) for length in (bucket.seq, 1)]
     return prove_static(module, examples, f"{name} at {bucket.name}")
 
@@ -68,7 +68,7 @@ STATIC = "mod at b2s8: no static graph because of "
     ids=["break", "branch", "shapes", "recompiled"],
 )
 def test_what_is_not_one_static_graph_is_refused(module: torch.nn.Module, words: str) -> None:
-    """Why, and what to write instead, is tested in tests/mod_export/porting."""
+    """tests/mod_export/porting tests the reasons and the advice that these messages give."""
     with pytest.raises(CaptureError, match=words + __file__):
         proved(module, BUCKET, "mod")
 
@@ -100,7 +100,7 @@ def two_examples(device: str) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_conditions_are_one_graph(device: str) -> None:
-    """With values both ways are the same graph, and without them nobody can ask which way."""
+    """With values, both examples give the same graph; without values (meta), no condition can be evaluated."""
     module = TwoWays().to(device)
     assert prove_static(module, two_examples(device), "a step") == CaptureProof(graphs=1, graph_breaks=0, recompiles=0)
     with pytest.raises(CaptureError, match="a step: torch cannot capture the model at "):

@@ -1,4 +1,4 @@
-"""A 16-bit graph routes by float32 scores, returns float32, and is as close as its dtype allows, in branches too."""
+"""A 16-bit graph routes by float32 scores, returns float32, and is as exact as its dtype allows, in branches too."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -47,15 +47,15 @@ def cast(spec: ModelSpec, dtype: str) -> ir.Model:
 
 
 def upstream(node: ir.Node) -> set[ir.Node]:
-    """Everything that a node draws on, up to the first Cast."""
-    found = {node}
+    """The node and all nodes that it depends on, up to the first Cast."""
+    nodes = {node}
     frontier = [node]
     while frontier:
         for producer in frontier.pop().predecessors():
-            if producer not in found and producer.op_type != "Cast":
-                found.add(producer)
+            if producer not in nodes and producer.op_type != "Cast":
+                nodes.add(producer)
                 frontier.append(producer)
-    return found
+    return nodes
 
 
 @pytest.mark.parametrize(
@@ -86,14 +86,14 @@ def test_scores_stay_float32_and_the_blocks_do_not(name: str, dtype: str) -> Non
             assert value.dtype == value.const_value.dtype == (FLOAT if ".router." in weight else NARROW[dtype])
     assert {value.dtype for value in model.graph.inputs} == {ir.DataType.INT64}
     assert [(v.name, v.dtype) for v in model.graph.outputs] == [("logits", FLOAT), ("routed_1", ir.DataType.INT64)]
-    if dtype == "bfloat16":  # ONNX Runtime's CPU kernels have none.
+    if dtype == "bfloat16":  # ONNX Runtime has no CPU kernels for it.
         return
-    given = {name: torch.from_numpy(array) for name, array in feeds().items()}
+    inputs = {name: torch.from_numpy(array) for name, array in feeds().items()}
     logits, routed = run(model, feeds())
     with torch.no_grad():
-        reference, selections = observed(make_model(spec), *given.values())
+        reference, selections = observed(make_model(spec), *inputs.values())
     np.testing.assert_array_equal(routed, selections[1].index_BK.numpy())
-    for row, length in enumerate(given["lengths"]):
+    for row, length in enumerate(inputs["lengths"]):
         scale = reference.abs().max().item()
         np.testing.assert_allclose(logits[row, :length], reference[row, :length].numpy(), atol=0.01 * scale)
 
@@ -105,7 +105,7 @@ DECIDED = ("predictor", "routed apart by predictors", "experts, two of a token",
     "name", ["staged MoDE, threshold", *(pytest.param(name, marks=pytest.mark.slow) for name in DECIDED)]
 )
 def test_where_tokens_choose_scores_are_compared_in_float32(name: str) -> None:
-    """By a comparison, or by the router of experts, which a softmax reads too."""
+    """Scores feed a comparison, or they come from a router of experts, where a softmax reads them too."""
     spec = VARIANTS[name]
     model = cast(spec, "float16")
     onnx.checker.check_model(ir.to_proto(model), full_check=True)
@@ -149,7 +149,7 @@ def test_a_weight_in_a_file_is_not_held_in_memory_but_checked(tmp_path: Path) ->
         CastFloats().run(graph(4), TENSORRT, "float16")
 
 
-# Rotary angles of far positions: 2,049 has no exact float16, and neither has 2,049 / 10,000 ** 0.5 by far.
+# Rotary angles of far positions: float16 represents neither 2,049 nor 2,049 / 10,000 ** 0.5 exactly.
 ANGLES = """g (int64[1,3] position, float16[1,3,2] unused, float[1,3,2] x) => (float[1,3,2] y)
 <float[2] inverse = {1.0, 0.01}, int64[1] last = {-1}> {
     real = Cast <to = 1> (position)
@@ -159,7 +159,7 @@ ANGLES = """g (int64[1,3] position, float16[1,3,2] unused, float[1,3,2] x) => (f
     h = Neg (x)
     y = Mul (h, turn)
 }"""
-# The block's norm, whose weight a router on normed input uses too: it is stored once.
+# A norm weight that the block and a router on normed input share; it is stored once.
 NORM = """g (float[1,4,2] x) => (float[1,4,2] y, int64[1,2] positions)
 <float[2] w = {0.1, 0.2}, int64[1] last = {-1}, int64[1] k = {2}, float[2,1] r = {1.0, 2.0}> {
     n = RMSNormalization (x, w)
@@ -177,7 +177,7 @@ OUTPUT = """g (float[1,4,2] x, float[1,4,2] z) => (float[1,4] scores, int64[1,2]
     values, positions = TopK (scores, k)
     y = Add (h, z)
 }"""
-# The gate of the model's own routers: used by a comparison, and by a product.
+# A score that is compared and that also weighs a product, like the gate of the model's own routers.
 GATE = """g (float[1,4] x) => (float[1,4] y, bool[1] ran) <float[4,1] r = {1.0, 2.0, 3.0, 4.0}, float zero = {0.0},
 int64[1] last = {-1}> {
     h = Neg (x)
@@ -234,7 +234,7 @@ def test_a_number_that_both_sides_use_stays_exact_on_the_float32_side() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_masks_keep_their_meaning(dtype: str) -> None:
-    """-inf stays -inf; the usual finite floors stay finite, or a row without any real token would become NaN."""
+    """-inf stays -inf; the usual finite floors stay finite, because a row without real tokens would become NaN."""
     model = parsed(
         """g (bool[1,2] real, float[1,2] x) => (float[1,2] a, float[1,2] b)
         <float low = {-inf}, float floor = {-3.4028234663852886e38}> {
@@ -250,7 +250,7 @@ def test_masks_keep_their_meaning(dtype: str) -> None:
 
 
 def test_norms_of_one_type_where_the_dialect_computes_them_in_float32_anyway() -> None:
-    """Only over the last dimension with constant weights, which is what such kernels are for."""
+    """Only norms over the last dimension with constant weights, because such kernels take no others."""
 
     def stashes(*, one_type: bool) -> list[int]:
         model = parsed(
@@ -325,14 +325,14 @@ BRANCHES = """g (bool flag, int64[2] count, float[2] x, float[2] keys_0) =>
 
 
 def test_branches_are_cast_as_what_stands_around_them() -> None:
-    """What comes from an integer stays float32, and with it what the other branch hands out in its place."""
+    """A value from an integer stays float32, and so does the same output of the other branch."""
     model = parsed(BRANCHES)
-    given = {
+    inputs = {
         "x": np.array([1, -2], np.float32),
         "count": np.array([2049, 1]),
         "keys_0": np.array([7, 8], np.float32),
     }
-    expected = {flag: run(model, {**given, "flag": np.array(flag)}) for flag in (True, False)}
+    expected = {flag: run(model, {**inputs, "flag": np.array(flag)}) for flag in (True, False)}
     assert CastFloats().run(model, TENSORRT, "float16") == 6
     assert CastFloats().ensures(model, TENSORRT, "float16") == []
     assert CastFloats().run(model, TENSORRT, "float16") == 0
@@ -341,12 +341,12 @@ def test_branches_are_cast_as_what_stands_around_them() -> None:
     for name in ("then_branch", "else_branch"):
         outputs = condition.attributes[name].as_graph().outputs
         assert [value.dtype for value in outputs] == [FLOAT16, FLOAT, FLOAT16]
-    given["keys_0"] = given["keys_0"].astype(np.float16)
+    inputs["keys_0"] = inputs["keys_0"].astype(np.float16)
     for flag, wanted in expected.items():
-        found = run(model, {**given, "flag": np.array(flag)})
-        assert [array.dtype for array in found] == [np.float32, np.float32, np.float16]
-        for one, other in zip(found, wanted, strict=True):
-            np.testing.assert_array_equal(one, other)
+        arrays = run(model, {**inputs, "flag": np.array(flag)})
+        assert [array.dtype for array in arrays] == [np.float32, np.float32, np.float16]
+        for cast_array, array_wanted in zip(arrays, wanted, strict=True):
+            np.testing.assert_array_equal(cast_array, array_wanted)
 
 
 def test_what_is_cast_in_a_branch_is_not_used_outside() -> None:
@@ -360,15 +360,15 @@ def test_what_is_cast_in_a_branch_is_not_used_outside() -> None:
             wanted = Greater (score, zero)
         }"""
     )
-    given = {"flag": np.array(True), "x": np.array([1, 2], np.float32), "r": np.array([[1], [2]], np.float32)}
-    expected = run(model, given)
+    inputs = {"flag": np.array(True), "x": np.array([1, 2], np.float32), "r": np.array([[1], [2]], np.float32)}
+    expected = run(model, inputs)
     CastFloats().run(model, TENSORRT, "float16")
     assert CastFloats().ensures(model, TENSORRT, "float16") == []
     casts = [node.inputs[0].name for node in model.graph.all_nodes() if node.op_type == "Cast"]
-    # x for h and the first branch, r for each of the branches, and the float32 h for `wanted` again.
+    # x is cast for h and the first branch, r for each branch, and h back to float32 for `wanted`.
     assert sorted(casts) == ["h", "r", "r", "x", "y/inner"]
-    for found, wanted in zip(run(model, given), expected, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for output, wanted in zip(run(model, inputs), expected, strict=True):
+        np.testing.assert_array_equal(output, wanted)
 
 
 LOOP = """g (int64 n, bool go, float[2] x) => (float[2] y) {
@@ -392,7 +392,7 @@ def test_what_cannot_be_cast_is_refused() -> None:
 
 
 def test_tokens_that_go_on_alone_are_no_scores() -> None:
-    """What only the router and the gather of the tokens read is computed in 16 bit: other tokens are dropped."""
+    """A value that only the router and the gather read is computed in 16 bits, because other tokens are dropped."""
     model = parsed(
         """g (float[1, 8, 4] x, float[4, 4] w, float[4, 1] r, float[4, 4] v) => (float[1, 2, 4] y)
         <int64[1] k = {2}, int64[2] rows = {1, 8}, int64[1] last = {2}, int64[3] wide = {1, 2, 4}> {

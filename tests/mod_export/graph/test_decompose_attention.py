@@ -1,4 +1,4 @@
-"""Attention in primitive operators gives the same numbers, and refuses what it does not know."""
+"""Attention in primitive operators gives the same numbers, and unknown forms of it are refused."""
 
 import dataclasses
 import re
@@ -44,7 +44,7 @@ def test_gives_the_same_numbers(sizes: tuple[int, int, int, int, int], attribute
 
 
 def masked(mask: str, attributes: str = "is_causal = 0", heads: int = 2, more: str = "") -> ir.Model:
-    """Attention of 3 queries over 5 keys, whose values are wider, under a mask."""
+    """A graph of Attention with a mask, 3 queries, 5 keys, and values that are wider than keys."""
     return parsed(
         f"""g (float[2,2,3,4] q, float[2,{heads},5,4] k, float[2,{heads},5,6] v, {mask}) => (float[2,2,3,6] y)
         {more} {{ y = Attention <{attributes}> (q, k, v, m) }}"""
@@ -71,25 +71,27 @@ def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int, dial
 
 @pytest.mark.parametrize("mask", ["bool[3,5] m", "float[3,5] m"])
 def test_a_query_that_sees_no_key_is_zero_in_openvino_too(mask: str) -> None:
-    """Its largest number of a row of minus infinities is finite."""
+    """OpenVINO's maximum of a row of minus infinities is finite."""
     openvino = pytest.importorskip("openvino")
     model = masked(mask)
     seen = np.array([[True] * 5, [False] * 5, [False, True, False, True, False]])
-    given = {**random_feeds(model), "m": seen if mask.startswith("bool") else np.where(seen, 0, -np.inf)}
-    given = {name: array.astype(np.float32) if array.dtype == float else array for name, array in given.items()}
-    before = run(model, given)[0]
+    inputs = {**random_feeds(model), "m": seen if mask.startswith("bool") else np.where(seen, 0, -np.inf)}
+    inputs = {name: array.astype(np.float32) if array.dtype == float else array for name, array in inputs.items()}
+    before = run(model, inputs)[0]
     DecomposeAttention().run(model, GROUPED, "float32")
     core = openvino.Core()
-    compiled = core.compile_model(core.read_model(ir.to_proto(model).SerializeToString()), "CPU")
-    found = compiled(given)[0]
-    np.testing.assert_allclose(found, before, rtol=1e-4, atol=1e-5)
-    assert (found[:, :, 1] == 0).all()
+    graph = core.read_model(ir.to_proto(model).SerializeToString())
+    # A processor with instructions for bfloat16 would compute in it by default.
+    compiled = core.compile_model(graph, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    output = compiled(inputs)[0]
+    np.testing.assert_allclose(output, before, rtol=1e-4, atol=1e-5)
+    assert (output[:, :, 1] == 0).all()
 
 
 @pytest.mark.parametrize("dialect", [TENSORRT, GROUPED], ids=["groups", "rows"])
 @pytest.mark.parametrize("shape", [(1, 5), (2, 1, 1, 5), (2, 2, 1, 5)])
 def test_one_row_of_a_mask_is_for_all_queries(shape: tuple[int, ...], dialect: Dialect) -> None:
-    """Which ONNX Runtime's Attention does not take."""
+    """ONNX Runtime's Attention does not take such a mask."""
     narrow, whole = (masked(f"float{[*shape[:-2], rows, 5]} m", heads=1) for rows in (1, 3))
     feeds = random_feeds(narrow)
     wanted = run(whole, {**feeds, "m": np.repeat(feeds["m"], 3, axis=-2)})[0]
@@ -128,25 +130,25 @@ def test_blocks_of_one_length_share_one_comparison_and_store_no_square_mask() ->
     assert op_types(model).count("GreaterOrEqual") == 2  # T = 16 in the dense block, 4 in the routed one
     stored = [v.shape.numpy() for v in model.graph.initializers.values() if v.name and v.name.startswith("constant/")]
     assert all(np.prod(shape, dtype=int) <= 16 for shape in stored)
-    for found, expected in zip(run(model, feeds()), before, strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+    for output, expected in zip(run(model, feeds()), before, strict=True):
+        np.testing.assert_allclose(output, expected, atol=2e-5)
     dense = portable_graph(make_spec().dense())
     assert DecomposeAttention().run(dense, TENSORRT, "float32") == 2
     assert op_types(dense).count("GreaterOrEqual") == 1
 
 
 def test_blocks_of_queries_share_masks_that_no_engine_can_store() -> None:
-    """In rows of groups: each mask is made once, and known to leave every query a key."""
+    """With grouped rows, each mask is made once, and it is known that every query sees a key."""
     model = portable_graph(make_spec().dense())
     before = run(model, feeds())
     applied = run_passes(model, GROUPED, "float32")
     assert (applied["query_blocks"], applied["decompose_attention"]) == (2, 2 * 3)
     types = op_types(model)
-    # The masks of the three blocks of both layers.
+    # Both layers share the masks of the three blocks.
     assert (types.count("Less"), types.count("Where"), types.count("Expand")) == (1, 1, 3)
     assert not {"Equal", "ReduceMax", "Attention"} & set(types)
-    for found, expected in zip(run(model, feeds()), before, strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+    for output, expected in zip(run(model, feeds()), before, strict=True):
+        np.testing.assert_allclose(output, expected, atol=2e-5)
 
 
 def test_applies_where_the_dialect_has_no_kernel() -> None:
@@ -178,7 +180,7 @@ FLAT = "float[1,4,16] q, float[1,4,16] k, float[1,4,16] v"
 )
 def test_refuses_what_it_does_not_know(inputs: str, attributes: str, words: str) -> None:
     call = f"Attention <is_causal = 0{attributes}> ({', '.join(re.findall(r'] (.)', inputs))})"
-    # Not `parsed`: shapes of what ONNX does not allow cannot be inferred.
+    # Not `parsed`: shapes of nodes that ONNX does not allow cannot be inferred.
     model = ir.from_onnx_text(
         f'<ir_version: 10, opset_import: ["" : 23]> g ({inputs}) => (float[A,B,C,D] y) {{ y = {call} }}'
     )
@@ -194,7 +196,7 @@ def test_refuses_an_attention_whose_scores_are_used() -> None:
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -1e30])
 def test_the_mask_does_not_depend_on_the_number_that_it_pretends_to_depend_on(odd: float) -> None:
-    """Tokens of the other batch row see no later one, whatever the first query holds."""
+    """Tokens of the second batch row see no later token, for any value of the first query."""
     model = attention(2, 2, 1, 5, 4)
     feeds = random_feeds(model)
     feeds["q"][0, 0, 0, 0] = odd

@@ -1,4 +1,4 @@
-"""What a target cannot take is said in one LimitError with layer, limit and way out; weights lie beside a graph."""
+"""One LimitError names all that a target cannot take: layer, limit and remedy. Weights must lie beside the graph."""
 
 import dataclasses
 import os
@@ -108,7 +108,7 @@ def test_every_problem_is_named_inside_of_branches_too() -> None:
 
 
 def write(folder: Path, location: str = "w.data", offset: int = 0, length: int = 16) -> Path:
-    """A graph whose weight of 4 float32 numbers is said to lie there."""
+    """Writes a graph that claims that its weight of 4 float32 numbers lies at this location."""
     model = parsed("g (float[4] x) => (float[4] y) <float[4] w = {1.0, 2.0, 3.0, 4.0}> { y = Add (x, w) }")
     model.graph.initializers["w"].const_value = ir.ExternalTensor(
         location, offset, length, ir.DataType.FLOAT, shape=ir.Shape([4]), name="w", base_dir=folder

@@ -1,4 +1,4 @@
-"""Routing sites of models that do not mark them: found, named, observed, forced, and kept as they are."""
+"""Routing sites of models that do not mark them are found, named, observed and forced; results do not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor,
     module, program, ids_BS = made
     run = SiteRun(S, forced)
     (logits_BSV,) = run_sites(program, state_of(module), (ids_BS,), run)
-    return logits_BSV, {site: one.index_BK for site, one in run.selections.items()}
+    return logits_BSV, {site: selection.index_BK for site, selection in run.selections.items()}
 
 
 def test_sites_have_the_names_of_their_blocks_and_change_no_bit(made: Made) -> None:
@@ -47,14 +47,14 @@ def test_sites_have_the_names_of_their_blocks_and_change_no_bit(made: Made) -> N
 
 
 def test_the_selection_that_is_forced_decides(made: Made) -> None:
-    logits_BSV, own = run_of(made)
-    assert torch.equal(run_of(made, own)[0], logits_BSV)
-    other_BK = torch.stack([torch.arange(S)[~torch.isin(torch.arange(S), row_K)][:K] for row_K in own["blocks.1"]])
+    logits_BSV, unforced = run_of(made)
+    assert torch.equal(run_of(made, unforced)[0], logits_BSV)
+    other_BK = torch.stack([torch.arange(S)[~torch.isin(torch.arange(S), row_K)][:K] for row_K in unforced["blocks.1"]])
     changed_BSV, selected = run_of(made, {"blocks.1": other_BK})
     assert torch.equal(selected["blocks.1"], other_BK)
-    # The gate and the tokens are those of the forced selection, so tokens that no longer run have other logits.
+    # Gate and tokens follow the forced selection, so tokens that no longer run get other logits.
     assert not torch.equal(changed_BSV, logits_BSV)
-    gone = torch.zeros(B, S, dtype=torch.bool).scatter(1, own["blocks.1"], True)
+    gone = torch.zeros(B, S, dtype=torch.bool).scatter(1, unforced["blocks.1"], True)
     assert (changed_BSV != logits_BSV).any(-1)[gone].any()
 
 
@@ -62,20 +62,20 @@ def test_a_selected_token_is_one_that_the_scores_prefer(made: Made) -> None:
     module, program, ids_BS = made
     run = SiteRun(S)
     run_sites(program, state_of(module), (ids_BS,), run)
-    for one in run.selections.values():
-        assert one.open_BS.all()
-        smallest_B = one.score_BS.gather(1, one.index_BK).amin(1)
-        assert torch.equal(smallest_B, one.score_BS.topk(K).values.amin(1))
+    for selection in run.selections.values():
+        assert selection.open_BS.all()
+        smallest_B = selection.score_BS.gather(1, selection.index_BK).amin(1)
+        assert torch.equal(smallest_B, selection.score_BS.topk(K).values.amin(1))
 
 
 def test_engines_get_the_indices_as_further_outputs(made: Made) -> None:
     module, _, ids_BS = made
-    found: Captured = captured(module, (ids_BS,), "test")
-    assert found.routed == ["routed_blocks.1", "routed_blocks.3"]
-    logits_BSV, *routed = found.program.module()(ids_BS)
-    expected_BSV, own = run_of(made)
+    capture: Captured = captured(module, (ids_BS,), "test")
+    assert capture.routed == ["routed_blocks.1", "routed_blocks.3"]
+    logits_BSV, *routed = capture.program.module()(ids_BS)
+    expected_BSV, selected = run_of(made)
     assert torch.equal(logits_BSV, expected_BSV)
-    assert all(torch.equal(one, own[name]) for one, name in zip(routed, own, strict=True))
+    assert all(torch.equal(index_BK, selected[name]) for index_BK, name in zip(routed, selected, strict=True))
 
 
 @pytest.mark.parametrize("target", ["ort-cpu", "tensorrt-rtx"])
@@ -88,15 +88,15 @@ def test_graphs_of_targets_compute_the_same(name: str, target: str) -> None:
     ids_BS = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(1))
     logits_BSV, *routed = run(model, {"ids": ids_BS.numpy()})
     program = exported(module, (ids_BS,), name)
-    own = SiteRun(S)
-    (expected_BSV,) = run_sites(program, state_of(module), (ids_BS,), own)
+    site_run = SiteRun(S)
+    (expected_BSV,) = run_sites(program, state_of(module), (ids_BS,), site_run)
     np.testing.assert_allclose(logits_BSV, expected_BSV.numpy(), rtol=0, atol=2e-5)
-    for index_BK, one in zip(routed, own.selections.values(), strict=True):
-        np.testing.assert_array_equal(np.sort(index_BK), one.index_BK.sort().values.numpy())
+    for index_BK, selection in zip(routed, site_run.selections.values(), strict=True):
+        np.testing.assert_array_equal(np.sort(index_BK), selection.index_BK.sort().values.numpy())
 
 
 class Masked(Routed):
-    """Tokens that a mask hides are no choice."""
+    """Tokens that a mask hides cannot be selected."""
 
     def forward(self, x: Tensor) -> Tensor:
         score = self.router(x)[..., 0].masked_fill(torch.arange(S) >= 10, torch.finfo(x.dtype).min)
@@ -129,7 +129,7 @@ def test_sites_of_one_module_are_numbered() -> None:
 
 
 def experts_of_tokens(x: Tensor, score: Tensor) -> Tensor:
-    """A choice of experts for each token."""
+    """Each token chooses experts."""
     weight, index = torch.topk(score[..., :4], 2)
     return x + (F.one_hot(index, 4).to(x.dtype) * weight[..., None]).sum(-2) @ torch.ones(4, D)
 
@@ -141,7 +141,7 @@ def mask_alone(x: Tensor, score: Tensor) -> Tensor:
 
 
 def read_alone(x: Tensor, score: Tensor) -> Tensor:
-    """The best tokens are pooled, and nothing is put back."""
+    """The best tokens are pooled, and nothing is written back."""
     index = torch.topk(score[..., 0], K).indices[..., None].expand(-1, -1, D)
     return x + x.gather(1, index).mean(1, keepdim=True)
 
@@ -153,7 +153,7 @@ def whole_sort(x: Tensor, score: Tensor) -> Tensor:
 
 
 def normalised_experts(x: Tensor, score: Tensor) -> Tensor:
-    """A choice of experts whose weights are gathered from other scores than those that decide."""
+    """Each token chooses experts, whose weights come from other scores than those that decide."""
     rows = score.reshape(-1, 8)
     index = torch.topk(rows + 1.0, 2).indices
     weight = torch.zeros_like(rows).scatter(1, index, rows.softmax(-1).gather(1, index))
@@ -168,19 +168,19 @@ def tokens_of_experts(x: Tensor, score: Tensor) -> Tensor:
 
 
 def nothing(x: Tensor, score: Tensor) -> Tensor:
-    """A capacity that comes out as no token."""
+    """A capacity of zero tokens."""
     index = torch.topk(score[..., 0], 0).indices[..., None].expand(-1, -1, D)
     return x.scatter(1, index, x.gather(1, index))
 
 
 def unrelated(x: Tensor, score: Tensor) -> Tensor:
-    """What is gathered is not what is put back."""
+    """The gathered tokens are not the ones that are written back."""
     index = torch.topk(score[..., 0], K).indices[..., None].expand(-1, -1, D)
     return x.scatter(1, index, 0.0) + x.gather(1, index).mean(1, keepdim=True)
 
 
 def changed_in_place(x: Tensor, score: Tensor) -> Tensor:
-    """The parts of a sort share its memory."""
+    """A slice of the sorted scores is changed in place, and so are the scores, which share its memory."""
     values, order = score[..., 0].sort(descending=True)
     gate, index = values[:, :K], order[:, :K, None].expand(-1, -1, D)
     gate.sigmoid_()
@@ -194,13 +194,13 @@ def soft_mask(x: Tensor, score: Tensor) -> Tensor:
 
 
 def soft_ranks(x: Tensor, score: Tensor) -> Tensor:
-    """The same by the ranks of all tokens."""
+    """Like `soft_mask`, by the ranks of all tokens."""
     rank = score[..., 0].argsort(1, descending=True).argsort(1)
     return torch.where((rank < K)[..., None], x @ torch.ones(D, D), x)
 
 
 def masked_scatter(x: Tensor, score: Tensor) -> Tensor:
-    """What goes where is only known from the mask."""
+    """Only the mask says where each result goes."""
     index = torch.topk(score[..., 0], K).indices
     mask = torch.zeros(B, S, dtype=torch.bool).scatter(1, index, True)[..., None]
     return x.masked_scatter(mask, torch.tanh(x[:, :K]))
@@ -216,7 +216,7 @@ def chosen_experts(x: Tensor, score: Tensor) -> Tensor:
 
 
 def weights_of_experts(x: Tensor, score: Tensor) -> Tensor:
-    """The weights of the experts of each token are read."""
+    """The indices read the weight matrices of each token's experts."""
     rows = x.reshape(-1, D)
     weight, index = score.reshape(-1, 8).topk(2)
     table = torch.arange(8 * D * D).reshape(8, D, D).to(x.dtype).sin()
@@ -243,59 +243,59 @@ def experts_that_choose(x: Tensor, score: Tensor) -> Tensor:
 
 
 def sampled_words(x: Tensor, score: Tensor) -> Tensor:
-    """The words with the largest logits are embedded, and run on."""
+    """The words with the largest logits are embedded and multiplied."""
     words = (x[:, -1] @ torch.ones(D, V)).topk(5).indices
     table = torch.arange(V * D).reshape(V, D).to(x.dtype).cos()
     return x + (F.embedding(words, table) @ torch.ones(D, D)).mean(1, keepdim=True)
 
 
 def kept_logits(x: Tensor, score: Tensor) -> Tensor:
-    """The logits outside of the largest are hidden."""
+    """All but the largest logits are hidden."""
     logits = x[:, -1] @ torch.ones(D, V)
     values, words = logits.topk(5)
     return x + torch.zeros_like(logits).scatter(1, words, values.softmax(-1)).sum(-1)[:, None, None]
 
 
 def beams(x: Tensor, score: Tensor) -> Tensor:
-    """The best continuations of several beams, whose states are taken along."""
+    """The best continuations of several beams are chosen, and the states of their beams are gathered."""
     best = (x[:, :4] @ torch.ones(D, V)).reshape(B, -1).topk(4).indices
     return x + x[:, :4].gather(1, (best // V)[..., None].expand(-1, -1, D)).mean(1, keepdim=True)
 
 
 def copied_for_experts(x: Tensor, score: Tensor) -> Tensor:
-    """Each of the 8 experts has a copy of the tokens, of which it takes three."""
+    """Each of the 8 experts takes copies of three tokens, and nothing is written back."""
     index = score.reshape(B * S, 8).t().topk(3).indices
     made = x.reshape(B * S, D)[index] @ torch.ones(D, D)
     return x + made.mean((0, 1))
 
 
 def mask_by_identity(x: Tensor, score: Tensor) -> Tensor:
-    """A mask that is made of one-hot rows, over results of all tokens."""
+    """A mask made of one-hot rows is applied to results of all tokens."""
     mask = torch.eye(S)[score[..., 0].topk(K).indices].sum(1)
     return x + mask[..., None] * (x @ torch.ones(D, D))
 
 
 def positions_alone(x: Tensor, score: Tensor) -> Tensor:
-    """A table of positions is read, and not the tokens."""
+    """The indices read a table of positions, not the tokens."""
     index = score[..., 0].topk(K).indices.sort().values
     return x + torch.arange(S * D).reshape(S, D).to(x.dtype).cos()[index].mean(1, keepdim=True)
 
 
 def best_token(x: Tensor, score: Tensor) -> Tensor:
-    """One token of the selected ones is projected for all others."""
+    """One of the selected tokens is projected and added to all tokens."""
     index = score[..., 0].topk(K).indices[..., None].expand(-1, -1, D)
     return x + x.gather(1, index)[:, :1] @ torch.ones(D, D)
 
 
 def sorted_windows(x: Tensor, score: Tensor) -> Tensor:
-    """All tokens run, in windows of an order, and go back."""
+    """All tokens run, in windows of a sorted order, and return to their positions."""
     order = score[..., 0].argsort(1)
     packed = torch.take_along_dim(x, order[..., None], 1).view(B, 4, K, D) @ torch.ones(D, D)
     return torch.take_along_dim(packed.view(B, S, D), order.argsort(1)[..., None], 1)
 
 
 def both_parts(x: Tensor, score: Tensor) -> Tensor:
-    """Both parts of an order run, in different ways."""
+    """Both parts of a sorted order run, in different ways."""
     order = score[..., 0].argsort(1)
     packed = torch.take_along_dim(x, order[..., None], 1)
     packed = torch.cat([packed[:, :K] @ torch.ones(D, D), packed[:, K:] @ torch.eye(D)], 1)
@@ -309,7 +309,7 @@ def top_of_features(x: Tensor, score: Tensor) -> Tensor:
 
 
 def sampled_from_the_top(x: Tensor, score: Tensor) -> Tensor:
-    """Nucleus sampling: words in order of probability, those behind a share of it hidden, in their old order again."""
+    """Nucleus sampling: sorts words by probability, hides those beyond a cumulative share, and restores the order."""
     logits = x[:, -1] @ torch.ones(D, V)
     ordered, order = logits.sort(descending=True)
     ordered = ordered.masked_fill(ordered.softmax(-1).cumsum(-1) > 0.9, -1e4)
@@ -317,7 +317,7 @@ def sampled_from_the_top(x: Tensor, score: Tensor) -> Tensor:
 
 
 def pooled_and_masked(x: Tensor, score: Tensor) -> Tensor:
-    """The selected tokens are pooled, and the mean is added where their mask is: all of that runs for all tokens."""
+    """The mean of the selected tokens is added where their mask is true; no computation is only for them."""
     index = score[..., 0].topk(K).indices
     mask = torch.zeros(B, S, dtype=torch.bool).scatter(1, index, True)[..., None]
     mean = x.gather(1, index[..., None].expand(-1, -1, D)).mean(1, keepdim=True)

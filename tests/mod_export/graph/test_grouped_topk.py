@@ -26,34 +26,34 @@ def saving(positions: int) -> Dialect:
 def topk(shape: tuple[int, ...], k: int, *, axis: int = -1, largest: int = 1, kind: str = "float") -> ir.Model:
     taken = [*shape]
     taken[axis] = k
-    given, found = (",".join(map(str, some)) for some in (shape, taken))
+    shape_in, shape_out = (",".join(map(str, sizes)) for sizes in (shape, taken))
     return parsed(
-        f"""g ({kind}[{given}] x) => ({kind}[{found}] values, int64[{found}] index) <int64[1] k = {{{k}}}> {{
+        f"""g ({kind}[{shape_in}] x) => ({kind}[{shape_out}] values, int64[{shape_out}] index) <int64[1] k = {{{k}}}> {{
             values, index = TopK <axis = {axis}, largest = {largest}> (x, k)
         }}"""
     )
 
 
 def equal_in_groups(model: ir.Model, x: np.ndarray, k: int, group: int) -> None:
-    """The rewritten graph, with groups of this length, gives what it gave before."""
+    """Checks that the graph, rewritten with groups of this length, returns the same as before."""
     before = run(model, {"x": x})
     (node,) = model.graph
-    # How long groups are is another test's.
+    # Another test checks how long groups are.
     grouped_topk.write_groups(model.graph, grouped_topk.Long(node, x.shape, x.ndim - 1, k, group))
     assert op_types(model).count("TopK") == (2 if x.shape[-1] % group == 0 else 3)
-    for found, wanted in zip(run(model, {"x": x}), before, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for output, wanted in zip(run(model, {"x": x}), before, strict=True):
+        np.testing.assert_array_equal(output, wanted)
 
 
 @st.composite
 def cases(draw: Any) -> tuple[np.ndarray, int, int, int]:
-    """Rows with exact ties, near-ties (neighbours in float32) and infinities, k, a group's length, and a direction."""
+    """Rows with exact ties, near-ties (neighbours in float32) and infinities; k; a group's length; a direction."""
     B, S = draw(st.integers(1, 3)), draw(st.integers(2, 24))
     one = np.float32(1)
     near = [float(np.nextafter(one, np.float32(0))), 1.0, float(np.nextafter(one, np.float32(2)))]
     score = st.sampled_from([-np.inf, np.inf, 0.0, -0.0, *near]) | st.floats(-4, 4, width=32)
     rows = draw(st.lists(st.lists(score, min_size=S, max_size=S), min_size=B, max_size=B))
-    # Axes that groups do not divide, and k above the length of a group, among others.
+    # Among the cases are axes that groups do not divide, and k above the length of a group.
     return np.array(rows, np.float32), draw(st.integers(1, S)), draw(st.integers(1, S)), draw(st.integers(0, 1))
 
 
@@ -66,7 +66,7 @@ def test_it_gives_what_one_topk_gives(case: tuple[np.ndarray, int, int, int]) ->
 
 @pytest.mark.parametrize(("S", "k", "group"), [(30, 4, 10), (31, 4, 10), (30, 12, 10), (31, 31, 10), (30, 4, 29)])
 def test_nothing_but_ties(S: int, k: int, group: int) -> None:
-    """Groups that divide the axis and do not; k above a group's length; all; a last group of one position."""
+    """Groups divide the axis or not; k is above a group's length, or is all; the last group has one position."""
     model = topk((2, S), k)
     x = np.zeros((2, S), np.float32)
     equal_in_groups(model, x, k, group)
@@ -95,8 +95,8 @@ def test_any_axis_and_any_type(axis: int, kind: str) -> None:
     model = topk(tuple(shape), 3, axis=axis, kind=kind)
     before = run(model, {"x": x})
     assert GroupedTopk().run(model, saving(100), "float32") == 1
-    for found, wanted in zip(run(model, {"x": x}), before, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for output, wanted in zip(run(model, {"x": x}), before, strict=True):
+        np.testing.assert_array_equal(output, wanted)
 
 
 def test_groups_of_a_very_long_axis_are_grouped_again() -> None:
@@ -107,8 +107,8 @@ def test_groups_of_a_very_long_axis_are_grouped_again() -> None:
     assert message.endswith(" still looks at an axis of 9000")
     assert GroupedTopk().run(model, saving(20), "float32") > 1
     assert GroupedTopk().ensures(model, saving(20), "float32") == []
-    for found, wanted in zip(run(model, {"x": x}), before, strict=True):
-        np.testing.assert_array_equal(found, wanted)
+    for output, wanted in zip(run(model, {"x": x}), before, strict=True):
+        np.testing.assert_array_equal(output, wanted)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_groups_of_a_very_long_axis_are_grouped_again() -> None:
     [(8400, 300, 1680), (24_000, 300, 3000), (16_384, 2048, 8192), (32_768, 512, 4096), (8192, 1024, None)],
 )
 def test_what_pays_in_tensorrt(S: int, k: int, group: int | None) -> None:
-    """The axes that were measured elsewhere, and an eighth of a row: of 16,384 tokens, but not of 8,192."""
+    """Axes that were measured elsewhere; and K of an eighth of a row, which pays at 16,384 tokens, not at 8,192."""
     model = topk((1, S), k)
     for name in ("tensorrt", "tensorrt-rtx"):
         assert ENGINES[name].dialect.topk_saving == SAVED_POSITIONS

@@ -1,4 +1,4 @@
-"""Rotation and attention become one operator each over heads side by side, and what only looks alike is left alone."""
+"""Rotation and attention each become one operator over heads side by side; other graphs stay as they are."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def rotation(table: str, body: str = ROTATION) -> ir.Model:
 
 
 def rotated(model: ir.Model) -> int:
-    found = RotaryEmbedding().run(model, OrtCpu.dialect, "float32")
+    rewrites = RotaryEmbedding().run(model, OrtCpu.dialect, "float32")
     assert list(RotaryEmbedding().ensures(model, OrtCpu.dialect, "float32")) == []
-    return found
+    return rewrites
 
 
 SWAPPED = ROTATION.replace("(a, cos)", "(cos, a)").replace("(b, sin)", "(sin, b)").replace("(bc, as)", "(as, bc)")
@@ -160,9 +160,9 @@ def heads(body: str = SPLIT + ATTENTION + JOIN) -> ir.Model:
 
 
 def flattened(model: ir.Model) -> int:
-    found = FlatHeads().run(model, OrtCpu.dialect, "float32")
+    rewrites = FlatHeads().run(model, OrtCpu.dialect, "float32")
     assert list(FlatHeads().ensures(model, OrtCpu.dialect, "float32")) == []
-    return found
+    return rewrites
 
 
 def test_the_attention_is_the_same() -> None:
@@ -178,7 +178,7 @@ def test_the_attention_is_the_same() -> None:
 
 
 def test_heads_that_are_normed_are_read_side_by_side() -> None:
-    """As Qwen3 norms queries and keys; the view that this takes moves no data."""
+    """Qwen3 norms queries and keys like this; the view that the rewrite needs moves no data."""
     normed = SPLIT.replace("(qs) kh", "(qn) kh").replace(
         "qh =", "w = Constant <value_floats: floats = [1., 2., 3., 4., 5., 6., 7., 8.]> () "
         "qn = RMSNormalization <axis = -1> (qs, w) qh =",
@@ -229,7 +229,7 @@ TURNED = "rq = RotaryEmbedding (qh, table, table) a = Attention <is_causal = 1> 
 
 
 def fused(body: str, parts: str = "3,4,8") -> ir.Model:
-    """Attention of 4 heads over the parts of x, made by one product."""
+    """A graph of attention with 4 heads; queries, keys and values are the parts of x, the result of one product."""
     numbers = ", ".join(f"int64[1] f{n} = {{{n}}}, int64[1] e{n} = {{{n + 1}}}, int64 i{n} = {{{n}}}" for n in range(3))
     table = ", ".join(str(0.01 * n) for n in range(48))
     return parsed(

@@ -1,4 +1,4 @@
-"""Whatever indices become on their way, the tokens that they read and put back are found, and can be told."""
+"""However a block transforms its indices, the tokens that it selects are found and can be forced."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ B, S, K = 2, 16, 4
 
 
 class Made(NamedTuple):
-    """A model whose blocks are written in this way, and its program with the sites found."""
+    """A model whose blocks are written in this way, and its exported program with its sites."""
 
     way: Way
     module: nn.Module
@@ -48,7 +48,7 @@ def made(request: pytest.FixtureRequest) -> Made:
 def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
     run = SiteRun(S, forced)
     (logits_BSV,) = run_sites(made.program, state_of(made.module), (made.ids_BS,), run)
-    return logits_BSV, {site: one.index_BK for site, one in run.selections.items()}
+    return logits_BSV, {site: selection.index_BK for site, selection in run.selections.items()}
 
 
 def test_sites_are_found_and_change_no_bit(made: Made) -> None:
@@ -58,20 +58,20 @@ def test_sites_are_found_and_change_no_bit(made: Made) -> None:
 
 
 def test_the_tokens_that_are_told_run_and_no_others(made: Made) -> None:
-    logits_BSV, own = run_of(made)
-    assert torch.equal(run_of(made, own)[0], logits_BSV)
-    left_BS = torch.ones(B, S, dtype=torch.bool).scatter(1, own["blocks.3"], False)
+    logits_BSV, unforced = run_of(made)
+    assert torch.equal(run_of(made, unforced)[0], logits_BSV)
+    left_BS = torch.ones(B, S, dtype=torch.bool).scatter(1, unforced["blocks.3"], False)
     other_BK = torch.arange(S).expand(B, S)[left_BS].view(B, S - K)[:, -K:]
     changed_BSV, selected = run_of(made, {"blocks.3": other_BK})
     assert torch.equal(selected["blocks.3"], other_BK)
-    # No token sees another one behind the last block, so those that ran in neither case are what they were.
+    # After the last block no token sees another, so tokens that ran in neither case do not change.
     ran_BS = ~left_BS.scatter(1, other_BK, False)
     differs_BS = (changed_BSV != logits_BSV).any(-1)
     assert not differs_BS[~ran_BS].any()
     assert differs_BS[torch.zeros(B, S, dtype=torch.bool).scatter(1, other_BK, True)].any()
 
 
-# Those whose operators ONNX has.
+# Only ways whose operators ONNX has.
 @pytest.mark.parametrize(
     "name",
     ["broadcast_to", "matrix_transpose", "ravel", "argsort_then_gather", "remainder", "scattered_rows", "every_index",
@@ -79,36 +79,36 @@ def test_the_tokens_that_are_told_run_and_no_others(made: Made) -> None:
 )  # fmt: skip
 def test_onnx_runtime_computes_the_same(name: str) -> None:
     made = made_of(next(way for way in WAYS if way.written.__name__ == name))
-    found = captured(made.module, (made.ids_BS,), name)
-    model, dialect = graph_of(found, made.module), ENGINES["ort-cpu"].dialect
+    capture = captured(made.module, (made.ids_BS,), name)
+    model, dialect = graph_of(capture, made.module), ENGINES["ort-cpu"].dialect
     run_passes(model, dialect, "float32")
     logits_BSV, *routed = run(model, {"x": made.ids_BS.numpy()})
-    expected_BSV, own = run_of(made)
+    expected_BSV, expected = run_of(made)
     np.testing.assert_allclose(logits_BSV, expected_BSV.numpy(), rtol=0, atol=2e-5)
-    for index_BK, one_BK in zip(routed, own.values(), strict=True):
-        np.testing.assert_array_equal(np.sort(index_BK), one_BK.sort().values.numpy())
+    for index_BK, expected_BK in zip(routed, expected.values(), strict=True):
+        np.testing.assert_array_equal(np.sort(index_BK), expected_BK.sort().values.numpy())
 
 
 def test_engines_have_nothing_of_a_reordered_order() -> None:
-    """What told selections need is only in the program that the reference runs."""
+    """The operator that forced selections need is only in the program that the reference runs."""
     made = made_of(Way(order_and_inverse))
     targets = [node.target for node in made.program.graph.nodes]
     assert targets.count(REORDERED) == 2
-    found = captured(made.module, (made.ids_BS,), "test").program
-    assert REORDERED not in [node.target for node in found.graph.nodes]
+    engine_program = captured(made.module, (made.ids_BS,), "test").program
+    assert REORDERED not in [node.target for node in engine_program.graph.nodes]
     sorts = torch.ops.aten.argsort.default
-    assert sum(node.target is sorts for node in found.graph.nodes) == targets.count(sorts)
+    assert sum(node.target is sorts for node in engine_program.graph.nodes) == targets.count(sorts)
 
 
 @pytest.mark.parametrize("first", [True, False])
 def test_an_order_has_every_token_once_whatever_is_told(first: bool) -> None:
     order_BS = torch.tensor([[3, 0, 4, 1, 2], [2, 4, 0, 3, 1]])
-    told_BK = torch.tensor([[1, 3], [0, 2]])
-    found_BS = REORDERED(order_BS, told_BK, 1, first)
+    forced_BK = torch.tensor([[1, 3], [0, 2]])
+    reordered_BS = REORDERED(order_BS, forced_BK, 1, first)
     rest_BS = torch.tensor([[0, 4, 2], [4, 3, 1]])
-    assert torch.equal(found_BS, torch.cat([told_BK, rest_BS] if first else [rest_BS, told_BK], 1))
-    own_BK = order_BS[:, :2] if first else order_BS[:, 3:]
-    assert torch.equal(REORDERED(order_BS, own_BK, 1, first), order_BS)
+    assert torch.equal(reordered_BS, torch.cat([forced_BK, rest_BS] if first else [rest_BS, forced_BK], 1))
+    unforced_BK = order_BS[:, :2] if first else order_BS[:, 3:]
+    assert torch.equal(REORDERED(order_BS, unforced_BK, 1, first), order_BS)
 
 
 def test_what_vmap_decomposes_to_is_followed() -> None:

@@ -1,4 +1,4 @@
-"""Masks and reductions that ONNX has no operator for are exported as others that compute what PyTorch computes."""
+"""Masks and reductions without an ONNX operator are exported as other operators, with the results of PyTorch."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ WIDE = torch.tensor([0.0, 1e-12, 2e-8, -0.5, 1.0, 5.0, 20.0, 80.0, -20.0, -80.0,
 
 
 def put(x: Tensor, index: Any, value: Any) -> Tensor:
-    found = x.clone()
-    found[index] = value
-    return found
+    copy = x.clone()
+    copy[index] = value
+    return copy
 
 
 Case = tuple[Callable[..., Any], list[Tensor]]
@@ -196,20 +196,20 @@ class Calling(nn.Module):
 
 
 def check(module: nn.Module, inputs: list[Tensor]) -> None:
-    """What ONNX Runtime makes of the graph is what PyTorch computes, and no size of the graph depends on the data."""
+    """Checks that ONNX Runtime computes the same as PyTorch, and that no size in the graph depends on the data."""
     with torch.no_grad():
-        found = module(*inputs)
-    expected = [found] if isinstance(found, Tensor) else list(found)
+        result = module(*inputs)
+    expected = [result] if isinstance(result, Tensor) else list(result)
     names, outputs = [f"in_{n}" for n in range(len(inputs))], [f"out_{n}" for n in range(len(expected))]
     with torch.no_grad():
         model = onnx_from_captured(captured(module, inputs, "test"), {}, names, outputs)
     assert {node.op_type for node in model.graph.all_nodes()} & DYNAMIC == set()
     session = pytest.importorskip("onnxruntime").InferenceSession(ir.to_proto(model).SerializeToString())
-    read = {one.name for one in session.get_inputs()}
-    feeds = {name: one.numpy() for name, one in zip(names, inputs, strict=True) if name in read}
-    for one, other in zip(session.run(None, feeds), expected, strict=True):
-        assert (one.shape, one.dtype) == (tuple(other.shape), other.numpy().dtype)
-        np.testing.assert_allclose(one, other.numpy(), rtol=1e-4, atol=1e-5)
+    read = {value.name for value in session.get_inputs()}
+    feeds = {name: value.numpy() for name, value in zip(names, inputs, strict=True) if name in read}
+    for value, reference in zip(session.run(None, feeds), expected, strict=True):
+        assert (value.shape, value.dtype) == (tuple(reference.shape), reference.numpy().dtype)
+        np.testing.assert_allclose(value, reference.numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", MASKS)

@@ -1,4 +1,4 @@
-"""What is written in other operators computes the same, and is exported."""
+"""Operators that are lowered to other operators compute the same, and are exported."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ class Attention(nn.Module):
 
 
 def check(module: nn.Module, inputs: Sequence[Tensor], calls: int) -> None:
-    """The lowered program computes the same, and its ONNX graph has none of the operators of before."""
-    found: Captured = captured(module, inputs, "test")
-    before = found.program.graph_module(*inputs)[0]
-    lower(found.program.graph)
-    found.program.graph_module.recompile()
-    torch.testing.assert_close(found.program.graph_module(*inputs)[0], before)
-    assert sum(node.op == "call_function" for node in found.program.graph.nodes) >= calls
+    """Checks that the lowered program computes the same, and that its ONNX graph has no Einsum."""
+    capture: Captured = captured(module, inputs, "test")
+    before = capture.program.graph_module(*inputs)[0]
+    lower(capture.program.graph)
+    capture.program.graph_module.recompile()
+    torch.testing.assert_close(capture.program.graph_module(*inputs)[0], before)
+    assert sum(node.op == "call_function" for node in capture.program.graph.nodes) >= calls
     names = [f"in_{n}" for n in range(len(inputs))]
-    model = onnx_from_captured(found, {}, names, ["out"])
+    model = onnx_from_captured(capture, {}, names, ["out"])
     assert "Einsum" not in {node.op_type for node in model.graph}
     run = pytest.importorskip("onnxruntime").InferenceSession(ir.to_proto(model).SerializeToString()).run
-    feeds = {name: one.numpy() for name, one in zip(names, inputs, strict=True)}
+    feeds = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
     np.testing.assert_allclose(run(None, feeds)[0], before.numpy(), rtol=1e-4, atol=1e-5)
 
 
@@ -87,10 +87,10 @@ def test_einsum_is_products(equation: str) -> None:
 
 
 def test_an_einsum_of_attention_is_one_product() -> None:
-    """No dimension is folded that a product of matrices can have."""
+    """A dimension that MatMul can keep is not folded."""
     operands = [torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)]
-    found: Captured = captured(Einsum("bhqe,bhke->bhqk"), operands, "test")
-    model = onnx_from_captured(found, {}, ["q", "k"], ["scores"])
+    capture: Captured = captured(Einsum("bhqe,bhke->bhqk"), operands, "test")
+    model = onnx_from_captured(capture, {}, ["q", "k"], ["scores"])
     assert [node.op_type for node in model.graph if node.op_type != "Reshape"] == ["Transpose", "MatMul"]
 
 
@@ -103,7 +103,7 @@ def test_attention_has_four_dimensions(case: str) -> None:
 
 
 class Kth(nn.Module):
-    """Tokens from the k-th score on, and where that is."""
+    """Keeps the scores from the k-th smallest on, and adds the index of that one."""
 
     def __init__(self, k: int, *, keepdim: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Further manners of routing: found, forced, changed by no bit, and the same in the graphs of targets."""
+"""Further styles of routing: sites are found and forced, no bit changes, and graphs of targets compute the same."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mod_export.judge.compare import Judged, routing_of_site
 
 
 class Made(NamedTuple):
-    """A model in a manner, its program with the sites found, what engines are built from, and an input."""
+    """A model, its program with the sites, the capture that engines are built from (`found`), and an input."""
 
     manner: Manner
     module: nn.Module
@@ -33,7 +33,7 @@ class Made(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def written_out() -> Iterator[None]:
-    """In eager mode, PyTorch's own encoder layers and attention run as one operation each, which rounds differently."""
+    """Turns off the fused operators of PyTorch's encoder layers and attention, which round differently."""
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(True)
@@ -62,25 +62,25 @@ def test_sites_are_found_and_change_no_bit(made: Made) -> None:
     with torch.no_grad():
         assert torch.equal(y, module(x))
     for site in manner.sites:
-        one = selections[site.name]
-        assert one.index_BK.shape == (manner.rows, site.k)
-        assert one.score_BS.shape == one.open_BS.shape == (manner.rows, manner.tokens)
-        # Positions of the whole row, of which the scores that the site was given prefer these.
-        assert one.open_BS.gather(1, one.index_BK).all()
-        lowest_B = one.score_BS.gather(1, one.index_BK).amin(1)
-        assert torch.equal(lowest_B, one.score_BS.topk(site.k).values.amin(1))
-        assert all(len(set(row_K)) == site.k for row_K in one.index_BK.tolist())
+        selection = selections[site.name]
+        assert selection.index_BK.shape == (manner.rows, site.k)
+        assert selection.score_BS.shape == selection.open_BS.shape == (manner.rows, manner.tokens)
+        # Indices are positions of the whole row, namely those with the highest scores.
+        assert selection.open_BS.gather(1, selection.index_BK).all()
+        lowest_B = selection.score_BS.gather(1, selection.index_BK).amin(1)
+        assert torch.equal(lowest_B, selection.score_BS.topk(site.k).values.amin(1))
+        assert all(len(set(row_K)) == site.k for row_K in selection.index_BK.tolist())
 
 
 def test_the_selection_that_is_forced_decides(made: Made) -> None:
     manner = made.manner
-    y, own = run_of(made)
-    assert torch.equal(run_of(made, {name: one.index_BK for name, one in own.items()})[0], y)
+    y, unforced = run_of(made)
+    assert torch.equal(run_of(made, {name: selection.index_BK for name, selection in unforced.items()})[0], y)
     for site in manner.sites:
-        # Of the tokens that could have been selected, others.
-        left_BS = own[site.name].open_BS.scatter(1, own[site.name].index_BK, False)
+        # Force other tokens that could have been selected.
+        left_BS = unforced[site.name].open_BS.scatter(1, unforced[site.name].index_BK, False)
         count = min(site.k, int(left_BS.sum(1).min()))
-        others_BK = own[site.name].index_BK.clone()
+        others_BK = unforced[site.name].index_BK.clone()
         others_BK[:, :count] = left_BS.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices[:, :count]
         changed, selected = run_of(made, {site.name: others_BK})
         assert torch.equal(selected[site.name].index_BK, others_BK)
@@ -102,10 +102,10 @@ def test_graphs_of_targets_compute_the_same(made: Made, target: str) -> None:
     run_passes(model, dialect, "float32")
     check_dialect(model, dialect, "float32")
     y, *routed = run(model, {"x": made.x.numpy()})
-    expected, own = run_of(made)
+    expected, selections = run_of(made)
     np.testing.assert_allclose(y, expected.numpy(), rtol=0, atol=2e-5)
-    for index_BK, one in zip(routed, own.values(), strict=True):
-        np.testing.assert_array_equal(np.sort(index_BK), one.index_BK.sort().values.numpy())
+    for index_BK, selection in zip(routed, selections.values(), strict=True):
+        np.testing.assert_array_equal(np.sort(index_BK), selection.index_BK.sort().values.numpy())
 
 
 @pytest.mark.parametrize("name", ["put_accumulate", "recursions", "flat_batch"])
@@ -119,11 +119,11 @@ def test_a_tie_between_equal_scores_is_no_fault(name: str) -> None:
     x = manner.inputs(0)
     run = SiteRun(manner.tokens)
     run_sites(exported(module, x, name), state_of(module), x, run)
-    for site, one in run.selections.items():
-        judged = Judged(one.rule, one.score_BS.numpy(), one.open_BS.numpy())
-        others_BK = np.stack([np.flatnonzero(open_S)[-one.index_BK.shape[1] :] for open_S in judged.open_BS])
-        for candidate_BK in (one.index_BK.numpy(), others_BK):
-            found = routing_of_site(site, candidate_BK, judged)
-            assert not found.malformed
-            assert set(found.distances) <= {0.0}
-            assert found.min_margin == 0
+    for site, selection in run.selections.items():
+        judged = Judged(selection.rule, selection.score_BS.numpy(), selection.open_BS.numpy())
+        others_BK = np.stack([np.flatnonzero(open_S)[-selection.index_BK.shape[1] :] for open_S in judged.open_BS])
+        for candidate_BK in (selection.index_BK.numpy(), others_BK):
+            routing = routing_of_site(site, candidate_BK, judged)
+            assert not routing.malformed
+            assert set(routing.distances) <= {0.0}
+            assert routing.min_margin == 0

@@ -1,4 +1,4 @@
-"""Products in 16 bits and routing in float32, of programs of every kind of router."""
+"""Programs with every kind of router compute products in 16 bits and routing in float32."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ aten = torch.ops.aten
 
 
 def products(program: torch.export.ExportedProgram) -> dict[str, torch.dtype]:
-    """Name of the weight that a product reads, or of the product -> what it computes in."""
+    """Maps the name of the weight that a product reads, or of the product itself, to the dtype of its result."""
     weights = {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs}
-    found = {}
+    dtypes = {}
     for node in program.graph.nodes:
         if node.target in PRODUCTS:
-            # Routers ask for their weights in float32.
-            operands = [one.args[0] if one.target is aten.to.dtype else one for one in node.all_input_nodes]
-            read = [weights[one.name] for one in operands if one.name in weights]
-            found[read[0] if read else node.name] = node.meta["val"].dtype
-    return found
+            # Routers cast their weights to float32.
+            operands = [source.args[0] if source.target is aten.to.dtype else source for source in node.all_input_nodes]
+            read = [weights[source.name] for source in operands if source.name in weights]
+            dtypes[read[0] if read else node.name] = node.meta["val"].dtype
+    return dtypes
 
 
 def program_of(spec: ModelSpec) -> torch.export.ExportedProgram:
@@ -59,11 +59,11 @@ def test_only_products_that_lead_to_no_selection_are_narrow(routing: dict[str, A
         assert kind == (torch.float32 if routes else NARROW[dtype]), name
         if name in program.state_dict:
             assert program.state_dict[name].dtype == kind, name
-    others = {name: one.dtype for name, one in program.state_dict.items() if "norm" in name}
+    others = {name: tensor.dtype for name, tensor in program.state_dict.items() if "norm" in name}
     assert others
     assert set(others.values()) == {torch.float32}
-    # The program that it was made from is as it was.
-    assert {one.dtype for one in before.state_dict.values()} == {torch.float32}
+    # The original program is unchanged.
+    assert {tensor.dtype for tensor in before.state_dict.values()} == {torch.float32}
     assert set(products(before).values()) == {torch.float32}
     assert program.graph_signature.input_specs == before.graph_signature.input_specs
 
@@ -75,14 +75,14 @@ def test_it_computes_nearly_the_same_and_selects_the_same_tokens_by_the_same_sco
         captured(module, bucket_example(module, BUCKET, 16), "test", dtype=dtype).program.module()(ids, lengths)
         for dtype in ("float32", "bfloat16")
     )
-    assert [one.dtype for one in narrow] == [one.dtype for one in wide] == [torch.float32, torch.int64]
+    assert [tensor.dtype for tensor in narrow] == [tensor.dtype for tensor in wide] == [torch.float32, torch.int64]
     assert torch.equal(wide[1], narrow[1])
     difference = (wide[0][0] - narrow[0][0]).abs().max()
     assert 0 < difference < 0.05 * wide[0].abs().max()
 
 
 class Odd(nn.Module):
-    """A weight that is read through views, one that is read otherwise too, a branch, and a product of activations."""
+    """A weight that is read through views, one that a sum reads too, a router, and a product of activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Odd(nn.Module):
 
     def forward(self, ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
         x_BSD = self.table(ids_BS)
-        # The score is one of two numbers that a softmax makes of what one product gives.
+        # The score is one of the two numbers of a softmax over the result of one product.
         score_BS = self.router(x_BSD).softmax(-1)[..., 1]
         index_BK = torch.sort(score_BS, dim=-1, descending=True, stable=True).indices[:, :4].sort(-1).values
         index_BK, _ = mod_export.mark_selection(index_BK, score_BS)
@@ -106,7 +106,7 @@ class Odd(nn.Module):
 def test_weights_are_narrow_where_nothing_but_narrow_products_reads_them() -> None:
     module = Odd()
     program = narrowed(exported(module, bucket_example(module, BUCKET, 16), "odd"), "bfloat16")
-    dtypes = {name: one.dtype for name, one in program.state_dict.items()}
+    dtypes = {name: tensor.dtype for name, tensor in program.state_dict.items()}
     narrow = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
     assert narrow == {"stacked", "table.weight"}
     assert products(program)["router.weight"] == torch.float32
@@ -115,13 +115,13 @@ def test_weights_are_narrow_where_nothing_but_narrow_products_reads_them() -> No
     ] * 3
     ids, lengths = bucket_example(module, BUCKET, 16)
     ids = torch.randint(0, 40, ids.shape)
-    (found,) = (captured(module, (ids, lengths), "odd", dtype="bfloat16").program.module()(ids, lengths)[0],)
+    (output,) = (captured(module, (ids, lengths), "odd", dtype="bfloat16").program.module()(ids, lengths)[0],)
     wanted = module(ids, lengths)
-    assert (found - wanted).abs().max() < 0.05 * wanted.abs().max()
+    assert (output - wanted).abs().max() < 0.05 * wanted.abs().max()
 
 
 class Masked(nn.Module):
-    """Attention with an added mask, whose first row hides everything as programs write it: the least float32."""
+    """Attention with an additive mask; its first row hides all keys, with the lowest float32 as is usual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,10 +137,10 @@ class Masked(nn.Module):
 def test_a_row_that_is_masked_whole_stays_finite(dtype: DType) -> None:
     module, (_, lengths) = Masked(), bucket_example(Masked(), BUCKET, 16)
     ids = torch.randint(0, 40, (2, 16))
-    (found,) = captured(module, (ids, lengths), "masked", dtype=dtype).program.module()(ids, lengths)
+    (output,) = captured(module, (ids, lengths), "masked", dtype=dtype).program.module()(ids, lengths)
     wanted = module(ids, lengths)
-    assert found.isfinite().all()
-    assert (found - wanted)[:, :, 1:].abs().max() < 0.05 * wanted.abs().max()
+    assert output.isfinite().all()
+    assert (output - wanted)[:, :, 1:].abs().max() < 0.05 * wanted.abs().max()
 
 
 def test_a_weight_beyond_the_range_is_refused() -> None:
@@ -161,11 +161,11 @@ def test_every_manner_of_routing(name: str) -> None:
     torch.manual_seed(0)
     manner = MANNERS[name]
     module, inputs = manner.make().eval(), manner.inputs(0)
-    found = captured(module, inputs, name, dtype="bfloat16")
-    assert found.sites == tuple(captured(module, inputs, name).sites)
+    capture = captured(module, inputs, name, dtype="bfloat16")
+    assert capture.sites == tuple(captured(module, inputs, name).sites)
     with torch.no_grad():
-        narrow, wide = found.program.module()(*inputs), captured(module, inputs, name).program.module()(*inputs)
-    assert [(one.dtype, one.shape) for one in narrow] == [(one.dtype, one.shape) for one in wide]
+        narrow, wide = capture.program.module()(*inputs), captured(module, inputs, name).program.module()(*inputs)
+    assert [(tensor.dtype, tensor.shape) for tensor in narrow] == [(tensor.dtype, tensor.shape) for tensor in wide]
     assert torch.isfinite(narrow[0]).all()
-    kinds = set(products(found.program).values())
+    kinds = set(products(capture.program).values())
     assert kinds == {torch.float32, torch.bfloat16}

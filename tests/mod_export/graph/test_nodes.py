@@ -1,4 +1,4 @@
-"""Where a node stands, and how passes put nodes into a graph."""
+"""The place of a node in the model, and how passes add nodes to a graph."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_written_nodes_are_typed_named_and_placed_like_their_anchor() -> None:
     FLOAT, INT64 = ir.DataType.FLOAT, ir.DataType.INT64
     assert types == [(FLOAT, (2, 1)), (FLOAT, (1, 1)), (INT64, (1, 1)), (FLOAT, (2, 1))]
     vendors.dtype = ir.DataType.FLOAT16
-    assert tall.dtype == FLOAT  # Each has a type of its own.
+    assert tall.dtype == FLOAT  # The values do not share one type object.
     assert label_of(model.graph[0]) == "layers.1 (Neg/extra_Reshape_0)"
 
 
@@ -83,9 +83,9 @@ def test_constants_of_one_content_are_shared() -> None:
     made = [writer.constant(array) for array in (np.array([1, 2]), *others)]
     assert len(model.graph.initializers) == len(made)
     for value, array in zip(made[1:], others, strict=True):
-        found = constant_array(value)
-        np.testing.assert_array_equal(found, array)
-        assert found.dtype == array.dtype
+        stored = constant_array(value)
+        np.testing.assert_array_equal(stored, array)
+        assert stored.dtype == array.dtype
 
 
 def test_a_value_in_the_place_of_another_has_its_name() -> None:
@@ -131,13 +131,13 @@ def test_the_layer_in_a_module_path(path: str, expected: tuple[int, str] | None)
 
 
 def test_every_node_of_an_export_has_a_place() -> None:
-    """Layer 0 is dense, layer 1 is routed. The exporter notes no layer for what `route` does itself, such as TopK."""
+    """Layer 0 is dense, layer 1 is routed. The exporter records no layer for nodes of `route` itself, such as TopK."""
     graph = portable_graph(make_spec())
     count = Counter(module_of(node) for node in graph.graph)
     assert {"layers.0", "layers.1", "norm", "embedding"} <= count.keys()
     assert count["layers.0"] > 15
     assert count["layers.1"] > 30
-    # Next to nothing is left: the mask of real tokens, the slices of the tables.
+    # Few nodes are elsewhere: the mask of real tokens, the slices of the tables.
     other = sum(count[name] for name in count.keys() - {"layers.0", "layers.1", "norm", "embedding"})
     assert other < len(graph.graph) / 5
     for node in graph.graph:
@@ -148,25 +148,25 @@ def test_every_node_of_an_export_has_a_place() -> None:
                 assert module_of(node) == ".".join(str(value.name).split(".")[:2])
     (routed,) = [value.producer() for value in graph.graph.outputs if value.name == "routed_1"]
     assert module_of(routed) == "layers.1"
-    # The exporter says nothing of what a block does itself; what the residual's sum reads does.
+    # The exporter records no place for a block's own nodes; the inputs of the residual's sum reveal it.
     assert {"layers.0", "layers.1"} <= {module_of(node) for node in graph.graph if node.op_type == "Add"}
 
 
 @pytest.mark.parametrize(
     ("body", "scopes", "expected"),
     [
-        # By its own path or weight, by what it reads, or else by the only layer that reads it.
+        # The place comes from the node's path or weight, from its inputs, or else from the only layer that reads it.
         ("a = Neg (x) b = Neg (a) y = Neg (b)", {"a": "layers.0.mlp", "y": "layers.1"}, "layers.0 layers.0 layers.1"),
         ("a = Add (x, w) y = Neg (a)", {}, "layers.4 layers.4"),
         ("a = Neg (x) b = Neg (a) y = Neg (b)", {"b": "layers.2", "y": "layers.3"}, "layers.2 layers.2 layers.3"),
-        # The latest of several layers counts; what two layers draw on is of neither.
+        # Of several layers the latest counts; a node that two layers read belongs to neither.
         ("a = Neg (x) b = Abs (x) y = Add (a, b)", {"a": "layers.4", "b": "layers.2"}, "layers.4 layers.2 layers.4"),
         ("a = Neg (x) b = Neg (a) y = Abs (a)", {"b": "layers.0", "y": "layers.1"}, "node_a layers.0 layers.1"),
         ("y = Neg (x)", {"y": "linear_7"}, "node_y"),
     ],
 )
 def test_where_a_node_stands(body: str, scopes: dict[str, str], expected: str) -> None:
-    """For messages its name stands beside the place."""
+    """In messages, the name of the node follows its place."""
     model = parsed(f"g (float[2] x) => (float[2] y) <float[2] w = {{1.0, 2.0}}> {{ {body} }}")
     model.graph.initializers["w"].name = "layers.4.router.weight"
     for node in model.graph:

@@ -1,4 +1,4 @@
-"""A norm that is written out becomes the operator, with the same numbers, and only where it means the same."""
+"""A norm in basic operators becomes the norm operator with the same numbers, only where it is equivalent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def written_out(body: str, more: str = "", opset: int = 23) -> ir.Model:
 
 
 def rewritten(model: ir.Model) -> ir.Node:
-    """The only node that is left, after the numbers were compared."""
+    """Rewrites the model, compares its numbers, and returns the only node that is left."""
     feeds = random_feeds(model)
     before = run(model, feeds)[0]
     assert len(NormOperator().ensures(model, TENSORRT, "float32")) == 1
@@ -96,14 +96,14 @@ def test_a_bias_after_an_rms_norm_and_a_row_of_weights_stay() -> None:
 
 
 def test_what_else_reads_a_part_of_it_still_does() -> None:
-    """A norm before its weight, and the root."""
+    """Other nodes read the norm before its weight, and the root."""
     model = written_out(SQUARE + INVERSE + "n = Mul (x, i) y = Mul (n, w)", more="p = Mul (n, r) z = Neg (p)")
     feeds = random_feeds(model)
     before = run(model, feeds)
     assert NormOperator().run(model, TENSORRT, "float32") == 1
     common.RemoveUnusedNodesPass()(model)
-    for found, expected in zip(run(model, feeds), before, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    for output, expected in zip(run(model, feeds), before, strict=True):
+        np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     assert {"RMSNormalization", "Sqrt", "Mul"} <= set(op_types(model))
 
 
@@ -139,7 +139,7 @@ def test_leaves_what_only_resembles_it(name: str) -> None:
 
 
 class Written(nn.Module):
-    """As users write them: LayerNorm by a mean and `var`, then RMSNorm as in transformers, then without weights."""
+    """Norms as users write them: LayerNorm with `var`, RMSNorm as in transformers, and LayerNorm without weights."""
 
     def __init__(self) -> None:
         super().__init__()

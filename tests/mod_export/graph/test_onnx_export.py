@@ -39,7 +39,7 @@ CAPACITIES: Mapping[str, float] = {"floor": 0.25, "floor_min1": 0.01, "strict_fl
 
 
 def variants() -> list[RoutingSpec]:
-    """Every variant of every declaration at least once, in ever other combinations."""
+    """Every variant of every declaration at least once, in changing combinations."""
     tables: dict[str, Any] = {
         "gate": GATES, "combine": COMBINES, "router": LEARNED_ROUTERS, "capacity_rule": CAPACITY_RULES,
         "positions": POSITIONS, "router_input": ROUTER_INPUTS,
@@ -58,7 +58,7 @@ def make_spec(routing: RoutingSpec | None, **sizes: Any) -> ModelSpec:
 
 
 def save(model: ir.Model, state: Mapping[str, Tensor], folder: Path) -> Path:
-    """The graph beside a weights file, as a build folder has them."""
+    """Writes the graph next to a weights file, as in a build folder."""
     write_weights(folder / "weights.data", state, "float32")
     bind_weights(model, [WeightsFile.open(folder / "weights.data")], folder)
     path = folder / "graph.onnx"
@@ -123,9 +123,9 @@ def test_equal_scores_are_taken_in_order(exported: tuple[ir.Model, torch.nn.Modu
     runner = runner_of(save(model, state_of(module), tmp_path))
     for lengths_B in ([24, 24, 24], [24, 7, 1]):
         feeds = {"input_ids": np.full((BUCKET.batch, BUCKET.seq), 5), "lengths": np.array(lengths_B)}
-        found = runner.run(feeds, ["routed_0"])
-        # Nothing stands before layer 0 that could tell one of these tokens from another.
-        assert found["routed_0"].tolist() == [list(range(6))] * 3
+        outputs = runner.run(feeds, ["routed_0"])
+        # No layer comes before layer 0 and could make these tokens different.
+        assert outputs["routed_0"].tolist() == [list(range(6))] * 3
 
 
 @pytest.fixture(scope="module")
@@ -184,13 +184,13 @@ def test_an_operator_without_a_translation_is_named() -> None:
         library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
         library.impl("mystery", lambda x: torch.empty_like(x), "Meta")
         program = captured_module(Does(lambda ids, _: torch.ops.mod_export_test.mystery(ids)), Bucket(1, 4), "mod")
-        said = r"^mod_export_test\.mystery has no ONNX form in torch\.onnx, at .*small_graphs\.py:\d+\n"
-        with pytest.raises(GraphError, match=said):
+        message = r"^mod_export_test\.mystery has no ONNX form in torch\.onnx, at .*small_graphs\.py:\d+\n"
+        with pytest.raises(GraphError, match=message):
             onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
 
 
 def test_an_overload_without_a_translation_is_named() -> None:
-    """And not another one of the same operator, in front of it."""
+    """The error names this overload, not an earlier overload of the same operator."""
 
     def bits(ids_BS: Tensor, _lengths_B: Tensor) -> Tensor:
         return ids_BS.float().view(-1).view(torch.int32)
@@ -218,8 +218,8 @@ def test_the_whole_sort_keeps_its_ties_in_order(tmp_path: Path) -> None:
     program = captured_module(Does(by_value), Bucket(3, 5), "mod")
     model = onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
     ids_BS = torch.tensor([[1, 2, 1, 2, 1], [0, 0, 0, 0, 0], [1, 2, 1, 2, 3]])
-    found = runner_of(save(model, {}, tmp_path)).run({"input_ids": ids_BS.numpy(), "lengths": np.ones(3, np.int64)})
-    np.testing.assert_array_equal(found["logits"], by_value(ids_BS, ids_BS).numpy())
+    outputs = runner_of(save(model, {}, tmp_path)).run({"input_ids": ids_BS.numpy(), "lengths": np.ones(3, np.int64)})
+    np.testing.assert_array_equal(outputs["logits"], by_value(ids_BS, ids_BS).numpy())
 
 
 def routed(shape: str) -> ir.Model:
@@ -265,7 +265,7 @@ def test_an_unsound_graph_is_refused(exported: tuple[ir.Model, torch.nn.Module],
 
 
 def test_any_model_keeps_the_names_that_it_is_given() -> None:
-    """Weights keep theirs, in branches too, and have no value."""
+    """Weights keep their names, in branches too, and have no value."""
     module = TwoWays()
     program = captured(module, (torch.ones(2, 2), torch.tensor([True, False])), "two ways")
     model = onnx_from_captured(program, state_of(module), ["values", "flags"], ["product", "count"])

@@ -1,4 +1,4 @@
-"""What every entry of PASSES must keep, whoever adds it."""
+"""The contract that every entry of PASSES must keep."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCKED = Dialect(name="a target that takes queries in blocks", max_opset=23, qu
 ORT_CPU = ENGINES["ort-cpu"].dialect
 DIALECTS = [PORTABLE, SMALL, BLOCKED, *(engine.dialect for engine in ENGINES.values() if engine.from_onnx)]
 SPEC = make_spec()
-# Weights as whole numbers are proven where they have values (test_products.py).
+# Quantized weights are tested where they have values (test_quantize_weights.py).
 TOLERANCE: dict[DType, float] = {"float32": 1e-5, "float16": 2e-2}
 
 
@@ -39,15 +39,15 @@ CASES = [
     pytest.param(graph_pass, needing[0], dtype, id=f"{graph_pass.name}-{dtype}")
     for graph_pass in PASSES
     for dtype in DTYPES
-    # Weights as whole numbers are only for one.
+    # Of these dialects, only that of ort-cpu quantizes weights.
     for dialects in [(ORT_CPU,) if dtype in QUANTIZED else (SMALL, BLOCKED, ORT_CPU)]
-    if (needing := [one for one in dialects if graph_pass.applies(one, dtype)])
+    if (needing := [dialect for dialect in dialects if graph_pass.applies(dialect, dtype)])
 ]
-"""Every pass with the first dialect that needs it, in every dtype in which one does."""
+"""Every pass, in every dtype in which a dialect needs it, with the first such dialect."""
 
 
 def graph_for(graph_pass: GraphPass, dialect: Dialect, dtype: DType) -> ir.Model:
-    """A graph as this pass finds it: after the passes before it."""
+    """The graph that this pass gets, after all earlier passes."""
     model = portable_graph(SPEC)
     for earlier in PASSES[: PASSES.index(graph_pass)]:
         if earlier.applies(dialect, dtype):
@@ -56,15 +56,15 @@ def graph_for(graph_pass: GraphPass, dialect: Dialect, dtype: DType) -> ir.Model
 
 
 def outputs_of(model: ir.Model) -> list[np.ndarray]:
-    """Logits of real tokens, and routed positions that are real."""
+    """Logits of real tokens, and routed positions."""
     logits_BSV, index_BK = run(model, feeds())
     return [logits_BSV[0].astype(np.float32), logits_BSV[1, :5].astype(np.float32), index_BK]
 
 
 def test_every_pass_has_a_name_and_is_needed_by_some_dialect() -> None:
     assert {case.values[0] for case in CASES} == set(PASSES)
-    assert len({one.name for one in PASSES}) == len(PASSES)
-    assert all(type(one).__doc__ for one in PASSES)
+    assert len({graph_pass.name for graph_pass in PASSES}) == len(PASSES)
+    assert all(type(graph_pass).__doc__ for graph_pass in PASSES)
 
 
 @pytest.mark.parametrize(("graph_pass", "dialect", "dtype"), CASES)
@@ -79,8 +79,8 @@ def test_it_does_what_it_ensures_once_and_keeps_the_meaning(
     assert list(graph_pass.ensures(model, dialect, dtype)) == []
     if dtype in TOLERANCE:
         after = outputs_of(model)
-        for found, expected in zip(after[:2], before[:2], strict=True):
-            np.testing.assert_allclose(found, expected, atol=TOLERANCE[dtype], rtol=0)
+        for output, expected in zip(after[:2], before[:2], strict=True):
+            np.testing.assert_allclose(output, expected, atol=TOLERANCE[dtype], rtol=0)
         np.testing.assert_array_equal(after[2], before[2])
 
 
@@ -97,12 +97,12 @@ def test_the_table_as_a_whole_gives_every_dialect_its_graph(dialect: Dialect, dt
     model = portable_graph(SPEC)
     expected = outputs_of(model)
     applied = run_passes(model, dialect, dtype)
-    assert list(applied) == [one.name for one in PASSES if one.applies(dialect, dtype)]
+    assert list(applied) == [graph_pass.name for graph_pass in PASSES if graph_pass.applies(dialect, dtype)]
     assert (applied["select_topk"], applied.get("threshold_selection", 0)) == (1, int(dialect is SMALL))
     check_dialect(model, dialect, dtype)
     if dtype in TOLERANCE:
-        for found, wanted in zip(outputs_of(model)[:2], expected[:2], strict=True):
-            np.testing.assert_allclose(found, wanted, atol=TOLERANCE[dtype], rtol=0)
+        for output, wanted in zip(outputs_of(model)[:2], expected[:2], strict=True):
+            np.testing.assert_allclose(output, wanted, atol=TOLERANCE[dtype], rtol=0)
     # Weights keep their names, so that every graph can share one file of them.
     state = set(state_of(make_model(SPEC)))
     if dtype in QUANTIZED:

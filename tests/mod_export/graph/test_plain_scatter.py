@@ -20,7 +20,7 @@ SELECT = """
 
 
 def flat(stride: int, reduction: str = "add") -> ir.Model:
-    """Rows of the flattened stream: position + stride * batch row; 16 tokens in a row."""
+    """A scatter to rows position + stride * batch row of the flattened stream, with 16 tokens in a row."""
     return parsed(
         f"""g (float[2,16] scores, float[40,8] x, float[8,8] u) => (float[40,8] y)
         <int64[1] k = {{4}}, int64[2,1] offset = {{0, {stride}}}, int64[2] shape = {{8, 1}}> {{ {SELECT}
@@ -32,7 +32,7 @@ def flat(stride: int, reduction: str = "add") -> ir.Model:
 
 
 def pairs(rows: str) -> ir.Model:
-    """(batch row, position) as x[rows, positions] has it."""
+    """A scatter to pairs (batch row, position), as in x[rows, positions]."""
     return parsed(
         f"""g (float[2,16] scores, float[2,16,8] x, float[2,4,8] u) => (float[2,16,8] y)
         <int64[1] k = {{4}}, int64[2,1,1] batch = {{{rows}}}, int64[3] shape = {{2, 4, 1}}, int64[1] last = {{-1}}> {{
@@ -46,7 +46,7 @@ def pairs(rows: str) -> ir.Model:
 
 
 def elements(axis: int, reduction: str = "add") -> ir.Model:
-    """scatter_add and scatter_reduce along an axis."""
+    """A scatter along an axis, as in scatter_add and scatter_reduce."""
     return parsed(
         f"""g (float[2,16] scores, float[2,16,8] x, float[2,4,8] u) => (float[2,16,8] y)
         <int64[1] k = {{4}}, int64[3] shape = {{2, 4, 8}}, int64[1] last = {{-1}}> {{ {SELECT}

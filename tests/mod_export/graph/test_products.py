@@ -1,4 +1,4 @@
-"""Weights are multiplied as they are stored."""
+"""Products read weights as they are stored, without a transpose."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_anything_else_is_left(types: str, body: str) -> None:
 
 
 def test_rows_without_a_batch_are_multiplied_by_the_same_operator() -> None:
-    """As the head of a prompt's last token is: sessions share packed weights among operators of one type."""
+    """The head of a prompt's last token is one: sessions share packed weights among operators of one type."""
     text = f"g (float[3,4] x) => (float[3,6] y) {WEIGHT} {{ y = Gemm <transB = 1> (x, w) }}"
     model, feeds = parsed(text), {"x": np.random.default_rng(0).standard_normal((3, 4), np.float32)}
     assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == ["Gemm packs a copy of w"]
@@ -58,7 +58,7 @@ def test_rows_without_a_batch_are_multiplied_by_the_same_operator() -> None:
 
 
 def test_a_product_of_a_product_reads_what_replaced_it() -> None:
-    """As two projections without a norm between them: the second was found before the first one was replaced."""
+    """Of two projections without a norm between them, the second is found before the first one is replaced."""
     text = """g (float[3,4] x) => (float[3,4] y) <float[4,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16}> {
         a = Gemm <transB = 1> (x, w) t = Transpose (w) y = MatMul (a, t)
     }"""
@@ -76,19 +76,19 @@ else_branch = b () => (float[1,3,6] q) {{
 
 
 def test_products_in_branches_are_the_same() -> None:
-    """Their weights are those of the whole graph, which no branch copies."""
+    """Their weights belong to the outer graph, and no branch copies them."""
     model = parsed(BRANCHES)
     feeds = [
         {"flag": np.array(flag), "x": np.random.default_rng(0).standard_normal((1, 3, 4), np.float32)}
         for flag in (True, False)
     ]
-    expected = [run(parsed(BRANCHES), one)[0] for one in feeds]
+    expected = [run(parsed(BRANCHES), inputs)[0] for inputs in feeds]
     left = ["MatMul packs a copy of w"] * 2
     assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == left
     assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 2
     assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == []
     kinds = Counter(node.op_type for node in model.graph.all_nodes())
     assert kinds == {"If": 1, "FusedMatMul": 2, "Neg": 1, "Abs": 1, "Transpose": kinds["Transpose"]}
-    for one, other in zip(feeds, expected, strict=True):
-        (found,) = run(model, one)
-        np.testing.assert_array_equal(found, other)
+    for inputs, reference in zip(feeds, expected, strict=True):
+        (output,) = run(model, inputs)
+        np.testing.assert_array_equal(output, reference)

@@ -1,4 +1,4 @@
-"""Which products become whole numbers, of whole rows and where text is written, and what they compute then."""
+"""Which products are quantized, for whole rows and for text generation, and what they then compute."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ INT8 = {f"layers.{layer}.{name}.weight" for layer in (0, 1) for name in (*PROJEC
 GATED = {f"layers.{layer}.mlp.down_proj.weight" for layer in (0, 1)}
 HEAD = {"embedding.weight"}
 ROWS = 32
-"""Of a token each: as many as count as many, in a graph of one row; a routed layer takes half of them."""
+"""Tokens of the only row of a graph: just enough to count as many rows, for products outside of routed layers."""
 
 
 def logits(dtype: QuantizedDType | None, folder: Path, ids_BS: np.ndarray) -> np.ndarray:
-    """Of the dense model: with a router, another token may be taken."""
+    """Logits of the dense model, because a router might select other tokens."""
     model = portable_graph(SPEC.dense(), 1, ROWS)
     kind = dtype or "float32"
     run_passes(model, OrtCpu.dialect, kind)
@@ -44,17 +44,17 @@ def logits(dtype: QuantizedDType | None, folder: Path, ids_BS: np.ndarray) -> np
     bind_weights(model, [WeightsFile.open(folder / "w.data")], folder)
     (folder / "g.onnx").write_bytes(ir.to_proto(model).SerializeToString())
     session = session_from_onnx(folder / "g.onnx", folder, [CPU], 1, {})
-    found: np.ndarray = session.run(["logits"], {"input_ids": ids_BS, "lengths": np.array([ROWS])})[0]
-    return found
+    result: np.ndarray = session.run(["logits"], {"input_ids": ids_BS, "lengths": np.array([ROWS])})[0]
+    return result
 
 
 def stored(dialect: Dialect, dtype: QuantizedDType, spec: ModelSpec, rows: int) -> dict[Form, set[str]]:
     """The weights that a graph reads in each form."""
-    found: dict[Form, set[str]] = {}
+    weights: dict[Form, set[str]] = {}
     for name, forms in stored_forms(portable_graph(spec, 1, rows), dialect, dtype).items():
         for form in forms - {"float"}:
-            found.setdefault(form, set()).update(name.split(BELOW))
-    return found
+            weights.setdefault(form, set()).update(name.split(BELOW))
+    return weights
 
 
 def test_products_of_many_rows_are_of_whole_columns_but_those_that_need_blocks() -> None:
@@ -68,7 +68,7 @@ def test_products_of_many_rows_are_of_whole_columns_but_those_that_need_blocks()
 
 def test_rows_are_rounded_once_and_products_in_blocks_are_one() -> None:
     model = portable_graph(SPEC.dense(), 1, ROWS)
-    # And the lookup, of the table that the head reads.
+    # The lookup in the table that the head reads is one more.
     assert QuantizeWeights().run(model, OrtCpu.dialect, "int8") == len(INT8 | GATED | HEAD) + 1
     counts = Counter(node.op_type for node in model.graph)
     # q, k and v read one value, gate and up another, o a third.
@@ -86,20 +86,20 @@ def test_logits_are_near_and_no_token_depends_on_a_later_one(
     for name in ("float32", dtype):
         (tmp_path / name).mkdir()
     ids_BS = np.arange(ROWS)[None]
-    expected, found = logits(None, tmp_path / "float32", ids_BS), logits(dtype, tmp_path / dtype, ids_BS)
-    error = np.abs(found - expected).max() / np.abs(expected).max()
+    expected, quantized = logits(None, tmp_path / "float32", ids_BS), logits(dtype, tmp_path / dtype, ids_BS)
+    error = np.abs(quantized - expected).max() / np.abs(expected).max()
     assert 0 < error < most
     sizes = [(tmp_path / name / "w.data").stat().st_size for name in (dtype, "float32")]
     assert sizes[0] < 0.4 * sizes[1]
     ids_BS[:, 20:] = 7
-    np.testing.assert_array_equal(logits(dtype, tmp_path / dtype, ids_BS)[:, :20], found[:, :20])
+    np.testing.assert_array_equal(logits(dtype, tmp_path / dtype, ids_BS)[:, :20], quantized[:, :20])
 
 
 ROUNDED_BY_THE_ENGINE = {
     "int8": {"DequantizeLinear": len(INT8 | GATED | HEAD), "MatMulNBits": 0},
     "int4": {"DequantizeLinear": 1, "MatMulNBits": 8},
 }
-"""Of the head alone in int4."""
+"""In int4, only the head has a DequantizeLinear."""
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
@@ -115,15 +115,15 @@ def test_where_the_engine_rounds_activations_all_but_the_router_are_whole_number
         if node.op_type in ("DequantizeLinear", "MatMulNBits", "Softmax", "RMSNormalization"):
             assert node.outputs[0].dtype == ir.DataType.BFLOAT16
         if node.op_type == "Gather" and node.inputs[0] is model.graph.initializers["embedding.weight"]:
-            assert node.outputs[0].dtype == ir.DataType.FLOAT  # Its rows are cast, and not the table.
-    # The floats of a file of whole numbers are float32, so a graph that reads them casts them.
+            assert node.outputs[0].dtype == ir.DataType.FLOAT  # Its rows are cast, not the table.
+    # A file of quantized weights keeps its floats in float32, so a graph that reads them casts them.
     weights = state_of(make_model(SPEC))
     held = {name: value.dtype for name, value in model.graph.initializers.items() if name.rpartition(".")[0] in weights}
     held |= {name: value.dtype for name, value in model.graph.initializers.items() if name in weights}
     assert set(held.values()) == {ir.DataType.FLOAT, ir.DataType.UINT8, ir.DataType.INT8} - (
         {ir.DataType.UINT8} if dtype == "int8" else set()
     )
-    # Where all products have few rows, as those of a step, weights are in blocks, and the table is looked up as it is.
+    # Where all products have few rows, as in a step, weights are in blocks; the lookup reads the table as it is stored.
     assert stored(OpenVino.dialect, "int8", SPEC, ROWS - 1) == {"int8_blocks": INT8 | GATED | HEAD}
     compared = [node.inputs[0] for node in model.graph if node.op_type == "TopK"]
     assert ir.DataType.FLOAT in (dtypes := {value and value.dtype for value in compared})
@@ -131,13 +131,13 @@ def test_where_the_engine_rounds_activations_all_but_the_router_are_whole_number
 
 
 def rounded(model: ir.Model, dtype: QuantizedDType) -> set[str]:
-    """Weights that neither a head nor another product needs in blocks of eight bits."""
+    """Weights that are stored as `dtype` only, not in blocks of eight bits for a head or another product."""
     forms = stored_forms(model.clone(), OrtCpu.dialect, dtype)
     return {name for name, some in forms.items() if some == {dtype}}
 
 
 def with_weight(size: int, body: str, result: str) -> ir.Model:
-    """A graph over x float (1, 32, size) and the transpose t of a weight w of `size` squared."""
+    """A graph of z = x t and `body`, with x float (1, 32, size) and the transpose t of a weight w (size, size)."""
     model = parsed(
         f"g (float[1,32,{size}] x, float[{size},{size}] w) => (float[{result}] y) "
         f"{{ t = Transpose <perm: ints = [1,0]> (w) z = MatMul (x, t) {body} }}"
@@ -184,13 +184,13 @@ y = If (flag) <
 then_branch = a () => (float[2,64] p) { t = Transpose <perm: ints = [1,0]> (v) p = MatMul (x, t) },
 else_branch = b () => (float[2,64] q) { q = Identity (x) }>
 u = Transpose <perm: ints = [1,0]> (w) logits = MatMul (y, u) }"""
-"""A step with a tied head, and a product in a condition."""
+"""A step with a tied head, and a product in a branch."""
 
 
 def step_of_text(
     dtype: QuantizedDType | None, folder: Path
 ) -> tuple[ir.Model, Callable[[list[int], bool], np.ndarray]]:
-    """The graph in the form that writes text, and what it computes of two ids."""
+    """The rewritten graph of `STEP`, and a function that runs it on two ids and a flag."""
     model = parsed(STEP)
     weights = {name: torch.randn(64, 64, generator=torch.Generator().manual_seed(n)) / 8 for n, name in enumerate("wv")}
     for value in model.graph.inputs[2:]:
@@ -213,22 +213,22 @@ def test_where_text_is_written_head_table_and_branches_are_in_blocks(
 ) -> None:
     for name in ("float32", dtype):
         (tmp_path / name).mkdir()
-    model, found = step_of_text(dtype, tmp_path / dtype)
-    _, expected = step_of_text(None, tmp_path / "float32")
-    # One table for lookup and head, in eight bits: no later layer averages the errors of the head.
+    model, run_quantized = step_of_text(dtype, tmp_path / dtype)
+    _, run_float = step_of_text(None, tmp_path / "float32")
+    # Lookup and head share one table in eight bits, because no later layer averages the errors of the head.
     assert forms_of(WeightsFile.open(tmp_path / dtype / "w.data").entries) == {"w": {head}, "v": {branch}}
     bits = {node.attributes.get_int("bits") for node in model.graph.all_nodes() if node.op_type == "MatMulNBits"}
     assert bits == {8, 8 if dtype == "int8" else 4}
     assert {node.attributes.get_int("accuracy_level") for node in model.graph.all_nodes() if node.domain} == {4}
     for flag in (True, False):
-        wanted = expected([3, 60], flag)
-        error = np.abs(found([3, 60], flag) - wanted).max() / np.abs(wanted).max()
+        wanted = run_float([3, 60], flag)
+        error = np.abs(run_quantized([3, 60], flag) - wanted).max() / np.abs(wanted).max()
         assert 0 < error < (most if flag else 0.03)
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_a_row_does_not_depend_on_the_row_beside_it(dtype: QuantizedDType, tmp_path: Path) -> None:
-    _, found = step_of_text(dtype, tmp_path)
-    alone = found([3, 3], True)[0]
+    _, run_step = step_of_text(dtype, tmp_path)
+    alone = run_step([3, 3], True)[0]
     for other in range(0, 64, 7):
-        np.testing.assert_array_equal(found([3, other], True)[0], alone)
+        np.testing.assert_array_equal(run_step([3, other], True)[0], alone)

@@ -45,7 +45,7 @@ def test_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch, attributes: str
     assert QueryBlocks().ensures(model, blocks(T17=block), "float32") == left
     assert QueryBlocks().run(model, blocks(T17=block), "float32") == 1
     assert QueryBlocks().ensures(model, blocks(T17=block), "float32") == []
-    assert ("Less" in op_types(model)) is large  # what hides the masks from constant folding
+    assert ("Less" in op_types(model)) is large  # It hides the masks from constant folding.
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
 
 
@@ -104,7 +104,7 @@ def test_leaves_alone_what_it_need_not_split(keys: int, mask: str, call: str, bl
 
 @pytest.mark.parametrize("block", [1, 3, 4])
 def test_heads_may_lie_side_by_side(block: int) -> None:
-    """(B, T, heads * E): the same blocks, cut along another dimension."""
+    """Tensors (B, T, heads * E) are cut into the same blocks, along another dimension."""
     text = (
         "g (float[2,8,32] q, float[2,8,16] k, float[2,8,16] v) => (float[2,8,32] y) "
         "{ y = Attention <is_causal = 1, q_num_heads = 4, kv_num_heads = 2> (q, k, v) }"

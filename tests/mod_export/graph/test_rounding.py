@@ -1,4 +1,4 @@
-"""Weights rounded to whole numbers stand for the weights, and of four bits products change little."""
+"""Quantized weights represent the original weights, and four bits change products only a little."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mod_export.graph.weights import BLOCKS, Form, quantized_tensors
 
 
 def restored(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> torch.Tensor:
-    """The weight (N, K) that the stored numbers stand for."""
+    """The weight (N, K) that the stored numbers represent."""
     N, K = weight_NK.shape
     scale, *packed = range_of(weight_NK, form)
     if form == "int8":
@@ -32,15 +32,15 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(1, 1), (3, 32), (48, 33), (40, 100)])
 def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], form: Form) -> None:
     weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    weight_NK[-1] = 0  # Nothing is divided by the largest of these.
+    weight_NK[-1] = 0  # The largest number of this row is 0, and nothing may be divided by it.
     whole, ranges = whole_numbers(weight_NK, form), range_of(weight_NK, form)
     stored = quantized_tensors("w", shape, form)
     assert [tuple(each.shape) for each in (whole, *ranges)] == [kind[1] for kind in stored.values()]
     assert all(each.is_contiguous() for each in (whole, *ranges))
     scale = ranges[0]
     assert [each.dtype for each in ranges] == [torch.float32, torch.uint8][: len(ranges)]
-    # Half a step; in blocks a whole one at the end of the range that has one number less, and of four bits five more,
-    # by which a range of fifteen can have been made shorter.
+    # The limit is half a step; in blocks a whole step, because one end of the range has one number less; in four bits
+    # five steps more, because the search may have shortened a range of fifteen steps by so much.
     steps = scale.abs()[:, None] if form == "int8" else scale.abs().repeat_interleave(BLOCKS[form], 1)[:, : shape[1]]
     error = (restored(whole, weight_NK, form) - weight_NK).abs()
     allowed = {"int8": 0.5, "int8_blocks": 1.0, "int8_blocks64": 1.0, "int4": 6.0}[form] * steps * 1.0001
@@ -48,7 +48,7 @@ def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], form: Form
 
 
 def test_blocks_of_four_bits_have_the_range_of_the_least_error() -> None:
-    """Of one large weight and many small ones it is shorter than the large one needs."""
+    """For one large weight among many small ones, the range is shorter than the large one needs."""
     weight_NK = torch.cat([torch.full((1, BLOCKS["int4"] - 1), 0.9), torch.tensor([[7.5]])], 1)
     scale_NM, zero = range_of(weight_NK, "int4")
     assert float(scale_NM) < 7.4 / 15
@@ -67,7 +67,7 @@ def test_blocks_of_four_bits_have_the_range_of_the_least_error() -> None:
 
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40))
 def test_no_two_neighbours_saturate_sixteen_bits(numbers: list[float]) -> None:
-    """vpmaddubsw adds two products of an unsigned and a signed byte: 255 times both must fit into 16 bits."""
+    """vpmaddubsw adds two products of an unsigned and a signed byte: 255 times their sum must fit into 16 bits."""
     whole_KN = whole_numbers(torch.tensor([numbers]), "int8")
     column = whole_KN[:, 0].int().abs().tolist()
     column += [0] * (len(column) % 2)
@@ -89,7 +89,7 @@ def test_the_largest_of_a_block_is_exact(form: Form) -> None:
 
 
 def correlated(rows: int, width: int) -> torch.Tensor:
-    """Rows as layers see them: a few directions are most of each."""
+    """Rows like those that layers get: a few directions make up most of each row."""
     directions = torch.randn(6, width, generator=torch.Generator().manual_seed(2))
     generator = torch.Generator().manual_seed(rows)
     mixed = torch.randn(rows, 6, generator=generator) @ directions
@@ -104,8 +104,8 @@ def test_products_change_less_than_by_the_nearest_numbers(shape: tuple[int, int]
     for moments_KK in (None, x.T @ x):
         whole = whole_numbers(weight_NK, "int4", moments_KK)
         assert is_rounded(whole, weight_NK, "int4")
-        found = restored(whole, weight_NK, "int4")
-        errors.append(float((correlated(400, shape[1]) @ (found - weight_NK).T).square().mean()))
+        rounded_NK = restored(whole, weight_NK, "int4")
+        errors.append(float((correlated(400, shape[1]) @ (rounded_NK - weight_NK).T).square().mean()))
     assert errors[1] < 0.5 * errors[0]
 
 

@@ -23,7 +23,7 @@ NONE = -math.inf
 
 
 class TwoSites(nn.Module):
-    """A block for two of the tokens, and inside it two experts that take one of these each."""
+    """A block for two tokens of each row; inside it, two experts take one of these tokens each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,19 +70,19 @@ def test_sites_are_listed_and_erased(model: TwoSites, strict: bool, dtype: torch
         RoutingSite("4.expert0", 1, "rank"),
         RoutingSite("4.expert1", 1, "rank"),
     ]
-    found = captured(model, [x_BTD], "model", strict=strict)
-    assert found.routed == ["routed_3", "routed_4.expert0", "routed_4.expert1"]
-    assert not [node for node in found.program.graph.nodes if "mark" in str(node.target)]
+    capture = captured(model, [x_BTD], "model", strict=strict)
+    assert capture.routed == ["routed_3", "routed_4.expert0", "routed_4.expert1"]
+    assert not [node for node in capture.program.graph.nodes if "mark" in str(node.target)]
     run = SiteRun(5)
     outputs = run_sites(program, state_of(model), [x_BTD], run)
     assert torch.equal(outputs[0], model(x_BTD)[0])
-    erased = found.program.module()(x_BTD)
+    erased = capture.program.module()(x_BTD)
     for output, expected in zip(erased, [*outputs, *(one.index_BK for one in run.selections.values())], strict=True):
         assert torch.equal(output, expected)
 
 
 class Unnamed(nn.Module):
-    """One site, or with a second marker in the same module two, and no names."""
+    """A module with one or two markers, which have no names."""
 
     def __init__(self, markers: int) -> None:
         super().__init__()
@@ -125,8 +125,8 @@ def test_a_site_without_a_name_is_called_after_its_module(strict: bool) -> None:
 def test_a_forced_site_selects_what_it_is_told(model: TwoSites) -> None:
     x_BTD = example(model)
     program = exported(model, [x_BTD], "model")
-    told = {3: torch.tensor([[1, 4], [0, 3]]), "4.expert1": torch.tensor([[4], [2]])}
-    run = SiteRun(5, told)
+    forced = {3: torch.tensor([[1, 4], [0, 3]]), "4.expert1": torch.tensor([[4], [2]])}
+    run = SiteRun(5, forced)
     outputs = run_sites(program, state_of(model), [x_BTD], run)
     assert run.selections[3].index_BK.tolist() == [[1, 4], [0, 3]]
     # Position 2 of the second row has been skipped before, so it cannot be selected.
@@ -152,7 +152,7 @@ def test_a_marker_changes_nothing_in_training() -> None:
 
 
 def test_torch_compile_compiles_a_model_with_markers_as_if_it_had_none() -> None:
-    """As a fallback, a marker would be a call of Python in compiled code, which Inductor refuses where CI is set."""
+    """If a marker were a fallback, compiled code would call Python, which Inductor refuses where CI is set."""
     graphs: list[torch.fx.Graph] = []
 
     def keep(module: torch.fx.GraphModule, _inputs: object) -> object:
@@ -190,23 +190,23 @@ def marked(forced: list[list[int]] | None, *, inner: bool, rule: str = "rank", n
     ],
 )
 def test_what_is_observed(inner: bool, rule: str, index: list[list[int]]) -> None:
-    """Positions of the row; -1 in empty slots, but padding positions where the top k of a whole row is taken."""
-    found = marked(None, inner=inner, rule=rule).selections[1]
-    assert found.index_BK.tolist() == index
-    assert found.rule == rule
-    assert found.live_BK.tolist() == [[True, True], [True, False]]
+    """Indices are positions of the row. Empty slots hold -1, or padding positions in a top-k of the whole row."""
+    selection = marked(None, inner=inner, rule=rule).selections[1]
+    assert selection.index_BK.tolist() == index
+    assert selection.rule == rule
+    assert selection.live_BK.tolist() == [[True, True], [True, False]]
     scores = [[NONE, 0, 1, NONE, 2], [5, NONE, 6, 7, NONE]] if inner else [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
-    assert found.score_BS.tolist() == scores
-    assert found.open_BS.sum(1).tolist() == ([3, 2] if inner else [5, 3])
+    assert selection.score_BS.tolist() == scores
+    assert selection.open_BS.sum(1).tolist() == ([3, 2] if inner else [5, 3])
 
 
 @pytest.mark.parametrize(
     ("inner", "forced", "index", "live"),
     [
         (False, [[1, 3], [2, 4]], [[1, 3], [2, 0]], [[True, True], [True, False]]),
-        # An empty slot holds the first token that is not told to run; padding cannot be told to.
+        # An empty slot holds the first token that is not forced; padding cannot be forced.
         (False, [[3, -1], [4, -1]], [[3, 0], [0, 1]], [[True, False], [False, False]]),
-        # Positions of the row, which have other numbers here; 0 and 3 are not here, or are padding.
+        # Positions of the row have other indices inside the block; 0 and 3 are not in it, or are padding.
         (True, [[0, 4], [2, 3]], [[2, 0], [1, 0]], [[True, False], [True, False]]),
         (True, [[-1, -1], [-1, -1]], [[0, 1], [0, 1]], [[False, False], [False, False]]),
     ],
@@ -214,14 +214,14 @@ def test_what_is_observed(inner: bool, rule: str, index: list[list[int]]) -> Non
 def test_what_is_forced(inner: bool, forced: list[list[int]], index: list[list[int]], live: list[list[bool]]) -> None:
     run = SiteRun(5, {1: torch.tensor(forced)})
     score_BT = torch.zeros(2, 3 if inner else 5)
-    given = torch.tensor([[0, 1]] * 2)
-    args = (given, torch.ones_like(given, dtype=torch.bool), score_BT, INNER_REAL if inner else REAL)
+    unforced_BK = torch.tensor([[0, 1]] * 2)
+    args = (unforced_BK, torch.ones_like(unforced_BK, dtype=torch.bool), score_BT, INNER_REAL if inner else REAL)
     index_BK, live_BK = run.mark(*args, INNER if inner else None, "1", "first_come")
     assert (index_BK.tolist(), live_BK.tolist()) == (index, live)
 
 
 class Plain(nn.Module):
-    """A selection as public implementations have it."""
+    """A selection as in public implementations."""
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         score_BT = x_BTD[..., 0]
@@ -242,5 +242,5 @@ def test_the_marker_is_an_identity_in_eager_mode_and_in_a_users_own_onnx_export(
     assert exported_by_user is not None
     graph = exported_by_user.model.graph
     assert {node.domain for node in graph.all_nodes()} == {""}
-    (found,) = run(exported_by_user.model, {str(graph.inputs[0].name): x_BTD.numpy()})
-    np.testing.assert_array_equal(found, Plain()(x_BTD).numpy())
+    (output,) = run(exported_by_user.model, {str(graph.inputs[0].name): x_BTD.numpy()})
+    np.testing.assert_array_equal(output, Plain()(x_BTD).numpy())

@@ -1,4 +1,4 @@
-"""A full sort of which k are kept becomes one TopK, and where k is too large for it, a threshold and a compaction."""
+"""A full sort that keeps k becomes one TopK, or, where k is too large for TopK, a threshold and a compaction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def full_sort(
     *, sort: str = "axis = -1", size: int = 6, cut: str = "zero, k, last", more: str = "",
     outputs: str = "int64[rows, columns] y",
 ) -> ir.Model:  # fmt: skip
-    """Sorts x (2, 6) whole and keeps two."""
+    """A graph that sorts all of x (2, 6) and keeps two."""
     constants = (
         f"int64[1] size = {{{size}}}, int64[1] zero = {{0}}, int64[1] one = {{1}}, int64[1] k = {{2}}, "
         "int64[1] last = {-1}, int64[1] second = {1}, int64[1] first = {0}, int64[1] all = {9}, int64[1] none = {0}"
@@ -56,7 +56,7 @@ def test_a_sort_of_which_the_first_are_kept_becomes_a_selection(model: ir.Model)
     (message,) = SelectTopk().ensures(model, PORTABLE, "float32")
     assert message.endswith(f" still sorts a whole axis of which {min(expected.shape)} are kept")
     for node in model.graph:
-        node.name = None  # Names are the exporter's choice.
+        node.name = None  # The pass must not depend on the exporter's names.
     assert narrowed(model) == 1
     assert op_types(model) == ["TopK"]
     np.testing.assert_array_equal(run(model, {"x": x})[0], expected)
@@ -105,14 +105,14 @@ def selection(B: int, S: int, k: int) -> ir.Model:
 
 
 def selected(scores: np.ndarray, k: int, limit: int) -> np.ndarray:
-    """What the rewritten selection gives."""
+    """Rewrites a selection and returns its positions."""
     model = selection(*scores.shape, k)
     left = [f"TopK still takes {k} of TopK's at most {limit}"] * 2
     assert ThresholdSelection().ensures(model, limited(limit), "float32") == left
     assert ThresholdSelection().run(model, limited(limit), "float32") == 1
     assert ThresholdSelection().ensures(model, limited(limit), "float32") == []
-    found: np.ndarray = run(model, {"scores": scores})[0]
-    return found
+    positions: np.ndarray = run(model, {"scores": scores})[0]
+    return positions
 
 
 def expected(scores: np.ndarray, k: int) -> np.ndarray:
@@ -139,16 +139,16 @@ def test_selects_the_k_largest_ties_to_the_earlier_token(case: tuple[np.ndarray,
 
 
 def test_rows_of_nothing_but_ties_and_of_what_is_no_number() -> None:
-    """The first tokens of the one; of the other positions that are unique and in range."""
+    """Ties give the first tokens; NaN gives positions that are unique and in range."""
     ties = np.repeat(np.array([[INFINITY], [-INFINITY], [0]], np.float32), 9, axis=1)
     np.testing.assert_array_equal(selected(ties, 7, 2), [list(range(7))] * 3)
-    found = selected(np.array([[np.nan, 1, np.nan, 0, 2, np.nan, 3, 1]], np.float32), 5, 3)[0]
-    assert len(set(found.tolist())) == 5
-    assert 0 <= found.min() <= found.max() < 8
+    positions = selected(np.array([[np.nan, 1, np.nan, 0, 2, np.nan, 3, 1]], np.float32), 5, 3)[0]
+    assert len(set(positions.tolist())) == 5
+    assert 0 <= positions.min() <= positions.max() < 8
 
 
 def test_counts_stay_exact_over_a_long_row() -> None:
-    """70,000 tokens of which nearly all tie: a count in a 16-bit float, or an index in int16, would go wrong."""
+    """Nearly all of 70,000 tokens tie: a count in a 16-bit float, or an index in int16, would be wrong."""
     scores = np.zeros((2, 70_000), np.float32)
     scores[0, 69_990:] = 1
     scores[1, ::7] = -1
@@ -159,7 +159,7 @@ def test_counts_stay_exact_over_a_long_row() -> None:
 
 @pytest.mark.parametrize(("S", "k", "limit", "sorts"), [(20_000, 19_997, 3840, 1), (16, 4, 4, 2), (16, 12, 2, 3)])
 def test_counts_rounds_from_the_nearer_end(S: int, k: int, limit: int, sorts: int) -> None:
-    """All but 3 of 20,000 are selected: one round from below instead of six from above. Within the limit nothing is."""
+    """All but 3 of 20,000 are selected: one round from below replaces six from above. Within the limit, none is."""
     model = selection(1, S, k)
     assert ThresholdSelection().run(model, limited(limit), "float32") == (k > limit)
     assert op_types(model).count("TopK") == sorts
@@ -198,7 +198,7 @@ ASCENDING = "positions, order = TopK <largest = 0> (indices, k)"
     ],
 )
 def test_any_other_selection_is_made_in_rounds(outputs: str, body: str) -> None:
-    """In the order in which one TopK would give it."""
+    """The result is in the order in which one TopK would return it."""
     model = parsed(
         f"""g (float[2,8] scores, float[9,8] tall) => ({outputs})
         <int64[1] k = {{6}}, int64[1] all = {{8}}> {{ {body} }}"""
@@ -214,8 +214,8 @@ def test_any_other_selection_is_made_in_rounds(outputs: str, body: str) -> None:
         rewritten = ir.from_proto(ir.to_proto(model))
         assert ThresholdSelection().run(rewritten, limited(limit), "float32") > 0
         assert ThresholdSelection().ensures(rewritten, limited(limit), "float32") == []
-        for found, one in zip(run(rewritten, feeds), before, strict=True):
-            np.testing.assert_array_equal(found, one)
+        for output, reference in zip(run(rewritten, feeds), before, strict=True):
+            np.testing.assert_array_equal(output, reference)
 
 
 @pytest.mark.parametrize("more", ["", "other = Neg (values)"])

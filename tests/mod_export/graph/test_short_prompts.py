@@ -33,7 +33,7 @@ WITHOUT: dict[str, tuple[Dialect, DType, set[str]]] = {
     "tensorrt-rtx in float16": (RTX, "float16", set()),
     "openvino": (ENGINES["openvino"].dialect, "float32", set()),
 }
-"""Name -> dialect, dtype, and operators that no branch has left once the passes have run."""
+"""Name -> dialect, dtype, and operators that the passes leave in no branch."""
 Run = Callable[[dict[str, np.ndarray]], Sequence[np.ndarray]]
 
 
@@ -51,12 +51,12 @@ def in_openvino(model: ir.Model) -> Run:
 
 
 RUNTIMES: defaultdict[str, Callable[[ir.Model], Run]] = defaultdict(lambda: in_onnx_runtime, openvino=in_openvino)
-"""What runs the graph of a target here."""
+"""The runtime that runs the graph of a target in these tests."""
 
 
 def branch_nodes(model: ir.Model) -> list[list[ir.Node]]:
     """The nodes of each branch that computes a routed part."""
-    # No branch holds another: in one inside another, ONNX Runtime packs no weights.
+    # Branches are not nested, because ONNX Runtime packs no weights in nested branches.
     assert not [node for node in model.graph.all_nodes() if branches_of(node) and node.graph is not model.graph]
     return [list(branch) for node in model.graph for branch in branches_of(node)]
 
@@ -64,7 +64,7 @@ def branch_nodes(model: ir.Model) -> list[list[ir.Node]]:
 @pytest.mark.parametrize("target", WITHOUT)
 @pytest.mark.parametrize("name", ["predictor", pytest.param("routed apart by predictors", marks=pytest.mark.slow)])
 def test_prompts_that_need_each_branch(name: str, target: str) -> None:
-    """Two rows, of which the one that runs more tokens decides; against the eager model, which has no branches."""
+    """The eager model has no branches. Of two rows, the one that runs more tokens decides which branch runs."""
     dialect, dtype, gone = WITHOUT[target]
     model = generating_model(name, torch.float32)
     with torch.device("meta"):
@@ -86,26 +86,26 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
         with torch.no_grad():
             expected = dict(zip(names, eager(ids_BS, lengths_B), strict=True))
         feeds = {"input_ids": ids_BS.numpy(), "lengths": lengths_B.numpy()}
-        found = dict(zip([value.name for value in graph.graph.outputs], running(feeds), strict=True))
-        if dtype == "float16" and not np.array_equal(found["wanted"], expected["wanted"].numpy()):
-            continue  # A score within rounding of 0.
+        arrays = dict(zip([value.name for value in graph.graph.outputs], running(feeds), strict=True))
+        if dtype == "float16" and not np.array_equal(arrays["wanted"], expected["wanted"].numpy()):
+            continue  # A score is within rounding of 0.
         compared += 1
         most |= set(expected["counts"].max(0).values.tolist())
         for output in ("counts", "wanted"):
-            np.testing.assert_array_equal(found[output], expected[output])
+            np.testing.assert_array_equal(arrays[output], expected[output])
         tolerance = 2e-5 if dtype == "float32" else 3e-2
-        np.testing.assert_allclose(found["last_logits"], expected["last_logits"], rtol=tolerance, atol=tolerance)
+        np.testing.assert_allclose(arrays["last_logits"], expected["last_logits"], rtol=tolerance, atol=tolerance)
     assert compared > TEXTS // 2
     assert min(most) <= narrow < max(most)
 
 
 @pytest.mark.parametrize("dtype", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_products_in_branches_are_rounded(dtype: DType) -> None:
-    """As many in each branch as the layer has, and of the same stored weights."""
+    """Each branch has as many quantized products as the layer."""
     spec = replace(GENERATING["predictor"], d_model=32, d_ff=32, d_head=8)
     graph = prefill_graph_of(spec, SEQ)
     run_passes(graph, ORT, dtype)
     for nodes in branch_nodes(graph):
         rounded = [node for node in nodes if node.op_type == "MatMulNBits"]
-        # Of queries, outputs, gate and up together, and down; keys and values are too narrow.
+        # Products for queries, outputs, gate and up together, and down; keys and values are too narrow.
         assert len(rounded) == 4

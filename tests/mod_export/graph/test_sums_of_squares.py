@@ -26,11 +26,11 @@ def test_squares_are_summed_in_float32(name: str) -> None:
     """The square of a number above 255 is infinite in float16, and anything divided by it is 0."""
     model = narrowed(of_rows(SQUARES[name]))
     dtypes = {value.name: value.dtype for node in model.graph for value in node.outputs}
-    assert {dtypes[one] for one in ("p", "m", "n", "largest") if one in dtypes} == {FLOAT}
+    assert {dtypes[key] for key in ("p", "m", "n", "largest") if key in dtypes} == {FLOAT}
     assert (dtypes["h"], dtypes["d"]) == (FLOAT16, FLOAT16)
     x = np.array([[[400, -500, 1, 2], [1e-3, 0, 2e-3, 0]]], np.float32)
-    given = {"x": x, "other": x}
-    np.testing.assert_allclose(run(model, given)[0], run(parsed(of_rows(SQUARES[name])), given)[0], rtol=2e-3)
+    inputs = {"x": x, "other": x}
+    np.testing.assert_allclose(run(model, inputs)[0], run(parsed(of_rows(SQUARES[name])), inputs)[0], rtol=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -41,4 +41,4 @@ def test_squares_are_summed_in_float32(name: str) -> None:
 def test_other_sums_are_as_narrow_as_the_rest(text: str) -> None:
     model = narrowed(of_rows(text))
     dtypes = {value.name: value.dtype for node in model.graph for value in node.outputs}
-    assert {dtypes[one] for one in ("p", "n", "largest")} == {FLOAT16}
+    assert {dtypes[key] for key in ("p", "n", "largest")} == {FLOAT16}

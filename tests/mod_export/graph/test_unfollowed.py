@@ -1,4 +1,4 @@
-"""What is said of selections that are no routing sites: each with its line, and where its indices go."""
+"""Messages about selections that are no routing sites name their line and where their indices go."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def all_in_order(_self: nn.Module, x: Tensor, score: Tensor) -> Tensor:
 
 
 def twice(_self: nn.Module, x: Tensor, score: Tensor) -> Tensor:
-    found = [one.topk(K).indices + 1 for one in (score[..., 0], score[..., 1])]
-    return torch.stack(found)
+    indices = [column.topk(K).indices + 1 for column in (score[..., 0], score[..., 1])]
+    return torch.stack(indices)
 
 
 def by_values(_self: nn.Module, x: Tensor, score: Tensor) -> Tensor:
@@ -107,12 +107,12 @@ SAID: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("name", SAID)
 def test_what_is_said(name: str) -> None:
     function, expected = SAID[name]
-    (said,) = said_of(function)
-    assert re.fullmatch(expected, said), said
+    (message,) = said_of(function)
+    assert re.fullmatch(expected, message), message
 
 
 def test_a_build_says_it_everywhere(tmp_path: Path) -> None:
-    """And not that every token goes through every block, nor that selections were told."""
+    """The report claims neither that every token goes through every block nor that selections were forced."""
 
     class Masked(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A weights file is safetensors with known fingerprints; rounding to eight and four bits stays near the weights."""
+"""A weights file is safetensors with known digests, and holds each weight in every form that a graph reads."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def test_the_file_is_safetensors_in_the_wanted_dtype(tmp_path: Path, dtype: DTyp
     path = tmp_path / "weights.data"
     written = write_weights(path, TENSORS, dtype)
     assert digests_of_file(path) == written == digests_of_tensors(TENSORS, dtype)
-    found = load_file(path)
-    assert found.keys() == TENSORS.keys()
+    loaded = load_file(path)
+    assert loaded.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
-        assert torch.equal(found[name], tensor.to(getattr(torch, dtype)))
+        assert torch.equal(loaded[name], tensor.to(getattr(torch, dtype)))
 
 
 def test_the_table_of_contents_points_at_the_bytes(file: Path) -> None:
@@ -62,8 +62,8 @@ def test_the_table_of_contents_points_at_the_bytes(file: Path) -> None:
     data = file.read_bytes()
     for name, (dtype, shape, offset, length) in contents.entries.items():
         assert dtype == "F32"
-        held = np.frombuffer(data[offset : offset + length], np.float32).reshape(shape)
-        np.testing.assert_array_equal(held, TENSORS[name].detach().numpy())
+        array = np.frombuffer(data[offset : offset + length], np.float32).reshape(shape)
+        np.testing.assert_array_equal(array, TENSORS[name].detach().numpy())
 
 
 def test_initializers_are_bound_by_name_and_dtype(file: Path) -> None:
@@ -151,9 +151,9 @@ def test_numbers_of_four_bits_may_be_rounded_either_way_and_no_further(tmp_path:
     written = write_weights(tmp_path / "w.data", {"w": weight}, "int4", forms, {"w": rows.T @ rows}.get)
     assert written != write_weights(tmp_path / "nearest.data", {"w": weight}, "int4", forms)
     assert digests_expected(tmp_path / "w.data", {"w": weight}, "int4") == written
-    other = weight.clone()
-    other[7, 11] += 4 * weight[7, :32].abs().max() / 8
-    assert digests_expected(tmp_path / "w.data", {"w": other}, "int4") != written
+    changed = weight.clone()
+    changed[7, 11] += 4 * weight[7, :32].abs().max() / 8
+    assert digests_expected(tmp_path / "w.data", {"w": changed}, "int4") != written
 
 
 def test_weights_below_each_other_hold_the_numbers_that_each_has_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models of several kinds, as inspect sees them."""
+"""Models of several kinds, as `inspect` loads them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {
 
 @pytest.fixture(scope="session")
 def loaded(tiny_spec: ModelSpec) -> Loaded:
-    """A model of one of KINDS, `dense`, `experts` or `staged MoDE`, with initial weights."""
+    """Loads a model with initial weights: a name in KINDS, `dense`, `experts`, `staged MoDE`, or else a routed one."""
 
     @functools.cache
     def load(kind: str) -> Model:
@@ -45,5 +45,5 @@ def loaded(tiny_spec: ModelSpec) -> Loaded:
 
 @pytest.fixture(scope="session")
 def layers(loaded: Loaded) -> Callable[[str], Layers]:
-    """The same model's layers at 128 and 256 tokens."""
+    """Layers of the same model at 128 and 256 tokens."""
     return functools.cache(lambda kind: layers_of(loaded(kind), BUCKETS))

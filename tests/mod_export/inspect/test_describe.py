@@ -1,4 +1,4 @@
-"""`inspect` tells a checkpoint, a graph and a build folder apart, and says what each holds."""
+"""`inspect` distinguishes a checkpoint, a graph and a build folder, and describes each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of layers: what is in them, and that sums are sums."""
+"""The tables of layers: their contents and their totals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]
 
 @pytest.mark.parametrize("kind", ALL)
 def test_tables_of_every_kind(loaded: Callable[[str], Model], layers: Callable[[str], Layers], kind: str) -> None:
-    """Rows fit their heads, sums are sums, and a dense baseline is shown where it is another model."""
+    """Rows fit their heads, totals are sums, and a dense baseline is shown only if it is another model."""
     found, baseline = layers(kind), kind not in ("dense", "experts")
     for table in (routing_table(found), flops_table(found)):
         assert {len(row) for row in (*table.rows, table.total)} == {len(table.head)}

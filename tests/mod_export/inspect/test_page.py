@@ -1,4 +1,4 @@
-"""The page of a model: what it says, what its figure holds, and that a browser has nothing to complain about."""
+"""The page of a model: its text, its figure, and no complaints from a browser."""
 
 from __future__ import annotations
 

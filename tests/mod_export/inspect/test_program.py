@@ -62,7 +62,7 @@ def test_a_program_without_sites_says_how_to_mark_one(tmp_path: Path) -> None:
 
 
 class Marked(DIALECTS["one_hot"]):
-    """A selection that no index tells of: a mask over all tokens."""
+    """Selects with a mask over all tokens, without indices."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         score = self.router(x)[..., 0]

@@ -1,4 +1,4 @@
-"""A text through the eager model, every text that cannot be one, and the map of it as lanes of characters."""
+"""Runs a text through the eager model, refuses texts that cannot be run, and draws the map as lanes of characters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_map_is_what_the_model_decides(loaded: Loaded) -> None:
     with torch.no_grad():
         _, decided = observed(model.module(), ids_BS, torch.tensor([21]))
     assert {layer.layer: layer.routed for layer in found.map.layers} == {
-        site: tuple(one.index_BK[0].tolist()) for site, one in decided.items()
+        site: tuple(selection.index_BK[0].tolist()) for site, selection in decided.items()
     }
 
 
@@ -43,7 +43,7 @@ def test_a_text_or_a_file_of_any_bytes_is_cut_where_it_is_too_long(loaded: Loade
     given = "the text that was given"
     for text, source, tokens, left_out in (
         (str(path), str(path), "a\r\n\xff", 0),
-        ("a\0b", given, "a\0b", 0),  # No path can hold that.
+        ("a\0b", given, "a\0b", 0),  # No path can contain a null character.
         ("x" * 5000, given, "x" * 256, 5000 - 256),
     ):
         found = routed_text(loaded("routed").loaded, text)
@@ -79,13 +79,13 @@ def test_what_is_no_text_is_refused(loaded: Loaded, tmp_path: Path, monkeypatch:
         routed_text(model, str(path))
     with pytest.raises(UsageError, match=r"^--text: the text that was given is empty"):
         routed_text(model, "")
-    monkeypatch.setattr(Path, "read_bytes", refuse)  # A test that runs as root can read everything.
+    monkeypatch.setattr(Path, "read_bytes", refuse)  # Root could read every file.
     with pytest.raises(UsageError, match=r"^--text: .*some\.txt: cannot be read \(Permission denied\)$"):
         routed_text(model, str(path))
 
 
 def routing_map(tokens: str, **routed: tuple[int, ...]) -> RoutingMap:
-    """`l3_mlp=(0, 2)`: layer 3's MLP ran the first and the third token."""
+    """`l3_mlp=(0, 2)` means that layer 3's MLP ran the first and the third token."""
     layers = [
         {"layer": name[1:].replace("_", ".") if "_" in name else int(name[1:]), "k": 1, "routed": ran, "scores": []}
         for name, ran in routed.items()
@@ -100,7 +100,7 @@ def routing_map(tokens: str, **routed: tuple[int, ...]) -> RoutingMap:
             routing_map("abcd", l1=(0, 3), l12_attention=(1,), l12_mlp=()),
             [("layer 1", "#..#", False), ("layer 12 attention", ".#..", False), ("layer 12 mlp", "....", False)],
         ),
-        # As many lanes as a token has experts, and no more than three.
+        # There are as many lanes as a token has experts, and no more than three.
         (
             routing_map("abc", l0_expert0=(0, 1), l0_expert1=(1,), l0_expert11=(1,), l2=(2,)),
             [("layer 0 experts", "00.", True), ("", ".1.", True), ("", ".b.", True), ("layer 2", "..#", False)],

@@ -37,7 +37,7 @@ Judge = Callable[..., ParityRow]
 
 @pytest.fixture(scope="session")
 def spec() -> ModelSpec:
-    """Bytes as vocabulary, so that there is text; four of sixteen tokens are routed."""
+    """Spec with bytes as vocabulary, so that inputs include text; four of sixteen tokens are routed."""
     return SPEC
 
 
@@ -63,7 +63,7 @@ def batches(loaded: LoadedTransformer) -> list[Batch]:
 
 @pytest.fixture
 def graph() -> ir.Model:
-    """The portable graph, to be changed at will."""
+    """The portable graph, which a test may change."""
     model = portable_graph(SPEC, BUCKET.batch, BUCKET.seq)
     run_passes(model, PORTABLE, "float32")
     return model
@@ -107,11 +107,11 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, reference: Reference, cand
 
 @pytest.fixture
 def fresh(_folder: Path) -> Callable[[Graph], bytes]:
-    """What an export of the folder's one graph gives."""
+    """Returns the bytes of a new export of the folder's only graph."""
     return lambda graph: (_folder / graph.path).read_bytes()
 
 
 @pytest.fixture
 def folder(_folder: Path, tmp_path: Path) -> Path:
-    """Weights, the portable graph and the engine that is the same graph; to be changed at will."""
+    """A folder with weights, the portable graph and the engine, which is the same graph; a test may change it."""
     return Path(shutil.copytree(_folder, tmp_path / "folder"))

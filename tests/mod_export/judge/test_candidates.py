@@ -29,22 +29,22 @@ PORTABLE = graph_of("graphs/mod-b1s64.onnx")
 
 
 def test_an_engine_that_is_a_graph_knows_which() -> None:
-    own = graph_of("graphs/mod-b1s64.ort-cuda.float16.onnx", "float16", "ort-cuda")
+    cuda_graph = graph_of("graphs/mod-b1s64.ort-cuda.float16.onnx", "float16", "ort-cuda")
     engines = [
         engine_of("engines/ort-cpu/e.onnx"),
         engine_of("engines/ort-cuda/e.onnx", "ort-cuda", "float16"),
         engine_of("engines/inductor/e.pt2", "inductor"),
     ]
-    first, second, third = candidates_from_engines(engines, [own, PORTABLE])
-    assert (first.graph, second.graph, third.graph) == (PORTABLE, own, None)
-    assert [one.engine for one in (first, second, third)] == engines
+    first, second, third = candidates_from_engines(engines, [cuda_graph, PORTABLE])
+    assert (first.graph, second.graph, third.graph) == (PORTABLE, cuda_graph, None)
+    assert [candidate.engine for candidate in (first, second, third)] == engines
     assert (second.setting.target, second.setting.dtype, second.path, second.weights) == (
         "ort-cuda", "float16", "engines/ort-cuda/e.onnx", "graphs/weights-float32.data"
     )  # fmt: skip
 
 
 def test_graphs_of_a_folder_that_no_engine_holds(built: Path) -> None:
-    """Every engine of this folder is its target's graph, byte for byte: the portable ones are run on their own."""
+    """Every engine of this folder is its target's graph, byte for byte, so portable graphs run separately."""
     manifest = open_folder(built)
     graphs = manifest.graphs
     engines = candidates_from_engines(manifest.engines, graphs)
@@ -59,36 +59,36 @@ def test_graphs_of_a_folder_that_no_engine_holds(built: Path) -> None:
     assert judged(hashes).keys() == portable
     other = judged(hashes)["graphs/dense-b2s32.onnx"]
     assert (str(other.setting), other.setting.model) == ("portable b2s32 float32", "dense")
-    # What an engine holds is judged with it.
+    # A graph that an engine contains is judged with the engine.
     same = hashes | {"graphs/dense-b2s32.onnx": hashes["engines/ort-cpu/dense-b2s32-float32.onnx"]}
     assert judged(same).keys() == portable - {"graphs/dense-b2s32.onnx"}
 
 
 def graphs_only(*graphs: Graph) -> list[str]:
     return [
-        one.setting.target
-        for one in candidates_from_graphs(graphs, [], lambda kind, dtype: "w.data", lambda path: path)
+        candidate.setting.target
+        for candidate in candidates_from_graphs(graphs, [], lambda kind, dtype: "w.data", lambda path: path)
     ]
 
 
 def test_graphs_of_targets_that_cannot_run_here_are_run_in_their_place() -> None:
-    """Not in bfloat16, for which there are no kernels."""
+    """bfloat16 graphs do not run, because there are no kernels for them."""
     half = graph_of("h.onnx", "float16", "tensorrt-rtx")
     assert graphs_only(PORTABLE, half, graph_of("b.onnx", "bfloat16", "tensorrt")) == ["portable", "tensorrt-rtx graph"]
 
 
 def test_a_graph_that_finds_no_room_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 x 4 bytes x 32 heads x 1024 x 1024 are a quarter of a GiB, and may be half of what is free."""
+    """2 x 4 bytes x 32 heads x 1024 x 1024 are a quarter of a GiB; at most half of the free memory is used."""
     long = graph_of("l.onnx", bucket=Bucket(1, 1024))
     for free, run in ((2**30, ["portable"]), (2**29, [])):
-        # How much memory is free is the environment.
+        # Free memory is part of the environment, so the test replaces it.
         memory = psutil.virtual_memory()._replace(available=free)
         monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
         assert graphs_only(long) == run
 
 
 def test_without_onnx_runtime_no_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is installed is the environment, too.
+    # Installed packages are part of the environment too.
     monkeypatch.setattr(candidates_module, "package_version", lambda name: None)
     assert graphs_only(PORTABLE) == []
 
@@ -100,13 +100,13 @@ def test_engines_and_graphs_are_opened_alike(folder: Path, candidate: Candidate,
     zeros = {"layers.1.mlp.down_proj.weight": np.zeros((32, 48), np.float32)}
     results = []
     for weights in (None, zeros):
-        for one in (candidate, alone):
-            with one.open(folder, config, weights) as runner:
+        for opened in (candidate, alone):
+            with opened.open(folder, config, weights) as runner:
                 results.append(runner.run(feeds)["logits"])
     np.testing.assert_array_equal(results[0], results[1])
     np.testing.assert_array_equal(results[2], results[3])
     assert not np.array_equal(results[0], results[2])
-    # Other weights must be weights.
-    for one in (candidate, alone):
+    # Weights that replace others must exist in the graph.
+    for opened in (candidate, alone):
         with pytest.raises(EngineError, match=r"ONNX Runtime refuses this graph: .*layers\.9\.weight"):
-            one.open(folder, config, {"layers.9.weight": np.zeros(3, np.float32)})
+            opened.open(folder, config, {"layers.9.weight": np.zeros(3, np.float32)})

@@ -27,7 +27,7 @@ def probe(model: ir.Model, tolerance: float = 1e-5) -> CausalityRow:
 
 
 def running(function: str, batch: int = 2, seq: int = 16) -> ir.Model:
-    """Logits of a vocabulary of one, from the ids x: float (B, S, 1)."""
+    """A graph of logits (B, S, 1) for a vocabulary of one; `function` computes y (B, S) from x, the ids as floats."""
     types = f"int64[{batch},{seq}] input_ids) => (float[{batch},{seq},1] logits"
     return parsed(
         f"g ({types}) {{ x = Cast <to: int = 1> (input_ids) axis = Constant <value_int: int = 1> () {function} "
@@ -98,11 +98,11 @@ def test_cuts_are_spread_and_leave_something_on_both_sides(seq: int, count: int,
 
 @pytest.mark.parametrize(("seq", "vocabulary", "tried"), [(16, 256, 9), (2, 256, 1), (1, 256, 0), (4, 1, 0)])
 def test_a_row_says_how_many_endings_were_tried(seq: int, vocabulary: int, tried: int) -> None:
-    """A single token has nothing before a change, and a vocabulary of one token no other endings."""
+    """A single token has nothing before a change, and a vocabulary of one token has no other endings."""
     loaded = LoadedTransformer(random_checkpoint(replace(make_spec(), vocab_size=vocabulary), seed=0))
     batch = Batch.of_tokens("text", np.zeros((1, seq), np.int64), np.array([seq]))
     with OrtRunner(session(running("y = Identity (x)", 1, seq)), "candidate", 1) as runner:
-        assert runner.inputs == ("input_ids",)  # An engine that reads no lengths is fed none.
+        assert runner.inputs == ("input_ids",)  # An engine that reads no lengths gets none.
         row = probe_causality(runner, Reference(loaded), batch, SETTING, suffixes=9, tolerance=1e-5, seed=0)
     assert (row.causal, row.suffixes) == (True, tried)
     not_probed = "not probed: with a single token there is nothing before a change; ask a longer bucket"

@@ -1,4 +1,4 @@
-"""What rounding can explain, the table of checks, and the row that both make, on comparisons written down by hand."""
+"""The allowance for rounding, the table of checks, and the row that follows from both, on hand-made comparisons."""
 
 from __future__ import annotations
 
@@ -33,34 +33,34 @@ Check = Callable[[Sequence[Comparison], Allowance], Sequence[str]]
 
 
 def test_without_a_float64_run_the_fixed_tolerances_hold() -> None:
-    for found in (allowance([GOOD], GATE, "float32"), allowance([], GATE, "float32")):
-        assert (found.max_abs, found.rms, found.rounding) == (GATE.max_abs, None, None)
-        assert found.next_token_slack == 0.0
+    for allowed in (allowance([GOOD], GATE, "float32"), allowance([], GATE, "float32")):
+        assert (allowed.max_abs, allowed.rms, allowed.rounding) == (GATE.max_abs, None, None)
+        assert allowed.next_token_slack == 0.0
     assert allowance([GOOD], GATE, "float32").scores == {3: GATE.near_tie}
 
 
 def test_rounding_is_pooled_over_the_inputs_and_scaled_by_the_gates() -> None:
-    found = allowance([with_rounding(1e-6), with_rounding(3e-6), with_rounding(2e-6)], GATE, "float32")
-    assert found.rounding == 3e-6
-    assert found.max_abs == pytest.approx(16 * 3e-6)
-    assert found.rms == pytest.approx(4 * 3e-6)
-    assert found.next_token_slack == pytest.approx(2 * 16 * 3e-6)
-    # Inputs without a float64 run are held against those with one, and more float64 runs only ever allow more.
-    assert allowance([with_rounding(3e-6), GOOD], GATE, "float32").max_abs == found.max_abs
+    allowed = allowance([with_rounding(1e-6), with_rounding(3e-6), with_rounding(2e-6)], GATE, "float32")
+    assert allowed.rounding == 3e-6
+    assert allowed.max_abs == pytest.approx(16 * 3e-6)
+    assert allowed.rms == pytest.approx(4 * 3e-6)
+    assert allowed.next_token_slack == pytest.approx(2 * 16 * 3e-6)
+    # Inputs without a float64 run have the bounds of those with one, and more float64 runs only allow more.
+    assert allowance([with_rounding(3e-6), GOOD], GATE, "float32").max_abs == allowed.max_abs
 
 
 def test_each_site_has_the_bound_of_its_own_scores() -> None:
     """A row of one repeated token can have scores near zero, and rounds like any other."""
-    one = (replace(SITE, site=1, rounding=1e-6, scale=1e-4), replace(SITE, rounding=5e-6))
-    other = (replace(SITE, site=1, rounding=2e-6, scale=2.0), replace(SITE, rounding=4e-6))
-    found = allowance([replace(with_rounding(1e-6), sites=sites) for sites in (one, other)], GATE, "float32")
-    assert found.scores[1] == pytest.approx(2 * 16 * 2e-6)
-    assert found.scores[3] == pytest.approx(2 * 16 * 5e-6)
-    assert found.share(1, 1.0) == 0.5
+    first = (replace(SITE, site=1, rounding=1e-6, scale=1e-4), replace(SITE, rounding=5e-6))
+    second = (replace(SITE, site=1, rounding=2e-6, scale=2.0), replace(SITE, rounding=4e-6))
+    allowed = allowance([replace(with_rounding(1e-6), sites=sites) for sites in (first, second)], GATE, "float32")
+    assert allowed.scores[1] == pytest.approx(2 * 16 * 2e-6)
+    assert allowed.scores[3] == pytest.approx(2 * 16 * 5e-6)
+    assert allowed.share(1, 1.0) == 0.5
 
 
 def test_no_score_is_known_better_than_to_its_last_digits() -> None:
-    """A linear router over a single feature rounds nothing, and its scores are float32 all the same."""
+    """A linear router over a single feature rounds nothing, but its scores are still float32."""
     assert allowance([with_rounding(1e-6)], GATE, "float32").scores[3] == 2 * 16 * 2 * ROUNDOFF["float32"]
 
 
@@ -68,21 +68,21 @@ def test_no_score_is_known_better_than_to_its_last_digits() -> None:
 def test_shorter_floats_round_in_proportion_to_their_unit(dtype: DType) -> None:
     coarser = {"float32": 1, "float16": 2**13, "bfloat16": 2**16, "int8": 2**17, "int4": 2**20}[dtype]
     gate = GATE.model_copy(update={"near_tie": 1e3})
-    exact, found = (allowance([with_rounding(1e-6, scores=1e-6)], gate, one) for one in ("float32", dtype))
-    assert found.max_abs == coarser * exact.max_abs
-    assert found.rms == pytest.approx(coarser * 4e-6)
-    assert found.scores[3] == coarser * exact.scores[3]
-    # Which token is the most probable is asked of the reference's own float32 logits.
-    assert found.next_token_slack == exact.next_token_slack
-    # No rounding makes a near-tie of what is far from one.
+    exact, allowed = (allowance([with_rounding(1e-6, scores=1e-6)], gate, kind) for kind in ("float32", dtype))
+    assert allowed.max_abs == coarser * exact.max_abs
+    assert allowed.rms == pytest.approx(coarser * 4e-6)
+    assert allowed.scores[3] == coarser * exact.scores[3]
+    # The most probable token is read from the reference's own float32 logits.
+    assert allowed.next_token_slack == exact.next_token_slack
+    # However large the rounding is, the limit of near-ties stays.
     assert allowance([with_rounding(1e-6, scores=0.1)], GATE, dtype).scores[3] == GATE.near_tie
 
 
 @pytest.mark.parametrize("order", [1, -1])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_reference_that_is_not_finite_allows_nothing(bad: float, order: int) -> None:
-    found = allowance([with_rounding(1e-6, 1e-6), with_rounding(bad, bad)][::order], GATE, "float32")
-    assert all(math.isnan(value) for value in (found.max_abs, found.rms, found.scores[3]))
+    allowed = allowance([with_rounding(1e-6, 1e-6), with_rounding(bad, bad)][::order], GATE, "float32")
+    assert all(math.isnan(value) for value in (allowed.max_abs, allowed.rms, allowed.scores[3]))
 
 
 def test_the_mean_square_of_a_few_errors_is_luck() -> None:
@@ -96,15 +96,15 @@ def reasons(check: Check, *found: Comparison) -> list[str]:
 
 
 NOISY = with_rounding(1e-5)
-"""Off by 1e-5 from float64, so that 16 times as much may be rounding, and 4 times as much on average; and two logits
-are equal up to 2 x 16 x 1e-5."""
+"""Differs by 1e-5 from float64, so an error of 16 times as much may be rounding, 4 times as much on average, and two
+logits count as equal up to 2 x 16 x 1e-5."""
 
 
 @pytest.mark.parametrize(
     ("check", "found"),
     [
         *((check, (good, good)) for check in CHECKS for good in (GOOD, with_rounding(1e-5, scores=1e-7))),
-        # A value at its gate holds.
+        # A value at its gate passes.
         (check_error, (with_error(1e-3),)),
         (check_error, (replace(NOISY, error=errors(3.9e-5).model_copy(update={"max_abs": 1.5e-4})),)),
         (check_routing, (with_routing(1e-2),)),
@@ -114,7 +114,7 @@ are equal up to 2 x 16 x 1e-5."""
         (check_next_token, (replace(NOISY, shortfalls=np.full(10, 3.1e-4)),)),
         (check_divergence, (replace(GOOD, divergences=np.full(8, 1e-3)),)),
         (check_perplexity, (replace(GOOD, text=None),)),
-        # Over twice the text it is half as much, which is less than log 1.01.
+        # Over three times the text it is a third as much, which is less than log 1.01.
         (check_perplexity, (replace(GOOD, text=replace(TEXT, nll=18.2)), GOOD, GOOD)),
     ],
 )
@@ -152,7 +152,7 @@ def test_what_holds_gives_no_reason(check: Check, found: tuple[Comparison, ...])
                 "selection, allowed 0.01 of the layer's root mean square"
             ],
         ),
-        # What is no selection fails whatever the scores.
+        # An invalid selection fails for any scores.
         (
             check_routing,
             (with_routing(malformed="positions are not ascending"),),
@@ -168,7 +168,7 @@ def test_what_holds_gives_no_reason(check: Check, found: tuple[Comparison, ...])
             (replace(NOISY, shortfalls=np.full(10, 3.3e-4)),),
             ["next token: 0.0000% agree given the same routing, at least 90.0000% must"],
         ),
-        # Where rounding was not measured, nothing is forgiven.
+        # Where rounding was not measured, there is no allowance.
         (
             check_next_token,
             (replace(GOOD, shortfalls=np.full(10, 1e-12)),),
@@ -213,9 +213,9 @@ def test_what_misses_its_gate_is_said(check: Check, found: tuple[Comparison, ...
     ],
 )
 def test_what_is_not_a_number_fails(check: Check, found: Comparison) -> None:
-    said = reasons(check, found)
-    assert said
-    assert all(any(word in reason for word in ("nan", "inf", "0.0000% agree")) for reason in said)
+    messages = reasons(check, found)
+    assert messages
+    assert all(any(word in reason for word in ("nan", "inf", "0.0000% agree")) for reason in messages)
 
 
 def test_a_nan_is_counted_with_the_others() -> None:
@@ -235,7 +235,7 @@ def test_the_gates_are_those_of_the_configuration() -> None:
     ("agreed", "positions", "expected"),
     [
         (1980, 2000, []),
-        # Luck decides how many differ: two standard deviations are 8.9 of 2,000.
+        # Chance decides how many differ: two standard deviations are 8.9 of 2,000.
         (1972, 2000, []),
         (1971, 2000, ["next token: 98.5500% agree on text, each with its own routing, at least 99.0000% must"]),
         (97, 100, []),
@@ -243,44 +243,44 @@ def test_the_gates_are_those_of_the_configuration() -> None:
     ],
 )
 def test_a_quantized_model_is_judged_by_what_it_makes_of_text(agreed: int, positions: int, expected: list[str]) -> None:
-    """Whatever random tokens say, and each model with the routing that it chooses."""
+    """Random tokens do not count, and each model uses the routing that it selects."""
     gate = GATE.model_copy(update={"next_token_agreement": 0.99})
     text = replace(TEXT, positions=positions, agreed=agreed)
-    found = [replace(GOOD, text=text, shortfalls=np.full(10, 1.0))]
-    assert list(check_next_token(found, allowance(found, gate, "int8"))) == expected
+    comparisons = [replace(GOOD, text=text, shortfalls=np.full(10, 1.0))]
+    assert list(check_next_token(comparisons, allowance(comparisons, gate, "int8"))) == expected
 
 
 @pytest.mark.parametrize(
     ("dtype", "differ", "passes"), [("bfloat16", 1, True), ("bfloat16", 2, False), ("float32", 1, False)]
 )
 def test_in_16_bits_luck_decides_too_how_many_of_few_positions_differ(dtype: DType, differ: int, passes: bool) -> None:
-    """As of the prompts of a prefill engine, which have one next token each."""
+    """The prompts of a prefill engine are an example: each has one next token."""
     gate = GATE.model_copy(update={"next_token_agreement": 0.95})
-    found = [replace(GOOD, text=None, shortfalls=np.array([1.0] * differ + [0.0] * (4 - differ)))]
-    assert (list(check_next_token(found, allowance(found, gate, dtype))) == []) == passes
+    comparisons = [replace(GOOD, text=None, shortfalls=np.array([1.0] * differ + [0.0] * (4 - differ)))]
+    assert (list(check_next_token(comparisons, allowance(comparisons, gate, dtype))) == []) == passes
 
 
 def test_the_divergence_of_a_quantized_model_is_its_mean_over_all_of_its_text() -> None:
-    """As far as it can be told from chance, and whatever random tokens say."""
+    """It fails only if chance does not explain it; random tokens do not count."""
     low, high = replace(GOOD, divergences=np.full(10, 5e-4)), replace(GOOD, divergences=np.full(10, 2.5e-3))
     random = replace(GOOD, kind="random", divergences=np.full(10, 9.0), shortfalls=np.full(10, 1.0))
-    for found, mean, passes in (
+    for comparisons, mean, passes in (
         ([low, random], 5e-4, True),
         ([low, low, low, high, random], 1e-3, True),
         ([high, high, random], 2.5e-3, False),
-        # Of ten positions one makes all of the mean, of two hundred too, but there it is no chance.
+        # One position in ten makes the whole mean, which may be chance with 10 positions, but not with 200.
         ([replace(GOOD, divergences=np.array([0.02] + [0.0] * 9))], 2e-3, True),
         ([replace(GOOD, divergences=np.array(([0.02] + [0.0] * 9) * 20))], 2e-3, False),
     ):
         setting = replace(SETTING, dtype="int8")
-        row = judge(found, GATE, setting)
+        row = judge(comparisons, GATE, setting)
         assert row.kl == pytest.approx(mean)
-        assert row.passed == passes == (not fails_anyway(found, GATE, setting))
+        assert row.passed == passes == (not fails_anyway(comparisons, GATE, setting))
         if not passes:
             assert row.reasons == (
                 f"text: next token: divergence {mean:.3g} nats given the same routing, allowed 0.001",
             )
-    # Where there is no text, everything else is.
+    # Without text, all other inputs count.
     assert check_divergence([random], allowance([random], GATE, "int8"))
 
 
@@ -290,9 +290,9 @@ def test_what_rounding_can_explain_is_measured_again() -> None:
 
 
 def test_the_perplexity_of_a_quantized_model_is_held_against_the_models_own() -> None:
-    found = [replace(GOOD, text=replace(TEXT, nll=18.0, reference_nll=18.0, own_nll=9.0))]
-    assert check_perplexity(found, allowance(found, GATE, "float32")) == []
-    (reason,) = check_perplexity(found, allowance(found, GATE, "int8"))
+    comparisons = [replace(GOOD, text=replace(TEXT, nll=18.0, reference_nll=18.0, own_nll=9.0))]
+    assert check_perplexity(comparisons, allowance(comparisons, GATE, "float32")) == []
+    (reason,) = check_perplexity(comparisons, allowance(comparisons, GATE, "int8"))
     assert reason.startswith("text: log perplexity is 1 nats from the reference's, allowed a factor of ")
 
 
@@ -311,7 +311,7 @@ def test_a_row_says_what_it_is_about() -> None:
     assert row.gate == Gate(**GATE.model_dump())
     assert (row.ties_exact, row.located, row.rounding_error) == (None, None, None)
     assert row.allowed_max_abs == GATE.max_abs
-    # Bounds are those of the measured rounding.
+    # The bounds follow from the measured rounding.
     row = row_of(with_rounding(1e-5, scores=1e-6))
     assert (row.rounding_error, row.allowed_max_abs) == (1e-5, pytest.approx(16 * 1e-5))
     assert row.routing.layers[0].score_bound == pytest.approx(2 * 16 * 1e-6)
@@ -348,8 +348,8 @@ def test_a_reason_is_given_once() -> None:
 
 
 def test_routing_is_summed_by_layer_and_by_input() -> None:
-    one = with_routing(0.005, 0.005, 0.5)
-    row = row_of(one, replace(GOOD, kind="ties", sites=(replace(SITE, agreed=3, min_margin=None),)))
+    first = with_routing(0.005, 0.005, 0.5)
+    row = row_of(first, replace(GOOD, kind="ties", sites=(replace(SITE, agreed=3, min_margin=None),)))
     third, fifth = row.routing.layers
     assert third == LayerAgreement(
         layer=3, k=2, routed=8, agreed=7, overflow=0, near_ties=0, faults=0, min_margin=0.5, score_bound=GATE.near_tie,
@@ -367,10 +367,10 @@ def test_routing_is_summed_by_layer_and_by_input() -> None:
 def test_perplexity_is_of_all_text_together() -> None:
     row = row_of(GOOD, replace(GOOD, text=replace(TEXT, tokens=1, nll=4.0, reference_nll=4.0)))
     assert (row.text.tokens, row.text.next_token_agreement) == (10, 1.0)
-    found = row.text.perplexity, row.text.reference_perplexity, row.text.own_perplexity
-    assert found == pytest.approx((math.exp(2.2), math.exp(2.2), math.exp(3.6)))
+    perplexities = row.text.perplexity, row.text.reference_perplexity, row.text.own_perplexity
+    assert perplexities == pytest.approx((math.exp(2.2), math.exp(2.2), math.exp(3.6)))
     assert row_of(replace(GOOD, text=None)).text is None
-    # Beyond all bounds it is still a number of the report.
+    # An infinite or undefined perplexity is still reported.
     for nats, perplexity in ((9e3, math.inf), (math.nan, math.nan)):
         row = row_of(replace(GOOD, text=replace(TEXT, nll=nats)))
         assert row.text.perplexity == pytest.approx(perplexity, nan_ok=True)

@@ -1,5 +1,6 @@
-"""Models with discrete choices that are no routing sites: sound graphs pass, faulty ones do not, and what rounding
-decides is left out and said.
+"""Models with discrete choices that are no routing sites: correct graphs pass, and faulty graphs do not.
+
+Rows that rounding decides are left out and reported.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def graph_of(module: nn.Module, outputs: tuple[str, ...]) -> onnx.ModelProto:
 
 
 def judged(module: nn.Module, reference: Reference, batches: list[Batch] | None = None) -> ParityRow:
-    """A module's graph on ONNX Runtime, as a candidate of a reference."""
+    """Judges a module's graph on ONNX Runtime as the candidate of a reference."""
     graph = ir.from_proto(graph_of(module, reference.output_names))
     on = batches or batches_of(reference, BUCKET, CONFIG)
     with OrtRunner(session(graph), "candidate", 1) as runner:
@@ -101,14 +102,14 @@ def test_a_wrong_weight_fails(name: str, change: Callable[[Chooser], object]) ->
 
 
 class WrongArgmax(Argmax):
-    """The next expert's vector."""
+    """Adds the next expert's vector."""
 
     def choose(self, x: Tensor) -> Tensor:
         return x + self.table.roll(1, 0)[self.router(x).argmax(-1)]
 
 
 class WrongMax(MaxOfRow):
-    """The token after the best one."""
+    """Adds the token after the best one."""
 
     def choose(self, x: Tensor) -> Tensor:
         best = (self.score(x)[..., 0].argmax(1) + 1).clamp(max=x.shape[1] - 1)
@@ -116,14 +117,14 @@ class WrongMax(MaxOfRow):
 
 
 class WrongBuckets(Bucketize):
-    """One boundary is a little off, so few tokens go to another bucket."""
+    """Has a slightly wrong boundary, so a few tokens go to another bucket."""
 
     def choose(self, x: Tensor) -> Tensor:
         return x + self.table[torch.bucketize(self.score(x)[..., 0], torch.tensor([-0.5, 0.05, 0.5]))]
 
 
 class WrongDistance(Codebook):
-    """Without the norm of the codes, and so often another code."""
+    """Omits the norm of the codes, and so often chooses another code."""
 
     def choose(self, x: Tensor) -> Tensor:
         return x + self.table[(-2 * x @ self.table.T).argmin(-1)]
@@ -140,7 +141,7 @@ def test_a_wrong_choice_fails(name: str, faulty: type[Chooser]) -> None:
 
 
 def test_what_rounding_decides_is_left_out_and_said() -> None:
-    """A row of one token: any six of its tokens are the six with the largest scores."""
+    """In a row of one repeated token, any six tokens have the six largest scores."""
     row = judged(chooser("a top-k that is no site"), reference_of("a top-k that is no site"))
     (left,) = row.left_out
     assert (left.output, left.inputs, left.rows, row.inputs) == ("logits", ("ties",), 48, ("sample",))
@@ -155,7 +156,7 @@ def test_what_rounding_decides_is_left_out_and_said() -> None:
 
 
 class NearEdge(Chooser):
-    """Of the tokens with the id 0 the score is 1e-9 above its edge: nothing but rounding."""
+    """Has an edge that differs from the score of tokens with the id 0 by a factor of 1 + 1e-8, less than rounding."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
@@ -199,22 +200,22 @@ def test_a_gate_that_cannot_be_evaluated_fails() -> None:
 
 
 def test_the_allowance_does_not_grow_where_the_reference_jumps() -> None:
-    """Float64 and float32 decide differently there, by far more than rounding: both are given the same decisions."""
+    """There float64 and float32 decide differently, far beyond rounding, so both get the same decisions."""
     reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near").loaded)
     row = judged(near_edge(), reference, [with_zeros(*SHAPE, 0.8)])
     assert row.rounding_error < 1e-5
 
 
 def test_more_may_be_off_in_fewer_bits() -> None:
-    """So more is left out: bfloat16 cannot tell apart what float32 can."""
+    """More is left out then, because bfloat16 cannot distinguish what float32 can."""
     reference, counts = reference_of("argmax"), []
     graph = ir.from_proto(graph_of(chooser("argmax"), reference.output_names))
     batches = batches_of(reference, BUCKET, CONFIG)[:1]
     with OrtRunner(session(graph), "candidate", 1) as runner:
         for units in (16.0, 2.0**16):
             slack = Slack(units=units, near_tie=0.16, max_abs=1.0, narrow=units > 16)
-            (found,) = compare_runner(runner, reference, batches, slack)
-            counts.append(found.undetermined)
+            (comparison,) = compare_runner(runner, reference, batches, slack)
+            counts.append(comparison.undetermined)
     assert counts[0] == 0 < counts[1]
 
 
@@ -229,7 +230,7 @@ def test_builds_pass_on_both_engines(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("divisor", "expected"), [(0.25, 0.2499), (torch.tensor(0.25), 0.2499), (None, 0.24)])
 def test_a_jump_of_a_remainder_is_told_by_its_divisor(divisor: Tensor | float | None, expected: float) -> None:
-    """Just below and just above a multiple: the remainder jumps by the divisor, and is held as it was."""
+    """At a multiple of the divisor the remainder jumps by the divisor, and the holder keeps the expected value."""
     graph = fx.Graph()
     x, period = graph.placeholder("x"), graph.placeholder("period")
     aten = torch.ops.aten
@@ -243,6 +244,6 @@ def test_a_jump_of_a_remainder_is_told_by_its_divisor(divisor: Tensor | float | 
     holder = Holder([choice], {wrapped.name: (torch.tensor([expected]),)})
     holder(period, lambda: divisor)
     moved = torch.tensor([0.0001 if divisor is not None else 0.2401])
-    held = holder(wrapped, lambda: moved)
-    # A small move of the input moves the remainder, and is no jump.
-    assert held.item() == pytest.approx(expected if divisor is not None else 0.2401)
+    result = holder(wrapped, lambda: moved)
+    # A small change of the input changes the remainder, and is no jump.
+    assert result.item() == pytest.approx(expected if divisor is not None else 0.2401)

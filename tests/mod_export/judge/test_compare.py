@@ -24,7 +24,7 @@ LIMIT = 1e6
 
 
 def selected(score_BS: np.ndarray, lengths_B: np.ndarray, k: int) -> np.ndarray:
-    """The definition, one token at a time: largest score first, of equal ones the earlier; padding fills the rest."""
+    """Selects token by token: the largest score first, of equal scores the earlier one; padding fills the rest."""
     rows = []
     for score_S, length in zip(score_BS.tolist(), lengths_B.tolist(), strict=True):
         left, chosen = list(range(length)), []
@@ -44,7 +44,7 @@ def by_rank(score_BS: np.ndarray, lengths_B: np.ndarray) -> Judged:
 
 
 def first_come(*score_S: float, length: int | None = None) -> Judged:
-    """One row in which tokens choose."""
+    """One row in which tokens choose by themselves."""
     score_BS = np.array([score_S], dtype=np.float32)
     return Judged("first_come", score_BS, np.arange(len(score_S))[None] < (length or len(score_S)))
 
@@ -62,12 +62,12 @@ def routings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
 @given(routings())
 def test_what_follows_the_definition_agrees(case: tuple[np.ndarray, np.ndarray, int]) -> None:
     score_BS, lengths_B, k = case
-    found = routing_of_site(3, selected(score_BS, lengths_B, k), by_rank(score_BS, lengths_B))
-    assert (found.site, found.k, found.malformed) == (3, k, "")
-    assert found.agreed == found.routed == sum(min(k, int(length)) for length in lengths_B)
-    assert found.distances == ()
-    assert found.min_margin is None or found.min_margin >= 0
-    assert (found.min_margin is None) == all(k >= length for length in lengths_B)
+    routing = routing_of_site(3, selected(score_BS, lengths_B, k), by_rank(score_BS, lengths_B))
+    assert (routing.site, routing.k, routing.malformed) == (3, k, "")
+    assert routing.agreed == routing.routed == sum(min(k, int(length)) for length in lengths_B)
+    assert routing.distances == ()
+    assert routing.min_margin is None or routing.min_margin >= 0
+    assert (routing.min_margin is None) == all(k >= length for length in lengths_B)
 
 
 @given(routings(), st.data())
@@ -78,16 +78,16 @@ def test_any_other_choice_is_counted(case: tuple[np.ndarray, np.ndarray, int], d
     free = sorted(set(range(score_BS.shape[1])) - set(index_BK[row].tolist()))
     if not free:
         return
-    slot, other = data.draw(st.integers(0, k - 1)), data.draw(st.sampled_from(free))
+    slot, token = data.draw(st.integers(0, k - 1)), data.draw(st.sampled_from(free))
     length = int(lengths_B[row])
     moved_real = index_BK[row, slot] < length
-    index_BK[row, slot] = other
+    index_BK[row, slot] = token
     index_BK[row].sort()
-    found = routing_of_site(0, index_BK, by_rank(score_BS, lengths_B))
-    assert found.agreed == found.routed - int(moved_real)
-    assert len(found.distances) == int(moved_real) + int(other < length)
-    assert all(distance >= 0 for distance in found.distances)
-    assert ("slots empty" in found.malformed) == (moved_real and other >= length)
+    routing = routing_of_site(0, index_BK, by_rank(score_BS, lengths_B))
+    assert routing.agreed == routing.routed - int(moved_real)
+    assert len(routing.distances) == int(moved_real) + int(token < length)
+    assert all(distance >= 0 for distance in routing.distances)
+    assert ("slots empty" in routing.malformed) == (moved_real and token >= length)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_any_other_choice_is_counted(case: tuple[np.ndarray, np.ndarray, int], d
     ],
 )
 def test_where_tokens_are_ranked(scores: list[float], length: int, index: list[int], expected: dict[str, Any]) -> None:
-    found = routing_of_site(0, np.array([index]), by_rank(np.array([scores], np.float32), np.array([length])))
-    assert {name: getattr(found, name) for name in expected} == expected
+    routing = routing_of_site(0, np.array([index]), by_rank(np.array([scores], np.float32), np.array([length])))
+    assert {name: getattr(routing, name) for name in expected} == expected
 
 
 ORDER = "positions are not ascending, or not unique"
@@ -137,11 +137,11 @@ def test_what_is_no_selection_is_named(index: list[int], ranked: str, choosing: 
     [
         ([1.0, -1.0, 2.0, 3.0], [0, 2], 2, (), 1),
         ([-1.0, -1.0, 2.0, -3.0], [2, -1], 1, (), 0),
-        # Taken although it did not choose; then the first that did not fit is no difference of its own.
+        # A token is taken that did not choose; the first one that found no slot is then no further difference.
         ([1.0, -0.25, 2.0, 3.0], [0, 1], 1, (0.25,), 1),
-        # Left out although it chose, for a later one.
+        # A token is left out that chose, for a later one.
         ([1.0, 0.5, 2.0, 3.0], [0, 2], 1, (0.5,), 2),
-        # A place is left empty although somebody chose.
+        # A slot is left empty although a token chose.
         ([1.0, -1.0, 0.125, -3.0], [0, -1], 1, (0.125,), 0),
         ([-1.0, -1.0, -1.0, -1.0], [-1, -1], 0, (), 0),
         # Exactly 0 does not choose.
@@ -151,11 +151,11 @@ def test_what_is_no_selection_is_named(index: list[int], ranked: str, choosing: 
 def test_where_tokens_choose(
     scores: list[float], index: list[int], agreed: int, distances: tuple[float, ...], overflow: int
 ) -> None:
-    found = routing_of_site("3.mlp", np.array([index]), first_come(*scores))
-    assert (found.site, found.agreed, found.distances, found.overflow) == ("3.mlp", agreed, distances, overflow)
-    assert found.routed == min(2, sum(score > 0 for score in scores))
-    assert found.min_margin == min(map(abs, scores))
-    assert found.malformed == ""
+    routing = routing_of_site("3.mlp", np.array([index]), first_come(*scores))
+    assert (routing.site, routing.agreed, routing.distances, routing.overflow) == ("3.mlp", agreed, distances, overflow)
+    assert routing.routed == min(2, sum(score > 0 for score in scores))
+    assert routing.min_margin == min(map(abs, scores))
+    assert routing.malformed == ""
 
 
 def test_a_row_in_which_nobody_can_be_chosen() -> None:
@@ -178,9 +178,9 @@ def test_smallest(values: list[float], least: float | None) -> None:
             np.array([[3.0, -4.0], [0.0, 0.0]], np.float32),
             {"max_abs": 0.5, "mean_abs": 0.1875, "max_rel": 0.2, "rms": math.sqrt((0.5**2 + 0.25**2) / 4)},
         ),
-        # Against zeros it is absolute.
+        # Against zeros, the relative error is absolute.
         (np.ones((1, 2), np.float32), np.zeros((1, 2), np.float32), {"max_abs": 1.0, "max_rel": 1.0}),
-        # Of low precision it is taken in float64.
+        # In low precision, the error is computed in float64.
         (np.array([[6e4]], np.float16), np.array([[-6e4]], np.float32), {"max_abs": 120_000.0}),
         *(
             (bad_NV, bad_NV, dict.fromkeys(("max_abs", "mean_abs", "max_rel", "rms"), math.nan))
@@ -189,31 +189,31 @@ def test_smallest(values: list[float], least: float | None) -> None:
     ],
 )
 def test_error_in_numbers(candidate: np.ndarray, reference: np.ndarray, expected: dict[str, float]) -> None:
-    found = error_between(candidate, reference)
-    assert {name: getattr(found, name) for name in expected} == pytest.approx(expected, nan_ok=True)
+    error = error_between(candidate, reference)
+    assert {name: getattr(error, name) for name in expected} == pytest.approx(expected, nan_ok=True)
 
 
 def test_logits_that_both_exclude_do_not_differ() -> None:
     candidate_NV = np.array([[-np.inf, 1.0, 2.5], [0.0, -np.inf, 1.0]], np.float32)
     reference_NV = np.array([[-np.inf, 1.0, 2.0], [0.0, -np.inf, 1.0]], np.float32)
-    found = error_between(candidate_NV, reference_NV)
-    assert (found.max_abs, found.max_rel) == (0.5, pytest.approx(0.5 / math.sqrt(6 / 6)))
+    error = error_between(candidate_NV, reference_NV)
+    assert (error.max_abs, error.max_rel) == (0.5, pytest.approx(0.5 / math.sqrt(6 / 6)))
     assert next_token_shortfalls(candidate_NV, reference_NV).tolist() == [0.0, 0.0]
     assert divergences(candidate_NV[1:], reference_NV[1:]).mean() == pytest.approx(0.0, abs=1e-15)
     assert divergences(candidate_NV, reference_NV).mean() > 0.01
-    # What one side alone excludes is an error.
+    # A logit that only one side excludes is an error.
     for one_NV, other_NV in ((candidate_NV, candidate_NV[::-1]), (np.nan_to_num(candidate_NV), reference_NV)):
         assert error_between(one_NV, other_NV).max_abs == math.inf
     assert next_token_shortfalls(candidate_NV, candidate_NV[::-1]).tolist() == [math.inf, math.inf]
 
 
 def test_rounding_of_scores() -> None:
-    """That of real tokens, in the run that is farthest off; what padding scores is nobody's business."""
+    """The rounding error is that of real tokens, in the run that is farthest off; scores of padding do not count."""
     score_BS = np.array([[3.0, 4.0, 9.0], [1.0, 1.0, 1.0]], dtype=np.float32)
     exact_BS = score_BS + np.array([[0.0, 0.5, 99.0], [0.25, 0.0, 0.0]])
     index_BK, judged = np.array([[1], [0]]), by_rank(score_BS, np.array([2, 3]))
-    found = routing_of_site(0, index_BK, judged, exact_BS)
-    assert (found.rounding, found.scale) == (0.5, pytest.approx(math.sqrt(12.5)))
+    routing = routing_of_site(0, index_BK, judged, exact_BS)
+    assert (routing.rounding, routing.scale) == (0.5, pytest.approx(math.sqrt(12.5)))
     assert routing_of_site(0, index_BK, judged).rounding is None
     assert routing_of_site(0, index_BK, judged, score_BS.astype(np.float64)).rounding == 0.0
     assert routing_of_site(0, index_BK, judged, score_BS.astype(np.float64), score_BS + np.float32(1)).rounding == 1.0
@@ -221,7 +221,7 @@ def test_rounding_of_scores() -> None:
 
 @pytest.mark.parametrize("row", [0, 1])
 def test_scores_that_are_not_numbers_stay_visible(row: int) -> None:
-    """What a score would be held against is not a number, and allows nothing."""
+    """The bound of a score is then not a number, and allows nothing."""
     score_BS = np.array([[3.0, 2.0], [3.0, 2.0]], dtype=np.float32)
     bad_BS = score_BS.astype(np.float64)
     bad_BS[row, 1] = np.nan
@@ -240,10 +240,10 @@ def test_the_farthest_of_several_runs() -> None:
 def test_shortfalls_of_the_next_token() -> None:
     reference_NV = np.array([[0.0, 1.0], [1.0, 0.25], [0.0, 1.0], [0.0, 1.0], [2.0, 2.0]], dtype=np.float32)
     candidate_NV = np.array([[0.0, 9.0], [0.0, 1.0], [np.nan, 1.0], [0.0, np.inf], [0.0, 1.0]], dtype=np.float32)
-    found = next_token_shortfalls(candidate_NV, reference_NV)
-    # Right; not the reference's choice by 0.75; not numbers; one of two that the reference likes equally.
-    assert found.tolist() == [0.0, 0.75, math.inf, math.inf, 0.0]
-    assert found.dtype == np.float64
+    shortfalls = next_token_shortfalls(candidate_NV, reference_NV)
+    # Correct; 0.75 below the reference's choice; NaN; infinity; one of two equal choices of the reference.
+    assert shortfalls.tolist() == [0.0, 0.75, math.inf, math.inf, 0.0]
+    assert shortfalls.dtype == np.float64
     assert next_token_shortfalls(reference_NV, reference_NV).tolist() == [0.0] * 5
     # A reference that is not a number has no next token.
     assert not next_token_shortfalls(np.zeros((1, 2), np.float32), np.array([[np.nan, 1.0]], np.float32))[0] <= 0
@@ -253,7 +253,7 @@ def test_divergence_in_nats() -> None:
     p, q = np.array([0.5, 0.25, 0.25]), np.array([0.25, 0.25, 0.5])
     expected = float(np.sum(p * np.log(p / q)))
     # Logits are known up to a constant, and large ones must not overflow.
-    logits_NV = [np.log(one)[None].astype(np.float32) + shift for one, shift in ((q, 5000.0), (p, -3.0))]
+    logits_NV = [np.log(values)[None].astype(np.float32) + shift for values, shift in ((q, 5000.0), (p, -3.0))]
     assert divergences(*logits_NV).mean() == pytest.approx(expected, rel=1e-3)
     assert (divergences(logits_NV[1], logits_NV[1]) == 0.0).all()
     for bad in (np.nan, np.inf):
@@ -269,5 +269,5 @@ def test_negative_log_likelihood_of_the_tokens_that_have_one_before_them() -> No
     p_BSV = np.array([[[0.5, 0.5], [0.25, 0.75], [0.9, 0.1]]])
     nll, tokens = negative_log_likelihood(np.log(p_BSV), np.array([[0, 1, 0]]))
     assert tokens == 2
-    assert nll == pytest.approx(-math.log(0.5) - math.log(0.25))  # The first token and the last logits say nothing.
+    assert nll == pytest.approx(-math.log(0.5) - math.log(0.25))  # The first token and the last logits do not count.
     assert math.exp(nll / tokens) == pytest.approx(math.sqrt(2 * 4))

@@ -1,4 +1,4 @@
-"""Everything that is found out about one candidate, by the functions that a build and `mod-export validate` call."""
+"""All findings about one candidate, by the functions that a build and `mod-export validate` call."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def test_inputs_are_of_every_kind_and_the_same_for_all(
         "random": 8, "padded": 4, "ties": 1, "near_ties": 4
     }  # fmt: skip
     again = batches_of(reference, bucket, config)
-    assert all(np.array_equal(one.ids_BS, other.ids_BS) for one, other in zip(batches, again, strict=True))
-    # Rows with near-ties cost many runs of the reference, so they are looked for once.
+    assert all(np.array_equal(first.ids_BS, second.ids_BS) for first, second in zip(batches, again, strict=True))
+    # The search for rows with near-ties costs many runs of the reference, so it runs once.
     assert batches[-1] is again[-1]
     assert batches_of(reference, Bucket(1, 16), config)[-1] is not batches[-1]
 
@@ -57,8 +57,8 @@ def test_inputs_are_of_every_kind_and_the_same_for_all(
 def judged(
     folder: Path, candidate: Candidate, reference: Reference, config: BuildConfig, fresh: Callable[[Graph], bytes]
 ) -> Parity:
-    """Parity of a candidate in a folder, by default of the sound engine."""
-    return lambda one=candidate, by=reference, root=folder: parity_of(root, one, by, config, fresh)
+    """Parity of a candidate in a folder; the default is the correct engine."""
+    return lambda other=candidate, by=reference, root=folder: parity_of(root, other, by, config, fresh)
 
 
 def test_a_sound_engine(judged: Parity) -> None:
@@ -73,7 +73,7 @@ def test_a_sound_engine(judged: Parity) -> None:
     ("spec", "kind", "ties"),
     [
         (replace(make_spec(), routing=None), "dense", None),
-        # Routes nothing in this bucket: the router's weights are in the file and in no graph, so none can be replaced.
+        # Layer 0 routes nothing in this bucket: its router is in the weights file but in no graph, so it cannot change.
         (make_spec(layers=(0, 1), capacity=(0.01, 0.25), capacity_rule="floor"), "mod", True),
     ],
     ids=["dense", "a layer that routes nothing"],
@@ -84,10 +84,10 @@ def test_ties_where_routers_are_missing(
     loaded = LoadedTransformer(Checkpoint(spec=spec, weights=make_model(spec).state_dict()))
     job = write_graph(tmp_path, spec, Bucket(2, 16), PORTABLE, "float32")
     setting = replace(candidate.setting, model=kind)
-    one = replace(
+    changed = replace(
         candidate, setting=setting, path=job.graph.path, weights="graphs/weights-float32.data", graph=None, engine=None
     )
-    row = judged(one, Reference(loaded), tmp_path)
+    row = judged(changed, Reference(loaded), tmp_path)
     assert row.passed, row.reasons
     assert row.ties_exact is ties
     assert [layer.layer for layer in row.routing.layers] == ([1] if ties else [])
@@ -105,14 +105,14 @@ def test_an_engine_that_fails_is_told_where(folder: Path, judged: Parity, candid
     assert row.located.operator.startswith("MatMul ")
     assert row.reasons[-1].startswith("differs first in layers.1, MatMul ")
     assert any("logits: max abs error " in reason for reason in row.reasons)
-    # Without a view inside it is told by depth.
+    # Without the values inside the graph, the place is found by depth.
     row = judged(replace(candidate, graph=None))
     assert (row.located.layer, row.located.operator) == ("layers.1", None)
     assert row.reasons[-1] == "differs first in layers.1"
 
 
 def test_ties_that_go_to_the_later_token(folder: Path, judged: Parity) -> None:
-    """So little that only exactly equal scores are decided by it: no other input tells."""
+    """The change is so small that it decides only between exactly equal scores; no other input shows it."""
     plant(folder / ENGINE, lambda s: s.feed(s.take(0), 0, "Add", f32(*np.arange(16) * 1e-12)))
     row = judged()
     assert row.ties_exact is False
@@ -187,13 +187,13 @@ EXPERTS = ExpertsSpec(n_experts=2, layers=(0, 2))
         # A router that selects no token is left alone.
         (routed_spec(capacity=(0.05, 0.5)), 16, [["2.router"]]),
         (routed_spec(capacity=(0.05, 0.5)), 1, []),
-        # Experts of a layer whose blocks select none are asked all the same where attention alone is routed.
+        # Experts of a layer that selects no token still run where only attention is routed.
         (
             routed_spec(capacity=(0.05, 0.5), parts="attention", experts=EXPERTS),
             16,
             [["0.experts.router", "2.experts.router", "2.router"], ["0.experts.router", "2.experts.router"]],
         ),
-        # Behind a router they are asked by themselves too.
+        # Experts behind a router are also zeroed separately.
         (
             routed_spec(capacity=0.5, experts=EXPERTS),
             16,
@@ -206,35 +206,35 @@ EXPERTS = ExpertsSpec(n_experts=2, layers=(0, 2))
     ],
 )
 def test_which_routers_are_silenced(spec: ModelSpec, seq: int, routers: list[list[str]]) -> None:
-    found = zeroed_routers(LoadedTransformer(lively_checkpoint(spec)), seq)
+    zeroed = zeroed_routers(LoadedTransformer(lively_checkpoint(spec)), seq)
     expected = [[f"layers.{name}.projection.weight" for name in names] for names in routers]
-    assert [sorted(zeros) for zeros in found] == expected
+    assert [sorted(zeros) for zeros in zeroed] == expected
 
 
 @pytest.mark.parametrize(
     ("rule", "routed", "wrong"),
     [
-        # The second row has two real tokens; what stands in its third slot is padding, whichever.
+        # The second row has two real tokens; its third slot may hold any padding.
         ("rank", [[0, 1, 2], [0, 1, 5]], 0),
         ("rank", [[0, 1, 3], [0, 1, 2]], 1),
         ("rank", [[3, 4, 5], [0, 1, 2]], 3),
         ("rank", [[0, 1, 2], [0, 2, 3]], 1),
-        # Where tokens choose, none is above zero.
+        # Where tokens choose by themselves, no score is above zero.
         ("first_come", [[-1, -1, -1], [-1, -1, -1]], 0),
         ("first_come", [[0, -1, -1], [-1, -1, -1]], 1),
     ],
 )
 def test_slots_that_go_to_other_tokens_are_counted(rule: str, routed: list[list[int]], wrong: int) -> None:
-    """And said once, whichever inputs show it."""
+    """They are reported once, even if several inputs show them."""
     batch = Batch.of_tokens("padded", np.zeros((2, 6), np.int64), np.array([6, 2]))
     judged = {"1.expert0": Judged(rule, np.zeros((2, 6), np.float32), batch.real_BS)}
     runs = [{"logits": np.ones(3), "routed_1.expert0": np.array(routed)}] * 2
-    said = f"padded: layer 1.expert0 routing: {wrong} slots do not go to the earlier of tokens with equal scores"
-    assert ties_of_runs(runs, [batch] * 2, [judged] * 2) == ([said] if wrong else [])
+    message = f"padded: layer 1.expert0 routing: {wrong} slots do not go to the earlier of tokens with equal scores"
+    assert ties_of_runs(runs, [batch] * 2, [judged] * 2) == ([message] if wrong else [])
 
 
 class Bare:
-    """A model with what export needs and nothing else, as a module of a user's own."""
+    """A model with only what export needs, like a module of a user."""
 
     def __init__(self, loaded: LoadedTransformer) -> None:
         self.spec, self.weights = loaded.spec, loaded.weights

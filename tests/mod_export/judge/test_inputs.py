@@ -31,7 +31,7 @@ buckets = st.builds(Bucket, st.integers(1, 4), st.integers(1, 200))
 @given(bucket=buckets, seed=st.integers(0, 2**31 - 1), per_kind=st.integers(1, 3))
 def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: int) -> None:
     batches = parity_batches(model.loaded, bucket, [8], seed, per_kind)
-    # Rows with near-ties can only be told by a reference: `near_tie_batches` makes them.
+    # Only a reference can find rows with near-ties: `near_tie_batches` makes them.
     assert {batch.kind for batch in batches} == set(KINDS) - {"sample", "near_ties"}
     assert sum(batch.kind in ("text", "ties") for batch in batches) == 2 * per_kind
     for batch in batches:
@@ -45,27 +45,27 @@ def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: in
 
 
 def test_the_same_seed_gives_the_same_batches_and_another_gives_others(model: Model) -> None:
-    one, again, other = (
+    first, again, different = (
         [batch.ids_BS.tolist() for batch in parity_batches(model.loaded, Bucket(2, 64), [8], seed, 2)]
         for seed in (1, 1, 2)
     )
-    assert one == again != other
+    assert first == again != different
 
 
 @pytest.mark.parametrize(("per_kind", "texts", "expected"), [(1, 4, 4), (2, 4, 4), (3, 2, 3), (1, 0, 1)])
 def test_perplexity_gets_its_text(model: Model, per_kind: int, texts: int, expected: int) -> None:
     batches = parity_batches(model.loaded, Bucket(1, 32), [4], 0, per_kind, texts)
-    found = [batch.ids_BS for batch in batches if batch.kind == "text"]
-    assert len(found) == expected
-    assert len({ids_BS.tobytes() for ids_BS in found}) == expected
+    text_ids = [batch.ids_BS for batch in batches if batch.kind == "text"]
+    assert len(text_ids) == expected
+    assert len({ids_BS.tobytes() for ids_BS in text_ids}) == expected
     assert batches[0].kind == "text"
 
 
 def test_each_kind_is_what_it_says(model: Model) -> None:
-    text, random, other, *padded, ties = parity_batches(model.loaded, Bucket(3, 64), [8], 0, 1)
-    assert [batch.kind for batch in (text, random, other, ties)] == ["text", "random", "random", "ties"]
-    # Every id of the vocabulary stands somewhere.
-    assert set(np.concatenate([random.ids_BS, other.ids_BS]).ravel().tolist()) == set(range(256))
+    text, random, second, *padded, ties = parity_batches(model.loaded, Bucket(3, 64), [8], 0, 1)
+    assert [batch.kind for batch in (text, random, second, ties)] == ["text", "random", "random", "ties"]
+    # Every id of the vocabulary occurs.
+    assert set(np.concatenate([random.ids_BS, second.ids_BS]).ravel().tolist()) == set(range(256))
     assert {batch.kind for batch in padded} == {"padded"}
     assert np.isin(text.ids_BS, list(range(9, 127))).mean() > 0.9  # Python source is nearly all ASCII.
     assert (random.ids_BS >= 127).mean() > 0.3
@@ -85,9 +85,9 @@ def test_a_vocabulary_without_text_gets_random_ids_only(tiny_spec: ModelSpec) ->
 
 def test_prompts_are_held_out_text_or_random_ids(model: Model) -> None:
     np.testing.assert_array_equal(prompts_of(model.loaded, 256, 2, 9, 3), model.loaded.sample_ids(2, 9, 3))
-    found = prompts_of(None, 256, 2, 9, 3)
-    assert (found.shape, found.dtype) == ((2, 9), np.dtype(np.int64))
-    assert not np.array_equal(found, model.loaded.sample_ids(2, 9, 3))
+    random_ids = prompts_of(None, 256, 2, 9, 3)
+    assert (random_ids.shape, random_ids.dtype) == ((2, 9), np.dtype(np.int64))
+    assert not np.array_equal(random_ids, model.loaded.sample_ids(2, 9, 3))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
@@ -96,12 +96,12 @@ def test_padded_rows_have_the_lengths_at_which_selection_changes(model: Model, b
     shortest = set()
     for seed in range(4):
         batches = parity_batches(model.loaded, Bucket(batch, 64), [8], seed, 1)
-        found = [one.lengths_B for one in batches if one.kind == "padded"]
-        lengths = np.concatenate(found).tolist()
+        padded = [item.lengths_B for item in batches if item.kind == "padded"]
+        lengths = np.concatenate(padded).tolist()
         assert {1, 4, 7, 8, 9, 32, 63} <= set(lengths)
         assert len(lengths) <= 9 + batch
-        shortest |= {int(np.argmin(lengths_B)) for lengths_B in found}
-    # No row of the batch has the short ones to itself.
+        shortest |= {int(np.argmin(lengths_B)) for lengths_B in padded}
+    # The shortest length is not always in the same row of the batch.
     assert len(shortest) > 1 or batch == 1
 
 
@@ -113,7 +113,7 @@ def test_a_large_model_is_run_on_fewer_inputs(model: Model, monkeypatch: pytest.
     few = Counter(batch.kind for batch in batches)
     assert few == {"text": 1, "random": 1, "padded": inputs.LEAST_LENGTHS, "ties": 1}
     assert few < usual
-    # k is 8: the lengths that matter most are left.
+    # k is 8: the lengths that matter most remain.
     assert sorted(int(batch.lengths_B[0]) for batch in batches if batch.kind == "padded") == [1, 7, 9, 63]
 
 
@@ -125,8 +125,9 @@ def test_a_schedule_of_many_capacities_does_not_take_forever(tiny_spec: ModelSpe
 
 
 def gap(score_S: np.ndarray, k: int) -> float:
-    """From the k-th score to the next, as a share of it; infinite where the earlier of the two tokens has the place
-    already, so that making the scores equal would change nothing.
+    """Relative distance from the k-th score to the next one.
+
+    It is infinite if the earlier of the two tokens is selected already: then equal scores would change nothing.
     """
     last, following = sorted(range(len(score_S)), key=lambda i: (-score_S[i], i))[k - 1 : k + 1]
     if following > last or score_S[last] == score_S[following]:
@@ -138,9 +139,9 @@ def closest(reference: Reference, batches: list[Batch]) -> dict[int, float]:
     """The smallest gap of each layer."""
     gaps: dict[int, list[float]] = {}
     for batch in batches:
-        for layer, one in reference.free(batch).judged.items():
-            gaps.setdefault(layer, []).extend(gap(score_S, 4) for score_S in one.score_BS.astype(np.float64))
-    return {layer: min(found) for layer, found in gaps.items()}
+        for layer, judged in reference.free(batch).judged.items():
+            gaps.setdefault(layer, []).extend(gap(score_S, 4) for score_S in judged.score_BS.astype(np.float64))
+    return {layer: min(layer_gaps) for layer, layer_gaps in gaps.items()}
 
 
 def test_rows_are_full_and_closer_than_others(reference: Reference, bucket: Bucket) -> None:
@@ -155,14 +156,14 @@ def test_rows_are_full_and_closer_than_others(reference: Reference, bucket: Buck
     near, usual = closest(reference, batches), closest(reference, others)
     assert near.keys() == usual.keys() == {0, 1}
     assert all(near[layer] < usual[layer] for layer in near)
-    # A function of the seed.
+    # The rows depend on the seed.
     again, other_seed = (near_tie_batches(reference, bucket, seed) for seed in (0, 4))
-    assert [one.ids_BS.tolist() for one in again] == [one.ids_BS.tolist() for one in batches]
-    assert [one.ids_BS.tolist() for one in other_seed] != [one.ids_BS.tolist() for one in batches]
+    assert [item.ids_BS.tolist() for item in again] == [item.ids_BS.tolist() for item in batches]
+    assert [item.ids_BS.tolist() for item in other_seed] != [item.ids_BS.tolist() for item in batches]
 
 
 def test_rounding_scores_to_a_shorter_float_takes_other_tokens(reference: Reference, bucket: Bucket) -> None:
-    """What the rows are for: a router in bfloat16 must not pass unseen."""
+    """This is the purpose of the rows: they must reveal a router in bfloat16."""
     flipped = set()
     for batch in near_tie_batches(reference, bucket, 0):
         traced = reference.free(batch)
@@ -171,7 +172,7 @@ def test_rounding_scores_to_a_shorter_float_takes_other_tokens(reference: Refere
             chosen_BK = np.sort(np.argsort(-coarse_BS, axis=1, kind="stable")[:, : index_BK.shape[1]], axis=1)
             if not np.array_equal(chosen_BK, index_BK):
                 flipped.add(layer)
-    # In the first layer a score depends on its token alone, and no two of 256 tokens may be that close.
+    # In the first layer a score depends only on its token, and maybe no two of 256 tokens are that close.
     assert 1 in flipped
 
 
@@ -185,7 +186,7 @@ def test_the_rows_that_were_looked_at_are_not_kept(
 
 
 class Windows(Routed):
-    """A quarter of every 8 tokens, so that a row of the batch is several rows of the site."""
+    """Selects a quarter of every 8 tokens, so that a row of the batch is several rows of the site."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         windows = x.reshape(-1, 8, D)
@@ -208,7 +209,7 @@ def test_sites_may_have_other_rows_than_the_batch() -> None:
 def test_other_batches_and_models(reference: Reference, loaded: LoadedTransformer, bucket: Bucket) -> None:
     batches = near_tie_batches(reference, Bucket(5, 4), 0)
     assert batches
-    assert all(one.ids_BS.shape == (5, 4) for one in batches)
+    assert all(batch.ids_BS.shape == (5, 4) for batch in batches)
     assert near_tie_batches(Reference(loaded.dense()), bucket, 0) == []
-    # Where every token is routed nothing can be swapped: any rows do, a test like any other random rows.
+    # Where every token is routed nothing can be swapped, so the rows are like any other random rows.
     assert len(near_tie_batches(Reference(loaded.with_capacity(1.0)), bucket, 0)) == NEAR_TIE_BATCHES

@@ -1,4 +1,4 @@
-"""Where a fault is: planted into real graphs, and looked for with and without a view inside."""
+"""Faults are planted into real graphs, and located with and without the values inside the graphs."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def last_product(layer: int, factor: float) -> Change:
 
 
 def doubled_norm(s: Surgery) -> None:
-    """A norm of twice the stream is the same, but for rounding and epsilon."""
+    """Doubles the input of the last norm, which changes only rounding and the effect of epsilon."""
     s.feed(s.node(None, "RMSNormalization", -1), 0, "Mul", f32(2.0))
 
 
 def skipped_layer(s: Surgery) -> None:
-    """The last norm reads what layer 1 was given: it is layer 1 that is missing, and not the norm that is wrong."""
+    """The last norm reads an input of layer 1: then layer 1 is missing, and the norm itself is correct."""
     s.node(None, "RMSNormalization", -1).replace_input_with(0, s.node(1, "MatMul", 0).inputs[0])
 
 
@@ -82,7 +82,7 @@ def test_a_graph_that_is_right_has_no_place(found: Found) -> None:
 
 
 def test_differences_without_a_number(folder: Path, batches: list[Batch]) -> None:
-    """What is not a number, and a value of another shape; the head is the embedding, transposed."""
+    """One value is NaN, the other has another shape; the head is the transposed embedding."""
     fresh = plant(folder / ENGINE, lambda s: s.feed(s.node(0, "MatMul", 2), 0, "Mul", f32(np.nan)))
     nan = locate_in_graph(folder, ENGINE, fresh, batches)
     (folder / ENGINE).write_bytes(fresh)
@@ -121,7 +121,7 @@ def test_a_graph_that_does_not_run(folder: Path, batches: list[Batch]) -> None:
         locate_in_graph(folder, ENGINE, fresh, batches)
 
 
-# By depth: the engine is asked for its logits only, with the weights of layers silenced.
+# By depth: only the logits of the engine are read, while weights of layers are set to zero.
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Padding that an input declares: its rows are not judged where they do not matter, and everything else is."""
+"""Rows of padding that an input declares are not judged where they do not matter; all other rows are."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ RIGHT = [row[::-1] for row in LEFT]
 
 
 class Encoder(nn.Module):
-    """One attention: logits (B, S, V) and their mean over real tokens (B, V). `mask` is 1 for tokens that count, True
-    for those that do not (`hidden`), or additive (B, 1, S, S).
+    """One attention that returns logits (B, S, V) and their mean over real tokens (B, V).
+
+    By `form`, `mask` is 1 for real tokens ("counts"), True for padding ("hidden"), or additive (B, 1, S, S).
     """
 
     def __init__(self, form: str = "counts", *, causal: bool = False) -> None:
@@ -67,7 +68,7 @@ class Encoder(nn.Module):
 
 
 class OtherPadding(Encoder):
-    """What an engine in float16 may give: NaN at padding, and the same everywhere else."""
+    """Returns NaN at padding, as an engine in float16 may, and the same everywhere else."""
 
     def returned(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         logits, pooled = super().returned(logits, counts)
@@ -75,7 +76,7 @@ class OtherPadding(Encoder):
 
 
 class WrongRealRow(Encoder):
-    """One real row is off."""
+    """Returns one wrong real row."""
 
     def returned(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         logits, pooled = super().returned(logits, counts)
@@ -83,21 +84,21 @@ class WrongRealRow(Encoder):
 
 
 class PoolsPadding(Encoder):
-    """The mean of all rows, padding among them."""
+    """Returns the mean of all rows, including padding."""
 
     def returned(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         return logits, logits.mean(1)
 
 
 class PoolsNothing(Encoder):
-    """The first token in place of a mean."""
+    """Returns the logits of the first token instead of a mean."""
 
     def returned(self, logits: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         return logits, logits[:, 0]
 
 
 class IgnoresMask(Encoder):
-    """Reads a mask, and attends everywhere."""
+    """Reads the mask, but attends everywhere."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         return super().forward(ids, torch.ones_like(mask) + 0 * mask)
@@ -124,14 +125,14 @@ def reference_of(module: nn.Module, form: str = "counts", counts: list[list[int]
 
 
 def padding(reference: Reference) -> list[list[int]] | None:
-    found = declared_padding(reference, Batch("sample", BUCKET, sample_of(reference.loaded, BUCKET, 0)))
-    assert found is None or found.declared_by == "mask"
-    return None if found is None else found.real_BS.astype(int).tolist()
+    declared = declared_padding(reference, Batch("sample", BUCKET, sample_of(reference.loaded, BUCKET, 0)))
+    assert declared is None or declared.declared_by == "mask"
+    return None if declared is None else declared.real_BS.astype(int).tolist()
 
 
 @pytest.mark.parametrize("form", ["counts", "hidden", "additive"])
 def test_every_form_of_a_mask_is_understood(form: str) -> None:
-    """Also in a causal model, where tokens on the left do not depend on those that count either."""
+    """This includes a causal model, where padding on the left does not depend on real tokens either."""
     assert padding(reference_of(made(Encoder, form), form)) == LEFT
     assert padding(reference_of(made(Encoder, form, causal=True), form)) == LEFT
     assert padding(reference_of(made(Encoder, form), form, RIGHT)) == RIGHT
@@ -139,7 +140,7 @@ def test_every_form_of_a_mask_is_understood(form: str) -> None:
 
 def test_what_a_mask_does_not_hide_is_no_padding() -> None:
     assert padding(reference_of(made(IgnoresMask))) is None
-    # Later tokens are hidden by causality, whatever the mask says.
+    # Causality hides later tokens, for any mask.
     assert padding(reference_of(made(PoolsNothing, causal=True), counts=RIGHT)) is None
     assert padding(reference_of(made(Encoder), counts=[[1] * S] * B)) is None
     assert padding(reference_of(made(Encoder), counts=[[0] * S, [1] * S])) is None

@@ -1,4 +1,4 @@
-"""Parity on real graphs: what is right passes, a near-tie is reported as one, planted faults are found and named."""
+"""Parity on real graphs: correct graphs pass, near-ties are reported as such, planted faults are found and named."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_sound_graph_passes(graph: ir.Model, row_of: Judge) -> None:
     row = row_of(graph)
     assert row.passed, row.reasons
     assert row.inputs == ("padded", "random", "text", "ties")
-    # The candidate rounds as the reference does.
+    # The candidate's rounding error is like the reference's.
     assert 0 < row.rounding_error < 1e-5
     assert 0 < row.error.mean_abs < row.error.rms < row.error.max_abs < 4 * row.rounding_error
     assert row.next_token_agreement == 1.0
@@ -62,14 +62,14 @@ def test_routing_is_counted_by_layer_and_by_input(graph: ir.Model, row_of: Judge
     assert routing.routed == 2 * sum(slots)
     assert [item.input for item in routing.by_input] == [batch.kind for batch in batches]
     assert [item.routed for item in routing.by_input] == [2 * slot for slot in slots]
-    # Of one token over and over, all scores of the first layer are equal.
+    # In a row of one repeated token, all scores of the first layer are equal.
     assert routing.layers[0].min_margin == routing.min_margin == 0.0
     assert routing.layers[0].agreed == routing.layers[0].routed
 
 
 def test_a_flipped_near_tie_is_reported_as_what_it_is(graph: ir.Model, row_of: Judge, spec: ModelSpec) -> None:
     sound = row_of(portable_graph(spec, 2, 16))
-    # So little that it only decides between equal scores, of which it takes the later.
+    # The change is so small that it only decides between equal scores, in favour of the later token.
     s = Surgery(graph)
     s.feed(s.take(0), 0, "Add", f32(*np.arange(16) * 1e-7))
     row = row_of(graph)
@@ -78,7 +78,7 @@ def test_a_flipped_near_tie_is_reported_as_what_it_is(graph: ir.Model, row_of: J
     assert flipped > sound.routing.routed - sound.routing.agreed
     assert row.routing.layers[0].near_ties >= 2 * 8
     assert row.routing.layers[0].faults == 0
-    # The reference was given the same choice, so that its logits say nothing else.
+    # The reference gets the same selection, so its logits do not differ.
     assert row.error.max_abs < 1e-5
 
 
@@ -101,11 +101,11 @@ def unsorted(s: Surgery) -> None:
 
 
 def outside(s: Surgery) -> None:
-    """What the engine says of its selection, and not what it does."""
+    """Changes the positions that the engine reports, not the tokens that it runs."""
     routed = s.output("routed_1")
-    said = s.op(s.output("logits").producer(), "Add", [routed, i64(9)])
-    routed.name, said.name = "inner", "routed_1"
-    s.graph.outputs[s.graph.outputs.index(routed)] = said
+    reported = s.op(s.output("logits").producer(), "Add", [routed, i64(9)])
+    routed.name, reported.name = "inner", "routed_1"
+    s.graph.outputs[s.graph.outputs.index(routed)] = reported
 
 
 def shorter(s: Surgery) -> None:
@@ -190,7 +190,7 @@ def test_one_slot_too_few_is_named_with_its_layer(row_of: Judge, spec: ModelSpec
 
 
 def test_padding_is_not_compared(graph: ir.Model, row_of: Judge) -> None:
-    """Whatever the logits of padding are, nobody reads them."""
+    """Logits of padding may have any value, because nothing reads them."""
     s = Surgery(graph)
     last = s.output("logits").producer()
     real_BS1 = s.op(last, "Unsqueeze", [s.node(None, "Less", 0).outputs[0], i64(-1)])
@@ -232,6 +232,6 @@ def test_rounding_is_measured_on_one_input_of_each_kind_first(
             )
             for rounding in ("some", "all")
         )
-    assert [one.kind for one in some if one.rounding] == ["text", "random", "ties"]
-    assert all(one.rounding for one in every)
-    assert [one.error for one in some] == [one.error for one in every]
+    assert [comparison.kind for comparison in some if comparison.rounding] == ["text", "random", "ties"]
+    assert all(comparison.rounding for comparison in every)
+    assert [comparison.error for comparison in some] == [comparison.error for comparison in every]

@@ -24,22 +24,22 @@ def test_a_run_is_plain_arrays_of_the_eager_module(reference: Reference, batches
         run = reference.free(batch)
         assert (run.logits_BSV.shape, run.logits_BSV.dtype) == ((2, 16, 256), np.float32)
         assert list(run.routed) == list(run.judged) == [0, 1]
-        assert {(found.shape, found.dtype.name) for found in run.routed.values()} == {((2, 4), "int64")}
-        assert {one.score_BS.dtype.name for one in run.judged.values()} == {"float32"}
+        assert {(index_BK.shape, index_BK.dtype.name) for index_BK in run.routed.values()} == {((2, 4), "int64")}
+        assert {judged.score_BS.dtype.name for judged in run.judged.values()} == {"float32"}
         (logits_BSV,) = reference.module(torch.from_numpy(batch.ids_BS), torch.from_numpy(batch.lengths_B))
         np.testing.assert_array_equal(run.logits_BSV, logits_BSV.numpy())
 
 
 def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch]) -> None:
-    kept, one = Reference(loaded), batches[0]
-    again = Batch.of_tokens("another", one.ids_BS.copy(), one.lengths_B.copy())
-    assert kept.free(one) is kept.free(again)
-    assert kept.free(Batch.of_tokens(one.kind, one.ids_BS, one.lengths_B - 1)) is not kept.free(one)
+    kept, batch = Reference(loaded), batches[0]
+    again = Batch.of_tokens("another", batch.ids_BS.copy(), batch.lengths_B.copy())
+    assert kept.free(batch) is kept.free(again)
+    assert kept.free(Batch.of_tokens(batch.kind, batch.ids_BS, batch.lengths_B - 1)) is not kept.free(batch)
     routing = {1: np.tile(np.arange(4), (2, 1))}
-    assert kept.forced(one, routing) is kept.forced(again, copy.deepcopy(routing))
-    assert kept.forced(one, routing) is not kept.free(one)
-    assert kept.forced(one, {0: routing[1]}) is not kept.forced(one, routing)
-    assert kept.exact(one, routing) is not kept.forced(one, routing)
+    assert kept.forced(batch, routing) is kept.forced(again, copy.deepcopy(routing))
+    assert kept.forced(batch, routing) is not kept.free(batch)
+    assert kept.forced(batch, {0: routing[1]}) is not kept.forced(batch, routing)
+    assert kept.exact(batch, routing) is not kept.forced(batch, routing)
 
 
 def test_no_more_runs_are_kept_than_there_is_room_for(loaded: LoadedTransformer, batches: list[Batch]) -> None:
@@ -47,14 +47,14 @@ def test_no_more_runs_are_kept_than_there_is_room_for(loaded: LoadedTransformer,
     first, second = nothing.free(batches[0]), nothing.free(batches[0])
     assert first is not second
     np.testing.assert_array_equal(first.logits_BSV, second.logits_BSV)
-    one = Reference(loaded, kept=KeptRuns(first.nbytes + first.nbytes // 2))
-    kept = one.free(batches[0])
-    assert one.free(batches[0]) is kept
-    other = one.free(batches[1])
-    # The oldest one has made room, also for another reference that keeps its runs there.
-    assert one.free(batches[1]) is other
-    assert one.free(batches[0]) is not kept
-    assert one.returning("last").free(batches[0]) is one.free(batches[0])
+    limited = Reference(loaded, kept=KeptRuns(first.nbytes + first.nbytes // 2))
+    kept = limited.free(batches[0])
+    assert limited.free(batches[0]) is kept
+    newer = limited.free(batches[1])
+    # The oldest run was dropped to make room, also for another reference that keeps its runs there.
+    assert limited.free(batches[1]) is newer
+    assert limited.free(batches[0]) is not kept
+    assert limited.returning("last").free(batches[0]) is limited.free(batches[0])
 
 
 def test_references_that_share_room_do_not_take_each_others_runs(
@@ -86,13 +86,13 @@ def test_float64_says_what_float32_rounds_away(reference: Reference, batches: li
         for layer, judged in free.judged.items():
             score_BS, exact_BS = judged.score_BS, exact.judged[layer].score_BS
             np.testing.assert_array_equal(exact.routed[layer], free.routed[layer])
-            # Computed in float64, and not cast to it.
+            # The scores are computed in float64, not cast to it.
             assert np.any(exact_BS.astype(np.float32).astype(np.float64) != exact_BS)
             np.testing.assert_allclose(exact_BS[batch.real_BS], score_BS[batch.real_BS], atol=1e-5)
 
 
 class NamesNoDtype(torch.nn.Module):
-    """What it makes itself has the dtype that torch gives it by default."""
+    """Creates its tensors in the default dtype of torch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Bat
     runs = [free, *reference.shaken(batch, free.routed)]
     assert len(runs) == 3
     errors = [np.abs(run.logits_BSV - exact.logits_BSV)[batch.real_BS].max() for run in runs]
-    # Of one size, and each its own.
+    # The errors differ, but have a similar size.
     assert len(set(errors)) == 3
     assert max(errors) < 8 * min(errors)
     for run in runs[1:]:
@@ -151,7 +151,7 @@ def test_the_float32_model_stays_what_it_is(loaded: LoadedTransformer, batches: 
 def test_no_float64_where_the_model_does_not_fit_twice(
     loaded: LoadedTransformer, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # How much memory is free is the environment.
+    # Free memory is part of the environment, so the test replaces it.
     memory = psutil.virtual_memory()._replace(available=1000)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     assert Reference(loaded).exact(batches[0], {}) is None
@@ -167,16 +167,16 @@ def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> 
 def test_weights_are_replaced_and_put_back_nowhere(reference: Reference, batches: list[Batch]) -> None:
     name, batch = "layers.0.mlp.down_proj.weight", batches[0]
     before = reference.free(batch).logits_BSV
-    other = reference.with_weights({name: np.zeros(reference.loaded.weights[name].shape, np.float32)})
-    found = other.free(batch)
-    assert not np.array_equal(found.logits_BSV, before)
-    exact = other.exact(batch, found.routed)
-    np.testing.assert_allclose(exact.logits_BSV[batch.real_BS], found.logits_BSV[batch.real_BS], atol=1e-5)
+    changed = reference.with_weights({name: np.zeros(reference.loaded.weights[name].shape, np.float32)})
+    run = changed.free(batch)
+    assert not np.array_equal(run.logits_BSV, before)
+    exact = changed.exact(batch, run.routed)
+    np.testing.assert_allclose(exact.logits_BSV[batch.real_BS], run.logits_BSV[batch.real_BS], atol=1e-5)
     np.testing.assert_array_equal(reference.with_weights({}).free(batch).logits_BSV, before)
 
 
 class ChangesItsMind(torch.nn.Module):
-    """Computes something else once it has been captured, as code does that asks whether it is."""
+    """Computes something else while it is exported, like code that asks whether it is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,13 +198,13 @@ def test_a_program_that_is_not_the_module_is_refused() -> None:
 def test_a_map_shows_which_token_went_through_which_layer(
     reference: Reference, bucket: Bucket, batches: list[Batch]
 ) -> None:
-    found = routing_map(reference, bucket, batches)
+    shown = routing_map(reference, bucket, batches)
     (text, *_) = [batch for batch in batches if batch.kind == "text"]
-    assert found.bucket == "b2s16"
-    assert "".join(found.tokens).encode("latin-1") == bytes(text.ids_BS[0].astype(np.uint8))
+    assert shown.bucket == "b2s16"
+    assert "".join(shown.tokens).encode("latin-1") == bytes(text.ids_BS[0].astype(np.uint8))
     traced = reference.free(text)
-    assert [layer.layer for layer in found.layers] == [0, 1]
-    for layer in found.layers:
+    assert [layer.layer for layer in shown.layers] == [0, 1]
+    for layer in shown.layers:
         scores = traced.judged[layer.layer].score_BS[0]
         assert layer.routed == tuple(sorted(np.argsort(-scores, kind="stable")[:4].tolist()))
         assert layer.k == 4
@@ -218,7 +218,7 @@ def test_other_maps(
     batches: list[Batch],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Tokens that are no text are shown as numbers; of a dense model, no input and a long row there is nothing."""
+    """Tokens that are not text are shown as numbers; a dense model, no input and a long row give no map."""
     others = [batch for batch in batches if batch.kind != "text"]
     assert routing_map(reference, bucket, others).tokens == tuple(map(str, others[0].ids_BS[0]))
     assert routing_map(Reference(loaded.dense()), bucket, batches) is None

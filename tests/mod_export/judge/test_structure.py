@@ -125,7 +125,7 @@ Change = Callable[[Surgery], object]
 
 @pytest.fixture
 def row_of(folder: Path, candidate: Candidate) -> Callable[..., StructureRow]:
-    """What is found in the engine's graph once it is changed."""
+    """Changes the engine's graph, and returns the row about it."""
 
     def row(change: Change, weights: tuple[str, ...] = (WEIGHTS,)) -> StructureRow:
         plant(folder / ENGINE, change)
@@ -232,7 +232,7 @@ def test_what_is_wrong_in_a_graph(
 
 def test_a_sound_graph(row_of: Callable[..., StructureRow]) -> None:
     assert row_of(lambda s: None).passed
-    # A file that no fingerprint was taken of is no weights file.
+    # A file without digests is no weights file.
     (reason, *_) = row_of(lambda s: None, ()).reasons
     assert reason.endswith("refers to weights-float32.data, which is no weights file of this folder")
 
@@ -254,7 +254,7 @@ def test_a_graph_in_half_precision(tmp_path: Path) -> None:
     weights = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*.data"))]
     row = structure_of_graph(tmp_path, graph.path, graph, weights)
     assert row.passed, row.reasons
-    # The same graph, taken for one in float32.
+    # The same graph is checked as if it were float32.
     row = structure_of_graph(tmp_path, graph.path, replace(graph, dtype="float32"), weights)
     assert any("computes in FLOAT16, this graph is float32" in reason for reason in row.reasons)
 
@@ -292,7 +292,7 @@ def test_what_differs_from_a_fresh_export(folder: Path, change: Change, expected
     assert row.passed == (not row.reasons) == (not expected)
     assert len(row.reasons) >= len(expected)
     for words in expected:
-        assert any(re.match(f"not what a fresh export gives: {words}", one) for one in row.reasons), row.reasons
+        assert any(re.match(f"not what a fresh export gives: {words}", reason) for reason in row.reasons), row.reasons
 
 
 def test_what_is_neither_node_nor_weight_is_another_file_still(folder: Path) -> None:

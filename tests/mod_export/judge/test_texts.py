@@ -1,4 +1,4 @@
-"""What writes texts is judged as what reads them, and no fault of a step passes."""
+"""Engines that write texts are judged like engines that read them, and no fault of a step passes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from mod_export.runtime.texts import Bytes
 from mod_export.types import Bucket, Engine, Setting
 
 AFFORDABLE = 40
-"""Tokens of one kind of input that a large eager model is run on: fewer than three rows of a prompt and its tail."""
+"""Tokens per kind of input on which a large eager model runs; fewer than three rows of a prompt and its tail."""
 NAME = "mod-decode-b3s48-float32"
 BUCKET = Bucket(3, WINDOW)
 Judge = Callable[..., ParityRow]
@@ -78,7 +78,7 @@ def judged(
     writer: GeneratingModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Judge:
-    """As a model of its size is judged, and as a large one is: on fewer tokens."""
+    """Judges engines as usual for a model of this size, or as for a large model, on fewer tokens."""
     if request.param == "large":
         weights = sum(tensor.numel() for tensor in writer.loaded.weights.values())
         monkeypatch.setattr(inputs, "MOST_FLOPS", AFFORDABLE * 2 * weights)
@@ -98,7 +98,7 @@ def judged(
 
 @pytest.fixture
 def finds(judged: Judge, written_copy: Path) -> Callable[[str, Callable[[onnx.GraphProto], None]], None]:
-    """Changes a graph; its folder must not pass then."""
+    """Changes a graph, and checks that its folder does not pass."""
 
     def check(name: str, change: Callable[[onnx.GraphProto], None]) -> None:
         path = engine_path(written_copy, name)
@@ -117,7 +117,7 @@ def test_sound_engines_pass(judged: Judge, written: Path, rows: int, request: py
     row = judged(written, bucket=Bucket(rows, WINDOW))
     assert row.rounding_tokens <= row.tokens
     if "large" in request.node.name:
-        # Texts of 16 tokens in each row, and behind prompts of 8 and 16 tokens two in the last row alone.
+        # Each row has texts of 16 tokens; after prompts of 8 and 16 tokens, there are two texts in the last row only.
         assert row.tokens <= rows * 4 * 16 + 2 * (17 + 33)
         assert row.rounding_tokens < row.tokens
     else:
@@ -159,7 +159,7 @@ def values_for_keys(graph: onnx.GraphProto) -> None:
 
 
 def rotated_one_further(graph: onnx.GraphProto) -> None:
-    """Keys of prompts are not, so that a prompt and what follows it are one further apart."""
+    """Rotates steps by one position more, but not prompts, so that the two are one position further apart."""
     gathers = [node for node in graph.node if node.op_type == "Gather" and node.input[0].startswith("rope_")]
     assert len(gathers) == 2
     one = constant(graph, "one_further", 1)
@@ -174,7 +174,7 @@ def counts_stay(graph: onnx.GraphProto) -> None:
 
 
 def next_slot(graph: onnx.GraphProto) -> None:
-    """In the cache all the same, so that nothing but the numbers can tell."""
+    """Writes to the next slot, which is in the cache too, so that only the numbers can show it."""
     lengths = {
         value.name: value.type.tensor_type.shape.dim[2].dim_value for value in graph.input if "keys" in value.name
     }
@@ -201,7 +201,7 @@ def block_is_skipped(graph: onnx.GraphProto) -> None:
 
 
 def runs_are_mixed_up(graph: onnx.GraphProto) -> None:
-    """Who ran is read off another layer."""
+    """Reports the rows that ran for another layer."""
     (node,) = [node for node in graph.node if "ran" in node.output]
     node.input[:] = list(reversed(node.input))
 
@@ -214,7 +214,7 @@ def nothing_wanted(graph: onnx.GraphProto) -> None:
 
 
 def wrong_late_in_the_text(graph: onnx.GraphProto) -> None:
-    """Beyond what is read from the first token on."""
+    """Negates the logits of late positions, beyond the texts that are read from the first token on."""
     (node,) = [node for node in graph.node if "logits" in node.output]
     node.output[0] = "true_logits"
     late, two = constant(graph, "late", WINDOW - 4), constant(graph, "late_axis", [1])
@@ -241,7 +241,7 @@ def test_faults_of_a_graph_are_found(finds: Callable[..., None], fault: Callable
 
 def no_cache(graph: onnx.GraphProto) -> None:
     zero = constant(graph, "no_cache", 0, np.float32)
-    outputs = {one.name for one in graph.output if one.name.startswith(("keys_", "values_"))}
+    outputs = {value.name for value in graph.output if value.name.startswith(("keys_", "values_"))}
     for node in list(graph.node):
         for place, name in enumerate(node.output):
             if name in outputs:
@@ -251,12 +251,12 @@ def no_cache(graph: onnx.GraphProto) -> None:
 
 @pytest.mark.parametrize("seq", [8, 16])
 def test_a_prompt_that_leaves_no_cache_is_found(finds: Callable[..., None], seq: int) -> None:
-    """Its own logits are right: only what follows is not."""
+    """The logits of the prompt are right; only the steps after it are wrong."""
     finds(f"mod-prefill-b1s{seq}-float32", no_cache)
 
 
 class LateRows(Decoder):
-    """Writes a row of a layer without routing one token too late."""
+    """Writes the cache row of a layer without routing one token too late."""
 
     def step(self, ids_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
         before = {name: array.copy() for name, array in self.cache.items() if name in ("keys_1", "values_1")}
@@ -269,14 +269,14 @@ class LateRows(Decoder):
 
 
 class RowsOfOthers(Decoder):
-    """Mixes up whose cache is whose."""
+    """Puts the cache of a text into the wrong row."""
 
     def put(self, row: int, kept: object) -> None:
         super().put((row + 1) % self.batch, kept)
 
 
 class Forgetful(Decoder):
-    """Leaves the counts of the text that was in the row before."""
+    """Keeps the counts of the text that was in the row before."""
 
     def put(self, row: int, kept: object) -> None:
         counts_N = self.cache["counts"][row].copy()
@@ -312,7 +312,7 @@ def test_prompts_are_judged_by_their_last_token(
 def test_logits_of_steps_are_those_of_prompts(
     written: Path, writing_config: BuildConfig, writer: GeneratingModel
 ) -> None:
-    """At every position that both can read, on the engines, and those of the eager model."""
+    """They are equal at every position that both can read, and equal to those of the eager model."""
     ids_S = np.random.default_rng(4).integers(0, 256, WINDOW)
     with torch.no_grad():
         expected_SV = observed(writer.loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([WINDOW]))[0][
@@ -341,21 +341,21 @@ def test_texts_and_where_they_differ(
     assert prompt_NS.shape == (4, 8)
     setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=Bucket(3, 48))
     with opened(written, writing_config) as (prompts, decoder):
-        own, twin = (
-            [one.write(ids_S.tolist(), 10) for ids_S in prompt_NS]
-            for one in (writer, writing_model.of_kind("dense").generating(WINDOW))
+        expected, twin = (
+            [model.write(ids_S.tolist(), 10) for ids_S in prompt_NS]
+            for model in (writer, writing_model.of_kind("dense").generating(WINDOW))
         )
-        same = texts_of(own, prompts, decoder, prompt_NS, 3, setting)
-        other = texts_of(twin, prompts, decoder, prompt_NS, 3, setting)
+        same = texts_of(expected, prompts, decoder, prompt_NS, 3, setting)
+        different = texts_of(twin, prompts, decoder, prompt_NS, 3, setting)
     assert (same.texts, same.tokens, same.identical, same.first_difference, same.same) == (4, 40, 4, None, 40)
-    assert other.identical < 4
-    assert 1 <= other.first_difference <= 10
-    assert other.first_difference - 1 <= other.same < 40
+    assert different.identical < 4
+    assert 1 <= different.first_difference <= 10
+    assert different.first_difference - 1 <= different.same < 40
 
 
 def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
-    causal, own = Reference(writer.loaded), Reference(writing_model.loaded)
-    row = quality_of(writer, causal, own, 2, 0)
+    causal, original = Reference(writer.loaded), Reference(writing_model.loaded)
+    row = quality_of(writer, causal, original, 2, 0)
     assert (row.tokens, row.window) == (2 * (WINDOW - 1), WINDOW)
     assert row.perplexity != row.own_perplexity
     for site in ("0", "2"):
@@ -366,7 +366,7 @@ def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, wri
 
 
 class _WithoutText:
-    """The same model, whose ids stand for no text as far as it knows."""
+    """Hides that the ids of a model represent text."""
 
     def __init__(self, loaded: Any) -> None:
         self._loaded = loaded
@@ -378,15 +378,15 @@ class _WithoutText:
 
 
 def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingModel, writing_model: Model) -> None:
-    """With its tokenizer; a tokenizer that has no tokens for it, or too large ones, leaves quality out."""
-    causal, own = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
+    """It needs its tokenizer; one that fails, or gives too few tokens or too large ids, leaves quality out."""
+    causal, full = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
     assert len(documentation()) > 100_000
     text_of = documentation_of(Bytes().ids, 256)
-    assert quality_of(writer, causal, own, 2, 0) is None
-    row = quality_of(writer, causal, own, 2, 0, text_of)
+    assert quality_of(writer, causal, full, 2, 0) is None
+    row = quality_of(writer, causal, full, 2, 0, text_of)
     assert row is not None
     assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
-    assert quality_of(writer, causal, own, 2, 0, text_of) == row
+    assert quality_of(writer, causal, full, 2, 0, text_of) == row
     held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, text_of)
     assert held_out is not None
     assert held_out.text == "held_out"
@@ -395,4 +395,4 @@ def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingM
         raise UsageError("no token")
 
     others: list[Callable[[str], Sequence[int]]] = [refuses, lambda text: [1] * WINDOW, lambda text: [256] * 999]
-    assert [quality_of(writer, causal, own, 2, 0, documentation_of(one, 256)) for one in others] == [None] * 3
+    assert [quality_of(writer, causal, full, 2, 0, documentation_of(encode, 256)) for encode in others] == [None] * 3

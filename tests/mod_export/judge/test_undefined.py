@@ -1,4 +1,4 @@
-"""NaN names the operation that makes it, in the model and in a graph; and a graph that is off names its first node."""
+"""The operation that makes NaN is named, in the model and in a graph; so is the first wrong node of a graph."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SLACK = Slack(units=16.0, near_tie=1e-3, max_abs=1e-4, narrow=False)
 
 
 class Logarithm(nn.Module):
-    """The logarithm of negative numbers; another NaN is made before, and does not get through."""
+    """Takes the logarithm of negative numbers; an earlier NaN is replaced, and does not reach the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Logarithm(nn.Module):
 
 
 class Overflow(Logarithm):
-    """An infinity minus itself."""
+    """Subtracts an infinity from itself."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.exp(self.mix(x) * 0 + 1000)
@@ -56,7 +56,7 @@ class Overflow(Logarithm):
 
 
 class Normalized(Logarithm):
-    """Of a row of equal values the standard deviation is zero: NaN on inputs that are made of ties, and only there."""
+    """Divides by a norm that is zero for rows of equal values, so only inputs that are made of ties give NaN."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.mix(x - x.mean(1, keepdim=True)) + (x - x[:, :1]).sum(1, keepdim=True) / (x - x[:, :1]).norm(
@@ -86,9 +86,9 @@ def reference_of(kind: type[nn.Module]) -> Reference:
 )
 def test_the_operation_of_the_model(kind: type[nn.Module], told: str) -> None:
     batch = Batch("sample", BUCKET, {"x": np.random.default_rng(0).standard_normal((2, 6, D), np.float32)})
-    found = origin_in_reference(reference_of(kind), batch)
-    assert found is not None
-    assert re.fullmatch(told, found), found
+    origin = origin_in_reference(reference_of(kind), batch)
+    assert origin is not None
+    assert re.fullmatch(told, origin), origin
 
 
 def test_nan_that_stands_in_the_inputs() -> None:
@@ -116,7 +116,7 @@ def test_inputs_made_of_ties_are_left_out_where_the_model_is_undefined(tmp_path:
 
 
 def nan_in_layer(s: Surgery) -> None:
-    """The square root of a negative number."""
+    """Inserts the square root of a negative number."""
     node = s.node(1, "MatMul", -1)
     s.feed(node, 0, "Sqrt")
 
@@ -129,10 +129,10 @@ def parity(folder: Path, candidate: Candidate, reference: Reference, fresh: obje
 def test_the_node_of_a_graph(folder: Path, batches: list[Batch]) -> None:
     assert origin_in_graph(folder, ENGINE, batches) is None
     plant(folder / ENGINE, nan_in_layer)
-    found = origin_in_graph(folder, ENGINE, batches)
-    assert found is not None
-    assert (found.layer, found.makes_nan) == ("layers.1", True)
-    assert re.fullmatch(r"the first NaN is made in layers\.1, Sqrt \S*", str(found)), str(found)
+    origin = origin_in_graph(folder, ENGINE, batches)
+    assert origin is not None
+    assert (origin.layer, origin.makes_nan) == ("layers.1", True)
+    assert re.fullmatch(r"the first NaN is made in layers\.1, Sqrt \S*", str(origin)), str(origin)
 
 
 def test_both_the_node_that_differs_and_that_which_makes_nan_are_named(
@@ -147,7 +147,7 @@ def test_both_the_node_that_differs_and_that_which_makes_nan_are_named(
 
 
 class SmallEpsilon(nn.Module):
-    """A norm whose epsilon matters: of rows that are small, and of zeros."""
+    """A norm whose epsilon matters, because rows are small or zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,18 +159,18 @@ class SmallEpsilon(nn.Module):
 
 
 def without_epsilon(s: Surgery) -> None:
-    """As an optimizer leaves it that takes a small number for zero."""
-    node = next(one for one in s.graph if one.op_type == "Add" and one.outputs[0].name == "add")
+    """Bypasses the epsilon, like an optimizer that treats a small number as zero."""
+    node = next(each for each in s.graph if each.op_type == "Add" and each.outputs[0].name == "add")
     ir.convenience.replace_all_uses_with(node.outputs[0], node.inputs[0])
 
 
 def removed_epsilon(s: Surgery) -> None:
     without_epsilon(s)
-    s.graph.remove(next(one for one in s.graph if one.outputs[0].name == "add"), safe=True)
+    s.graph.remove(next(each for each in s.graph if each.outputs[0].name == "add"), safe=True)
 
 
 def identity_epsilon(s: Surgery) -> None:
-    node = next(one for one in s.graph if one.op_type == "Add" and one.outputs[0].name == "add")
+    node = next(each for each in s.graph if each.op_type == "Add" and each.outputs[0].name == "add")
     node.op_type = "Identity"
     node.resize_inputs(1)
 
@@ -211,20 +211,20 @@ def located(root: Path) -> Located | None:
 def test_a_node_that_a_rewrite_removed_is_named_with_the_users_line(
     built: Path, change: Callable[[Surgery], object], told: str
 ) -> None:
-    """Also where a fresh export leaves it out as well."""
+    """It is named even if a fresh export leaves it out as well."""
     assert located(built) is None
     path = next((built / "graphs").glob("mod-b2s6*.onnx"))
     sound = path.read_bytes()
     try:
         plant(path, change)
-        found = located(built)
+        fault = located(built)
     finally:
         path.write_bytes(sound)
-    assert found is not None
+    assert fault is not None
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     line = 1 + next(n for n, text in enumerate(lines) if "torch.rsqrt(" in text)
-    assert found.operator == (f"{told}{__file__}:{line}" if told.endswith(" at ") else told)
-    assert found.error > found.allowed > 0
-    assert ": differs by " in str(found)
-    assert " from the model in float64, rounding explains " in str(found)
-    assert math.isfinite(found.error)
+    assert fault.operator == (f"{told}{__file__}:{line}" if told.endswith(" at ") else told)
+    assert fault.error > fault.allowed > 0
+    assert ": differs by " in str(fault)
+    assert " from the model in float64, rounding explains " in str(fault)
+    assert math.isfinite(fault.error)

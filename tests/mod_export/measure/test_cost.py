@@ -1,4 +1,4 @@
-"""FLOPs and bytes: of real graphs against the formula of their spec, and rule by rule."""
+"""FLOPs and bytes: those of real graphs compared with the formula of their spec, and those of each rule."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MORE = {
         )
     },
 }  # fmt: skip
-"""Those whose products differ."""
+"""Kinds whose products differ."""
 
 
 @pytest.mark.parametrize(
@@ -61,22 +61,22 @@ MORE = {
     ],
 )
 def test_a_real_graph_costs_what_the_formula_of_its_spec_says(spec: ModelSpec) -> None:
-    """tests/models/test_flops.py holds the formula against PyTorch's own counter."""
+    """tests/models/test_flops.py compares the formula with PyTorch's own counter."""
     bucket = BUCKET if spec.max_positions >= BUCKET.seq else Bucket(2, 13)
     row = cost_row(portable_graph(spec, bucket.batch, bucket.seq), "mod", bucket)
     costs = layer_costs(spec, bucket.batch, bucket.seq)
     by_part = Counter[str]()
-    for one in costs:
-        by_part.update(one.flops)
+    for layer in costs:
+        by_part.update(layer.flops)
     assert row.flops_by_part == dict.fromkeys(PARTS, 0) | by_part
     assert row.flops == by_part.total()
-    assert row.needed_flops == sum(one.needed_flops for one in costs)
-    assert row.kv_bytes == sum(one.kv_bytes for one in costs)
+    assert row.needed_flops == sum(layer.needed_flops for layer in costs)
+    assert row.kv_bytes == sum(layer.kv_bytes for layer in costs)
 
 
 def test_weights_are_counted_as_they_are_stored(built: Path, tiny_spec: ModelSpec) -> None:
     model = ir.load(built / "graphs" / "mod-b1s64.onnx")
-    weights = sum(one.weight_bytes for one in layer_costs(tiny_spec, 1, 64))
+    weights = sum(layer.weight_bytes for layer in layer_costs(tiny_spec, 1, 64))
     buffers = sum(buffer.nbytes for buffer in Transformer(tiny_spec).buffers())
     assert cost_row(model, "mod", Bucket(1, 64)).weight_bytes == weights + buffers
 
@@ -85,12 +85,12 @@ def test_weights_are_counted_as_they_are_stored(built: Path, tiny_spec: ModelSpe
 def test_a_router_whose_score_nobody_reads_is_in_no_graph() -> None:
     spec = tiny_models.make_spec(selection="predictor", predictor_hidden=3, gate="ones", layers=(1,))
     row = cost_row(portable_graph(spec, 2, 13), "mod", Bucket(2, 13))
-    (layer,) = (one for one in layer_costs(spec, 2, 13) if one.routed)
+    (layer,) = (part for part in layer_costs(spec, 2, 13) if part.routed)
     assert row.flops_by_part["routing"] == layer.flops["routing"] - 2 * 2 * 13 * spec.d_model
 
 
 def parsed(text: str, **initializers: tuple[int, ...]) -> ir.Model:
-    """A graph in ONNX's own text form, with float32 initializers, after shape inference."""
+    """Parses a graph in ONNX's text form, with float32 initializers, and infers shapes."""
     header = '<ir_version: 10, opset_import: ["" : 23, "vendor" : 1]>'
     proto = onnx.parser.parse_model(f"{header} {text}")
     for name, shape in initializers.items():
@@ -196,7 +196,7 @@ def test_what_is_stored_and_computed_is_counted_once(tmp_path: Path) -> None:
             "w.data", 64, 96, ir.DataType.FLOAT, shape=ir.Shape((8, 3)), name=str(value.name), base_dir=tmp_path
         )
     assert cost_row(model, "mod", Bucket(1, 4)).weight_bytes == 96
-    # An output that nobody asked for costs nothing.
+    # An unused output costs nothing.
     model = parsed("g (float[2,8] x) => (int64[2,3] i) { k = Constant<value_ints=[3]>() none, i = TopK(x, k) }")
     next(node for node in model.graph if node.op_type == "TopK").outputs[0].name = ""
     assert cost_row(model, "mod", Bucket(1, 4)).activation_bytes == 6 * 8
@@ -205,7 +205,7 @@ def test_what_is_stored_and_computed_is_counted_once(tmp_path: Path) -> None:
 LOOP = """y = Loop(n, , h) <body = b (int64 i, bool c, float[5,3] s) => (bool k, float[5,3] t)
     { k = Identity(c) t = Add(s, outer) }>"""
 PLAIN = 2 * 5 * 7 * 3
-"""FLOPs of the product that stands beside what is not counted."""
+"""FLOPs of the one product that is counted."""
 
 
 @pytest.mark.parametrize(
@@ -221,11 +221,11 @@ def test_what_has_no_rule_is_named_and_counts_nothing(body: str, name: str) -> N
     row = cost_row(model, "mod", Bucket(1, 4))
     assert row.flops == PLAIN
     assert row.not_counted[name] == 1
-    assert row.not_counted.keys() <= {name, "ConcatFromSequence"}  # One makes a sequence, the other reads it.
+    assert row.not_counted.keys() <= {name, "ConcatFromSequence"}  # One node makes a sequence, the other reads it.
     found = work_of_graph(model, "mod b1s4", whole_scores=False)
-    assert {(one.flops, one.bytes) for one in found if not one.counted} == {(0, 0)}
-    assert sum(len(one.nodes) for one in found if not one.counted) == sum(row.not_counted.values())
-    assert sum(one.flops for one in found) == PLAIN
+    assert {(item.flops, item.bytes) for item in found if not item.counted} == {(0, 0)}
+    assert sum(len(item.nodes) for item in found if not item.counted) == sum(row.not_counted.values())
+    assert sum(item.flops for item in found) == PLAIN
     assert flops_of(found) is None
 
 
@@ -341,7 +341,7 @@ def test_attention_of_unknown_size_is_refused_by_name(found: str) -> None:
 
 
 def work(text: str, *, whole_scores: bool = False) -> list[tuple[int, int]]:
-    return [(one.flops, one.bytes) for one in work_of_graph(parsed(text), "test", whole_scores=whole_scores)]
+    return [(item.flops, item.bytes) for item in work_of_graph(parsed(text), "test", whole_scores=whole_scores)]
 
 
 @pytest.mark.parametrize("whole_scores", [False, True])
@@ -351,13 +351,13 @@ def test_all_work_is_counted_once(spec: ModelSpec, whole_scores: bool) -> None:
     found = work_of_graph(model, "test", whole_scores=whole_scores)
     cost = cost_row(model, "mod", BUCKET)
     by_part = Counter[str]()
-    for one in found:
-        by_part[one.part] += one.flops * len(one.nodes)
+    for item in found:
+        by_part[item.part] += item.flops * len(item.nodes)
     hidden = 0 if whole_scores else cost.flops - cost.needed_flops
     expected = {**cost.flops_by_part, "attention": cost.flops_by_part["attention"] - hidden}
     assert {part: by_part[part] for part in expected} == expected
     assert by_part.total() == flops_of(found) == cost.flops - hidden
-    part_of_node = {name: one.part for one in found for name in one.nodes}
+    part_of_node = {name: item.part for item in found for name in item.nodes}
     assert part_of_node == {node.name: part for node, part in parts_of_nodes(model.graph).items()}
 
 

@@ -1,4 +1,4 @@
-"""Steps and prompts of both models, interleaved: what a row of the report says is what the text did."""
+"""Interleaved steps and prompts of both models: the rows of the report agree with what the text did."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mod_export.rows.generation import StepBytes
 from mod_export.types import KINDS, Bucket, Engine, ModelKind, Role, pairs_of
 
 SEQ = 16
-"""Of the texts: what a prompt holds."""
+"""Tokens of each text, all of which a prompt holds."""
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +44,13 @@ def texts(rows: int) -> np.ndarray:
 
 
 def decided(model: GeneratingModel, ids_BS: np.ndarray) -> dict[int | str, np.ndarray]:
-    """Which tokens run, as the eager model says."""
+    """Masks of the tokens that run at each site of the eager model."""
     ran = {}
     with torch.no_grad():
         _, found = observed(model.loaded.module(), torch.from_numpy(ids_BS), torch.full((len(ids_BS),), SEQ))
-    for site, one in found.items():
+    for site, selection in found.items():
         ran[site] = np.zeros(ids_BS.shape, dtype=bool)
-        for row, (index_K, live_K) in enumerate(zip(one.index_BK, one.live_BK, strict=True)):
+        for row, (index_K, live_K) in enumerate(zip(selection.index_BK, selection.live_BK, strict=True)):
             ran[site][row, index_K[live_K].numpy()] = True
     return ran
 
@@ -84,7 +84,7 @@ def test_steps_are_those_of_the_text(
         bandwidth_gbs,
     )
     assert (row.setting.role, row.setting.bucket) == ("decode", Bucket(rows, WINDOW))
-    # All positions but the first were timed: so they can be counted.
+    # Every position but the first was timed.
     assert row.positions == SEQ - 1
     for site, ran_BS in decided(models["mod"], texts(rows)).items():
         assert row.executed[str(site)] == pytest.approx(ran_BS[:, 1:].any(0).mean())
@@ -102,14 +102,14 @@ def test_steps_are_those_of_the_text(
     # Without a roofline there is no bound in time.
     bound = bandwidth_gbs and {kind: size / bandwidth_gbs / 1e6 for kind, size in row.least_bytes.items()}
     assert row.predicted_ms == bound
-    # A routed layer has a cache of its capacity; and each one slot for rows that keep nothing.
+    # A routed layer's cache holds its capacity, and each cache has one more slot for rows that keep nothing.
     slot = 2 * 2 * 8 * 4
     assert row.kv_bytes == {"mod": rows * (19 + WINDOW + 1 + 19) * slot, "dense": rows * 3 * (WINDOW + 1) * slot}
     assert found.routed_kv_bytes == {"mod": rows * 38 * slot, "dense": rows * 2 * (WINDOW + 1) * slot}
 
 
 def test_steps_and_prompts_of_a_model_alone(context: Build, models: dict[ModelKind, GeneratingModel]) -> None:
-    """The same rows without a dense baseline, and nothing that would need one."""
+    """The rows are the same without a dense baseline."""
     bucket, engines = Bucket(3, WINDOW), context.decoding_engines()
     alone: dict[ModelKind, Engine] = {"mod": pair_of(context, "decode", bucket)["mod"]}
     sites, least = models["mod"].sites, step_bytes(models["mod"], bucket)
@@ -143,14 +143,14 @@ def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, Generating
     assert set(found["mod"].sites) == {"0", "2"}
     everything = found["mod"].of({"0": 1.0, "2": 1.0})
     assert everything == models["mod"].least_bytes(3, WINDOW, {0: 1.0, 2: 1.0})
-    # Of weights that are stored in fewer bytes it reads fewer; what is no weight of this model counts nothing.
+    # Weights stored in fewer bytes are read in fewer bytes; names that are no weights of this model count nothing.
     stored = {"layers.1.mlp.up_proj.weight": 100, "layers.0.mlp.up_proj.weight": 200, "other": 1}
     narrow = step_bytes(models["mod"], bucket, stored)
     up = 4 * SPEC.d_model * SPEC.d_ff
     assert found["mod"].always - narrow.always == up - 100
     assert found["mod"].sites["0"] - narrow.sites["0"] == up - 200
     assert found["mod"].sites["2"] == narrow.sites["2"]
-    # Where everybody runs, routers are read as well, and a routed layer's cache is shorter.
+    # If all tokens run, routers are read as well, and a routed layer's cache is shorter.
     model, twin = models["mod"].loaded.weights, models["dense"].loaded.weights
     routers = sum(4 * weight.numel() for name, weight in model.items() if name not in twin)
     assert everything - routers == found["dense"].of({}) - 3 * 2 * (WINDOW - 18) * 2 * 2 * 8 * 4

@@ -1,4 +1,4 @@
-"""Reasons follow from numbers: each appears when its number says so, and not otherwise."""
+"""Reasons follow from numbers: each appears if its number calls for it, and not otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ K = {1: 64, 3: 64}
 
 
 def timed(**found: tuple[int, float | None]) -> dict[str, PartRow]:
-    """Part -> (FLOPs, milliseconds)."""
+    """Rows by part, from (FLOPs, milliseconds)."""
     return {part: part_row(part=part, flops=flops, measured_ms=ms) for part, (flops, ms) in found.items()}
 
 
@@ -113,7 +113,7 @@ def test_a_part_that_only_routing_has() -> None:
     dense, mod = timed(mlp=(4000, 8.0), other=(0, 3.0)), timed(mlp=(2000, 4.0), other=(0, 3.0), routing=(10, 1.5))
     found = said(DENSE, MOD, dense_parts=dense, mod_parts=mod)
     assert "; routing takes 1.5 ms of the profile, and the dense baseline has none" in found
-    # The others took what their FLOPs say, which explains nothing.
+    # The other parts took the time that their FLOPs predict, which explains nothing.
     del mod["routing"]
     assert said(DENSE, MOD, dense_parts=dense, mod_parts=mod) == said(DENSE, MOD)
 

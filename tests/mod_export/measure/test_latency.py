@@ -1,4 +1,4 @@
-"""Latency rows of real sessions and engines: what is summed up, when sampling ends, and what is flagged."""
+"""Latency rows of real sessions and engines: their summaries, when sampling ends, and their flags."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def rows_of(runners: dict[ModelKind, Runner], gate: float | None = None, **field
 
 
 class Session:
-    """A session on a tiny graph that knows what it was given and asked for; `before_run` may take time."""
+    """A session on a tiny graph that records its inputs and requested outputs; `before_run` may take time."""
 
     providers = ("CPUExecutionProvider",)
     outputs = ("routed_0", "logits")
@@ -63,7 +63,7 @@ class Session:
 
 
 def sleeping(*ms: float, runs: int = 4) -> Session:
-    """A session whose runs take about this long; of several durations each lasts for so many runs, in turn."""
+    """Returns a session whose runs take about this long; several durations take turns, each for `runs` runs."""
     return Session(before_run=lambda number: time.sleep(ms[number // runs % len(ms)] / 1000))
 
 
@@ -72,7 +72,7 @@ def test_rows_hold_every_sample_and_what_follows_from_them() -> None:
     rows = rows_of({"dense": dense, "mod": mod})
     assert [row.model for row in rows] == ["dense", "mod"]
     assert 2 <= rows[0].warmup <= 4
-    # Each is fed what it has inputs for, and asked for the model's own output only.
+    # Each session gets the inputs that it has, and is asked only for the model's own output.
     assert dense.asked == [(("x",), ["logits"])] * (rows[0].warmup + 8)
     assert mod.asked == [(("x", "lengths"), ["logits"])] * (rows[0].warmup + 8)
     for row in rows:
@@ -80,7 +80,7 @@ def test_rows_hold_every_sample_and_what_follows_from_them() -> None:
         assert (row.providers, row.threads) == (("CPUExecutionProvider",), 1)
         assert len(row.samples_ms) == 8
         assert min(row.samples_ms) > 0
-        # Two middle samples are averaged there and interpolated here, which may round apart.
+        # np.median averages the two middle samples, p50_ms interpolates them: they may round differently.
         assert row.p50_ms == pytest.approx(np.median(row.samples_ms))
         assert (row.p90_ms, row.p99_ms) == tuple(np.percentile(row.samples_ms, (90, 99)))
         assert row.mean_ms == np.mean(row.samples_ms)
@@ -92,8 +92,9 @@ def test_rows_hold_every_sample_and_what_follows_from_them() -> None:
 
 
 def pair(kind: str) -> dict[ModelKind, Runner]:
-    """`clear`: one is six times as fast. `open`: both are fast and slow, eight to one, for different stretches: which
-    rounds are drawn decides who is faster. `wide`: one is faster for certain, by 7 to 40."""
+    """`clear`: mod is six times as fast. `open`: both are fast and slow (8:1) in stretches of different length, so the
+    drawn rounds decide which is faster. `wide`: mod is certainly faster, by 7 to 40.
+    """
     if kind == "clear":
         return {"dense": sleeping(6), "mod": sleeping(1)}
     if kind == "open":
@@ -142,7 +143,7 @@ def test_a_warm_up_that_does_not_settle_drift_and_outliers_are_said() -> None:
     def sometimes(number: int) -> None:
         time.sleep(0.02 if number % 8 == 7 else 0.001)
 
-    # The clock counts nanoseconds: no two runs take exactly as long.
+    # The clock counts nanoseconds, so no two runs take equally long.
     unsettled = {"warmup_tolerance": 0.0, "max_warmup": 5, "samples": 48, "max_samples": 48}
     dense, mod = rows_of({"dense": Session(before_run=late), "mod": Session(before_run=sometimes)}, **unsettled)
     assert [(row.stable, row.warmup) for row in (dense, mod)] == [(False, 5)] * 2
@@ -168,7 +169,7 @@ def test_which_engines_are_compared() -> None:
     mod, dense = (
         Engine(target="ort-cpu", model=kind, bucket=Bucket(1, 64), dtype="float32", path="p") for kind in KINDS
     )
-    # A model and its dense baseline are alike in all else.
+    # A model and its dense baseline differ in nothing else.
     assert pairs_of([dense, mod]) == {mod.setting: {"mod": mod, "dense": dense}}
     unlike = [
         replace(dense, target="inductor"), replace(dense, bucket=Bucket(2, 64)), replace(dense, dtype="float16"), mod,
@@ -177,8 +178,8 @@ def test_which_engines_are_compared() -> None:
     assert by_setting([dense, mod]) == pairs_of([dense, mod])
     assert by_setting([mod, *unlike]) == {mod.setting: {"mod": mod}}
     assert by_setting([dense]) == {}
-    # Of every other dtype the float32 counterpart; another GPU's is none.
-    narrow = [replace(one, dtype="int8") for one in (mod, dense)]
+    # Every other dtype is paired with its float32 counterpart, but not with that of another GPU.
+    narrow = [replace(engine, dtype="int8") for engine in (mod, dense)]
     assert precision_pairs([mod, dense, *narrow]) == list(zip(narrow, (mod, dense), strict=True))
     assert precision_pairs([mod, dense]) == precision_pairs(narrow) == []
     assert precision_pairs([replace(mod, arch="sm89"), narrow[0]]) == []
@@ -190,13 +191,13 @@ def test_engines_of_a_folder_are_measured(built: Path, built_copy: Path, config:
     rows = measure_latency(built, engines, feeds, config)
     assert [row.setting for row in rows] == [engines["mod"].setting, engines["dense"].setting]
     for row in rows:
-        # Whole blocks of four rounds with two samples each.
+        # Samples come in whole blocks of four rounds, with two samples each.
         assert (row.threads, len(row.samples_ms), row.providers) == (1, 8, ("CPUExecutionProvider",))
         assert row.warmup >= 2
         assert min(row.samples_ms) > 0
     (alone,) = measure_latency(built, {"mod": engines["mod"]}, feeds, config)
     assert (alone.setting, len(alone.samples_ms)) == (engines["mod"].setting, 8)
-    # An engine beside itself is as large and as fast.
+    # An engine compared with itself is equally large and fast.
     wide = engines["mod"]
     narrow = measure_precision(built, replace(wide, dtype="int8"), wide, feeds, config)
     assert narrow.setting == replace(wide.setting, dtype="int8")

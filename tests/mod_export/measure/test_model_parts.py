@@ -1,4 +1,4 @@
-"""Parts of nodes, on a real routed graph and rule by rule, and of kernels, by the names that engines give them."""
+"""Parts of nodes, on a real routed graph and rule by rule, and parts of kernels by the names that engines give them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_a_routed_graph_falls_into_its_parts() -> None:
     assert found["embedding"] == {"Gather": 1}
     assert found["mlp"] == {"MatMul": 6}
     assert found["head"] == {"MatMul": 1}
-    # The selection, its write-back and the gate; rows, and both rotary tables at the routed positions.
+    # Routing is the selection, its write-back and the gate, the rows, and both rotary tables at the routed positions.
     expected = {"TopK": 2, "ScatterND": 1, "MatMul": 1, "Gather": 3}
     assert {name: found["routing"][name] for name in expected} == expected
     assert {"Where", "Add", "Mul"} <= set(found["routing"])
     assert {"Transpose", "Concat", "Sigmoid"} <= set(found["elementwise"])
     assert "TopK" not in found["elementwise"]
     assert "routing" not in operators_by_part(portable_graph(ROUTED.dense(), 2, 32))
-    # Constants that are folded have no part.
+    # Folded constants have no part.
     nodes, parts = list(model.graph), parts_of_nodes(model.graph)
     transposed = [node for node in nodes if node.op_type == "Transpose" and node not in parts]
     assert len(transposed) == len([node for node in nodes if node.op_type == "MatMul"])
@@ -63,7 +63,7 @@ def test_experts_are_a_part_of_their_own(choice: str) -> None:
     spec = dataclasses.replace(make_spec(), routing=None, experts=experts)
     found = operators_by_part(portable_graph(spec, 2, 32))
     assert found["experts"]["MatMul"] == found["mlp"]["MatMul"] == 3
-    # The softmax over experts is no attention.
+    # The softmax over experts is not attention.
     assert found["attention"] == {"Attention": 2}
     assert found["routing"]["MatMul"] == found["routing"]["Softmax"] == 1
 
@@ -87,7 +87,7 @@ def test_experts_are_a_part_of_their_own(choice: str) -> None:
     ],
 )  # fmt: skip
 def test_rules(text: str, part: str) -> None:
-    # `a` is a constant axis or shape, whatever the operator wants there.
+    # `a` is the constant axis or shape that the operator expects there.
     constant = "<int64[2] a = {3, 2}>" if "Reshape" in text else "<int64[1] a = {2}>"
     constant = "<int64 a = {1}>" if "CumSum" in text and "Unsqueeze" not in text else constant
     head, _, body = text.partition("{")
@@ -111,7 +111,7 @@ NODES = {
         ("node_silu/QuickGeluFusion/", "QuickGelu", "elementwise"),
         ("node_linear_1/MatMulAddFusion", "Gemm", "mlp"),
         ("fused node_linear_1", "FusedGemm", "mlp"),
-        # The origin comes before the operator, and an absolute name keeps its slash.
+        # The origin takes precedence over the operator, and an absolute name keeps its slash.
         ("/model/layers.0/norm/Mul/LayerNormFusion/", "SimplifiedLayerNormalization", "norms"),
         ("node_linear_12", "MatMul", "other"),
         ("made_up", "SkipSimplifiedLayerNormalization", "norms"),
@@ -151,11 +151,11 @@ def test_kernels_of_inductor(name: str, weights: str, part: str) -> None:
 
 def test_every_kernel_of_a_real_engine_has_its_part(built: Path, config: BuildConfig) -> None:
     folder = open_folder(built, verify=False)
-    engine = next(one for one in folder.engines if one.model == "mod")
+    engine = next(item for item in folder.engines if item.model == "mod")
     profile = OrtCpu().profile(built, engine, config, 1, tokens_sample(256, engine.bucket, 0), 2)
-    part_of_node = {name: one.part for one in folder.work[engine.path] for name in one.nodes}
+    part_of_node = {name: item.part for item in folder.work[engine.path] for name in item.nodes}
     placed = {kernel.name: part_of_kernel(kernel, part_of_node) for kernel in profile.kernels}
     assert len(placed) > 60
     assert "other" not in placed.values()
-    # Fused by ONNX Runtime: the names of these kernels are not in the graph.
+    # ONNX Runtime fused these kernels, so their names are not in the graph.
     assert {part for name, part in placed.items() if name not in part_of_node} == {"elementwise"}

@@ -1,4 +1,4 @@
-"""Time by part: sums over nodes, predictions node by node, shares, and what each part adds to the speed-up."""
+"""Time by part: sums over nodes, predictions for each node, shares, and each part's contribution to the speed-up."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOFLINE = Roofline(
 )
 WORK = (
     Work(part="mlp", flops=300_000_000, bytes=1_000, nodes=("a", "b")),
-    # Bound by memory: the FLOPs of the others do not hide it.
+    # This node is bound by memory: the FLOPs of the others do not hide it.
     Work(part="mlp", flops=1_000, bytes=5_000_000, nodes=("c",)),
     Work(part="norms", flops=0, bytes=1_000_000, nodes=("d",)),
 )
@@ -62,7 +62,7 @@ MOD = {"mlp": (4.0, 4.0), "attention": (2.0, 2.0), "routing": (0.0, 1.0)}
 
 
 def parts(found: dict[str, tuple[float, float]]) -> dict[str, PartRow]:
-    """Part -> (predicted, measured)."""
+    """Rows by part, from (predicted, measured)."""
     return {part: part_row(part=part, predicted_ms=ms[0], measured_ms=ms[1]) for part, ms in found.items()}
 
 
@@ -70,7 +70,8 @@ def test_each_part_and_what_it_adds() -> None:
     gap = gap_of(parts(DENSE), parts(MOD))
     assert gap is not None
     assert (gap.measured, gap.predicted) == (14 / 7, 12 / 6)
-    # As long as predicted: nothing. 2 ms more of the dense engine's: up. 1 ms more of the MoD engine's: down, twice.
+    # The MLP takes as long as predicted: no contribution. Attention of the dense engine takes 2 ms more: the speed-up
+    # rises. Routing of the MoD engine takes 1 ms more: the speed-up falls, by twice as much per ms.
     assert gap.contributions == pytest.approx({"mlp": 0.0, "attention": 2 / 7, "routing": -2 / 7})
 
 
@@ -80,9 +81,9 @@ def test_the_contributions_add_up_to_the_gap(
 ) -> None:
     gap = gap_of(parts(dense), parts(mod))
     assert gap is not None
-    largest = max(abs(one) for one in gap.contributions.values())
-    whole = sum(gap.contributions.values())
-    assert whole == pytest.approx(gap.measured - gap.predicted, rel=1e-9, abs=1e-9 * (1 + largest))
+    largest = max(abs(contribution) for contribution in gap.contributions.values())
+    total = sum(gap.contributions.values())
+    assert total == pytest.approx(gap.measured - gap.predicted, rel=1e-9, abs=1e-9 * (1 + largest))
 
 
 def test_without_both_profiles_there_is_no_gap() -> None:
@@ -111,7 +112,7 @@ def test_a_finished_folder_has_its_cost_model(built: Path, config: BuildConfig) 
         costs = {(row.model, row.bucket): row.flops for row in context.rows(CostRow)}
         assert sum(row.flops for row in rows) == costs[engine.model, engine.bucket.name]
         assert all(str(row.profiler).startswith("ONNX Runtime 1.") for row in rows)
-    # Without runs the prediction is left.
+    # Without runs only the prediction remains.
     unmeasured = profiled(built, config, 0).rows(PartRow)
     assert len(unmeasured) == len(parts)
     assert {(row.measured_ms, row.share, row.profiler) for row in unmeasured} == {(None, None, None)}

@@ -1,4 +1,4 @@
-"""Both rates on both libraries, and their cache: kept, keyed, replaced when asked, and survived when damaged."""
+"""Both rates on both libraries, and their cache: kept, keyed, and replaced when asked or damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MACHINE = {"cpu": "a processor", "logical_cores": 2}
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache folder, and module of a few milliseconds."""
+    """An empty cache folder, and a module that measures for a few milliseconds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(module, "SIZES", ((16, 32, 8),))
     monkeypatch.setattr(module, "REPEATS", 3)
@@ -40,7 +40,7 @@ def found(threads: int = 1, **options: bool) -> Roofline:
 
 
 def with_rate(cache: Path, gemm_gflops: object) -> None:
-    """Changes what the cache holds, so that whoever reads it can be told from whoever measures."""
+    """Changes the cached rate, so that a cached result differs from a new measurement."""
     data = json.loads(cache.read_text(encoding="utf-8"))
     changed = {key: entry | {"gemm_gflops": gemm_gflops} for key, entry in data.items()}
     cache.write_text(json.dumps(changed), encoding="utf-8")
@@ -52,9 +52,9 @@ def test_it_is_measured_once_for_each_condition_and_again_when_asked(cache: Path
     assert first.method.startswith("ONNX Runtime 1.")
     assert list(cache.parent.iterdir()) == [cache]
     with_rate(cache, 123.25)
-    other = cached_roofline({**MACHINE, "cpu": "another"}, "float32", 1)
-    assert other is not None
-    assert 123.25 not in (found(threads=2).gemm_gflops, other.gemm_gflops)
+    elsewhere = cached_roofline({**MACHINE, "cpu": "another"}, "float32", 1)
+    assert elsewhere is not None
+    assert 123.25 not in (found(threads=2).gemm_gflops, elsewhere.gemm_gflops)
     assert found().gemm_gflops == 123.25
     assert len(json.loads(cache.read_text(encoding="utf-8"))) == 3
     again = found(measure_again=True)
@@ -115,7 +115,7 @@ def test_the_slower_of_the_two_decides() -> None:
         dtype="float32", threads=1, gemm_gflops=100.0, bandwidth_gbs=10.0, method="by hand", measured_at="never"
     )
     work = [(50_000_000, 0), (50_000_000, 1_000), (0, 20_000_000), (50_000_000, 20_000_000), (0, 0)]
-    assert [roofline.milliseconds(*one) for one in work] == pytest.approx([0.5, 0.5, 2.0, 2.0, 0.0])
+    assert [roofline.milliseconds(*item) for item in work] == pytest.approx([0.5, 0.5, 2.0, 2.0, 0.0])
 
 
 @pytest.mark.parametrize("library", ["onnxruntime", "torch"])
@@ -127,7 +127,7 @@ def test_both_libraries_give_rates(measure: Callable[[str, int], Rate], library:
 
 
 class Clock:
-    """Says the given seconds for one repeat after the other."""
+    """A clock that reports the given seconds for one repeat after the other."""
 
     def __init__(self, seconds: list[float]) -> None:
         self._seconds: Iterator[float] = iter(seconds)

@@ -1,4 +1,4 @@
-"""Rounds: balanced orders, and samples of sessions; nothing here depends on how fast the machine is."""
+"""Rounds: balanced orders, and samples of sessions. Nothing here depends on the speed of the machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_block_is_drawn_anew_and_follows_the_seed() -> None:
 
 
 def logging(*names: str) -> tuple[list[str], list[Callable[[], object]]]:
-    """What ran, and runs that say so."""
+    """Returns a log, and runs that append their names to it."""
     log: list[str] = []
     return log, [lambda name=name: log.append(name) for name in names]
 
@@ -58,7 +58,7 @@ def test_every_round_runs_every_engine_twice() -> None:
     assert rounds.done == 8
     each = [tuple(log[begin : begin + 4]) for begin in range(0, len(log), 4)]
     assert len(set(each)) > 2
-    # In every round, and over a block at every position.
+    # Every round is balanced, and so is every position over a block.
     for four in (*each, *zip(*each[:4], strict=True)):
         assert sorted(four) == ["dense", "dense", "mod", "mod"]
     assert all(rounds.samples_ms(engine).shape == (8, 2) for engine in (0, 1))
@@ -77,14 +77,14 @@ def test_a_sample_is_of_the_engine_and_run_that_it_is_filed_under() -> None:
     slow_RT = rounds.samples_ms(1)
     assert sorted(slow_RT.reshape(-1)) == sorted(chain.from_iterable(np.sort(slow_RT, axis=1)))
     assert np.all(np.sort(slow_RT.reshape(-1)) >= 1000 * np.array(pauses))
-    # Which run of a round is the first is drawn at random, and is not always the earlier one.
+    # The order of the two runs of a round is drawn at random, so the first is not always the earlier one.
     assert 0 < np.sum(slow_RT[:, 0] < slow_RT[:, 1]) < 4
 
 
 @pytest.mark.parametrize(
     ("window", "tolerance", "most", "deadline", "warmup"),
     [
-        # Later windows of what takes no time are never a thousand times as slow for a hundred rounds.
+        # Runs that take no time: later windows are never a thousand times as slow for a hundred rounds.
         (3, 1000.0, 100, NEVER, range(6, 100)),
         (1, -1.0, 5, NEVER, range(5, 6)),
         (4, -1.0, 50, AT_ONCE, range(4, 5)),

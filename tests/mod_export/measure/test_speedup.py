@@ -1,4 +1,4 @@
-"""From rows of latency and cost to rows of speed-up, on samples whose answer is known."""
+"""From rows of latency and cost to rows of speed-up, on samples with a known answer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def pair(ratio: float, bucket: Bucket = LARGE) -> list[LatencyRow]:
 
 
 def noisy(ratio: float) -> list[LatencyRow]:
-    """Medians of this ratio, and samples from a fifth to five times as long."""
+    """Latency rows whose medians have this ratio; their samples vary from a fifth to five times the median."""
     wild = [0.2, 5.0, 1.0, 1.0, 5.0, 0.2, 0.2, 5.0]
     return [latency("dense", [ratio * ms for ms in wild]), latency("mod", wild[::-1])]
 
@@ -59,7 +59,7 @@ def test_the_gate_applies_to_the_largest_bucket_only() -> None:
     assert [(row.gate, row.passed) for row in rows_of(both, min_speedup=0)] == [(None, None)] * 2
     assert gate_of(LARGE, [SMALL, LARGE], 1.3) == 1.3
     assert gate_of(SMALL, [SMALL, LARGE], 1.3) is gate_of(LARGE, [SMALL, LARGE], 0.0) is None
-    # Most tokens, then the longest rows.
+    # The bucket with most tokens is gated; among equals, the one with the longest rows.
     assert gated_bucket([Bucket(8, 128), LARGE]) == Bucket(8, 128)
     assert gated_bucket([Bucket(4, 128), LARGE]) == LARGE
 
@@ -99,7 +99,7 @@ def test_the_whole_interval_must_reach_the_gate() -> None:
 
 
 def test_a_control_that_misses_one_is_the_reason() -> None:
-    # Second turns take twice as long: something is wrong with the machine, or with the method.
+    # Second turns take twice as long, so something is wrong with the machine or with the method.
     (row,) = rows_of([latency("dense", [9.0] * 8), latency("mod", [1.0, 2.0] * 4)])
     assert (row.verdict, row.passed) == ("inconclusive", False)
     assert row.reason == (
@@ -141,7 +141,7 @@ def test_nothing_is_predicted_from_what_was_not_all_counted() -> None:
     row = found()
     assert (row.predicted_flops, row.efficiency, row.verdict) == (None, None, "faster")
     mod = row.setting
-    # The graphs that are run can be counted where the portable ones cannot, and the other way round.
+    # FLOPs may be known for the graphs that run and not for the portable ones, or the other way round.
     assert found(flops={mod.of("dense"): 300, mod: 100}).efficiency == pytest.approx(2 / 3)
     assert rows_of(pair(2.0), flops={mod.of("dense"): None, mod: None})[0].predicted_flops == 2.0
     parts = [part_row(model="dense", predicted_ms=9.0), part_row(predicted_ms=2.0, not_counted=1)]

@@ -1,4 +1,4 @@
-"""Intervals, spread and verdicts on samples whose answer is known: how often they hold it, and when they refuse."""
+"""Intervals, spread and verdicts on samples with a known answer: how often they contain it, and when they refuse."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIONS = LatencyOptions(min_speedup=1.0, bootstrap=300)
 
 
 def autoregressive(rng: np.random.Generator, count: int, memory: float) -> NDArray[np.float64]:
-    """A series of unit variance whose neighbours are correlated by `memory`."""
+    """A series of unit variance whose neighbours have the correlation `memory`."""
     noise = rng.normal(0, math.sqrt(1 - memory**2), count + 100)
     for index in range(1, count + 100):
         noise[index] += memory * noise[index - 1]
@@ -43,21 +43,21 @@ def autoregressive(rng: np.random.Generator, count: int, memory: float) -> NDArr
 
 
 TRIES = 100
-"""A standard deviation of so many tries is 2.2 %."""
+"""With 100 tries, the standard deviation of a share of 95 % is 2.2 %."""
 
 
 def coverage(memory: float) -> float:
-    """How often a 95 % interval holds a ratio of 1.5 when the machine remembers what it did to each engine."""
+    """How often a 95 % interval contains a ratio of 1.5, if disturbances of each engine are correlated over time."""
     rng = np.random.default_rng(0)
-    held = 0
+    covered = 0
     for seed in range(TRIES):
         dense_RT, mod_RT = (
             scale * np.exp(0.1 * autoregressive(rng, 80, memory)[:, None] + rng.normal(0, 0.02, (80, 2)))
             for scale in (1.5, 1.0)
         )
         low, high = ratio_interval(dense_RT, mod_RT, confidence=0.95, resamples=200, seed=seed)
-        held += low <= 1.5 <= high
-    return held / TRIES
+        covered += low <= 1.5 <= high
+    return covered / TRIES
 
 
 def test_the_interval_covers_a_known_ratio_as_often_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,8 @@ def test_correlated_samples_stand_in_long_blocks_and_say_less() -> None:
 
 @pytest.mark.parametrize(("share", "least"), [(0.5, 6), (0.9, 36), (0.99, 368)])
 def test_a_quantile_needs_samples_beyond_it(share: float, least: int) -> None:
-    # The binomial's own numbers: 0.5^6, 0.9^36 and 0.99^368 are below 2.5 %. Alternating samples do not correlate.
+    # These are the binomial's numbers: 0.5^6, 0.9^36 and 0.99^368 are below 2.5 %. Alternating samples do not
+    # correlate.
     samples = np.array([(index // 2 if index % 2 else -index // 2) for index in range(least)], dtype=np.float64)
     assert quantile_interval(samples[: least - 1], share) is None
     low, high = quantile_interval(samples, share) or (0.0, 0.0)
@@ -141,13 +142,13 @@ def test_a_quantile_needs_samples_beyond_it(share: float, least: int) -> None:
 def test_quantile_intervals_cover(share: float, normal: float, memory: float) -> None:
     rng = np.random.default_rng(1)
     found = [quantile_interval(autoregressive(rng, 320, memory), share) for _ in range(100)]
-    held = [low <= normal <= high for low, high in filter(None, found)]
-    assert len(held) > 93
-    assert sum(held) / len(held) >= 0.9
+    covered = [low <= normal <= high for low, high in filter(None, found)]
+    assert len(covered) > 93
+    assert sum(covered) / len(covered) >= 0.9
 
 
 def test_outliers_lie_beyond_the_fences() -> None:
-    # Quartiles 1 and 3, fences at -2 and 6: what lies on a fence is none.
+    # The quartiles are 1 and 3, the fences -2 and 6. A value on a fence is no outlier.
     assert outliers_of(np.array([1.0, 3.0] * 20 + [6.0, -2.0, 6.1, -2.1, 50.0])) == 3
 
 
@@ -221,13 +222,13 @@ def test_looking_again_and_again_makes_no_speedup_out_of_noise() -> None:
     wrong = 0
     for seed in range(40):
         dense_RT, mod_RT = made(1.0, 0.1, rounds=160, seed=seed)
-        # What sampling does: looks after 20, 40, 80 and 160 rounds, and stops at the first that is settled.
+        # Sampling does this: it looks after 20, 40, 80 and 160 rounds, and stops at the first look that is settled.
         for rounds in (20, 40, 80, 160):
             found = compare(dense_RT[:rounds], mod_RT[:rounds], OPTIONS, looks=4, seed=seed)
             if settled(found, None, 1.0):
                 break
         wrong += found.verdict == "faster" or found.ci95[1] < 1
-    # 5 % at most, 2 of 40; a plain 95 % interval at every look errs in 5 of them or so.
+    # Errors are 5 % at most, 2 of 40; a plain 95 % interval at every look errs in about 5 of them.
     assert wrong <= 3
 
 
@@ -248,5 +249,5 @@ def test_a_gate_is_reached_by_the_whole_interval(low: float, high: float, gate: 
     assert gate_reached(found, gate) is reached
     assert settled(found, gate, 1.0) is (reached is not None)
     assert gate_reached(with_interval(low, high, covers_one=False), gate) is None
-    # The ratio itself must be known well enough, too.
+    # The ratio itself must be known well enough as well.
     assert [settled(with_interval(1.9, 2.1), None, precision) for precision in (0.09, 0.11)] == [False, True]

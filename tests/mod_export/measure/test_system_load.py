@@ -1,4 +1,4 @@
-"""Conditions of real work: busy threads are counted, and what is worth a word becomes a flag."""
+"""Conditions of real work: busy threads are counted, and notable conditions become flags."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = bytes(2**20)
 
 
 def work(cpu_seconds: float) -> None:
-    """Hashing leaves the interpreter's lock to other threads."""
+    """Hashes for this much CPU time; hashing releases the GIL."""
     begin = time.thread_time()
     while time.thread_time() - begin < cpu_seconds:
         hashlib.sha256(BLOCK)

@@ -1,4 +1,4 @@
-"""The verdict: every failed gate is a reason, and so is every gate that nobody could evaluate."""
+"""The verdict: every failed gate is a reason, and so is every gate that could not be evaluated."""
 
 from __future__ import annotations
 
@@ -117,10 +117,10 @@ def test_what_was_expected_and_is_missing_is_a_reason() -> None:
 
 
 def test_without_a_baseline_only_the_model_itself_is_expected() -> None:
-    own = [row for row in PARITY if row.model == "mod"]
+    mod_rows = [row for row in PARITY if row.model == "mod"]
     judged: dict[str, Any] = {"speedup": [], "min_speedup": 0.0, "kinds": ["mod"]}
-    assert judge(SETTINGS, [SMALL, LARGE], parity=own, **judged).status == "pass"
-    assert judge(SETTINGS, [SMALL, LARGE], parity=own[:1], **judged).reasons == (
+    assert judge(SETTINGS, [SMALL, LARGE], parity=mod_rows, **judged).status == "pass"
+    assert judge(SETTINGS, [SMALL, LARGE], parity=mod_rows[:1], **judged).reasons == (
         "ort-cpu b1s512 float32: parity of the mod engine was not checked",
     )
 
@@ -135,22 +135,22 @@ def test_what_was_not_asked_for_is_not_missed() -> None:
 
 
 def lost(**fields: Any) -> FailedRow:
-    made: dict[str, Any] = dict.fromkeys(("target", "dtype", "model", "role", "bucket"))
-    return FailedRow(**made | {"stage": "engines", "reason": "no memory"} | fields)
+    defaults: dict[str, Any] = dict.fromkeys(("target", "dtype", "model", "role", "bucket"))
+    return FailedRow(**defaults | {"stage": "engines", "reason": "no memory"} | fields)
 
 
 def test_what_failed_is_a_reason_and_what_is_long_missing_is_none() -> None:
     dense = lost(target="ort-cpu", model="dense", bucket="b1s512", dtype="float32", role="forward")
     rest = [row for row in PARITY if (row.model, row.bucket) != ("dense", "b1s512")]
-    given: dict[str, Any] = {"parity": rest, "speedup": None, "min_speedup": 0.0}
+    options: dict[str, Any] = {"parity": rest, "speedup": None, "min_speedup": 0.0}
     unjudged = "ort-cpu b1s512 float32: parity of the dense engine was not checked"
-    assert judge(SETTINGS, [SMALL, LARGE], **given).reasons == (unjudged,)
-    said = "ort-cpu b1s512 float32 dense: could not be built (stage engines): no memory"
-    assert judge(SETTINGS, [SMALL, LARGE], **given, failed=[dense]).reasons == (said,)
-    assert judge(SETTINGS, [SMALL, LARGE], **given, missing=[dense]).status == "pass"
-    # An engine that was built and could not be timed has to be judged all the same.
+    assert judge(SETTINGS, [SMALL, LARGE], **options).reasons == (unjudged,)
+    reason = "ort-cpu b1s512 float32 dense: could not be built (stage engines): no memory"
+    assert judge(SETTINGS, [SMALL, LARGE], **options, failed=[dense]).reasons == (reason,)
+    assert judge(SETTINGS, [SMALL, LARGE], **options, missing=[dense]).status == "pass"
+    # An engine that was built but not timed must still be judged.
     timed = lost(target="ort-cpu", dtype="float32", stage="benchmark")
-    assert judge(SETTINGS, [SMALL, LARGE], **given, failed=[timed]).reasons == (
+    assert judge(SETTINGS, [SMALL, LARGE], **options, failed=[timed]).reasons == (
         "ort-cpu float32: could not be timed (stage benchmark): no memory", unjudged
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""mypy checks here that the one implementation conforms to the protocols: neither package imports the other."""
+"""mypy checks here that the one implementation conforms to the protocols, as neither package imports the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Everything(
     protocol.Generation,
     Protocol,
 ):
-    """Every capability."""
+    """A model with every capability."""
 
 
 def as_model(loaded: LoadedTransformer) -> Everything:
@@ -35,7 +35,7 @@ def as_generating_model(writer: GeneratingTransformer) -> protocol.GeneratingMod
 
 
 class Sampled(protocol.ExportableModel, protocol.SampledInputs, Protocol):
-    """A model of any inputs."""
+    """A model with arbitrary inputs."""
 
 
 def as_sampled(loaded: ProgramModel) -> Sampled:

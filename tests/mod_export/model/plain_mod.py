@@ -1,7 +1,6 @@
-"""An architecture with nothing but what export itself needs: one block of plain PyTorch that a router skips tokens of.
+"""An architecture with only what export itself needs: one block of plain PyTorch, which skips tokens by a router.
 
-It is installed by the tests as a package of its own. A checkpoint holds `k` beside the weights; with None every token
-runs.
+The tests install it as a package of its own. A checkpoint holds `k` beside the weights; with None every token runs.
 """
 
 from __future__ import annotations

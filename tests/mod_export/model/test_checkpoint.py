@@ -43,13 +43,13 @@ CAPABILITIES = (
 
 
 def test_the_registered_architectures_keep_the_protocol_and_capabilities_can_be_asked_for(model: Model) -> None:
-    """That the implementation conforms is checked by mypy (`conformance.py`)."""
-    found = architectures()
-    assert "mod_transformer" in found
-    for name, architecture in found.items():
+    """mypy checks that the implementation conforms (`conformance.py`)."""
+    registered = architectures()
+    assert "mod_transformer" in registered
+    for name, architecture in registered.items():
         assert isinstance(architecture, protocol.Architecture)
         assert architecture.name == name
-    assert all(isinstance(model.loaded, one) and not isinstance(object(), one) for one in CAPABILITIES)
+    assert all(isinstance(model.loaded, kind) and not isinstance(object(), kind) for kind in CAPABILITIES)
 
 
 def test_no_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,12 +82,12 @@ def test_a_broken_package_is_named(
 
 
 def test_a_file_and_a_folder_give_the_same_model(model: Model, folder_checkpoint: Path) -> None:
-    other = model_from_checkpoint(folder_checkpoint)
-    assert (other.name, other.architecture) == (model.name, model.architecture) == ("tiny", "mod_transformer")
-    assert other.parameters == model.parameters == sum(t.numel() for t in model.loaded.weights.values())
-    assert other.loaded.spec == model.loaded.spec
-    assert all(torch.equal(other.loaded.weights[name], tensor) for name, tensor in model.loaded.weights.items())
-    assert other.checkpoint_sha256 != model.checkpoint_sha256
+    restored = model_from_checkpoint(folder_checkpoint)
+    assert (restored.name, restored.architecture) == (model.name, model.architecture) == ("tiny", "mod_transformer")
+    assert restored.parameters == model.parameters == sum(t.numel() for t in model.loaded.weights.values())
+    assert restored.loaded.spec == model.loaded.spec
+    assert all(torch.equal(restored.loaded.weights[name], tensor) for name, tensor in model.loaded.weights.items())
+    assert restored.checkpoint_sha256 != model.checkpoint_sha256
     assert model.code_sha256 == source_digest("mod_models")
 
 
@@ -113,8 +113,8 @@ def test_weights_restore_the_model(model: Model) -> None:
     assert again.checkpoint_sha256 == "0" * 64
     ids_BS, lengths_B = torch.arange(32)[None] * 7 % 256, torch.tensor([30])
     with torch.no_grad():
-        expected, found = (one.loaded.module()(ids_BS, lengths_B) for one in (model, again))
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+        expected, restored = (source.loaded.module()(ids_BS, lengths_B) for source in (model, again))
+    assert all(torch.equal(a, b) for a, b in zip(expected, restored, strict=True))
 
 
 def test_weights_that_restore_nothing(model: Model) -> None:
@@ -173,7 +173,7 @@ def test_the_hash_of_a_folder_is_of_names_and_contents(folder_checkpoint: Path, 
 
 def test_a_build_folder_is_no_part_of_the_checkpoint_that_holds_it(folder_checkpoint: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(folder_checkpoint, tmp_path / "copy")
-    (copy / "manifest.json").write_text("{}")  # Somebody else's, which belongs to the checkpoint.
+    (copy / "manifest.json").write_text("{}")  # It is not a build's, so it belongs to the checkpoint.
     (copy / "shards").mkdir()
     (copy / "shards/manifest.json").write_text("{}")
     before = sha256_of(copy)

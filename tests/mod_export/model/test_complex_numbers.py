@@ -1,4 +1,4 @@
-"""Rotary positions in complex numbers are computed as pairs of real ones; what engines cannot have is refused."""
+"""Complex numbers of rotary positions are computed as pairs of real numbers; unsupported operators are refused."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Rotated(nn.Module):
         index = self.router(x).squeeze(-1).topk(S // 2).indices.sort().values
         wide = index[..., None].expand(-1, -1, D)
         q, k, v = self.qkv(x.gather(1, wide)).view(B, S // 2, 3, HEADS, -1).unbind(2)
-        q, k, v = (one.transpose(1, 2) for one in (self.turned(q, index), self.turned(k, index), v))
+        q, k, v = (part.transpose(1, 2) for part in (self.turned(q, index), self.turned(k, index), v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, -1, D)
         return x.scatter_add(1, wide, self.out(y))
 
 
 class Gathered(Rotated):
-    """A table as an attribute, cut, made wide, and gathered; the other factor is conjugated twice."""
+    """The table is an attribute that is sliced, expanded and gathered; the result is conjugated twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Gathered(Rotated):
 
 
 class Exponential(Rotated):
-    """exp(i * angle), from parts that are put together and taken apart again."""
+    """Computes exp(i * angle), splits it into parts, and joins them again."""
 
     def turns(self, index: Tensor) -> Tensor:
         turns = torch.exp(1j * angles()[index])
@@ -75,7 +75,7 @@ class Exponential(Rotated):
 
 
 class Weighed(Rotated):
-    """Scaled by a real tensor, in twice the precision."""
+    """Computes the table in complex128, casts it to complex64, and scales it by a real tensor."""
 
     def turns(self, index: Tensor) -> Tensor:
         turns = torch.polar(torch.ones(1, dtype=torch.float64), angles().double())
@@ -93,8 +93,8 @@ def test_what_is_captured_computes_what_the_module_does(kind: type[Rotated]) -> 
     x = torch.randn(B, S, D)
     with torch.no_grad():
         expected = module(x)
-        (found,) = restored(x)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        (output,) = restored(x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-6)
     graph = graph_of(captured(restored, (x,), "mine"), restored)
     computed = run(graph, {"x": x.numpy()})[0]
     torch.testing.assert_close(torch.from_numpy(computed), expected, rtol=0, atol=1e-5)
@@ -163,15 +163,15 @@ MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
     ),
     "a new tensor": lambda z: torch.full((S, WIDTH), 1 + 2j) * z + torch.zeros(S, WIDTH, dtype=torch.complex64),
 }
-"""What is done with complex numbers (B, S, WIDTH)."""
+"""Functions of complex numbers (B, S, WIDTH)."""
 
 
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: str) -> None:
     def function(x: Tensor) -> Tensor:
-        found = MANNERS[manner](torch.view_as_complex(x)).resolve_conj()
-        return torch.view_as_real(found) if found.is_complex() else found
+        output = MANNERS[manner](torch.view_as_complex(x)).resolve_conj()
+        return torch.view_as_real(output) if output.is_complex() else output
 
     module = Calling(function).eval()
     x = torch.randn(B, S, WIDTH, 2, generator=torch.Generator().manual_seed(0))
@@ -179,8 +179,8 @@ def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: s
     assert isinstance(model.loaded, ProgramModel)
     restored = model.loaded.module()
     with torch.no_grad():
-        (found,) = restored(x)
-    torch.testing.assert_close(found, function(x), rtol=1e-5, atol=1e-5)
+        (output,) = restored(x)
+    torch.testing.assert_close(output, function(x), rtol=1e-5, atol=1e-5)
     computed = run(graph_of(captured(restored, (x,), "mine"), restored), {"x": x.numpy()})[0]
     torch.testing.assert_close(torch.from_numpy(computed), function(x), rtol=1e-5, atol=1e-5)
 
@@ -218,6 +218,6 @@ def test_what_engines_cannot_have_is_refused(function: Callable[..., Any], messa
 
 
 def test_a_complex_input_is_refused() -> None:
-    given = torch.rand(2, 2, dtype=torch.complex64)
+    complex_input = torch.rand(2, 2, dtype=torch.complex64)
     with pytest.raises(CaptureError, match="mine at b2s2: its input x is complex; give real and imaginary parts apart"):
-        model_from_module(Calling(lambda x: torch.view_as_real(x)), given, [Bucket(2, 2)], "mine")
+        model_from_module(Calling(lambda x: torch.view_as_real(x)), complex_input, [Bucket(2, 2)], "mine")

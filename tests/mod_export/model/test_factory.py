@@ -97,10 +97,10 @@ def test_the_same_function_without_skipping_is_the_baseline(code: Path) -> None:
 
 
 def test_another_capacity(code: Path) -> None:
-    own, _ = model_from_factory(f"{code}:make_model", [BUCKET])
+    default, _ = model_from_factory(f"{code}:make_model", [BUCKET])
     same, _ = model_from_factory(f"{code}:make_model", [BUCKET], 0.25)
     half, _ = model_from_factory(f"{code}:make_model", [BUCKET], 0.5)
-    assert own.loaded.spec["programs"] == same.loaded.spec["programs"] != half.loaded.spec["programs"]
+    assert default.loaded.spec["programs"] == same.loaded.spec["programs"] != half.loaded.spec["programs"]
     with pytest.raises(UsageError, match=r"make_pair: capacity 0.5: make_pair has no parameter `capacity`"):
         model_from_factory(f"{code}:make_pair", [BUCKET], 0.5)
 

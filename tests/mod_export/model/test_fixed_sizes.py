@@ -84,8 +84,8 @@ def test_tokens_that_a_mask_selects_are_a_site() -> None:
     module = Made(routed_by_a_mask).eval().requires_grad_(False)
     model = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine")
     assert isinstance(model.loaded, ProgramModel)
-    given = torch.empty(B, S, D, device="meta")
-    sites = routing_sites(exported(model.loaded.skeleton().to("meta"), (given,), "mine"))
+    meta_input = torch.empty(B, S, D, device="meta")
+    sites = routing_sites(exported(model.loaded.skeleton().to("meta"), (meta_input,), "mine"))
     assert [site.k for site in sites] == [K]
 
 
@@ -100,15 +100,15 @@ def test_how_many_are_true_depends_on_the_data() -> None:
 
 def test_a_diagonal_of_a_part_is_written_to() -> None:
     def filled(m: Any, x: Tensor) -> Tensor:
-        found: Tensor = m.linear(x)
-        for row in found:
+        result: Tensor = m.linear(x)
+        for row in result:
             row.fill_diagonal_(0)
-        return found
+        return result
 
-    said = (
+    message = (
         r"^mine at b2s16: calls aten\.fill_diagonal_\.default, at .*\n.*\nwhich writes into a part of a tensor in a way"
     )
-    with pytest.raises(CaptureError, match=said):
+    with pytest.raises(CaptureError, match=message):
         model_from_module(Made(filled), torch.randn(B, S, D), [Bucket(B, S)], "mine")
 
 

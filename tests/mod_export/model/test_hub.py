@@ -1,4 +1,4 @@
-"""hf:// names next to a server that answers as the hub does: what is fetched, and every way in which it cannot be."""
+"""hf:// names against a server that answers like the hub: what is fetched, and each reason why it cannot be."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Hub(BaseHTTPRequestHandler):
 
     Attributes:
         root: holds ORG/NAME/FILES.
-        sent: the files that were asked for.
+        sent: the files that were downloaded.
     """
 
     root: ClassVar[Path]
@@ -99,7 +99,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in shards with pickles beside it, one of pickles only, a GGUF file, and an empty repository."""
+    """A model in shards with pickles beside it, one of pickles only, and a repository with only a GGUF file."""
     root = tmp_path_factory.mktemp("hub")
     folder = root / MODEL
     saved("Qwen2", folder, max_shard_size="60KB")
@@ -127,7 +127,7 @@ def endpoint(root: Path) -> Iterator[str]:
 
 
 def in_process(code: str, endpoint: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """The hub's client reads its environment when it is imported."""
+    """Runs the code in its own process, because the hub's client reads its environment at import."""
     environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
                     "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **more}  # fmt: skip
@@ -135,7 +135,7 @@ def in_process(code: str, endpoint: str, cache: Path, **more: str) -> subprocess
 
 
 def asked(sources: list[str], endpoint: str, cache: Path, **more: str) -> list[str]:
-    """What each becomes, or the message why not."""
+    """For each source, the path that `fetched` returns, or its error message."""
     code = f"""
 import json
 from mod_export.errors import CheckpointError
@@ -150,8 +150,8 @@ print(json.dumps(found))
 """
     done = in_process(code, endpoint, cache, **more)
     assert done.returncode == 0, done.stderr
-    found: list[str] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    answers: list[str] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
 def cli(*words: object) -> str:
@@ -160,7 +160,7 @@ def cli(*words: object) -> str:
 
 
 def test_a_model_is_fetched_and_converted(root: Path, endpoint: str, tmp_path: Path) -> None:
-    """Only what it is read from; and a second time nothing."""
+    """Only the files that are read are downloaded, and none of them a second time."""
     Hub.sent.clear()
     done = in_process(cli("convert", f"hf://{MODEL}@v1", tmp_path / "out"), endpoint, tmp_path / "cache")
     assert done.returncode == 0, done.stderr
@@ -173,7 +173,7 @@ def test_a_model_is_fetched_and_converted(root: Path, endpoint: str, tmp_path: P
     (folder,) = asked([f"hf://{MODEL}@v1"], endpoint, tmp_path / "cache")
     assert Hub.sent == []
     assert name_of(Path(folder)) == "tiny-model"
-    # The same without a network.
+    # Without a network, the cache gives the same folder.
     assert asked([f"hf://{MODEL}@v1"], "http://127.0.0.1:9", tmp_path / "cache") == [folder]
     assert asked([f"hf://{MODEL}@{COMMIT}"], endpoint, tmp_path / "cache", HF_HUB_OFFLINE="1") == [folder]
 
@@ -206,11 +206,11 @@ def test_what_cannot_be_fetched(endpoint: str, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("offline", ["1", pytest.param("0", marks=pytest.mark.slow)])  # The client tries for seconds.
+@pytest.mark.parametrize("offline", ["1", pytest.param("0", marks=pytest.mark.slow)])  # The client retries for seconds.
 def test_without_a_network(offline: str, tmp_path: Path) -> None:
     sources = [f"hf://{MODEL}", "hf://org/files/some.gguf"]
-    found = asked(sources, "http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE=offline)
-    for source, message in zip(sources, found, strict=True):
+    messages = asked(sources, "http://127.0.0.1:9", tmp_path, HF_HUB_OFFLINE=offline)
+    for source, message in zip(sources, messages, strict=True):
         assert message.startswith(f"{source}: cannot be fetched, and is not in the hub's cache (")
         assert "\n" not in message
 

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[Any, Any, list[Bucket], tuple[str, ...], tuple[str, ...],
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_module_is_captured_and_captured_again(case: str) -> None:
-    """What the model gives, and what is captured of it again, on values and without, is what the module gives."""
+    """The model returns what the module returns, and another capture, with or without values, gives the same graph."""
     kind, inputs, buckets, input_names, output_names, sites = CASES[case]
     module = made(kind)
     loaded = program_model(model_from_module(module, inputs, buckets, "mine"))
@@ -64,10 +64,10 @@ def test_a_module_is_captured_and_captured_again(case: str) -> None:
             sample = [torch.from_numpy(array) for array in loaded.sample(bucket, seed).values()]
             seen.append(sample[0])
             with torch.no_grad():
-                expected, found = module(*sample), restored(*sample)
+                expected, outputs = module(*sample), restored(*sample)
             expected = list(expected.values()) if isinstance(expected, dict) else expected
             expected = [expected] if isinstance(expected, Tensor) else expected
-            assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+            assert all(torch.equal(reference, output) for reference, output in zip(expected, outputs, strict=True))
         assert not torch.equal(seen[0], seen[5])
         again = exported(restored, sample, case)
         assert [str(site.name) for site in routing_sites(again)] == sites
@@ -102,15 +102,15 @@ def test_tied_weights_are_one_and_buffers_keep_their_dtypes() -> None:
 
 
 def test_the_same_module_is_the_same_model() -> None:
-    one, two = (model_from_module(made("index_put"), token_ids, [SHORT], "mine") for _ in range(2))
-    assert one.checkpoint_sha256 == two.checkpoint_sha256
-    assert program_model(one).spec == program_model(two).spec
-    assert one.package == "mod_export"
-    assert one.code_sha256
-    other = made("index_put")
+    first, second = (model_from_module(made("index_put"), token_ids, [SHORT], "mine") for _ in range(2))
+    assert first.checkpoint_sha256 == second.checkpoint_sha256
+    assert program_model(first).spec == program_model(second).spec
+    assert first.package == "mod_export"
+    assert first.code_sha256
+    changed = made("index_put")
     with torch.no_grad():
-        other.head.weight[0, 0] += 1
-    assert model_from_module(other, token_ids, [SHORT], "mine").checkpoint_sha256 != one.checkpoint_sha256
+        changed.head.weight[0, 0] += 1
+    assert model_from_module(changed, token_ids, [SHORT], "mine").checkpoint_sha256 != first.checkpoint_sha256
 
 
 def test_sixteen_bit_modules_become_float32() -> None:
@@ -119,25 +119,25 @@ def test_sixteen_bit_modules_become_float32() -> None:
     assert loaded.weights["head.weight"].dtype == torch.bfloat16
     ids = token_ids(2, 8, 7)
     with torch.no_grad():
-        (found,) = loaded.module()(ids)
-        assert torch.equal(found, module.float()(ids))
+        (output,) = loaded.module()(ids)
+        assert torch.equal(output, module.float()(ids))
 
 
 def test_inputs_that_do_not_take_a_seed_are_drawn_alike_every_time() -> None:
-    one, two = (program_model(model_from_module(made(Images), images, [Bucket(2, 17)], "mine")) for _ in range(2))
-    samples = [one.sample(Bucket(2, 17), seed)["images"] for seed in range(5)]
-    assert all(np.array_equal(samples[n], two.sample(Bucket(2, 17), n)["images"]) for n in range(5))
-    assert not any(np.array_equal(samples[0], other) for other in samples[1:])
+    first, second = (program_model(model_from_module(made(Images), images, [Bucket(2, 17)], "mine")) for _ in range(2))
+    samples = [first.sample(Bucket(2, 17), seed)["images"] for seed in range(5)]
+    assert all(np.array_equal(samples[n], second.sample(Bucket(2, 17), n)["images"]) for n in range(5))
+    assert not any(np.array_equal(samples[0], sample) for sample in samples[1:])
 
 
 def test_inputs_of_one_bucket_may_be_the_tensors_themselves() -> None:
-    given = masked_inputs(2, 8)
-    loaded = program_model(model_from_module(made(Masked), given, [SHORT], "mine"))
+    inputs = masked_inputs(2, 8)
+    loaded = program_model(model_from_module(made(Masked), inputs, [SHORT], "mine"))
     assert len(loaded.samples[SHORT]) == 1
     drawn = loaded.sample(SHORT, 1)
-    assert not np.array_equal(drawn["input_ids"], given["input_ids"].numpy())
+    assert not np.array_equal(drawn["input_ids"], inputs["input_ids"].numpy())
     assert drawn["input_ids"].max() < V
-    assert np.array_equal(drawn["attention_mask"], given["attention_mask"].numpy())
+    assert np.array_equal(drawn["attention_mask"], inputs["attention_mask"].numpy())
 
 
 class Apart(nn.Module):
@@ -261,7 +261,7 @@ def test_a_size_that_depends_on_the_data_is_refused_with_the_line() -> None:
 
 
 class Odd(nn.Module):
-    """Values that torch.export keeps and engines do not: None, an input that is returned, one output twice."""
+    """Values that torch.export keeps and engines do not take: None, an input that is returned, one output twice."""
 
     def __init__(self) -> None:
         super().__init__()

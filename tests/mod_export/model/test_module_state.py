@@ -1,4 +1,4 @@
-"""What a module keeps beside its weights is as it was behind a capture, and decides nothing unnoticed."""
+"""State beside the weights is the same after a capture; state on which later calls depend is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Part(nn.Module):
 
 
 class Sharing(nn.Module):
-    """As token merging keeps the sizes of tokens: in one dictionary that all its parts write to."""
+    """Keeps state in one dictionary that all parts write to, as token merging does with the sizes of tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,12 +39,12 @@ class Sharing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.notes["size"] = None
-        found: Tensor = self.parts(x)
-        return found
+        result: Tensor = self.parts(x)
+        return result
 
 
 class Noting(nn.Module):
-    """Counts, and remembers what nothing reads."""
+    """Counts calls and stores values, which nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Noting(nn.Module):
 
 
 class Subclasses(nn.Module):
-    """What is derived from dictionaries and lists, and a deque, which only grow."""
+    """Has subclasses of dict and a deque, to which each call adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,12 +71,12 @@ class Subclasses(nn.Module):
         self.recent.append(1.0)
         self.named[f"call {len(self.named)}"] = 0
         self.counts["calls"] += 1
-        found: Tensor = self.linear(x)
-        return found
+        result: Tensor = self.linear(x)
+        return result
 
 
 class Refusing(OrderedDict[str, int]):
-    """A configuration that nobody may change, as packages keep them; what is theirs writes around it."""
+    """A configuration that refuses changes, as in some packages, whose own code bypasses its methods."""
 
     def update(self, *_args: Any, **_kwargs: Any) -> None:
         raise TypeError("this configuration is fixed")
@@ -92,12 +92,12 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         OrderedDict.__setitem__(self.counts, "calls", self.counts.get("calls", 0) + 1)
-        found: Tensor = self.linear(x) * self.config["width"]
-        return found
+        result: Tensor = self.linear(x) * self.config["width"]
+        return result
 
 
 class InDictionary(nn.Module):
-    """A count that nothing reads stands beside one that is read, in a dictionary of a fixed size."""
+    """Has a count that nothing reads, and one that is read, in a dictionary of a fixed size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,12 +106,12 @@ class InDictionary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.state["step"] += 1
-        found: Tensor = self.linear(x)
-        return found if self.state["step"] < 1000 else found * 2
+        result: Tensor = self.linear(x)
+        return result if self.state["step"] < 1000 else result * 2
 
 
 class InObject(InDictionary):
-    """The same in an object that the module holds."""
+    """Like `InDictionary`, but the count that is read is in an object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,12 +120,12 @@ class InObject(InDictionary):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.held.step += 1
-        found: Tensor = self.linear(x)
-        return found if self.held.step < 1000 else found * 2
+        result: Tensor = self.linear(x)
+        return result if self.held.step < 1000 else result * 2
 
 
 class Warming(nn.Module):
-    """Routes only behind many calls."""
+    """Doubles its result after many calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,8 +133,8 @@ class Warming(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        found: Tensor = self.linear(x)
-        return found if self.calls < 1000 else found * 2
+        result: Tensor = self.linear(x)
+        return result if self.calls < 1000 else result * 2
 
 
 class Popping(nn.Module):
@@ -143,12 +143,12 @@ class Popping(nn.Module):
         self.linear, self.scales = nn.Linear(D, D), [1.0, 2.0] * 20
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.linear(x)
-        return found * (1 + 0 * self.scales.pop())
+        result: Tensor = self.linear(x)
+        return result * (1 + 0 * self.scales.pop())
 
 
 class Expanded(nn.Module):
-    """With a buffer that is one row for all, and a weight whose memory is not in order."""
+    """Has a buffer that expands one row, and a weight in the memory order channels-last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +156,12 @@ class Expanded(nn.Module):
         self.conv = nn.Conv2d(1, D, 3, padding=1).to(memory_format=torch.channels_last)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.conv((x + self.bias)[:, None]).mean(1)
-        return found
+        result: Tensor = self.conv((x + self.bias)[:, None]).mean(1)
+        return result
 
 
 class Unset(Expanded):
-    """With NaN in an expanded buffer and in its results, and a count of calls."""
+    """Has NaN in an expanded buffer and in its results, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,12 +184,12 @@ def captured(module: nn.Module) -> ProgramModel:
 def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind().eval()
-    before = {name: held for name, held in vars(module).items() if not name.startswith("_")}
-    texts = {name: repr(held) for name, held in before.items()}
+    before = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    texts = {name: repr(value) for name, value in before.items()}
     loaded = captured(module)
-    after = {name: held for name, held in vars(module).items() if not name.startswith("_")}
-    assert {name: id(held) for name, held in after.items()} == {name: id(held) for name, held in before.items()}
-    assert {name: repr(held) for name, held in after.items()} == texts
+    after = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    assert {name: id(value) for name, value in after.items()} == {name: id(value) for name, value in before.items()}
+    assert {name: repr(value) for name, value in after.items()} == texts
     x = torch.randn(B, S, D)
     torch.testing.assert_close(loaded.module()(x)[0], module(x), equal_nan=True)
 

@@ -1,7 +1,7 @@
-"""Lines that people write in their models, each captured as it runs, exported, and equal to the module in ONNX Runtime.
+"""Lines that people write in their models are captured, exported, and equal to the module in ONNX Runtime.
 
-Each stands for a kind of code: views behind operators that return another layout, what writes in place, graphs inside
-a graph, state that is written and not read, and what was compiled before.
+Each line represents a kind of code: views of the results of operators that change the layout, writes in place, graphs
+inside a graph, state that is written and not read, and code that is compiled already.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ B, S, D, H, K = 2, 16, 16, 2, 4
 
 
 class Block(nn.Module):
-    """A routed block (B, K, D); `attend` is what is written in one way or another."""
+    """A block on the selected tokens (B, K, D); subclasses write `attend` in different ways."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
 
     def heads(self, x: Tensor) -> list[Tensor]:
-        return [one.view(*one.shape[:2], H, -1).transpose(1, 2) for one in self.qkv(x).chunk(3, -1)]
+        return [part.view(*part.shape[:2], H, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
 
     def attend(self, x: Tensor, index: Tensor) -> Tensor:
         y = F.scaled_dot_product_attention(*self.heads(x), is_causal=True)
@@ -67,7 +67,7 @@ class ViewAlone(Block):
 
 
 class Einops(Block):
-    """Attention written out; `flatten` and `reshape` of what was permuted."""
+    """Attention in basic operators; `flatten` of a permuted tensor."""
 
     def attend(self, x: Tensor, index: Tensor) -> Tensor:
         q, k, v = self.heads(x)
@@ -91,8 +91,8 @@ class Sdpa(Block):
 
 class Checkpointed(Block):
     def attend(self, x: Tensor, index: Tensor) -> Tensor:
-        found: Tensor = checkpoint(super().attend, x, index, use_reentrant=False)
-        return found
+        result: Tensor = checkpoint(super().attend, x, index, use_reentrant=False)
+        return result
 
 
 class InPlace(Block):
@@ -121,7 +121,7 @@ class Flex(Block):
 
 
 class FlexMask(Block):
-    """A mask of blocks, under which some queries see no key; groups of queries share a head of keys."""
+    """A block mask under which some queries see no key; all heads of queries share one head of keys."""
 
     def attend(self, x: Tensor, index: Tensor) -> Tensor:
         q, k, v = self.heads(x)
@@ -131,7 +131,7 @@ class FlexMask(Block):
 
 
 class Cached(Block):
-    """A cache that is filled anew in every run, as in Llama 2's own code, and a counter that nothing reads."""
+    """A cache that every run fills again, as in Llama 2's own code, and a counter that nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class Printing(Block):
 
 
 class Mapped(nn.Module):
-    """Rows are gathered and put back by a function of one row."""
+    """`vmap` of a function of one row gathers tokens and writes them back."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Autocast(Routed):
 
 
 class Conditional(Routed):
-    """Routed under a condition that is computed, in which another one stands."""
+    """Routes inside two nested conditions that are computed."""
 
     def forward(self, x: Tensor) -> Tensor:
         run = super().forward
@@ -188,15 +188,15 @@ class Conditional(Routed):
         def routed(x: Tensor) -> Any:
             return torch.cond(x.sum() < -1e6, torch.zeros_like, lambda x: run(x), (x,))
 
-        found: Tensor = torch.cond(x.mean() < 1e6, routed, torch.clone, (x,))
-        return found
+        result: Tensor = torch.cond(x.mean() < 1e6, routed, torch.clone, (x,))
+        return result
 
 
 class Region(Routed):
     def forward(self, x: Tensor) -> Tensor:
         run = super().forward
-        found: Tensor = torch.compiler.nested_compile_region(lambda x: run(x))(x)
-        return found
+        result: Tensor = torch.compiler.nested_compile_region(lambda x: run(x))(x)
+        return result
 
 
 def compiled_in_place() -> nn.Module:
@@ -249,8 +249,8 @@ def test_what_people_write_is_captured_and_has_its_site(line: str) -> None:
         expected = module(x)
     torch.testing.assert_close(restored(x)[0], expected, rtol=1e-5, atol=1e-6)
     # Graphs are captured without values.
-    skeleton, given = model.loaded.skeleton().to("meta"), x.to("meta")
-    assert [site.k for site in routing_sites(exported(skeleton, (given,), line))] == [K]
+    skeleton, meta_x = model.loaded.skeleton().to("meta"), x.to("meta")
+    assert [site.k for site in routing_sites(exported(skeleton, (meta_x,), line))] == [K]
     graph = graph_of(captured(restored, (x,), line), restored)
     computed = run(graph, {"x": x.numpy()})[0]
     torch.testing.assert_close(torch.from_numpy(computed), expected, rtol=1e-5, atol=1e-5)
@@ -267,8 +267,8 @@ class Remembering(nn.Module):
 
 
 def test_state_that_a_run_reads_of_the_run_before_is_refused() -> None:
-    said = r"^mine at b2s16: changes its buffer mean in place, at .*test_ordinary_lines\.py:\d+\n +self\.mean\.mul_"
-    with pytest.raises(CaptureError, match=said):
+    message = r"^mine at b2s16: changes its buffer mean in place, at .*test_ordinary_lines\.py:\d+\n +self\.mean\.mul_"
+    with pytest.raises(CaptureError, match=message):
         model_from_module(Remembering(), torch.randn(B, S, D), [Bucket(B, S)], "mine")
 
 
@@ -296,6 +296,6 @@ class Mapping(nn.Module):
 
 @pytest.mark.filterwarnings(*IGNORED)
 def test_a_loop_that_is_a_graph_of_its_own_is_refused() -> None:
-    said = r"^mine at b2s16: calls map, which holds a graph of its own, at .*\n +found: Tensor = hop_map\("
-    with pytest.raises(CaptureError, match=said):
+    message = r"^mine at b2s16: calls map, which holds a graph of its own, at .*\n +found: Tensor = hop_map\("
+    with pytest.raises(CaptureError, match=message):
         model_from_module(Mapping(), torch.randn(B, S, D), [Bucket(B, S)], "mine")

@@ -1,4 +1,4 @@
-"""Programs of other forms become tensors in, tensors out, in float32."""
+"""Programs with other inputs and outputs become functions from tensors to tensors, in float32."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Layers(nn.Module):
 
 
 class Returning(Layers):
-    """A dataclass, as transformers' outputs are, of dictionaries and keywords."""
+    """Takes a dictionary and keywords, and returns a dataclass, as models of transformers do."""
 
     def forward(self, batch: dict[str, Tensor], *, scale: Tensor, use_cache: bool = False) -> Found:
         hidden = self.linear(batch["x y"]) * scale
@@ -56,7 +56,7 @@ class Scores:
 
 @dataclass
 class Unknown:
-    """As in plain code: torch.export knows nothing of it."""
+    """A plain dataclass that is not registered with torch.export."""
 
     hidden: Tensor
 
@@ -81,7 +81,7 @@ class Autocast(Layers):
 
 
 class Casting(Layers):
-    """16 bit, with a norm in float32, as Llama has."""
+    """A 16-bit model with a norm in float32, as in Llama."""
 
     def forward(self, x: Tensor) -> Tensor:
         norm = x.to(torch.float32).pow(2).mean(-1, keepdim=True).rsqrt()
@@ -95,7 +95,7 @@ class Logits(Layers):
 
 
 class Wide(Layers):
-    """Angles in float64, as some rotary positions are."""
+    """Computes angles in float64, as some rotary positions do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,18 +130,18 @@ def captured(module: nn.Module, given: Any) -> ProgramModel:
 
 @pytest.mark.parametrize("case", CASES)
 def test_names_of_inputs_and_outputs(case: str) -> None:
-    kind, given, inputs, outputs = CASES[case]
+    kind, arguments, inputs, outputs = CASES[case]
     torch.manual_seed(0)
     module = kind()
-    loaded = captured(module, given)
+    loaded = captured(module, arguments)
     assert (loaded.input_names, loaded.output_names) == (inputs, outputs)
-    args = given if isinstance(given, tuple) else (given,)
+    args = arguments if isinstance(arguments, tuple) else (arguments,)
     with torch.no_grad():
-        expected = module(**given) if isinstance(given, dict) else module(*args)
-        found = loaded.module()(*(torch.from_numpy(array) for array in loaded.sample(BUCKET, 0).values()))
+        expected = module(**arguments) if isinstance(arguments, dict) else module(*args)
+        results = loaded.module()(*(torch.from_numpy(array) for array in loaded.sample(BUCKET, 0).values()))
     expected = torch.utils._pytree.tree_leaves(expected)
-    for one, other in zip(found, [one for one in expected if one is not None], strict=True):
-        assert torch.equal(one, other)
+    for result, reference in zip(results, [result for result in expected if result is not None], strict=True):
+        assert torch.equal(result, reference)
 
 
 def in_float32(module: nn.Module, x: Tensor) -> Tensor:
@@ -158,8 +158,8 @@ def test_dataclasses_that_torch_does_not_know_are_returned_too() -> None:
         "0_logits", "0_layers_0_hidden", "0_layers_1_hidden", "1_last_hidden"
     )  # fmt: skip
     expected = [module.linear(X) + number for number in (1, 2, 3, 4)]
-    assert all(torch.equal(one, other) for one, other in zip(loaded.module()(X), expected, strict=True))
-    assert isinstance(module(X)[0], Scores)  # As before.
+    assert all(torch.equal(output, reference) for output, reference in zip(loaded.module()(X), expected, strict=True))
+    assert isinstance(module(X)[0], Scores)  # The module itself is unchanged.
 
 
 def test_float64_stays_where_a_model_asks_for_it(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_float64_stays_where_a_model_asks_for_it(tmp_path: Path) -> None:
     module = Wide()
     loaded = captured(module, X)
     assert loaded.constants["angle"].dtype == np.float64
-    (found,) = loaded.module()(X)
-    assert torch.equal(found, module(X))
+    (output,) = loaded.module()(X)
+    assert torch.equal(output, module(X))
     write_weights(tmp_path / "w.data", stored_state(loaded), "float32")
     stored = safetensors.torch.load_file(tmp_path / "w.data")
     assert torch.equal(stored["angle"], module.angle)
@@ -182,24 +182,24 @@ def test_sixteen_bit_programs_compute_in_float32(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     module = Casting().to(dtype)
     loaded = captured(module, X.to(dtype))
-    given = loaded.sample(BUCKET, 0)["x"]
-    assert given.dtype == np.float32
+    x = loaded.sample(BUCKET, 0)["x"]
+    assert x.dtype == np.float32
     assert module.linear.weight.dtype == dtype
-    (found,) = loaded.module()(torch.from_numpy(given))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, in_float32(module, X.to(dtype).float()))
+    (output,) = loaded.module()(torch.from_numpy(x))
+    assert output.dtype == torch.float32
+    assert torch.equal(output, in_float32(module, X.to(dtype).float()))
 
 
 def test_autocast_computes_in_float32() -> None:
     torch.manual_seed(0)
     module = Autocast()
-    (found,) = captured(module, X).module()(X)
-    assert torch.equal(found, module.linear(X) * 2)
-    assert not torch.equal(found, module(X))
+    (output,) = captured(module, X).module()(X)
+    assert torch.equal(output, module.linear(X) * 2)
+    assert not torch.equal(output, module(X))
 
 
 class Read(nn.Module):
-    """Ids that an embedding is read at, behind a cast; a mask, lengths and a table that are no ids."""
+    """Reads embeddings at ids after a cast; lengths, a mask and a bias are not ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,17 +214,17 @@ class Read(nn.Module):
 
 def test_further_samples_are_like_those_that_are_given() -> None:
     torch.manual_seed(0)
-    given = {
+    inputs = {
         "ids": torch.randint(0, 5, (2, 40), dtype=torch.int32), "lengths": torch.tensor([40, 3]),
         "mask": torch.ones(2, 40).tril(20), "bias": torch.full((2, 40), float("-inf")).triu(1).nan_to_num(0.5),
         "x": torch.randn(2, 40, 4) * 3 + 10,
     }  # fmt: skip
-    given["bias"][0, 0] = float("-inf")
-    loaded = captured(Read().eval(), given)
+    inputs["bias"][0, 0] = float("-inf")
+    loaded = captured(Read().eval(), inputs)
     drawn = [loaded.sample(BUCKET, seed) for seed in (1, 1, 2)]
-    assert all(np.array_equal(drawn[0][name], drawn[1][name]) for name in given)
+    assert all(np.array_equal(drawn[0][name], drawn[1][name]) for name in inputs)
     for name in ("lengths", "mask", "bias"):
-        assert np.array_equal(drawn[0][name], given[name].numpy())
+        assert np.array_equal(drawn[0][name], inputs[name].numpy())
     assert set(np.unique(drawn[0]["ids"])) == set(range(5))
     assert drawn[0]["ids"].dtype == np.int32
     assert not np.array_equal(drawn[0]["ids"], drawn[2]["ids"])

@@ -1,4 +1,4 @@
-"""Graphs in a build folder: the model is restored from them without its code, and gives the same graphs again."""
+"""A model is restored from the graphs in a build folder, without its code, and gives the same graphs again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def embeddings(batch: int, seq: int) -> Tensor:
 
 
 def as_stored(model: ProgramModel) -> dict[str, Tensor]:
-    """Weights as a weights file of float32 holds them."""
+    """Weights as a float32 weights file stores them."""
     return {name: tensor.float().clone() for name, tensor in model.weights.items()}
 
 
@@ -74,15 +74,15 @@ def test_a_restored_model_gives_the_same_graphs(case: str, tmp_path: Path) -> No
     assert (restored.input_names, restored.output_names) == (model.input_names, model.output_names)
     for bucket in buckets:
         for seed in range(6):
-            one, two = (found.sample(bucket, seed) for found in (model, restored))
-            assert list(one) == list(two)
-            assert all(np.array_equal(one[name], two[name]) for name in one)
+            first, second = (found.sample(bucket, seed) for found in (model, restored))
+            assert list(first) == list(second)
+            assert all(np.array_equal(first[name], second[name]) for name in first)
         sample = [torch.from_numpy(array) for array in model.sample(bucket, 5).values()]
         found, expected = restored.module()(*sample), model.module()(*sample)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        one, two = (exported(which.module(), sample, "x") for which in (model, restored))
-        assert described(list(one.graph.nodes)) == described(list(two.graph.nodes))
-        assert str(one.graph_signature) == str(two.graph_signature)
+        first, second = (exported(which.module(), sample, "x") for which in (model, restored))
+        assert described(list(first.graph.nodes)) == described(list(second.graph.nodes))
+        assert str(first.graph_signature) == str(second.graph_signature)
 
 
 def test_graphs_hold_no_weights(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_graphs_hold_no_weights(tmp_path: Path) -> None:
 
 
 class PerLength(torch.nn.Module):
-    """A constant that is another one at each length, under one name."""
+    """Has a constant whose name is the same at each length, and whose value is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,15 +128,15 @@ def test_the_same_graphs_are_the_same_bytes_in_another_process(tmp_path: Path) -
         "model = model_from_module(made(Masked), masked_inputs, [Bucket(2, 8)], 'mine')\n"
         "write_graphs(model.loaded, 'mod', Path(sys.argv[1]))\n"
     )
-    own, other = tmp_path / "own", tmp_path / "other"
-    own.mkdir()
-    other.mkdir()
-    write_graphs(model_of(Masked, masked_inputs, [SHORT]), "mod", own)
+    here, elsewhere = tmp_path / "own", tmp_path / "other"
+    here.mkdir()
+    elsewhere.mkdir()
+    write_graphs(model_of(Masked, masked_inputs, [SHORT]), "mod", here)
     paths = [path for path in sys.path if path.endswith(("graph", "mod_export"))]
-    subprocess.run([sys.executable, "-c", code, str(other), *paths], check=True, capture_output=True)
-    files = sorted(path.relative_to(own) for path in own.rglob("*.*"))
-    assert files == sorted(path.relative_to(other) for path in other.rglob("*.*"))
-    assert all((own / name).read_bytes() == (other / name).read_bytes() for name in files)
+    subprocess.run([sys.executable, "-c", code, str(elsewhere), *paths], check=True, capture_output=True)
+    files = sorted(path.relative_to(here) for path in here.rglob("*.*"))
+    assert files == sorted(path.relative_to(elsewhere) for path in elsewhere.rglob("*.*"))
+    assert all((here / name).read_bytes() == (elsewhere / name).read_bytes() for name in files)
 
 
 def test_damaged_graphs_are_refused(tmp_path: Path) -> None:
@@ -178,6 +178,6 @@ def test_files_that_hold_something_else_than_was_captured_are_told(tmp_path: Pat
     }
     (tmp_path / graph).unlink()
     (tmp_path / samples).write_bytes(b"no archive")
-    found = changed_files(tmp_path, "mod", model.spec)
-    assert found[graph].startswith("missing or damaged")
-    assert "mod-samples.npz: missing or damaged" in found[samples]
+    problems = changed_files(tmp_path, "mod", model.spec)
+    assert problems[graph].startswith("missing or damaged")
+    assert "mod-samples.npz: missing or damaged" in problems[samples]

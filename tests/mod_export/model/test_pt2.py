@@ -1,4 +1,4 @@
-"""A .pt2 file is read without running code from it, and refused in one sentence where that cannot be."""
+"""A .pt2 file is read without running code from it, and refused in one sentence where that is impossible."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Small(nn.Module):
 
 
 class Runs:
-    """What is unpickled from it has created a file."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,7 +56,7 @@ def small() -> nn.Module:
 
 @pytest.fixture(scope="module")
 def records(small: nn.Module) -> dict[str, bytes]:
-    """The records of a sound file, by their names below the archive's own folder."""
+    """The records of a valid file, by their names below the archive's own folder."""
     buffer = io.BytesIO()
     torch.export.save(torch.export.export(small, (torch.randn(2, 8, 4),)), buffer)
     with zipfile.ZipFile(buffer) as archive:
@@ -78,7 +78,7 @@ def test_a_sound_file_is_the_program(small: nn.Module, records: dict[str, bytes]
 
 
 class Usual(nn.Module):
-    """Casts, constants, a dictionary of outputs, operators whose names begin with an underscore."""
+    """Has casts, constants, a dictionary of outputs, and operators whose names begin with an underscore."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = torch.where(x > x.amin(-1, keepdim=True), x, -torch.inf).softmax(-1).to(torch.float64)
@@ -91,8 +91,8 @@ def test_usual_programs_are_read(decomposed: bool, tmp_path: Path) -> None:
     program = program.run_decompositions() if decomposed else program
     torch.export.save(program, tmp_path / "m.pt2")
     x = torch.randn(2, 8, 4)
-    found, expected = read_program(tmp_path / "m.pt2").module()(x), Usual()(x)
-    assert all(torch.equal(found[name], expected[name]) for name in ("a", "b"))
+    outputs, expected = read_program(tmp_path / "m.pt2").module()(x), Usual()(x)
+    assert all(torch.equal(outputs[name], expected[name]) for name in ("a", "b"))
 
 
 def in_json(change: Callable[[Any], object], record: str) -> Callable[[dict[str, bytes], Path], None]:
@@ -134,7 +134,7 @@ def older_format(records: dict[str, bytes], canary: Path) -> None:
 
 
 def another_input(name: str) -> Callable[[dict[str, Any]], None]:
-    """Torch pastes the names of inputs into Python that it runs."""
+    """Adds an input; torch pastes the names of inputs into Python code that it runs."""
 
     def change(program: dict[str, Any]) -> None:
         graph = program["graph_module"]["graph"]
@@ -147,7 +147,7 @@ def another_input(name: str) -> Callable[[dict[str, Any]], None]:
 
 
 def output_structure(kind: str, context: Any) -> Callable[[dict[str, Any]], None]:
-    """Torch imports the modules that structures of inputs and outputs name."""
+    """Changes the output structure; torch imports the modules that such structures name."""
 
     def change(program: dict[str, Any]) -> None:
         signature = program["graph_module"]["module_call_graph"][0]["signature"]
@@ -166,7 +166,7 @@ def symbol(program: dict[str, Any]) -> None:
 
 
 def hidden_symbol(program: dict[str, Any], name: str) -> None:
-    """An expression in a value whose name is that of something that is not looked at elsewhere."""
+    """Puts an expression into a value that has the name of a field that is not checked elsewhere."""
     values = program["graph_module"]["graph"]["tensor_values"]
     expression = {"as_expr": {"expr_str": "__import__('os').mkdir('x')", "hint": {"as_int": 8}}}
     values[name] = {**values["x"], "sizes": [expression]}
@@ -286,7 +286,7 @@ def test_what_is_no_archive(content: bytes | None, message: str, tmp_path: Path)
 
 
 def mutated(rng: random.Random, value: Any) -> Any:
-    """JSON with one value, somewhere in it, replaced."""
+    """Replaces one value somewhere in the JSON."""
     if isinstance(value, dict) and value and rng.random() < 0.95:
         key = rng.choice(list(value))
         return {**value, key: mutated(rng, value[key])}
@@ -297,7 +297,7 @@ def mutated(rng: random.Random, value: Any) -> Any:
 
 
 def test_files_that_were_changed_anywhere(records: dict[str, bytes], tmp_path: Path) -> None:
-    """They are read or refused, and never anything else."""
+    """A changed file is either read, or refused with an error of one line."""
     messages: list[str] = []
     for seed in range(MUTATIONS):
         rng, changed = random.Random(seed), dict(records)

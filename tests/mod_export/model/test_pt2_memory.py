@@ -1,4 +1,4 @@
-"""A .pt2 cannot ask for memory that it does not hold, nor show one reader another file than the next."""
+"""A .pt2 cannot demand more memory than it holds data for, and every reader sees the same content in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Tied(nn.Module):
         self.register_buffer("none", torch.empty(0, 4))
 
     def forward(self, x: Tensor, wanted: Tensor) -> Tensor:
-        branch = torch.cond(wanted.sum() > 0, lambda one: one * 2, lambda one: one + 1, (self.linear(x),))
+        branch = torch.cond(wanted.sum() > 0, lambda y: y * 2, lambda y: y + 1, (self.linear(x),))
         return self.again(branch) * self.part + x @ self.flat + self.none.sum()
 
 
@@ -41,10 +41,10 @@ INPUTS = (torch.randn(2, 4), torch.ones(2))
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, bytes]:
-    """The records of a sound file, by their names below the archive's own folder."""
+    """The records of a valid file, by their names below the archive's own folder."""
     torch.manual_seed(0)
     buffer = io.BytesIO()
-    # Torch says so of `part`, and writes all the memory that it is a part of.
+    # Torch warns about `part`, and writes the whole storage that it is a view of.
     with torch.no_grad(), pytest.warns(UserWarning, match="No complete tensor"):
         torch.export.save(torch.export.export(Tied(), INPUTS), buffer)
     with zipfile.ZipFile(buffer) as archive:
@@ -61,14 +61,14 @@ def written(path: Path, records: dict[str, bytes], compression: int = zipfile.ZI
 def test_tensors_are_mapped_as_they_were(tmp_path: Path, records: dict[str, bytes]) -> None:
     torch.manual_seed(0)
     module = Tied()
-    found = read_program(written(tmp_path / "m.pt2", records))
-    state = found.state_dict
+    program = read_program(written(tmp_path / "m.pt2", records))
+    state = program.state_dict
     assert state["linear.weight"].data_ptr() == state["again.weight"].data_ptr() == state["flat"].data_ptr()
     assert state["flat"].stride() == (1, 4)
     assert state["none"].shape == (0, 4)
     with torch.no_grad():
-        assert torch.equal(found.module()(*INPUTS), module(*INPUTS))
-    assert torch.equal(found.example_inputs[0][0], INPUTS[0])
+        assert torch.equal(program.module()(*INPUTS), module(*INPUTS))
+    assert torch.equal(program.example_inputs[0][0], INPUTS[0])
     before = (tmp_path / "m.pt2").read_bytes()
     with torch.no_grad():
         state["linear.weight"].zero_()
@@ -76,13 +76,13 @@ def test_tensors_are_mapped_as_they_were(tmp_path: Path, records: dict[str, byte
 
 
 def meta(**changes: Any) -> Callable[[dict[str, bytes]], None]:
-    """Another description of the weight linear.weight, which has 16 numbers."""
+    """Changes the description of linear.weight, which has 16 numbers."""
 
     def change(records: dict[str, bytes]) -> None:
         table = json.loads(records[WEIGHTS])
         about = table["config"]["linear.weight"]["tensor_meta"]
         for key, value in changes.items():
-            about[key] = [{"as_int": one} for one in value] if isinstance(value, list) else value
+            about[key] = [{"as_int": size} for size in value] if isinstance(value, list) else value
         records[WEIGHTS] = json.dumps(table).encode()
 
     return change
@@ -98,12 +98,12 @@ def in_graph(change: Callable[[dict[str, Any]], object]) -> Callable[[dict[str, 
 
 
 def calling(operator: str, place: str = "nodes") -> Callable[[dict[str, Any]], None]:
-    """Another operator in the graph, or in the graph of a branch."""
+    """Replaces the operator of the first node, in the graph or in the graph of a branch."""
 
     def change(graph: dict[str, Any]) -> None:
         if place == "branch":
             call = next(node for node in graph["nodes"] if node["target"].endswith("cond"))
-            graph = next(one["arg"]["as_graph"]["graph"] for one in call["inputs"] if "as_graph" in one["arg"])
+            graph = next(item["arg"]["as_graph"]["graph"] for item in call["inputs"] if "as_graph" in item["arg"])
         graph["nodes"][0]["target"] = f"torch.ops.{operator}"
 
     return change
@@ -118,7 +118,7 @@ def sized(name: str, *sizes: int) -> Callable[[dict[str, Any]], None]:
 
 
 def repeated(*times: int) -> Callable[[dict[str, Any]], None]:
-    """The graph returns an input, repeated as often as this."""
+    """The first node becomes the input x, repeated this many times along each dimension."""
 
     def change(graph: dict[str, Any]) -> None:
         node = graph["nodes"][0]
@@ -131,9 +131,9 @@ def repeated(*times: int) -> Callable[[dict[str, Any]], None]:
 
 
 def absurd_in_a_branch(graph: dict[str, Any]) -> None:
-    """A branch repeats its operand a million times, and takes a part of that which is as large as the operand."""
+    """A branch repeats its operand a million times along both dimensions; nothing reads the result."""
     call = next(node for node in graph["nodes"] if node["target"].endswith("cond"))
-    graph = next(one["arg"]["as_graph"]["graph"] for one in call["inputs"] if "as_graph" in one["arg"])
+    graph = next(item["arg"]["as_graph"]["graph"] for item in call["inputs"] if "as_graph" in item["arg"])
     node, name = graph["nodes"][0], graph["inputs"][0]["as_tensor"]["name"]
     large = {**node, "target": "torch.ops.aten.repeat.default", "outputs": [{"as_tensor": {"name": "large"}}]}
     large["inputs"] = [
@@ -249,7 +249,7 @@ def deflated(path: Path, records: dict[str, bytes]) -> None:
 
 
 def in_table(name: str, place: int, form: str, value: int) -> Callable[[Path, dict[str, bytes]], None]:
-    """Another value in the table of contents: in the entry of a record, so many bytes behind its beginning.
+    """Writes a value into the table of contents, `place` bytes after the start of a record's entry.
 
     https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.12.
     """
@@ -270,7 +270,7 @@ def beyond_the_end(path: Path, records: dict[str, bytes]) -> None:
 
 
 def sharing(path: Path, records: dict[str, bytes]) -> None:
-    """Every weight is the whole file before it."""
+    """Several records claim the same bytes, the first half of the file."""
     for name in ("data/weights/weight_1", "data/weights/weight_2", "archive_format", "byteorder"):
         in_table(name, 42, "<L", 0)(path, records)
         for place in (20, 24):
@@ -300,7 +300,7 @@ def test_archives_that_are_not_as_torch_writes_them(case: str, records: dict[str
 
 
 def test_tensors_at_odd_places_are_read(records: dict[str, bytes], tmp_path: Path) -> None:
-    """Torch aligns records; another writer need not, and tensors of whole numbers of bytes are read all the same."""
+    """Torch aligns records, but other writers need not; tensors at any byte are read."""
     for extra in range(5):
         path = written(tmp_path / f"{extra}.pt2", {".data/serialization_id": b"x" * extra, **records})
         torch.manual_seed(0)
@@ -309,7 +309,7 @@ def test_tensors_at_odd_places_are_read(records: dict[str, bytes], tmp_path: Pat
 
 
 def test_what_models_call_is_read() -> None:
-    """Every operator of Core ATen but those of the backward pass and those that trust sizes."""
+    """Every operator of Core ATen is read, except the backward pass, `sym_` operators and a few known ones."""
     refused = set()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -321,12 +321,12 @@ def test_what_models_call_is_read() -> None:
         "_embedding_bag.default", "_local_scalar_dense.default", "_pdist_forward.default", "as_strided.default",
         "atan2.out", "empty_strided.default", "resize_.default",
     }  # fmt: skip
-    assert {one for one in refused if "backward" not in one and not one.startswith("sym_")} == known
+    assert {entry for entry in refused if "backward" not in entry and not entry.startswith("sym_")} == known
 
 
 @pytest.mark.parametrize("sign", ["and", "or", "xor", "lshift", "rshift"])
 def test_what_signs_of_python_call_is_read(sign: str) -> None:
-    """`mask & other`, `mask &= other` and the like are operators of their own."""
+    """`mask & other`, `mask &= other` and similar expressions have their own operators."""
     for name in (f"__{sign}__", f"__i{sign}__"):
         assert is_operator(f"torch.ops.aten.{name}.Tensor")
         assert is_operator(f"torch.ops.aten.{name}.Scalar")

@@ -1,4 +1,4 @@
-"""Files of torch.export.save as the buckets of one model."""
+"""Files of torch.export.save become the buckets of one model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHORT, LONG = Bucket(2, 8), Bucket(2, 16)
 
 
 def saved(path: Path, module: nn.Module, inputs: Any) -> Path:
-    """The module's program, with keywords where the inputs are a dictionary."""
+    """Saves the program of the module; inputs in a dictionary become keywords."""
     args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (inputs, {})
     torch.export.save(torch.export.export(module, args, dict(kwargs)), path)
     return path
@@ -58,20 +58,20 @@ def test_files_are_the_same_model_as_the_module(masked: list[Path]) -> None:
     for bucket in found.buckets:
         sample = [torch.from_numpy(array) for array in direct.sample(bucket, 3).values()]
         assert all(
-            torch.equal(one, other)
-            for one, other in zip(found.module()(*sample), direct.module()(*sample), strict=True)
+            torch.equal(output, reference)
+            for output, reference in zip(found.module()(*sample), direct.module()(*sample), strict=True)
         )
         assert np.array_equal(found.sample(bucket, 0)["input_ids"], masked_inputs(2, bucket.seq)["input_ids"].numpy())
 
 
 def test_weights_are_held_once(masked: list[Path]) -> None:
-    found = loaded(model_from_pt2(masked))
-    one, two = (plain.program.state_dict for plain in found.programs.values())
-    assert all(tensor.data_ptr() == two[name].data_ptr() for name, tensor in one.items())
+    opened = loaded(model_from_pt2(masked))
+    first, second = (plain.program.state_dict for plain in opened.programs.values())
+    assert all(tensor.data_ptr() == second[name].data_ptr() for name, tensor in first.items())
 
 
 def test_the_bucket_counts_what_is_routed(tmp_path: Path) -> None:
-    """17 tokens of 16 patches and a class token, in an image whose second dimension is 3."""
+    """16 patches and a class token are 17 tokens, although the second dimension of the image is 3."""
     model = model_from_pt2([saved(tmp_path / "vit.pt2", made(Images), (torch.rand(2, 3, 32, 32),))])
     assert loaded(model).buckets == (Bucket(2, 17),)
 
@@ -95,14 +95,14 @@ def test_a_dense_program_has_the_buckets_of_the_model_that_it_is_compared_with(t
 
 
 def test_programs_of_other_weights_are_refused(tmp_path: Path, masked: list[Path]) -> None:
-    other = made(Masked)
+    module = made(Masked)
     with torch.no_grad():
-        other.head.weight[3, 3] += 1e-6
-    changed = saved(tmp_path / "changed.pt2", other, masked_inputs(2, 16))
+        module.head.weight[3, 3] += 1e-6
+    changed = saved(tmp_path / "changed.pt2", module, masked_inputs(2, 16))
     with pytest.raises(CheckpointError, match=r"b2s8 and b2s16: the weight embedding.weight differs"):
         model_from_pt2([masked[1], changed])
-    other.extra = nn.Linear(2, 2)
-    more = saved(tmp_path / "more.pt2", other, masked_inputs(2, 16))
+    module.extra = nn.Linear(2, 2)
+    more = saved(tmp_path / "more.pt2", module, masked_inputs(2, 16))
     with pytest.raises(CheckpointError, match=r"the weight extra.bias is in b2s16 and not in b2s8"):
         model_from_pt2([masked[1], more])
 
@@ -121,8 +121,8 @@ def test_programs_of_other_inputs_or_outputs_are_refused(tmp_path: Path, masked:
 
 
 def renamed(seq: int) -> dict[str, Tensor]:
-    given = masked_inputs(2, seq)
-    return {"ids": given["input_ids"], "mask": given["attention_mask"]}
+    inputs = masked_inputs(2, seq)
+    return {"ids": inputs["input_ids"], "mask": inputs["attention_mask"]}
 
 
 class Same(nn.Module):
@@ -140,8 +140,8 @@ class Renamed(nn.Module):
         self.inner, self.only = inner, only
 
     def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        found = self.inner(ids, mask)
-        return {self.only: found[self.only]} if self.only else found
+        outputs = self.inner(ids, mask)
+        return {self.only: outputs[self.only]} if self.only else outputs
 
 
 def test_two_files_of_one_shape_are_refused(masked: list[Path]) -> None:
@@ -162,17 +162,17 @@ def test_programs_without_sample_inputs_need_some(tmp_path: Path) -> None:
 
 
 def test_samples_come_before_those_of_the_files(tmp_path: Path, masked: list[Path]) -> None:
-    one, two, three = (masked_inputs(2, seq, seed) for seq, seed in ((8, 5), (8, 6), (16, 7)))
-    given = {
-        "input_ids.0": one["input_ids"], "attention_mask.0": one["attention_mask"],
-        "b2s8/input_ids.1": two["input_ids"], "b2s8/attention_mask.1": two["attention_mask"],
-        "b2s16/input_ids": three["input_ids"], "b2s16/attention_mask": three["attention_mask"],
+    first, second, third = (masked_inputs(2, seq, seed) for seq, seed in ((8, 5), (8, 6), (16, 7)))
+    samples = {
+        "input_ids.0": first["input_ids"], "attention_mask.0": first["attention_mask"],
+        "b2s8/input_ids.1": second["input_ids"], "b2s8/attention_mask.1": second["attention_mask"],
+        "b2s16/input_ids": third["input_ids"], "b2s16/attention_mask": third["attention_mask"],
     }  # fmt: skip
-    save_file(given, tmp_path / "s.safetensors")
-    found = loaded(model_from_pt2(masked, tmp_path / "s.safetensors"))
-    assert [len(found.samples[bucket]) for bucket in (SHORT, LONG)] == [3, 2]
-    for bucket, seed, expected in ((SHORT, 0, one), (SHORT, 1, two), (LONG, 0, three)):
-        assert np.array_equal(found.sample(bucket, seed)["input_ids"], expected["input_ids"].numpy())
+    save_file(samples, tmp_path / "s.safetensors")
+    opened = loaded(model_from_pt2(masked, tmp_path / "s.safetensors"))
+    assert [len(opened.samples[bucket]) for bucket in (SHORT, LONG)] == [3, 2]
+    for bucket, seed, expected in ((SHORT, 0, first), (SHORT, 1, second), (LONG, 0, third)):
+        assert np.array_equal(opened.sample(bucket, seed)["input_ids"], expected["input_ids"].numpy())
 
 
 EXPECTED = (
@@ -193,8 +193,8 @@ WRONG: dict[str, tuple[Mapping[str, Tensor], str]] = {
 
 @pytest.mark.parametrize("case", WRONG)
 def test_samples_that_are_none_are_refused(case: str, tmp_path: Path, masked: list[Path]) -> None:
-    given, message = WRONG[case]
-    save_file(dict(given), tmp_path / "s.safetensors")
+    samples, message = WRONG[case]
+    save_file(dict(samples), tmp_path / "s.safetensors")
     with pytest.raises(CheckpointError) as refused:
         model_from_pt2(masked, tmp_path / "s.safetensors")
     assert message in str(refused.value)
@@ -211,8 +211,8 @@ def test_samples_that_are_no_file_of_samples(tmp_path: Path, masked: list[Path])
 def test_several_outputs_and_a_program_that_is_decomposed(tmp_path: Path) -> None:
     program = torch.export.export(made(Embedded), (torch.randn(2, 8, D),)).run_decompositions()
     torch.export.save(program, tmp_path / "core.pt2")
-    found = loaded(model_from_pt2([tmp_path / "core.pt2"]))
-    assert (found.buckets, found.output_names) == ((SHORT,), ("output_0", "output_1"))
+    opened = loaded(model_from_pt2([tmp_path / "core.pt2"]))
+    assert (opened.buckets, opened.output_names) == ((SHORT,), ("output_0", "output_1"))
 
 
 class Counts(nn.Module):
@@ -263,7 +263,7 @@ def test_sample_inputs_of_another_shape_are_refused(tmp_path: Path) -> None:
 
 
 class Wide(nn.Module):
-    """32 million weights."""
+    """A model with 32 million weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ print(peak_rss_bytes() - before)
 
 
 def test_reading_takes_no_memory_for_weights(tmp_path: Path, masked: list[Path]) -> None:
-    """In a process of its own: 128 MB of weights, in two files, are mapped, compared, and held by neither."""
+    """In its own process, 128 MB of weights in two files are mapped and compared, but not copied."""
     module = Wide()
     files = [saved(tmp_path / f"{seq}.pt2", module, (torch.randn(1, seq, 2048),)) for seq in (2, 4)]
     command = [sys.executable, "-c", PEAK, str(masked[0]), *map(str, files)]

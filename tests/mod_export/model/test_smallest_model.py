@@ -1,4 +1,4 @@
-"""A model that has `ExportableModel` and no capability goes through every command, its routing read from the graph."""
+"""A model with `ExportableModel` and no capability works in every command; its routing is read from the graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ max_samples = 8
 warmup = 1
 bootstrap = 100
 """
-"""With the default gate on speed-up."""
+"""A configuration with the default gate on speed-up."""
 NO_GATE = "min_speedup = 0.0\n"
 NO_BASELINE = (
     "there is no dense baseline, so latency has no speed-up and no gate; give a dense model with --baseline dense.pt, "
@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _installed(folder: Path) -> object:
-    """The architecture as a package of its own, and checkpoints: `mod`, `dense`, and `full`, which selects all."""
+    """Installs the architecture as a package, and writes checkpoints: `mod`, `dense`, and `full`, which selects all."""
     with pytest.MonkeyPatch.context() as patch:
         code = (Path(__file__).parent / "plain_mod.py").read_text(encoding="utf-8")
         register(patch, folder, "plain_mod", "plain_mod", code)
@@ -70,12 +70,12 @@ def build_plain(folder: Path, root: Path, baseline: Path | None, more: str = "")
 
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> tuple[Path, BuildReport]:
-    """Its build without a baseline, to be read only, and its report."""
+    """The folder of a build without a baseline, which tests only read, and its report."""
     return folder / "alone", build_plain(folder, folder / "alone", None)
 
 
 def test_without_a_baseline_it_is_judged_and_timed(alone: tuple[Path, BuildReport]) -> None:
-    """Nothing of a dense model is built, and the default gate on speed-up does not fail the build."""
+    """No dense model is built, and the default gate on speed-up does not fail the build."""
     root, report = alone
     assert (report.verdict.status, report.verdict.reasons) == ("pass", ())
     assert report.not_compared == NO_BASELINE
@@ -83,7 +83,7 @@ def test_without_a_baseline_it_is_judged_and_timed(alone: tuple[Path, BuildRepor
     assert list(manifest.models) == ["mod"]
     assert not [path for path in manifest.files if "dense" in path]
     made = [*manifest.graphs, *manifest.engines, *report.parity, *report.causality, *report.cost, *report.parts]
-    assert {one.model for one in made} == {"mod"}
+    assert {item.model for item in made} == {"mod"}
     assert [row.artifact for row in report.parity if row.passed] == [row.artifact for row in report.parity]
     (timed,) = report.latency
     assert (timed.target, timed.bucket, len(timed.samples_ms)) == ("ort-cpu", "b1s32", 8)
@@ -98,7 +98,7 @@ def test_without_a_baseline_it_is_judged_and_timed(alone: tuple[Path, BuildRepor
 def test_the_folder_is_validated_timed_inspected_and_shown(alone: tuple[Path, BuildReport]) -> None:
     root, _ = alone
     validated, timed, inspected, shown = (invoke(name, root) for name in ("validate", "bench", "inspect", "report"))
-    assert {found.exit_code for found in (validated, timed, inspected, shown)} == {0}, validated.output + timed.output
+    assert {result.exit_code for result in (validated, timed, inspected, shown)} == {0}, validated.output + timed.output
     assert validated.stdout.endswith("PASS\n")
     head, _, line, blank, remark, *_ = timed.stdout.splitlines()
     assert re.split(r"\s{2,}", head)[-3:] == ["ms [95 %]", "p90 ms", "p99 ms"]
@@ -114,7 +114,7 @@ def test_the_folder_is_validated_timed_inspected_and_shown(alone: tuple[Path, Bu
 def test_a_speed_up_that_nothing_could_show_is_not_promised(
     folder: Path, tmp_path: Path, alone: tuple[Path, BuildReport], gate: str
 ) -> None:
-    """Whether it is more than the default, or the default that was written down."""
+    """The gate is above the default, or it is the default but set in the configuration."""
     root, _ = alone
     message = (
         f"latency.min_speedup: a speed-up of {gate} is demanded, and there is no dense baseline that it could be shown "
@@ -125,13 +125,13 @@ def test_a_speed_up_that_nothing_could_show_is_not_promised(
     assert not (tmp_path / "built").exists()
     demanding = toml_file(tmp_path, TOML + f"min_speedup = {gate}\n")
     refused(invoke("bench", root, "-c", demanding), re.escape(message))
-    # What asks for no time promises none.
+    # A validation without timing demands no speed-up.
     assert validate_folder(root, config_from_toml(demanding), ()).verdict.status == "pass"
 
 
 @pytest.mark.parametrize("name", ["dense", "full"])
 def test_with_a_baseline_it_is_compared(folder: Path, tmp_path: Path, name: str) -> None:
-    """A baseline of its own, or the same module where every token is selected."""
+    """The baseline is another model, or the same module with every token selected."""
     report = build_plain(folder, tmp_path / "built", folder / f"{name}.pt", NO_GATE)
     assert report.verdict.reasons == ()
     assert report.not_compared is None
@@ -152,9 +152,9 @@ def test_it_is_built_judged_and_validated_again(folder: Path, tmp_path: Path) ->
     assert [row.layer for row in parity.routing.layers] == ["block"]
     assert report.generation is not None
     assert report.generation.reason == "it only reads whole rows"
-    found = validate_folder(tmp_path / "built", None, ())
-    assert found.verdict.status == "pass"
-    assert all(row.passed for row in found.rows(StructureRow))
+    validation = validate_folder(tmp_path / "built", None, ())
+    assert validation.verdict.status == "pass"
+    assert all(row.passed for row in validation.rows(StructureRow))
 
 
 def test_what_it_cannot_do_is_said(folder: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Engines that write text: what a build makes again, every kind of model that can, the shipped checkpoint, and plans
-for a GPU that is not here, whose graphs are judged token by token on the CPU.
+"""Engines that write text: what a build makes again, every kind of model that can write, the shipped checkpoint, and
+plans for an absent GPU, whose graphs are judged token by token on the CPU.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def test_every_file_is_listed(written: Path) -> None:
     assert (about["window"], about["sites"]) == (48, {"mod": [0, 2], "dense": []})
     engines, graphs = ([one for one in manifest[part] if one["role"] != "forward"] for part in ("engines", "graphs"))
     assert len(engines) == len(DECODES + PREFILLS)
-    # Portable, and of the target.
+    # Each engine has a portable graph and one of the target.
     assert len(graphs) == 2 * len(engines)
     assert set(about["step_bytes"]) == {"b1s48", "b3s48"}
     whole = json.loads((written / "report.json").read_text())
@@ -79,8 +79,8 @@ def test_every_file_is_listed(written: Path) -> None:
 
 
 def test_all_graphs_share_one_file_of_weights(written: Path) -> None:
-    held = {path.name for path in (written / "graphs").iterdir() if path.suffix == ".data"}
-    assert held == {"weights-float32.data"}
+    weight_files = {path.name for path in (written / "graphs").iterdir() if path.suffix == ".data"}
+    assert weight_files == {"weights-float32.data"}
     small = [path.stat().st_size for path in written.rglob("*.onnx")]
     assert max(small) < 200_000
 
@@ -102,7 +102,7 @@ def test_every_weight_is_packed_once(written: Path) -> None:
     ("options", "expected"),
     [
         ({"compared_texts": 0}, set()),
-        # What prefill engines read, decode engines go on with.
+        # Decode engines continue from what prefill engines read.
         ({"prompts": (8,)}, steps("parity", DECODES) | TEXTS | SPEED | {"structure"}),
         pytest.param({"judged_tokens": 20}, PARITY, marks=pytest.mark.slow),
         pytest.param({"compared_tokens": 9}, TEXTS, marks=pytest.mark.slow),
@@ -142,7 +142,7 @@ def test_never_takes_everything_away(written_copy: Path, writing_folder: Path, w
 
 @pytest.mark.slow
 def test_a_dense_checkpoint_is_built_once_and_writes(writing_config: BuildConfig, tmp_path: Path) -> None:
-    """Its dense baseline would be itself, so nothing of one is built, judged or timed."""
+    """Its dense baseline would be the model itself, so none is built, judged or timed."""
     save_checkpoint(tmp_path / "dense.pt", lively_checkpoint(SPEC.dense(), 6))
     model = model_from_checkpoint(tmp_path / "dense.pt")
     config = with_options(writing_config, batches=(2,), prompts=(8,))
@@ -179,7 +179,7 @@ KINDS_THAT_DIFFER = [
 @pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS_THAT_DIFFER)
 def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_path: Path) -> None:
-    """As the eager model does, and beside its dense twin, unless it is dense itself."""
+    """Each kind writes like the eager model, beside its dense twin unless it is dense itself."""
     checkpoint = lively_checkpoint(dataclasses.replace(GENERATING[name], tie_embeddings=False))
     save_checkpoint(tmp_path / "kind.pt", checkpoint)
     config = with_options(
@@ -198,7 +198,7 @@ def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_
         eager = model.of_kind(kind).generating(WINDOW)
         with load_generator(tmp_path / "out", model=kind) as generator:
             found = generator.generate(prompts, WINDOW - 4)
-        assert [one.ids for one in found] == [eager.write(prompt, WINDOW - 4) for prompt in prompts]
+        assert [completion.ids for completion in found] == [eager.write(prompt, WINDOW - 4) for prompt in prompts]
 
 
 SHIPPED_TOML = f"""
@@ -232,17 +232,17 @@ def test_the_shipped_checkpoint(tmp_path: Path) -> None:
 
 
 def check_texts(generator: Generator, shipped: Model) -> None:
-    """Two hundred tokens after each of several held-out prompts are those of the eager model."""
+    """Two hundred tokens after each of several held-out prompts equal the eager model's."""
     eager = shipped.loaded.generating(512)
     prompt_NS = prompts_of(shipped.loaded, 256, 6, 32, 0)
     found = generator.generate(prompt_NS.tolist(), 200)
     expected = [eager.write(prompt, 200) for prompt in prompt_NS.tolist()]
-    assert [one.ids for one in found] == expected
+    assert [completion.ids for completion in found] == expected
     assert len({tuple(ids) for ids in expected}) > 3
 
 
 def check_steps(generator: Generator, shipped: Model) -> None:
-    """Logits after some positions of a held-out text, read by steps, as a prompt, and by the eager model."""
+    """Logits after some positions of a held-out text agree when read by steps, as a prompt, and by the eager model."""
     ids_S = prompts_of(shipped.loaded, 256, 1, 300, 3)[0]
     loaded = shipped.loaded.generating(512).loaded
     with torch.no_grad():
@@ -253,15 +253,15 @@ def check_steps(generator: Generator, shipped: Model) -> None:
             kept = decoder.read_on(reads.read(ids_S[:1].tolist()), ids_S[1 : position + 1].tolist())
             np.testing.assert_allclose(kept.logits_V, logits_SV[position], rtol=0, atol=1e-4)
             if position < 128:
-                whole = reads.read(ids_S[: position + 1].tolist())
-                np.testing.assert_allclose(kept.logits_V, whole.logits_V, rtol=0, atol=1e-4)
-                np.testing.assert_array_equal(kept.count_N, whole.count_N)
+                prompt_rows = reads.read(ids_S[: position + 1].tolist())
+                np.testing.assert_allclose(kept.logits_V, prompt_rows.logits_V, rtol=0, atol=1e-4)
+                np.testing.assert_array_equal(kept.count_N, prompt_rows.count_N)
 
 
 def check_what_is_skipped(report: BuildReport) -> None:
     assert report.verdict.status == "pass", report.verdict.reasons
     single = next(row for row in report.generation.decode if row.bucket == "b1s512")
-    # Of one row a part is executed where its token runs.
+    # With a single row, a part is executed exactly when its token runs.
     assert single.executed == single.selected
     capacity = report.generation.capacity
     assert capacity is not None
@@ -287,8 +287,8 @@ def test_fair_slots_are_judged_in_turns_and_counted(
     with load_generator(written_copy) as generator:
         together = generator.generate(prompts, 30)
         alone = [generator.generate([prompt], 30)[0] for prompt in prompts]
-    # Two of four rows run in a layer at most: some tokens skip it that would have run alone.
-    assert sum(sum(one.overflow.values()) for one in together) > sum(sum(one.overflow.values()) for one in alone)
+    # At most two of four rows run in a layer, so some tokens skip a layer that would run if they were alone.
+    assert sum(sum(text.overflow.values()) for text in together) > sum(sum(text.overflow.values()) for text in alone)
 
 
 TARGETS = ("ort-cpu", "tensorrt-rtx")
@@ -304,7 +304,7 @@ def with_plans(config: BuildConfig) -> BuildConfig:
 def test_plans_are_built_and_their_graphs_judged(
     writing_folder: Path, writing_config: BuildConfig, written_copy: Path
 ) -> None:
-    """Beside the engines of a finished folder, from its graphs."""
+    """Plans are built beside the engines of a finished folder, from its graphs."""
     if not ENGINES["tensorrt-rtx"].availability().builds:
         pytest.fail("CI installs tensorrt-rtx, whose builder needs no GPU")
     root = written_copy
@@ -314,8 +314,8 @@ def test_plans_are_built_and_their_graphs_judged(
     assert report.verdict.status == "pass"
     check_files(root)
     engines = open_folder(root).engines
-    plans = [one for one in engines if one.target == "tensorrt-rtx" and one.role != "forward"]
-    assert {(one.model, one.role, one.arch, one.dtype) for one in plans} == {
+    plans = [engine for engine in engines if engine.target == "tensorrt-rtx" and engine.role != "forward"]
+    assert {(engine.model, engine.role, engine.arch, engine.dtype) for engine in plans} == {
         (kind, role, "sm89", "float16") for kind in ("mod", "dense") for role in ("prefill", "decode")
     }
     assert report.generation is not None
@@ -329,7 +329,7 @@ def test_plans_are_built_and_their_graphs_judged(
     operators = [node.op_type for node in step.graph.node]
     assert operators.count("If") == 2
     assert operators.count("TensorScatter") == 6
-    # What cannot run here is not validated here, and what can writes.
+    # Engines that cannot run here are not validated; those that can write text.
     assert validate_folder(root, None, []).verdict.status == "pass"
     with load_generator(root) as generator:
         assert generator.target == "ort-cpu"

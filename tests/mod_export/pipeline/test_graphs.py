@@ -1,4 +1,4 @@
-"""What a finished folder's graphs are compared with: the same graphs, exported again."""
+"""References for a finished folder's graphs: the same graphs, exported again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_oldest_are_forgotten(context: Build, monkeypatch: pytest.MonkeyPatc
 
 
 def test_references_follow_the_weights_file(context: Build) -> None:
-    """Another file with its tensors elsewhere gives another graph, and not the one that is remembered."""
+    """A weights file that stores its tensors elsewhere gives another graph than the cached one."""
     graph = graph_at(context, DENSE)
     before = fresh_graph(context, graph)
     tensors = load_file(context.root / WEIGHTS)
@@ -68,20 +68,20 @@ def test_a_targets_graph_is_rewritten_like_the_builds_own(context: Build, dtype:
     write_weights(context.root / "graphs/weights-float16.data", load_file(context.root / WEIGHTS), "float16")
     graph = replace(graph_at(context, DENSE.replace("dense", "mod")), target="tensorrt", dtype=dtype)
     model = ir.from_proto(onnx.load_from_string(fresh_graph(context, graph)))
-    held = {
+    locations = {
         name: str(value.const_value.location)
         for name, value in model.graph.initializers.items()
         if isinstance(value.const_value, ir.ExternalTensor)
     }
-    assert held["layers.1.mlp.up_proj.weight"] == f"weights-{dtype}.data"
-    assert held["layers.1.router.projection.weight"] == "weights-float32.data"
+    assert locations["layers.1.mlp.up_proj.weight"] == f"weights-{dtype}.data"
+    assert locations["layers.1.router.projection.weight"] == "weights-float32.data"
 
 
 def test_a_weights_file_that_is_not_there_or_holds_too_little(context: Build) -> None:
     graph = graph_at(context, DENSE)
     tensors = load_file(context.root / WEIGHTS)
-    context.source(graph)  # The model is made of the same file.
-    save_file({name: one for name, one in tensors.items() if name != "norm.weight"}, context.root / WEIGHTS)
+    context.source(graph)  # The model is loaded first, because it reads the same file.
+    save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, context.root / WEIGHTS)
     with pytest.raises(GraphError, match=rf"dense-b1s64\.onnx: no value for norm\.weight in {WEIGHTS}"):
         fresh_graph(context, graph)
     (context.root / WEIGHTS).unlink()

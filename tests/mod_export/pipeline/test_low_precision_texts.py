@@ -1,4 +1,4 @@
-"""Text in int8 and int4: judged, served, the same whatever stands beside it, and the same as a prompt and as steps."""
+"""Text in int8 and int4: judged, served, independent of the rows beside it, and equal as a prompt and as steps."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mod_export.types import KINDS, QUANTIZED, Bucket, QuantizedDType
 from mod_models.checkpoint import save_checkpoint
 
 LAX = {"next_token_agreement": 0.0, "max_kl": 100.0, "max_perplexity_ratio": 100.0}
-"""The tiny model has random weights: what a few bits do to its next tokens says nothing."""
+"""The tiny model has random weights, so the effect of a few bits on its next tokens means nothing."""
 TOLERANCE = 1e-3
-"""Between a prompt and steps, in logits: both round the same activations to the same bits, but sum in another order."""
+"""Largest difference of logits between a prompt and steps, which round to the same bits but sum in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +51,13 @@ def test_every_engine_is_judged_and_passes(report: BuildReport) -> None:
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_it_is_served_on_request(dtype: QuantizedDType, root: Path, report: BuildReport) -> None:
+    # Without a name the fastest dtype is served, and which one that is depends on the load of this machine.
+    fastest = next(row.dtype for row in report.served if (row.model, row.role) == ("mod", "decode"))
     with mod_export.load_generator(root) as usual, mod_export.load_generator(root, dtype=dtype) as narrow:
-        assert (usual.dtype, narrow.dtype) == ("float32", dtype)
+        assert (usual.dtype, narrow.dtype) == (fastest, dtype)
         (text,) = narrow.generate("import ", max_new_tokens=12)
         assert len(text.ids) == 12
-        # Several at once are what each of them is alone.
+        # Each of several texts equals the same text alone.
         several = narrow.generate(["import ", "class A", "x"], max_new_tokens=12)
         assert several[0].ids == text.ids
 
@@ -63,18 +65,18 @@ def test_it_is_served_on_request(dtype: QuantizedDType, root: Path, report: Buil
 @contextlib.contextmanager
 def opened(root: Path, dtype: QuantizedDType, rows: int) -> Iterator[tuple[Prompts, Decoder]]:
     manifest = open_folder(root, verify=False)
-    engines = [one for one in manifest.engines if one.dtype == dtype and one.model == "mod"]
+    engines = [item for item in manifest.engines if item.dtype == dtype and item.model == "mod"]
     found = DecodingEngines(
         engines, lambda engine: ENGINES["ort-cpu"].load(root, engine, manifest.config, 1), manifest.config
     )
-    (decode,) = (one for one in engines if one.role == "decode" and one.bucket == Bucket(rows, WINDOW))
+    (decode,) = (item for item in engines if item.role == "decode" and item.bucket == Bucket(rows, WINDOW))
     with found.prompts("mod", "ort-cpu", dtype) as prompts, found.decoder(decode) as decoder:
         yield prompts, decoder
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: QuantizedDType, root: Path, report: BuildReport) -> None:
-    """Bit for bit: one scale for the activations of all rows would change its last digits at least."""
+    """The rows agree bit for bit: one scale for the activations of all rows would change at least the last digits."""
     rng = np.random.default_rng(0)
     ids_S = rng.integers(0, SPEC.vocab_size, 24)
     read = []
@@ -94,7 +96,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(dtype: QuantizedDType, root
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_a_text_is_the_same_wherever_its_prompt_ends(dtype: QuantizedDType, root: Path, report: BuildReport) -> None:
-    """Read as a prompt of every length, and token by token from there."""
+    """Reads a prompt of every length, and continues token by token from there."""
     ids_S = np.random.default_rng(1).integers(0, SPEC.vocab_size, 20)
     found = {}
     with opened(root, dtype, 1) as (prompts, decoder):

@@ -1,4 +1,4 @@
-"""`mod-export build --no-evidence`: engines that can be used at once, and what says that nobody has judged them."""
+"""`mod-export build --no-evidence`: engines can be used at once, and warnings say that nothing was judged."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ IMPOSSIBLE = "[parity.float32]\nrounding_error = 1e-9\n"
 
 @pytest.fixture(scope="module")
 def made(shared_folder: Path, tiny_spec: ModelSpec) -> Path:
-    """Holds `model.pt`, `c.toml`, and the build without evidence, to be read only."""
+    """Folder with `model.pt`, `c.toml`, and the read-only build without evidence."""
     folder = shared_folder / "no_evidence"
 
     def make() -> None:
@@ -71,11 +71,11 @@ def test_its_engines_are_served_with_a_warning(root: Path) -> None:
     with deployment:
         assert np.isfinite(deployment.run(np.zeros((2, 16), np.int64))).all()
     with warnings.catch_warnings():
-        warnings.simplefilter("default", UnverifiedWarning)  # As a user has it; here every warning is an error.
-        said = invoke("generate", root, "--prompt", "ab", "--selection", "topk-prefill")
-    assert said.exit_code == 0
-    assert said.stderr.startswith(f"warning: {root}: nothing of it was verified: it was built with --no-evidence. ")
-    assert said.stderr.count("warning") == 1
+        warnings.simplefilter("default", UnverifiedWarning)  # Users' default; in these tests warnings are errors.
+        result = invoke("generate", root, "--prompt", "ab", "--selection", "topk-prefill")
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"warning: {root}: nothing of it was verified: it was built with --no-evidence. ")
+    assert result.stderr.count("warning") == 1
 
 
 def report_of(root: Path) -> BuildReport:

@@ -1,7 +1,6 @@
-"""One target, dtype or bucket that fails leaves the others: built, judged, timed and served, with the reason reported.
-
-What fails here really fails: numbers that float16 cannot hold, numbers whose squares float32 cannot hold, a model that
-cannot be captured at one length, and a machine without the memory that one length needs.
+"""If one target, dtype or bucket fails, the others are still built, judged, timed and served; the reason is reported.
+The failures are real: numbers that float16 cannot hold, numbers whose squares float32 cannot hold, a model that cannot
+be captured at one length, and a machine without the memory that one length needs.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ needs_rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None,
 
 
 class Block(nn.Module):
-    """A routed block whose hidden values are larger than they need be: `scale` times, and `growth` times a row."""
+    """A routed block with needlessly large hidden values: times `scale`, plus `growth` times the row length."""
 
     def __init__(self, capacity: float, scale: float, growth: float) -> None:
         super().__init__()
@@ -78,12 +77,12 @@ def built(model: nn.Module, dense: nn.Module, out: Path, toml: str, *targets: st
 
 
 def about(report: BuildReport) -> list[tuple[str | None, ...]]:
-    return [(one.stage, one.target, one.dtype, one.model, one.bucket) for one in report.failed]
+    return [(failure.stage, failure.target, failure.dtype, failure.model, failure.bucket) for failure in report.failed]
 
 
 @pytest.fixture(scope="module")
 def four_bits(shared_folder: Path) -> tuple[Path, BuildReport]:
-    """float32 of a model of which int4 cannot be made, in two buckets; to be read only."""
+    """A float32 build, read-only, of a model of which no int4 build is possible; it has two buckets."""
     folder = shared_folder / "partial"
     buckets = [(1, 16), (2, 16)]
     once(
@@ -114,7 +113,7 @@ def test_it_is_shown_on_the_console_and_on_the_page(four_bits: tuple[Path, Build
     assert f"  - {report.verdict.reasons[0]}" in lines
     assert lines[-1] == f"FAIL  1 reason, listed above: {root}"
     page = render_html(report)
-    assert page.count(TOO_LARGE) == 3  # The verdict, and a row for each model.
+    assert page.count(TOO_LARGE) == 3  # It is in the verdict, and in a row for each model.
     assert '<h2 id="failed">What failed</h2>' in page
 
 
@@ -155,7 +154,7 @@ def test_a_dense_engine_that_fails_leaves_the_model(tmp_path: Path) -> None:
     assert judged == {("float32", "mod"), ("float32", "dense"), ("int4", "mod")}
     assert {(row.dtype, row.model) for row in report.latency} == judged
     assert [row.dtype for row in report.speedup] == ["float32"]
-    assert len(report.verdict.reasons) == 1  # And none that parity of an engine that is not there was not checked.
+    assert len(report.verdict.reasons) == 1  # No reason says that parity of an absent engine was not checked.
     text = render_text(report, "m")
     line = "not compared: ort-cpu b1s16 int4: the dense engine could not be built: int4: "
     assert f"\n{line}{TOO_LARGE}" in text
@@ -165,7 +164,7 @@ def test_a_dense_engine_that_fails_leaves_the_model(tmp_path: Path) -> None:
 
 
 def test_a_baseline_of_which_nothing_can_be_built_leaves_the_model(tmp_path: Path) -> None:
-    """It selects tokens itself, so it is none."""
+    """The baseline selects tokens itself, so it is not dense."""
     report = built(model_of(), model_of(0.5), tmp_path / "m", QUICK, "ort-cpu")
     assert about(report) == [("onnx", None, None, "dense", "b1s16")]
     why = "graphs/dense-b1s16.onnx: in the baseline 1 selects 8 of 16 tokens; all must run"
@@ -215,7 +214,7 @@ def test_a_target_that_fails_leaves_the_others(scales: dict[str, float], lost: t
 @needs_rtx
 @pytest.mark.slow
 def test_where_nothing_can_be_built_the_first_reason_is_the_error(tmp_path: Path) -> None:
-    """Of the model: its dense baseline could be built."""
+    """The error is that of the model, although its dense baseline could be built."""
     with pytest.raises(LimitError, match=r"^val_[0-9]+: contains 100000, beyond the largest float16 number") as caught:
         built(model_of(scale=1e5), model_of(1.0, scale=2e5), tmp_path / "m", HALF, "tensorrt-rtx")
     also, last = caught.value.__notes__
@@ -269,16 +268,16 @@ def test_a_bucket_that_cannot_be_captured_leaves_the_others(small_folder: Path, 
     path = raw_checkpoint(tmp_path / "m.pt", load_checkpoint(small_folder / "small.pt"), architecture="short")
     toml = toml_file(tmp_path, f'{QUICK}[generation]\nbuild = "never"\n')
     out = tmp_path / "out"
-    given = ["build", path, "-c", toml, "--target", "ort-cpu", "-o", out, "-q", "--buckets"]
+    arguments = ["build", path, "-c", toml, "--target", "ort-cpu", "-o", out, "-q", "--buckets"]
     code = f"sys.path.insert(0, {str(tmp_path)!r})"
-    (some, none) = commands([[*given, "1x16,1x32"], [*given, "1x32"]], code)
+    (some, none) = commands([[*arguments, "1x16,1x32"], [*arguments, "1x32"]], code)
     assert some[0] == 4, some
     report = report_from_json((out / "report.json").read_text(encoding="utf-8"))
     assert set(about(report)) == {("capture", None, None, "mod", "b1s32")}
     assert {row.bucket for row in report.speedup} == {row.bucket for row in report.routing_maps} == {"b1s16"}
     assert {row.bucket for row in report.artifacts if row.model == "mod"} == {"b1s16"}
     assert "b1s32 mod: could not be built (stage capture): " in some[1]
-    # The gate on speed holds for the largest bucket, and there is none here.
+    # The gate on speed is for the largest bucket, which was not built.
     assert len(report.verdict.reasons) == 1
     assert (none[0], none[1]) == (3, "")
     assert none[2].endswith("\n       stage capture failed; done before it: load\n")
@@ -286,7 +285,7 @@ def test_a_bucket_that_cannot_be_captured_leaves_the_others(small_folder: Path, 
 
 @pytest.fixture
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine on which the scores of attention over 16 tokens find no room, and those over 8 do."""
+    """A machine whose memory holds the attention scores of 8 tokens, but not those of 16."""
     monkeypatch.setattr("mod_export.pipeline.passes.free_bytes", lambda: 4096)
 
 
@@ -304,8 +303,8 @@ def test_engines_that_write_text_are_built_together_or_not_at_all(writing_folder
     roles = {(row.stage, row.role) for row in report.failed}
     assert roles == {("passes", "prefill"), ("engines", "decode")}
     assert all("build this bucket for other targets" in row.reason for row in report.failed if row.role == "prefill")
-    whole = "no prefill engine of ort-cpu float32 could be built, and text is written by both together"
-    assert {row.reason for row in report.failed if row.role == "decode"} == {whole}
+    reason = "no prefill engine of ort-cpu float32 could be built, and text is written by both together"
+    assert {row.reason for row in report.failed if row.role == "decode"} == {reason}
     assert {row.role for row in report.artifacts if row.kind == "engine"} == {"forward"}
     assert all(row.passed for row in report.parity)
     check_files(tmp_path / "out")
@@ -357,8 +356,8 @@ def make():
 
 
 def row_of(**fields: Any) -> FailedRow:
-    made = dict.fromkeys(("target", "dtype", "model", "role", "bucket"))
-    return FailedRow(**{"stage": "engines", "reason": "it\n is so", **made, **fields})
+    defaults = dict.fromkeys(("target", "dtype", "model", "role", "bucket"))
+    return FailedRow(**{"stage": "engines", "reason": "it\n is so", **defaults, **fields})
 
 
 def test_a_failure_covers_what_its_fields_leave_open() -> None:

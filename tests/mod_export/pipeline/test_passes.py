@@ -1,4 +1,4 @@
-"""Stage passes: the graphs of a target's own dialect, and the proof that they mean the same."""
+"""Stage passes: graphs in a target's own dialect, and the proof that they compute the same."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from mod_export.types import Bucket, Dialect, Graph, Site
 from mod_models.architecture import LoadedTransformer
 
 TARGET = "ort-cuda"
-"""Has float16 graphs of its own, and none of its stages before the engines needs a GPU."""
+"""A target that has its own float16 graphs, and needs no GPU before the stage that builds engines."""
 
 
 @pytest.fixture
 def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Build]:
-    """The stages up to the portable graphs, all reused, for a target whose graphs are rewritten."""
+    """Stages up to the portable graphs, all reused, for a target whose graphs are rewritten."""
     plan = make_plan(model, None, config.model_copy(update={"buckets": ((1, 64),)}), built_copy)
     plan = replace(plan, targets={TARGET: ENGINES[TARGET]})
     with Workspace(built_copy) as workspace:
@@ -67,7 +67,7 @@ def test_only_what_differs_is_rewritten_and_it_is_proven(context: Build) -> None
             if isinstance(value.const_value, ir.ExternalTensor)
         }
         assert "weights-float16.data" in external
-    # Engines in float32 are built from the portable graph itself.
+    # Float32 engines are built from the portable graph itself.
     assert [graph.dtype for graph in context.graphs if graph.target == TARGET] == ["float16", "float16"]
 
 
@@ -92,7 +92,7 @@ def test_a_rewrite_that_changes_the_meaning_is_refused_and_leaves_other_dtypes(c
 
 
 def test_without_onnx_runtime_the_proof_says_so(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What is installed is the environment of this stage.
+    # The stage sees an environment without ONNX Runtime.
     monkeypatch.setattr(stage, "package_version", lambda name: None)
     assert {step.result["proof"] for step in rewritten(context)} == {"not run: onnxruntime is not installed"}
 
@@ -149,7 +149,7 @@ LONG = Graph(
 
 
 def attention(tokens: int) -> ir.Model:
-    """A causal attention of one head over this many tokens."""
+    """Causal attention with one head over this many tokens."""
     size = f"float[1,1,{tokens},8]"
     return parsed(f"g ({size} q, {size} k, {size} v) => ({size} y) {{ y = Attention <is_causal: int = 1> (q, k, v) }}")
 
@@ -162,5 +162,5 @@ def test_scores_beyond_memory() -> None:
     with pytest.raises(LimitError, match=message):
         check_memory(ENGINES["ort-cpu"], LONG, attention(512_000))
     check_memory(ENGINES["ort-cpu"], LONG, attention(64))
-    # A target that never holds all scores.
+    # This target never holds all scores.
     check_memory(ENGINES["inductor"], LONG, attention(512_000))

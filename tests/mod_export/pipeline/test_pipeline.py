@@ -1,4 +1,4 @@
-"""What a build leaves in its folder, and what it tells."""
+"""The contents of a build folder, and the events of a build."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ FIELDS: dict[str, set[str]] = {
     "speedup": {"target", "bucket", "dtype", "measured", "ci95", "predicted_flops", "efficiency", "gate", "passed"},
     "cost": {"model", "bucket", "flops", "flops_by_part", "weight_bytes", "activation_bytes", "kv_bytes"},
 }  # fmt: skip
-"""What the contract promises of each part; more may be there."""
+"""Fields that the contract promises for each part; a part may have more."""
 
 
 def test_report_json_has_what_the_contract_promises(built: Path, checkpoint: Path, config: BuildConfig) -> None:
@@ -95,7 +95,7 @@ def config_again(data: dict[str, Any]) -> BuildConfig:
 
 
 class Recorder:
-    """Observes a build: the names of stages and steps that were announced, and the finished stages."""
+    """Records a build: the names of announced stages and steps, and the finished stages."""
 
     def __init__(self) -> None:
         self.started: list[str] = []

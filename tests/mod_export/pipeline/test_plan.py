@@ -1,4 +1,4 @@
-"""What is refused before any work is done, and what a plan holds."""
+"""What is refused before any work is done, and the contents of a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model_of(spec: ModelSpec, name: str = "m") -> Model:
 
 
 def model_with(checkpoint: Checkpoint, name: str = "m") -> Model:
-    loaded: Any = LoadedTransformer(checkpoint)  # What an entry point gives: neither package knows the other's types.
+    loaded: Any = LoadedTransformer(checkpoint)  # An entry point returns Any: neither package knows the other's types.
     return Model(name=name, architecture="mod_transformer", loaded=loaded, checkpoint_sha256="0" * 64)
 
 
@@ -55,7 +55,7 @@ WRITES = RoutingSpec(predictor_hidden=2)
 
 
 def test_what_is_returned_where_nothing_is_said(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
-    """More than 16 MiB of logits are not returned unless the configuration says so."""
+    """Logits larger than 16 MiB are not returned unless the configuration asks for them."""
     for vocab_size, batch, expected in ((2**16, 1, "logits"), (2**16 + 1, 1, "last"), (2**16, 2, "last")):
         model = model_of(replace(tiny_spec, vocab_size=vocab_size, d_model=8, n_heads=1, n_kv_heads=1))
         sized = updated(config, buckets=[[1, 8], [batch, 64]])
@@ -63,8 +63,8 @@ def test_what_is_returned_where_nothing_is_said(config: BuildConfig, tiny_spec: 
         plan = make_plan(model, None, sized, tmp_path)
         assert plan.config.outputs == expected
         assert {graph.outputs for graph in plan.graphs if graph.role == "forward"} == {expected}
-        for said in ("logits", "none"):
-            assert make_plan(model, None, updated(sized, outputs=said), tmp_path).config.outputs == said
+        for outputs in ("logits", "none"):
+            assert make_plan(model, None, updated(sized, outputs=outputs), tmp_path).config.outputs == outputs
 
 
 def generating(config: BuildConfig, **fields: Any) -> BuildConfig:
@@ -77,23 +77,23 @@ def buckets_of(plan: Plan, role: str) -> list[Bucket]:
 
 def test_what_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
     model = model_of(replace(tiny_spec, routing=WRITES))
-    whole = make_plan(model, None, config, tmp_path)
-    plan = whole.generation
+    complete = make_plan(model, None, config, tmp_path)
+    plan = complete.generation
     assert isinstance(plan, GenerationPlan)
     assert plan.window == 256
-    assert buckets_of(whole, "prefill") == [Bucket(1, 128), Bucket(1, 256)]
-    assert buckets_of(whole, "decode") == [Bucket(1, 256), Bucket(8, 256)]
-    assert {builder.name for builder, _, graph in whole.engines() if graph.role != "forward"} == {"ort-cpu"}
-    assert {kind: one.window for kind, one in plan.models.items()} == {"mod": 256, "dense": 256}
+    assert buckets_of(complete, "prefill") == [Bucket(1, 128), Bucket(1, 256)]
+    assert buckets_of(complete, "decode") == [Bucket(1, 256), Bucket(8, 256)]
+    assert {builder.name for builder, _, graph in complete.engines() if graph.role != "forward"} == {"ort-cpu"}
+    assert {kind: model_of_kind.window for kind, model_of_kind in plan.models.items()} == {"mod": 256, "dense": 256}
     assert plan.models["mod"].capacity == {1: 32, 3: 32}
     assert plan.models["dense"].capacity == {}
 
     chosen = generating(config, window=100, slack=3, prompts=[60, 20, 60], caches=[100, 50], batches=[4, 2])
-    whole = make_plan(model, None, chosen, tmp_path)
-    plan = whole.generation
+    complete = make_plan(model, None, chosen, tmp_path)
+    plan = complete.generation
     assert isinstance(plan, GenerationPlan)
-    assert buckets_of(whole, "prefill") == [Bucket(1, 20), Bucket(1, 60)]
-    assert buckets_of(whole, "decode") == [Bucket(2, 50), Bucket(2, 100), Bucket(4, 50), Bucket(4, 100)]
+    assert buckets_of(complete, "prefill") == [Bucket(1, 20), Bucket(1, 60)]
+    assert buckets_of(complete, "decode") == [Bucket(2, 50), Bucket(2, 100), Bucket(4, 50), Bucket(4, 100)]
     assert set(plan.models["mod"].capacity.values()) == {12 + 3}
 
 
@@ -125,11 +125,11 @@ def test_without_a_baseline_it_writes_alone(config: BuildConfig, tiny_spec: Mode
 @pytest.mark.skipif(not ENGINES["tensorrt-rtx"].availability().builds, reason="needs TensorRT-RTX")
 def test_targets_that_do_not_write(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
     model = model_of(replace(tiny_spec, routing=WRITES))
-    other = updated(config, targets=["tensorrt-rtx"])
+    updated_config = updated(config, targets=["tensorrt-rtx"])
     reason = "it was built for tensorrt-rtx, and generation.targets are ort-cpu, openvino"
-    assert make_plan(model, None, other, tmp_path).generation == reason
+    assert make_plan(model, None, updated_config, tmp_path).generation == reason
     with pytest.raises(ConfigError, match=f"generation.build: always, but this model .*: {reason}"):
-        make_plan(model, None, generating(other, build="always"), tmp_path)
+        make_plan(model, None, generating(updated_config, build="always"), tmp_path)
 
 
 LONGER = "is longer than the window of 40; shorten it, or give a longer window"
@@ -160,13 +160,13 @@ def test_generation_that_cannot_be_built(
     fields: dict[str, Any],
     problems: list[str],
 ) -> None:
-    """Beside what else is wrong, all at once."""
-    other = updated(generating(config, **fields), buckets=[[1, 64], [10**9, 64]])
+    """All problems are reported at once, these and others."""
+    invalid = updated(generating(config, **fields), buckets=[[1, 64], [10**9, 64]])
     with pytest.raises(ConfigError) as caught:
-        make_plan(model_of(replace(tiny_spec, routing=routing)), None, other, tmp_path)
+        make_plan(model_of(replace(tiny_spec, routing=routing)), None, invalid, tmp_path)
     expected = ["buckets: 1000000000 x 64 has ", *problems]
     found = caught.value.problems
-    assert [one[: len(start)] for one, start in zip(found, expected, strict=True)] == expected
+    assert [problem[: len(start)] for problem, start in zip(found, expected, strict=True)] == expected
 
 
 def test_a_baseline_has_weights_of_its_own_and_writes_with_them(
@@ -189,7 +189,7 @@ def test_no_targets_named_takes_all_that_build_here(model: Model, config: BuildC
 def test_a_model_without_depth_routing_is_built_once_and_has_no_gain_to_reach(
     config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path
 ) -> None:
-    """A dense baseline would be itself. Beside another model that is given as the baseline it has a gain to reach."""
+    """Its dense baseline would be the model itself. With another model as its baseline, there is a gain to reach."""
     dense, demanding = model_of(tiny_spec.dense()), updated(config, latency={"min_speedup": 1.1})
     alone = make_plan(dense, None, config, tmp_path)
     assert (list(alone.loaded), {graph.model for graph in alone.graphs}) == (["mod"], {"mod"})
@@ -220,16 +220,16 @@ def test_what_a_target_cannot_take(model: Model, config: BuildConfig, tmp_path: 
         pytest.skip(found.reason)
     options = config.model_dump(by_alias=True)["target"]
     options["tensorrt-rtx"]["architectures"] = ["sm10"]
-    asked = updated(config, targets=["tensorrt-rtx"], target=options)
+    invalid = updated(config, targets=["tensorrt-rtx"], target=options)
     with pytest.raises(ConfigError) as caught:
-        make_plan(model, None, asked, tmp_path)
-    # One line, not one for each bucket.
+        make_plan(model, None, invalid, tmp_path)
+    # There is one line for all buckets.
     (line,) = str(caught.value).splitlines()
     assert "target.tensorrt-rtx.architectures: TensorRT-RTX has no plans for sm10; it builds for " in line
 
 
 def test_no_room(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
-    # A view that claims 2**60 numbers and stores one.
+    # A view that claims 2**60 numbers but stores one.
     vast = torch.zeros(1).expand(2**30, 2**30)
     small = random_checkpoint(tiny_spec, 0)
     model = model_with(replace(small, weights={**small.weights, "vast": vast}))

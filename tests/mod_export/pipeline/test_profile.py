@@ -1,4 +1,4 @@
-"""The profile stage of a real build: what stands in the report and in the manifest."""
+"""The profile stage of a real build, in the report and in the manifest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_roofline_predicts_the_speedup(report: BuildReport) -> None:
         gap = gap_of(engines[row.setting.of("dense")], engines[row.setting])
         assert gap is not None
         assert row.predicted_roofline == pytest.approx(gap.predicted)
-        # FLOPs and bytes of four layers, two of them with an eighth of the tokens.
+        # The prediction covers four layers, two of which run an eighth of the tokens.
         assert 1.1 < row.predicted_roofline < 2
 
 

@@ -1,4 +1,4 @@
-"""A build redoes what depends on a change and nothing else, and resumes after a failure."""
+"""A build redoes exactly what depends on a change, and resumes after a failure."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ STAGE_OF = {
 def rebuild(
     root: Path, checkpoint: Path, config: BuildConfig, baseline: Path | None = None
 ) -> tuple[set[str], BuildReport]:
-    """Builds again; the steps that were done, and the report. What was reused is as it was, to the byte."""
+    """Builds again; returns the steps that ran, and the report. Records of reused steps must not change."""
     before = steps_of(root)
     report = build(Request.checkpoint(checkpoint, baseline).models, config, root, Silent(), "mod-export build")
     after = steps_of(root)
     fingerprint = {name: record["fingerprint"] for name, record in before.items()}
     done = {name for name, record in after.items() if fingerprint.get(name) != record["fingerprint"]}
     assert {name: after[name] for name in after.keys() - done} == {name: before[name] for name in after.keys() - done}
-    # The report tells of this run, whatever was reused.
+    # The report describes this run, so it is always written.
     assert "report" in done
     done.remove("report")
     stages = {stage.name: stage.status for stage in report.stages}
@@ -59,7 +59,7 @@ BUCKETS = ("b1s64", "b2s32")
 
 
 def of_engines(step: str, *buckets: str) -> set[str]:
-    """This step of the engines of both models."""
+    """Names of this step for the engines of both models."""
     return {f"{step}/{kind}-{bucket}-float32" for kind in ("mod", "dense") for bucket in buckets}
 
 
@@ -71,7 +71,7 @@ PROFILE = of_engines("profile/ort-cpu", *BUCKETS)
 
 
 def of_bucket(bucket: str) -> set[str]:
-    """Every step of one bucket on ort-cpu."""
+    """Names of every step of one bucket on ort-cpu."""
     steps = {f"{step}/{kind}-{bucket}" for kind in ("mod", "dense") for step in ("capture", "graph")}
     for step in ("engine", "parity", "causality", "work", "profile", "rewrite"):
         steps |= of_engines(f"{step}/ort-cpu", bucket)
@@ -100,23 +100,23 @@ REDONE: dict[str, set[str]] = {
     **{f"parity/float32/{gate}": PARITY for gate in GATES},
     **{f"parity/float32/{gate}": PARITY | CAUSALITY for gate in ("rounding_error", "max_abs")},
 }  # fmt: skip
-"""Field -> the steps that another value makes a build of ort-cpu do again. All other fields redo nothing here: this
-model cannot write text (for one that can, see pipeline/test_generation.py), and the attention of buckets as short as
-these is never split.
+"""Field -> steps that a build of ort-cpu redoes for another value. All other fields redo nothing here: this model
+cannot write text (for one that can, see pipeline/test_generation.py), and the attention of such short buckets is never
+split.
 """
 VALUES: dict[str, Any] = {
     "max_memory": 2**34, "target/inductor/dtypes": ["bfloat16"],
     "target/ort-cpu/query_block": 64, "generation/build": "never", "generation/slots": "fair",
 }  # fmt: skip
-"""Other values of fields for which `another` has none."""
+"""Other values of fields for which `another` finds none."""
 NOT_FLIPPED = {
     "buckets", "targets", "outputs", "target/ort-cpu/dtypes", "target/openvino/dtypes", "generation/targets",
 }  # fmt: skip
-"""The first three have tests of their own, and the others can hold one value only."""
+"""The first three have their own tests, and the others can hold only one value."""
 
 
 def another(value: Any) -> Any:
-    """Allowed where the value is: shares stay below 1, and what is at least 1 above it."""
+    """Another allowed value: shares stay below 1, and numbers of at least 1 above it."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, list):
@@ -127,7 +127,7 @@ def another(value: Any) -> Any:
 
 
 def fields_of(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every field and another value of it."""
+    """Yields every field with another value."""
     for name, value in data.items():
         path = prefix + name
         if isinstance(value, dict):
@@ -139,8 +139,8 @@ def fields_of(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def redone(
     root: Path, checkpoint: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[set[str], BuildReport]:
-    """The steps that a build would do again, which are reused all the same: in a fraction of the time. And the report,
-    which is written.
+    """Returns the steps that a build would redo, and the report that it writes. The build reuses those steps
+    nevertheless, to save time.
     """
     noted, before = set(), set(steps_of(root))
     is_of = Step.is_of
@@ -167,25 +167,25 @@ def test_a_changed_field_redoes_what_depends_on_it_and_nothing_else(
     field: str, others: dict[str, Any], built_copy: Path, checkpoint: Path, config: BuildConfig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    other = changed(config, {field: others[field]})
-    done, report = redone(built_copy, checkpoint, other, monkeypatch)
+    changed_config = changed(config, {field: others[field]})
+    done, report = redone(built_copy, checkpoint, changed_config, monkeypatch)
     assert done == REDONE[field]
-    # What "auto" is for this model.
-    assert changed(other, {"outputs": "logits"}).model_dump(mode="json", by_alias=True) == report.config
+    # "auto" means this for the model.
+    assert changed(changed_config, {"outputs": "logits"}).model_dump(mode="json", by_alias=True) == report.config
 
 
 def test_other_fields_redo_nothing(
     others: dict[str, Any], built_copy: Path, checkpoint: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of them at once."""
-    other = changed(config, {field: value for field, value in others.items() if field not in REDONE})
-    assert redone(built_copy, checkpoint, other, monkeypatch)[0] == set()
+    """All other fields change at once."""
+    changed_config = changed(config, {field: value for field, value in others.items() if field not in REDONE})
+    assert redone(built_copy, checkpoint, changed_config, monkeypatch)[0] == set()
 
 
 def test_another_version_of_the_runtime(
     built_copy: Path, tmp_path: Path, checkpoint: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The metadata of an installed package comes first on the path, as after an upgrade.
+    # The metadata of another version comes first on the path, as after an upgrade.
     for name in ("onnxruntime", "onnxruntime_gpu"):
         folder = tmp_path / f"upgraded/{name}-99.0.dist-info"
         folder.mkdir(parents=True)
@@ -200,7 +200,7 @@ def test_another_version_of_the_runtime(
     assert report.environment["onnxruntime"] == "99.0"
 
 
-# Builds that really do again what changed.
+# From here on, builds really redo what changed.
 
 
 @pytest.fixture
@@ -257,7 +257,7 @@ def test_another_checkpoint_redoes_everything(
 ) -> None:
     save_checkpoint(tmp_path / "other.pt", random_checkpoint(load_checkpoint(small_checkpoint).spec, 7))
     done, _ = rebuild(small_copy, tmp_path / "other.pt", small_config)
-    # A graph without its weights is the same, and so is the work that is counted in it.
+    # A graph without its weights does not change, nor does the work that is counted in it.
     assert done == {"load", "weights/weights-float32", *of_bucket("b1s16")} - of_engines("work/ort-cpu", "b1s16")
 
 
@@ -291,18 +291,18 @@ def test_an_added_target_and_architecture(small_copy: Path, small_checkpoint: Pa
     assert {name for name in done - rewrites if not name.startswith(found_out)} == {
         f"{engine}-sm89" for engine in engines
     }
-    ran = {target.target: target.ran for target in report.targets}
-    assert ran["tensorrt-rtx"] is found.runs
+    ran_by_target = {target.target: target.ran for target in report.targets}
+    assert ran_by_target["tensorrt-rtx"] is found.runs
     done, _ = rebuild(small_copy, small_checkpoint, added)
     assert {name for name in done if name.startswith("engine/")} == {f"{engine}-sm120" for engine in engines}
     assert not any(name.startswith(("rewrite/", "capture/", "graph/")) for name in done)
-    # Dropped again, its files go with it.
+    # If the target is dropped again, its files are deleted.
     rebuild(small_copy, small_checkpoint, small_config)
     assert not list(small_copy.rglob("*tensorrt*"))
 
 
 def made(root: Path) -> dict[str, Any]:
-    """What was made from what, by step."""
+    """Fingerprint and outputs of each step."""
     steps = {name: record for name, record in steps_of(root).items() if name != "report"}
     return {name: [record["fingerprint"], record["outputs"]] for name, record in steps.items()}
 
@@ -322,12 +322,12 @@ def test_damaged_files_are_made_again(
     damages: tuple[Callable[[Path], None], ...], small_copy: Path, small_checkpoint: Path, small_config: BuildConfig
 ) -> None:
     names = ("engines/ort-cpu/mod-b1s16-float32.onnx", "graphs/weights-float32.data")
-    whole, before = [(small_copy / name).read_bytes() for name in names], made(small_copy)
+    contents, before = [(small_copy / name).read_bytes() for name in names], made(small_copy)
     for damage, name in zip((*damages, damages[0]), (*names, "report.html"), strict=True):
         damage(small_copy / name)
     build(Request.checkpoint(small_checkpoint).models, small_config, small_copy, Silent(), "mod-export build")
     assert made(small_copy) == before
-    assert [(small_copy / name).read_bytes() for name in names] == whole
+    assert [(small_copy / name).read_bytes() for name in names] == contents
     check_files(small_copy)
 
 

@@ -1,6 +1,5 @@
-"""`mod-export validate` and `bench` on a finished build folder that was moved, or damaged.
-
-The folder that is validated is the smallest that has everything: two layers, one of them routed, and one bucket.
+"""`mod-export validate` and `bench` on a finished build folder that was moved or damaged. The validated folder is the
+smallest that has everything: two layers, one of them routed, and one bucket.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ text_batches = 1
 
 @pytest.fixture(scope="module")
 def with_baseline(shared_folder: Path, tiny_spec: ModelSpec) -> Path:
-    """Holds `model.pt`, its dense baseline `base.pt`, `c.toml` and the build of the two, to be read only."""
+    """Folder with `model.pt`, its dense baseline `base.pt`, `c.toml`, and the read-only build of the two."""
     folder = shared_folder / "with_baseline"
 
     def make() -> None:
@@ -94,11 +93,11 @@ def test_a_moved_folder_passes_without_its_checkpoint(moved: Path) -> None:
     assert [(row.target, row.bucket, row.model) for row in found.rows(ParityRow)] == cells + portable
     assert [(row.target, row.bucket, row.model) for row in found.rows(CausalityRow)] == cells
     assert [row.causal for row in found.rows(CausalityRow)] == [False, True]
-    # What was found at the time is found again.
-    told = json.loads((moved / "report.json").read_text())
-    for row, then in zip(found.rows(ParityRow), told["parity"], strict=True):
-        assert row.routing.agreed == then["routing"]["agreed"]
-        assert row.error.max_abs == pytest.approx(then["error"]["max_abs"])
+    # The results equal those of the build.
+    report = json.loads((moved / "report.json").read_text())
+    for row, reported in zip(found.rows(ParityRow), report["parity"], strict=True):
+        assert row.routing.agreed == reported["routing"]["agreed"]
+        assert row.error.max_abs == pytest.approx(reported["error"]["max_abs"])
 
 
 def test_a_configuration_of_ones_own(with_baseline: Path, moved: Path) -> None:
@@ -108,19 +107,19 @@ def test_a_configuration_of_ones_own(with_baseline: Path, moved: Path) -> None:
     assert found.verdict.status == "fail"
     assert all("root mean square error" in reason for reason in found.verdict.reasons)
     assert {row.suffixes for row in found.rows(CausalityRow)} == {2}
-    # Nothing is wrong with the graph, so that no place is named.
+    # The graph is correct, so no place is named.
     assert all(row.located is None for row in found.rows(ParityRow))
 
 
 def test_the_command_prints_what_was_found_and_changes_nothing(
     with_baseline: Path, moved: Path, built_from: Path
 ) -> None:
-    said = invoke("validate", moved, "--model", built_from, "--target", "ort-cpu")
-    assert (said.exit_code, said.stderr) == (0, ""), said.output
-    assert said.stdout.splitlines()[-1] == "PASS"
-    assert "weights are the checkpoint's, bit for bit" in said.stdout
-    assert "mod: must not be used for autoregressive sampling: " in said.stdout
-    assert "portable" not in said.stdout
+    result = invoke("validate", moved, "--model", built_from, "--target", "ort-cpu")
+    assert (result.exit_code, result.stderr) == (0, ""), result.output
+    assert result.stdout.splitlines()[-1] == "PASS"
+    assert "weights are the checkpoint's, bit for bit" in result.stdout
+    assert "mod: must not be used for autoregressive sampling: " in result.stdout
+    assert "portable" not in result.stdout
     assert contents(moved) == contents(with_baseline / "build")
 
 
@@ -130,7 +129,7 @@ def test_a_missing_file_is_one_too(name: str, moved: Path) -> None:
     found = validate_folder(moved, None, ())
     assert f"{name}: is missing or not a regular file" in found.verdict.reasons
     assert failed(found) == {name}
-    # What was not touched still passes.
+    # Untouched engines still pass.
     (row,) = [row for row in found.rows(ParityRow) if not row.passed]
     assert (row.target, row.bucket, row.model) == (
         ("ort-cpu", "b2s16", "mod") if name == ENGINE else ("portable", "b2s16", "dense")
@@ -146,7 +145,7 @@ def change_weight(root: Path, factor: float, *, sign: bool) -> None:
 
 
 def test_a_changed_weight_is_given_away_by_its_fingerprint(moved: Path) -> None:
-    """The reference is rebuilt from the same file, so that nothing else can."""
+    """The reference is rebuilt from the same file, so only the fingerprint can show it."""
     change_weight(moved, 1.01, sign=True)
     found = validate_folder(moved, None, ["ort-cpu"])
     assert found.verdict.reasons == (f"{WEIGHTS}: {DOWN}: not the checkpoint's values",)
@@ -159,13 +158,13 @@ def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(moved: P
     assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
     assert f"{WEIGHTS}: has been changed since it was built (SHA-256 differs)" in found.verdict.reasons
     assert [row.passed for row in found.rows(ParityRow)] == [False, True]
-    # The model's file is held against its fingerprints and the checkpoint; the baseline came from another checkpoint.
+    # The model's file is compared with its fingerprints and the checkpoint; the baseline came from another checkpoint.
     looked = [row.path for row in found.rows(StructureRow) if any("bit for bit" in what for what in row.checked)]
     assert sorted(looked) == ["graphs/weights-baseline-float32.data", WEIGHTS, WEIGHTS]
 
 
 def test_the_folder_says_which_capacity(moved: Path, built_from: Path) -> None:
-    """A sweep builds a checkpoint at capacities that are not its own."""
+    """A sweep builds a checkpoint at capacities that differ from its own."""
 
     def quarter(manifest: dict[str, Any]) -> None:
         manifest["models"]["mod"]["spec"]["routing"]["capacity"] = 0.25
@@ -180,7 +179,7 @@ def test_the_folder_says_which_capacity(moved: Path, built_from: Path) -> None:
 
 
 def test_versions_that_would_export_otherwise_are_not_held_against_it(moved: Path) -> None:
-    """Another torch writes other graphs. What can be said without it still is, and what was left out."""
+    """Another torch exports other graphs. The remaining checks still run, and a note says what was left out."""
     rewrite_manifest(moved, lambda manifest: manifest["exporters"].update(torch="1.0"))
     flip(moved / "report.html")
     found = validate_folder(moved, None, ["ort-cpu"])
@@ -192,7 +191,7 @@ def test_versions_that_would_export_otherwise_are_not_held_against_it(moved: Pat
 
 
 def with_package(root: Path) -> Callable[[dict[str, Any]], None]:
-    """A compiled engine beside the others, and not the one that was built."""
+    """Adds a compiled engine whose file is not the one that was built."""
     path = "engines/inductor/mod-b2s16-float32.pt2"
     (root / path).parent.mkdir()
     (root / path).write_bytes(b"built")
@@ -200,7 +199,7 @@ def with_package(root: Path) -> Callable[[dict[str, Any]], None]:
     (root / path).write_bytes(b"other")
 
     def change(manifest: dict[str, Any]) -> None:
-        (engine,) = [one for one in manifest["engines"] if one["path"] == ENGINE]
+        (engine,) = [item for item in manifest["engines"] if item["path"] == ENGINE]
         manifest["engines"].append({**engine, "target": "inductor", "path": path})
         manifest["files"][path] = entry
 
@@ -236,14 +235,14 @@ def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint
 
 
 def test_engines_and_graphs_that_nothing_was_run_of_are_said(moved: Path) -> None:
-    """A graph in bfloat16 has no kernels on a CPU: it is listed, and not passed over in silence."""
+    """A bfloat16 graph has no kernels on a CPU, so a note lists it."""
     half = "graphs/mod-b2s16.tensorrt-rtx.bfloat16.onnx"
     data = (moved / "graphs/mod-b2s16.onnx").read_bytes()
     (moved / half).write_bytes(data + b"\x00")
 
     def add(manifest: dict[str, Any]) -> None:
         manifest["files"][half] = file_entry(moved / half)
-        graph = next(one for one in manifest["graphs"] if one["path"] == "graphs/mod-b2s16.onnx")
+        graph = next(entry for entry in manifest["graphs"] if entry["path"] == "graphs/mod-b2s16.onnx")
         manifest["graphs"].append({**graph, "path": half, "dtype": "bfloat16", "target": "tensorrt-rtx"})
 
     rewrite_manifest(moved, add)
@@ -251,11 +250,11 @@ def test_engines_and_graphs_that_nothing_was_run_of_are_said(moved: Path) -> Non
     assert validate_folder(moved, None, ()).notes == [note]
 
 
-# The other command.
+# `mod-export bench`.
 
 
 def test_bench_a_moved_folder_with_a_config_of_ones_own(built_copy: Path) -> None:
-    # Measuring needs no architecture.
+    # Measuring works with an unknown architecture.
     rewrite_manifest(built_copy, lambda manifest: manifest["models"]["mod"].update(architecture="mamba"))
     config = BuildConfig.model_validate(read_manifest(built_copy)["config"])
     found = bench_folder(built_copy, changed(config, {"latency/samples": 9}), ())
@@ -264,7 +263,7 @@ def test_bench_a_moved_folder_with_a_config_of_ones_own(built_copy: Path) -> Non
     assert [(row.bucket, row.model) for row in latency] == [
         (bucket, kind) for bucket in ("b1s64", "b2s32") for kind in ("mod", "dense")
     ]
-    # Whole blocks of rounds are taken: 8 samples by the folder's own configuration.
+    # Samples come in whole blocks of rounds: 8 with the folder's own configuration.
     assert {len(row.samples_ms) for row in latency} == {16}
     assert [row.bucket for row in found.rows(SpeedupRow)] == ["b1s64", "b2s32"]
 

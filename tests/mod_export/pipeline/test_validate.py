@@ -41,7 +41,7 @@ def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Bui
 
 @pytest.fixture
 def asked_again(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Build]:
-    """Another seed and one bucket: every input is another one, and nothing else has to be made again."""
+    """Another seed and only one bucket: every input differs, and nothing else is made again."""
     yield from context_of(built_copy, model, config.model_copy(update={"seed": 1, "buckets": ((1, 64),)}))
 
 
@@ -73,11 +73,11 @@ def test_what_was_found_is_found_again_without_looking(context: Build) -> None:
 
 
 def test_an_engine_that_cannot_be_run_is_a_result(asked_again: Build) -> None:
-    """A stage that fails leaves no report, and nobody to tell what the other engines are worth."""
+    """If the stage failed, there would be no report, and no results of the other engines."""
     (asked_again.root / ENGINE).write_bytes(b"")
     reference = weakref.ref(asked_again.reference("mod"))
     validate(asked_again)
-    # The float64 weights of a large model would take the memory that benchmarks need.
+    # The float64 weights of a large model would occupy memory that benchmarks need.
     gc.collect()
     assert reference() is None
     assert [row.passed for row in asked_again.rows(ParityRow)] == [False, *[True] * 3]

@@ -18,11 +18,11 @@ def portable(
     module: nn.Module, example: Sequence[Tensor], outputs: Sequence[str]
 ) -> tuple[ir.Model, Sequence[RoutingSite]]:
     """The graph, with inputs x0, x1, ..., and its sites."""
-    found = captured(module, tuple(example), "test")
+    capture = captured(module, tuple(example), "test")
     state = state_of(module)
-    model = onnx_from_captured(found, state, [f"x{number}" for number in range(len(example))], list(outputs))
+    model = onnx_from_captured(capture, state, [f"x{number}" for number in range(len(example))], list(outputs))
     for name, value in model.graph.initializers.items():
         if name in state:
             value.const_value = ir.tensor(state[name].detach().numpy(), name=name)
     run_passes(model, PORTABLE, "float32")
-    return model, found.sites
+    return model, capture.sites

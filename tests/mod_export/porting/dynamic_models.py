@@ -1,4 +1,4 @@
-"""Routed blocks as people write them whose graph is not static, and blocks that fail for reasons of their own."""
+"""Routed blocks as people write them, without a static graph; and blocks that fail for other reasons."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class TooMany(Routed):
 
 
 class LayersInTurn(Routed):
-    """A loop that is not over tokens."""
+    """Has a loop that is not over tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ class Annealed(Routed):
         return x.scatter(1, index, self.block(x.gather(1, index)))
 
 
-# What fails by itself.
+# Models that fail by themselves.
 
 
 class WrongShapes(Routed):
@@ -307,14 +307,14 @@ class Silent(Routed):
 
 
 class OtherPython(Routed):
-    """torch.compile has no rule for generators that are kept in a set."""
+    """Breaks the graph in a way for which there is no advice."""
 
     def forward(self, x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return self.block(x)
 
 
-# What is static, or as static as its part.
+# Models that are static, or as static as their part.
 
 
 class Holds(nn.Module):

@@ -1,4 +1,4 @@
-"""What the published manners are built from: a transformer layer, and models that hold plain and routed layers."""
+"""Parts of the published models: a transformer layer, and models that contain plain and routed layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def rotated(x_BHTE: Tensor, position: Tensor) -> Tensor:
 
 
 class Layer(nn.Module):
-    """A pre-norm transformer layer with fused qkv and biases; rotary where positions are given."""
+    """A pre-norm transformer layer with fused qkv and biases; rotary if positions are given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Layer(nn.Module):
         return q, k, v
 
     def attend(self, x: Tensor, position: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
-        """What attention adds: causal, or where `seen` (B, 1, T, T) says."""
+        """The update by attention, which is causal or uses the mask `seen` (B, 1, T, T)."""
         q, k, v = self.heads(x)
         if position is not None:
             q, k = rotated(q, position), rotated(k, position)
@@ -44,7 +44,7 @@ class Layer(nn.Module):
         return self.out(y.transpose(1, 2).reshape(x.shape))
 
     def attend_from(self, x: Tensor, index: Tensor) -> Tensor:
-        """The same for the queries at these positions only; keys and values of all tokens."""
+        """Like `attend`, for the queries at these positions only; keys and values are those of all tokens."""
         _, k, v = self.heads(x)
         chosen = torch.gather(x, 1, index[..., None].expand(-1, -1, D))
         q, _, _ = self.heads(chosen)
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         return self.out(y.transpose(1, 2).reshape(chosen.shape))
 
     def feed(self, h: Tensor) -> Tensor:
-        """What the MLP adds."""
+        """The update by the MLP."""
         return self.down(F.gelu(self.up(self.norm_2(h))))
 
     def forward(self, x: Tensor, position: Tensor | None = None) -> Tensor:
@@ -88,7 +88,7 @@ class Text(nn.Module):
 
 
 class ImageAndText(nn.Module):
-    """Embeddings (B, S, D), and which of them are text (B, S), to hidden states (B, S, D)."""
+    """Embeddings (B, S, D) and a mask of text tokens (B, S) to hidden states (B, S, D)."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class ImageAndText(nn.Module):
 
 
 class Vision(nn.Module):
-    """Patches (B, S - 1, PATCH) to classes (B, V): a class token in front, attention to everything."""
+    """Patches (B, S - 1, PATCH) to class scores (B, V), with a class token in front and full attention."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ def ids(batch: int, seq: int, seed: int = 0) -> tuple[Tensor, ...]:
 
 
 def embeddings_and_text(batch: int, seq: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """TEXTS tokens of each row are text, at other places in each."""
+    """Random embeddings, of which TEXTS tokens of each row are text, at random places."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.rand(batch, seq, generator=generator).argsort(1)[:, :TEXTS]
     is_text = torch.zeros(batch, seq, dtype=torch.bool).scatter(1, places, True)
@@ -132,7 +132,7 @@ def embeddings_and_text(batch: int, seq: int, seed: int = 0) -> tuple[Tensor, ..
 
 
 def patches(batch: int, seq: int, seed: int = 0) -> tuple[Tensor, ...]:
-    """The class token is one of the tokens of a row."""
+    """Random patches for rows of `seq` tokens, one of which is the class token."""
     return (torch.randn(batch, seq - 1, PATCH, generator=torch.Generator().manual_seed(seed)),)
 
 

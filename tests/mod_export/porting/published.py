@@ -1,4 +1,4 @@
-"""Routed layers in the manners of published code, in their static forms. docs/porting.md has a table of them.
+"""Routed layers in the styles of published code, in their static forms. docs/porting.md has a table of them.
 
 They were written from facts about the originals, and no code is copied. Where the published code is not static,
 `published_originals.py` has it in plain Python.
@@ -39,7 +39,7 @@ class Routed(nn.Module):
 
 
 class Astramind(Routed):
-    """astramind-ai: tokens above the k-th score (so k - 1), original rotary positions, w * Block(x) replaces."""
+    """astramind-ai: runs the k - 1 tokens above the k-th score; original rotary positions; w * Block(x) replaces x."""
 
     bias = True
 
@@ -51,7 +51,7 @@ class Astramind(Routed):
 
 
 class MixtureAi(Routed):
-    """Mixture-AI at inference: an auxiliary router decides by sigmoid > 0.5, w * Block(x) replaces."""
+    """Mixture-AI at inference: an auxiliary router decides by sigmoid > 0.5; w * Block(x) replaces x."""
 
     capacity, bias = 0.75, True
 
@@ -66,7 +66,7 @@ class MixtureAi(Routed):
 
 
 class Kyegomez(Routed):
-    """kyegomez: top-k, indices sorted, softmax over the chosen scores, added to the stream."""
+    """kyegomez: top-k, sorted indices, softmax over the selected scores; the result is added to x."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, index = torch.topk(self.score(x), int(x.shape[1] * self.capacity), dim=-1, sorted=False)
@@ -76,7 +76,7 @@ class Kyegomez(Routed):
 
 
 class Ohara(Routed):
-    """ohara: the same with rotary positions 0 to k - 1, and a block whose residual is counted twice."""
+    """ohara: like `Kyegomez` with rotary positions 0 to k - 1, and a block whose residual is counted twice."""
 
     def forward(self, x: Tensor) -> Tensor:
         k = int(x.shape[1] * self.capacity)
@@ -89,7 +89,7 @@ class Ohara(Routed):
 
 
 class Sramshetty(Routed):
-    """sramshetty: one router for all layers, an absolute k, sigmoid before the top-k, only the FFN weighed, added."""
+    """sramshetty: one router for all layers, an absolute k, sigmoid before the top-k; FFN weighed; added to x."""
 
     def __init__(self, router: nn.Linear) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Sramshetty(Routed):
 
 
 class Epfml(Routed):
-    """epfml/llm-baselines: unsorted top-k over (B, S, 1), then sorted, raw weight, whole block added."""
+    """epfml/llm-baselines: unsorted top-k over (B, S, 1), then sorted; raw weight; the whole block is added."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight, index = torch.topk(self.router(x), min(int(0.25 * 32), int(0.25 * x.shape[1])), dim=1, sorted=False)
@@ -115,7 +115,7 @@ class Epfml(Routed):
 
 
 class Nanotron(Routed):
-    """nanotron's branch: softmax over the row, indices in order of score, no weight, replaced by index."""
+    """nanotron's branch: softmax over the row, indices in order of score, no weight; an indexed write replaces x."""
 
     bias = True
 
@@ -128,7 +128,7 @@ class Nanotron(Routed):
 
 
 class Recursions(nn.Module):
-    """Mixture-of-Recursions: one block, run again on fewer and fewer of its tokens; 0.1 * sigmoid, masks gathered."""
+    """Mixture-of-Recursions: one block runs again on fewer and fewer tokens; 0.1 * sigmoid; masks are gathered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,27 +136,27 @@ class Recursions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, S, _ = x.shape
-        position, given = torch.arange(S, device=x.device).expand(B, S), [x]
+        position, levels = torch.arange(S, device=x.device).expand(B, S), [x]
         seen, order = torch.ones(S, S, dtype=torch.bool, device=x.device).tril().expand(B, 1, S, S), []
         for router, share in zip(self.routers, (0.5, 0.25), strict=True):
-            weight = 0.1 * router(given[-1]).sigmoid()
+            weight = 0.1 * router(levels[-1]).sigmoid()
             index = weight.topk(max(1, int(share * S)), dim=1, sorted=False).indices.squeeze(-1).sort(1).values
             seen = seen.gather(2, index[:, None, :, None].expand(-1, -1, -1, seen.shape[3]))
             seen = seen.gather(3, index[:, None, None, :].expand(-1, -1, seen.shape[2], -1))
             position = position.gather(1, index)
-            chosen = given[-1].gather(1, wide(index))
+            chosen = levels[-1].gather(1, wide(index))
             h = chosen + self.block.attend(chosen, position, seen)
-            given.append(h + self.block.feed(h))
+            levels.append(h + self.block.feed(h))
             order.append((index, weight.gather(1, index[..., None])))
-        update = given.pop()
-        while given:
+        update = levels.pop()
+        while levels:
             index, weight = order.pop()
-            update = given.pop().scatter_add(1, wide(index), weight * update)
+            update = levels.pop().scatter_add(1, wide(index), weight * update)
         return update
 
 
 class GammaMod(Routed):
-    """Gamma-MoD in training: a two-way softmax on the normed input, text forced, attention ungated, FFN weighed."""
+    """Gamma-MoD in training: two-way softmax on the normed input; text is forced; only the FFN has a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ class GammaMod(Routed):
 
 
 class PMod(Routed):
-    """p-MoD: text runs always, of the image tokens a share; FFN weighed by 0.2 tanh + 1, skipped ones scaled too."""
+    """p-MoD: all text and a share of the image tokens run; 0.2 tanh + 1 weighs the FFN and skipped tokens."""
 
     bias = True
 
@@ -186,7 +186,7 @@ class PMod(Routed):
 
 
 class Dlo(Routed):
-    """LLaMA-DLO at inference: sigmoid > 0.5, original positions, FFN weighed by an affine sigmoid."""
+    """LLaMA-DLO at inference: sigmoid > 0.5; original positions; an affine sigmoid weighs the FFN."""
 
     capacity = 0.75
 
@@ -200,7 +200,7 @@ class Dlo(Routed):
 
 
 class Praxis(Routed):
-    """praxis: attention as it is, FFN weighed by the raw logit (not at all if all logits are 0), replaced."""
+    """praxis: attention without a weight; the raw logit weighs the FFN, unless all logits are 0; replaces x."""
 
     bias = True
 
@@ -215,7 +215,7 @@ class Praxis(Routed):
 
 
 class Nanochat(nn.Module):
-    """nanochat's derivatives: no router, the norm of a token is its score; k by the logarithm of the length."""
+    """nanochat's derivatives: no router; the norm of a token is its score; k depends on the logarithm of the length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ class Nanochat(nn.Module):
 
 
 class Supermix(Routed):
-    """Supermix: a predictor decides, both deltas are weighed by a sigmoid; keys and values of all tokens."""
+    """Supermix: a predictor decides; a sigmoid weighs both updates; keys and values are those of all tokens."""
 
     capacity = 0.75
 
@@ -247,7 +247,7 @@ class Supermix(Routed):
 
 
 class SkipGpt(nn.Module):
-    """SkipGPT: two routers of two classes read the layer's input, one skips attention and one the MLP."""
+    """SkipGPT: two routers with two classes read the layer's input; one skips attention, the other the MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,7 +272,7 @@ class SkipGpt(nn.Module):
 
 
 class DLlm(nn.Module):
-    """D-LLM: two classes, the first two tokens forced, skipped tokens are not seen by others, no weight."""
+    """D-LLM: two classes; the first two tokens are forced; no token attends to a skipped one; no weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ class DLlm(nn.Module):
 
 
 class Paulilioaica(Routed):
-    """paulilioaica: half of the tokens in order of score, no weight, added."""
+    """paulilioaica: half of the tokens, in order of score; no weight; the result is added to x."""
 
     def forward(self, x: Tensor) -> Tensor:
         index = torch.topk(self.router(x), x.shape[1] // 2, dim=1).indices.expand(-1, -1, D)
@@ -297,7 +297,7 @@ class Paulilioaica(Routed):
 
 
 class Codedestructor(Routed):
-    """Codedestructor56: an absolute k, the result is the processed tokens and then the others."""
+    """Codedestructor56: an absolute k; the result is the processed tokens, then the others."""
 
     def forward(self, x: Tensor) -> Tensor:
         score = self.score(x)
@@ -308,7 +308,7 @@ class Codedestructor(Routed):
 
 
 class AMod(nn.Module):
-    """A-MoD: tokens that the previous layer attended to most, the class token always, no router and no weight."""
+    """A-MoD: selects the tokens that the previous layer attended to most, and the class token; no router, no weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -324,12 +324,12 @@ class AMod(nn.Module):
 
 
 class Published(NamedTuple):
-    """A manner of published code.
+    """A published implementation.
 
     Attributes:
-        make: a model of it, with the weights that torch's seed gives.
+        make: creates a model, with random weights by torch's seed.
         sites: the length of a row -> site -> k.
-        inputs: (batch, seq, seed) -> what the model is run with.
+        inputs: (batch, seq, seed) -> inputs of the model.
     """
 
     make: Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""Published routed layers that are not static, in plain Python, with the weights of their static forms."""
+"""Published routed layers in plain Python, most of them not static, with the weights of their static forms."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class SkipGpt(published.SkipGpt):
 
 class DLlm(published.DLlm):
     def forward(self, x: Tensor) -> Tensor:
-        """All tokens are computed, and a mask hides skipped ones from the others."""
+        """Computes all tokens; a mask hides skipped tokens from the others."""
         wants, position = self.wants(x), torch.arange(x.shape[1])
         causal = position[None, :] <= position[:, None]
         seen = causal & wants[:, None, :] | torch.eye(x.shape[1], dtype=torch.bool)
@@ -108,7 +108,7 @@ ORIGINALS: dict[str, type[nn.Module]] = {
 
 
 def original_of(name: str, model: nn.Module) -> nn.Module:
-    """The model with its routed layers as they were published; all weights are shared."""
+    """Changes the routed layers of the model, in place, to the published originals; the weights stay."""
     for block in model.blocks:  # type: ignore[union-attr]
         if type(block) is ORIGINALS[name].__bases__[0]:
             block.__class__ = ORIGINALS[name]

@@ -1,4 +1,4 @@
-"""What is no static graph is refused with the line, what was seen there, and what to write instead."""
+"""A model without a static graph is refused with the line, the problem there, and what to write instead."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BOTH = (proof, export)
 
 
 def line_of(text: str) -> str:
-    """FILE:LINE of a line of the models."""
+    """FILE:LINE of the only line of the models with this text."""
     lines = linecache.getlines(models.__file__)
     (number,) = (number for number, line in enumerate(lines, 1) if line.strip() == text)
     return f"{models.__file__}:{number}"
@@ -166,7 +166,7 @@ The size of what `repeat_interleave` returns depends on the data. Write instead:
     y_BKD = torch.where(live_BK[..., None], y_BKD, 0)  # of a fixed size K, where what is not live is masked
 {MASKS}""",
     ),
-    # torch.export runs the Python of these, and keeps nothing of it; torch.compile proves that it makes no difference.
+    # torch.export runs this Python code and does not record it; only the proof with torch.compile sees it.
     "Printing": ([proof], 'print("weights", weight)  # noqa: T201', MESSAGE),
     "Warns": ([proof], 'warnings.warn("attention without a mask", stacklevel=2)', MESSAGE),
     "Logging": ([proof], 'logging.getLogger("model").info("%d tokens", x.shape[1])', MESSAGE),
@@ -179,7 +179,7 @@ The graph holds only while `self.step == 0`, and the next call finds something e
         self.step += 1
 See "State that changes" in docs/porting.md""",
     ),
-    # The other way round: torch.compile knows numpy.
+    # Here only torch.export refuses, because torch.compile supports numpy.
     "Numpy": (
         [export],
         "order = self.router(x)[..., 0].detach().numpy().argsort()",
@@ -204,7 +204,7 @@ def test_models_without_values_are_refused_in_the_same_words(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "way"), [("SkippedLayer", export), ("WrongShapes", proof)])
 def test_nothing_but_the_message_is_written(name: str, way: Way) -> None:
-    """In a process of its own, because pytest has handlers for log records of its own."""
+    """Runs in its own process, because pytest installs its own handlers for log records."""
     module = f"getattr(dynamic_models, {name!r})().eval()"
     code = f"""
 import dynamic_models, test_not_static, torch
@@ -214,8 +214,8 @@ try:
 except CaptureError:
     print("refused")
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE)
-    assert (found.stdout, found.stderr) == ("refused\n", "")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=HERE)
+    assert (process.stdout, process.stderr) == ("refused\n", "")
 
 
 def test_state_of_a_part_is_named_as_in_the_code() -> None:
@@ -235,7 +235,7 @@ def test_what_a_model_writes_while_it_is_captured_is_shown(capfd: pytest.Capture
 
 def test_sections_that_messages_name_are_in_the_documentation() -> None:
     sections = set(re.findall(r"^### (.+)$", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
-    named = {one.section for one in vars(not_static).values() if isinstance(one, not_static.Pattern)}
+    named = {pattern.section for pattern in vars(not_static).values() if isinstance(pattern, not_static.Pattern)}
     assert named <= sections
     assert len(named) == 7
 
@@ -321,7 +321,7 @@ def test_further_arguments_by_name_are_no_obstacle() -> None:
 
 
 def test_a_program_with_a_dynamic_length_is_captured_at_one() -> None:
-    """k follows the length in it, and is a constant of each capture."""
+    """In the program k depends on the length; in each capture it is a constant."""
 
     class Quarter(models.Routed):
         def forward(self, x: Tensor) -> Tensor:
@@ -354,7 +354,7 @@ def print_as_ray_does(*args):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A package that models call, installed as others are."""
+    """A package that models call, in a folder site-packages."""
     folder = tmp_path / "site-packages"
     folder.mkdir()
     (folder / "helping_package.py").write_text(PACKAGE, encoding="utf-8")

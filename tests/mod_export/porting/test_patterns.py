@@ -1,4 +1,4 @@
-"""Every pair of docs/porting.md, run as it stands there: as it is written, and the static form."""
+"""Runs every pair of code blocks in docs/porting.md: the original and the static form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ S, TEXTS = 16, 4
 
 
 class Parts(nn.Module):
-    """What the examples use of a model."""
+    """The modules and attributes that the examples use."""
 
     def __init__(self, capacity: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ def with_text(batch: int) -> tuple[Tensor, ...]:
 
 
 class Case(NamedTuple):
-    """A section: the k of its site, those of the original if it is captured, and what the two are run with."""
+    """A section: the k of its site, the ks of the original if that is captured, and the inputs of both."""
 
     k: int
     original: list[int] | None = None
@@ -82,18 +82,18 @@ SECTION_OF_MESSAGE = {
 
 
 def sections() -> dict[str, tuple[Any, Any]]:
-    """Section -> (the original, the static form), compiled with the lines that they have on the page."""
-    found: dict[str, tuple[Any, Any]] = {}
+    """Section -> (original, static form), compiled with the line numbers that they have on the page."""
+    pairs: dict[str, tuple[Any, Any]] = {}
     page = PAGE.read_text(encoding="utf-8")
     titles = list(re.finditer(r"^##+ (.+)$", page, re.MULTILINE))
     for title, following in zip(titles, [*titles[1:], None], strict=True):
         end = following.start() if following else len(page)
         blocks = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL).finditer(page, title.end(), end)
-        code = [compile("\n" * page.count("\n", 0, one.start(1)) + one[1], str(PAGE), "exec") for one in blocks]
+        code = [compile("\n" * page.count("\n", 0, block.start(1)) + block[1], str(PAGE), "exec") for block in blocks]
         if title[0].startswith("### "):
             original, static = code
-            found[title[1]] = (original, static)
-    return found
+            pairs[title[1]] = (original, static)
+    return pairs
 
 
 def forward_of(code: Any) -> Callable[..., Tensor]:
@@ -153,13 +153,13 @@ def test_the_static_form_has_its_site_and_computes_the_same_in_onnx_runtime(
     model, sites = portable(static, examples[0], ["y"])
     assert [site.k for site in sites] == [case.k]
     for example in examples:
-        y, _ = run(model, {f"x{number}": one.numpy() for number, one in enumerate(example)})
+        y, _ = run(model, {f"x{number}": tensor.numpy() for number, tensor in enumerate(example)})
         with torch.no_grad():
             np.testing.assert_allclose(y, static(*example).numpy(), rtol=0, atol=2e-6)
 
 
 def test_tokens_that_want_a_slot_and_find_none_skip_the_block() -> None:
-    """The first k that want one have it."""
+    """The first k tokens that want a slot get one."""
     static = forward_of(sections()["Indices of what is true"][1])
     module = type("Example", (Parts,), {"forward": static})(0.25).eval()
     nn.init.constant_(module.predictor.bias, 100.0)

@@ -1,4 +1,4 @@
-"""Published manners: what they compute, their sites, ONNX Runtime, and the whole pipeline."""
+"""Published implementations: what they compute, their sites, ONNX Runtime, and the whole pipeline."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from mod_export.types import Site
 B, S = 2, 16
 PAGE = Path(__file__).parents[3] / "docs/porting.md"
 MASKED = ("supermix", "skipgpt", "d_llm")
-"""Static as they were published, because they compute all tokens."""
+"""These are static as published, because they compute all tokens."""
 
 
 def test_the_table_of_published_code_names_what_is_tested() -> None:
     table = PAGE.read_text(encoding="utf-8").partition("## Published implementations")[2]
     named = re.findall(r"\| `(\w+)` \|$", table, re.MULTILINE)
     assert sorted(named) == sorted(PUBLISHED)
-    # Sections that the table sends to are on the page.
+    # The page has the sections to which the table refers.
     sections = set(re.findall(r"^### (.+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE))
-    assert {one.strip('"') for one in re.findall(r'"[A-Z][^"|]+"', table)} <= sections
+    assert {section.strip('"') for section in re.findall(r'"[A-Z][^"|]+"', table)} <= sections
 
 
 def model_of(name: str) -> nn.Module:
@@ -71,31 +71,31 @@ def test_sites_are_found_and_onnx_runtime_computes_the_same(name: str, seq: int)
     prove_static(model, examples, name)
     graph, sites = portable(model, examples[0], ["y"])
     assert {site.name: site.k for site in sites} == manner.sites(seq)
-    assert [str(one.name) for one in graph.graph.outputs] == ["y", *(f"routed_{site.name}" for site in sites)]
+    assert [str(value.name) for value in graph.graph.outputs] == ["y", *(f"routed_{site.name}" for site in sites)]
     dialect = ENGINES["ort-cpu"].dialect
     run_passes(graph, dialect, "float32")
     check_dialect(graph, dialect, "float32")
     for example in examples:
-        y, *routed = run(graph, {f"x{number}": one.numpy() for number, one in enumerate(example)})
+        y, *routed = run(graph, {f"x{number}": value.numpy() for number, value in enumerate(example)})
         with torch.no_grad():
             np.testing.assert_allclose(y, model(*example).numpy(), rtol=0, atol=2e-5)
-        assert [one.shape[1] for one in routed] == [site.k for site in sites]
+        assert [value.shape[1] for value in routed] == [site.k for site in sites]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_what_is_selected_is_seen_and_can_be_told(name: str) -> None:
-    """The captured program computes the bits of the eager model, also when it is told to select what it selects."""
+    """The captured program equals the eager model bit for bit, also when its own selection is forced."""
     model, inputs = model_of(name), PUBLISHED[name].inputs(B, S, 0)
     program = exported(model, inputs, name)
-    told: dict[Site, Tensor] | None = None
+    forced: dict[Site, Tensor] | None = None
     with torch.no_grad():
         expected = model(*inputs)
     for _ in range(2):
-        run = SiteRun(S, told)
+        run = SiteRun(S, forced)
         (y,) = run_sites(program, program.state_dict, inputs, run)
         assert torch.equal(y, expected), name
-        told = {site: one.index_BK for site, one in run.selections.items()}
-    other = {site: (one.index_BK + 1) % one.score_BS.shape[1] for site, one in run.selections.items()}
+        forced = {site: choice.index_BK for site, choice in run.selections.items()}
+    other = {site: (choice.index_BK + 1) % choice.score_BS.shape[1] for site, choice in run.selections.items()}
     (y,) = run_sites(program, program.state_dict, inputs, SiteRun(S, other))
     assert not torch.equal(y, expected)
 
@@ -103,7 +103,7 @@ def test_what_is_selected_is_seen_and_can_be_told(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_whole_pipeline(name: str, tmp_path: Path) -> None:
-    """From the module to engines that are judged like those of our own models."""
+    """Builds engines from the module; they are judged like those of our own models."""
     manner, model = PUBLISHED[name], model_of(name)
     if isinstance(model, Vision):
         baseline: nn.Module = Vision(*(SeenLayer() for _ in model.blocks))

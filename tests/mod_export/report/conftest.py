@@ -1,4 +1,4 @@
-"""The sample reports, for every test of their rendering."""
+"""Sample reports for all tests of rendering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Axes, marks, and the two kinds of chart."""
+"""Axes, marks, and the two kinds of charts."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_labels_of_listed_values_stay_apart() -> None:
     ticks = axis_of_listed(range(8, 48)).ticks
     edges = [(at - CHARACTER * len(text) / 2, at + CHARACTER * len(text) / 2) for text, at in ticks]
     assert len(edges) > 4
-    assert all(one[1] < other[0] for one, other in pairwise(edges))
+    assert all(left[1] < right[0] for left, right in pairwise(edges))
 
 
 def test_a_mark_without_a_place_is_not_drawn() -> None:

@@ -1,4 +1,4 @@
-"""Which numbers of a report become which marks: charts of speed, of parity and routing, and of cost."""
+"""Which numbers of a report become which marks, in charts of speed, of parity and routing, and of cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from mod_export.rows.structure import MapLayer, RoutingMap
 
 
 def in_lanes(html: str, kind: str) -> list[dict[str, float]]:
-    """Marks of the chart itself, without those of its legend."""
+    """Marks of the chart itself, without its legend."""
     return drawn(html[html.index('<div class="chart') :], kind)
 
 
@@ -187,28 +187,28 @@ def test_overflow_stands_behind_what_ran(report: BuildReport) -> None:
     assert overflow["width"] / second["width"] == pytest.approx((14.89 - 12.45) / 12.45, rel=1e-2)
     assert in_lanes(chart, "bound")[1]["x1"] / second["width"] == pytest.approx(12.5 / 12.45, rel=1e-2)
     assert first["width"] < second["width"]
-    # Nothing is drawn without text or without routing of depth.
+    # Nothing is drawn without text or without depth routing.
     assert generation.quality is not None
     experts = {"0.expert0": 0.5}
     only = changed(generation.quality, wanted=experts, selected=experts, overflow={"0.expert0": 1})
-    assert [executed_figure(changed(generation, quality=one)) for one in (None, only)] == ["", ""]
+    assert [executed_figure(changed(generation, quality=quality)) for quality in (None, only)] == ["", ""]
 
 
 def map_of(tokens: int, *routed: tuple[int, ...]) -> RoutingMap:
     layers = tuple(
-        MapLayer(layer=2 * index + 1, k=len(one), routed=one, scores=tuple(float(i) for i in range(tokens)))
-        for index, one in enumerate(routed)
+        MapLayer(layer=2 * index + 1, k=len(positions), routed=positions, scores=tuple(float(i) for i in range(tokens)))
+        for index, positions in enumerate(routed)
     )
     return RoutingMap(bucket="b1s8", tokens=tuple("abcdefgh" * (tokens // 8))[:tokens], layers=layers)
 
 
 def test_each_token_knows_the_layers_that_ran_it() -> None:
-    (one,) = token_maps([map_of(8, (0, 1, 5), (1, 7))])
-    assert [token.layers for token in one.tokens] == [(1,), (1, 3), (), (), (), (1,), (), (3,)]
-    assert [token.shade for token in one.tokens] == [2, SHADES, 0, 0, 0, 2, 0, 2]
-    assert (one.skipped, one.layers) == (4, (1, 3))
-    assert one.tokens[3].scores == (3.0, 3.0)
-    assert paths(one.chart, "ran") == ["M0 0h2v1h-2zM5 0h1v1h-1z", "M1 0h1v1h-1zM7 0h1v1h-1z"]
+    (token_map,) = token_maps([map_of(8, (0, 1, 5), (1, 7))])
+    assert [token.layers for token in token_map.tokens] == [(1,), (1, 3), (), (), (), (1,), (), (3,)]
+    assert [token.shade for token in token_map.tokens] == [2, SHADES, 0, 0, 0, 2, 0, 2]
+    assert (token_map.skipped, token_map.layers) == (4, (1, 3))
+    assert token_map.tokens[3].scores == (3.0, 3.0)
+    assert paths(token_map.chart, "ran") == ["M0 0h2v1h-2zM5 0h1v1h-1z", "M1 0h1v1h-1zM7 0h1v1h-1z"]
 
 
 def test_a_long_text_is_cut_and_missing_scores_are_not_made_up(report: BuildReport) -> None:
@@ -216,14 +216,14 @@ def test_a_long_text_is_cut_and_missing_scores_are_not_made_up(report: BuildRepo
     long, short = map_of(count, (0, count - 1)), map_of(8, (0, 7))
     short = changed(short, layers=(changed(short.layers[0], scores=(0.5,)),))
     found = token_maps([long, short, RoutingMap(bucket="b", tokens=(), layers=()), map_of(8), *report.routing_maps])
-    assert [(len(one.tokens), one.total, one.skipped) for one in found[:2]] == [
+    assert [(len(token_map.tokens), token_map.total, token_map.skipped) for token_map in found[:2]] == [
         (MOST_TOKENS, count, count - 2), (8, 8, 6),
     ]  # fmt: skip
     assert told(found[0].chart) == [f"layer 1 ran 1 of the {MOST_TOKENS} positions shown"]
     assert [str(found[1].tokens[position].scores[0]) for position in (0, 7)] == ["0.5", "nan"]
-    # A map without tokens is left out; one without layers has no shades.
+    # A map without tokens is left out; a map without layers has no shades.
     assert {token.shade for token in found[2].tokens} == {0}
-    assert [one.total for one in found[3:]] == [128]
+    assert [token_map.total for token_map in found[3:]] == [128]
 
 
 # Cost
@@ -252,8 +252,8 @@ def test_times_are_predicted_and_measured_on_one_axis_per_setting(report: BuildR
         assert [words.partition(":")[0] for words in told(figure.chart)] == [
             "dense predicted", "dense measured", "MoD predicted", "MoD measured",
         ]  # fmt: skip
-        own = [row for row in report.parts if row.setting.of("mod") == figure.setting]
-        head = {row.model: row for row in own if row.part == "head"}
+        setting_parts = [row for row in report.parts if row.setting.of("mod") == figure.setting]
+        head = {row.model: row for row in setting_parts if row.part == "head"}
         dense, mod = drawn(figure.chart, "part-head")
         assert head["dense"].measured_ms is not None
         assert head["mod"].measured_ms is not None
@@ -263,7 +263,7 @@ def test_times_are_predicted_and_measured_on_one_axis_per_setting(report: BuildR
         assert list(figure.rows) == list(dict.fromkeys(row.part for row in report.parts))
         routing = "routing" in told(figure.chart)[3]
         assert routing is (figure.setting.target != "inductor"), "the profile of torch cannot tell routing"
-        # The difference of the speed-ups is told where every part was measured.
+        # The difference of the speed-ups is shown only if every part was measured.
         assert (figure.gap is not None) is routing
         assert figure.gap is None or figure.gap.contributions.keys() == figure.rows.keys()
 
@@ -282,10 +282,10 @@ def test_a_part_that_reaches_the_roof_lies_on_it(report: BuildReport) -> None:
     (chart,) = roofline_figures([roof], [fast, changed(fast, measured_ms=10 * ms)])
     _, flat = drawn(chart, "roof")
     assert flat["y1"] == flat["y2"]
-    heights = [mark["cy"] for one in ("", " hollow") for mark in drawn(chart, f"part-{part.part}{one}")]
+    heights = [mark["cy"] for suffix in ("", " hollow") for mark in drawn(chart, f"part-{part.part}{suffix}")]
     assert heights[0] == pytest.approx(flat["y1"], abs=0.1)
     assert heights[1] > heights[0]
-    # What has no place in it is left out.
+    # Work that has no place in the chart is left out.
     changes: tuple[dict[str, Any], ...] = (
         {"flops": 0}, {"bytes": 0}, {"measured_ms": None}, {"measured_ms": 0.0}, {"measured_ms": math.nan},
         {"dtype": "float16"},

@@ -1,4 +1,4 @@
-"""report.html as text: complete, self-contained, accessible, and safe with names that come from outside."""
+"""report.html as text: complete, self-contained, accessible, and safe with names from outside."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def test_without_a_baseline_nothing_dense_is_shown(alone_report: BuildReport) ->
     for absent in ("Dense baseline:", "against dense", "dense predicted", "contribution", "compared with its dense"):
         assert absent not in text
     assert "bar dense" not in html
-    told = words(render_html(changed(alone_report, latency=alone_report.latency[:1])))
-    assert f"Latency{alone_report.latency[0].p50_ms:.0f} msmedian Routing" in told
+    page_text = words(render_html(changed(alone_report, latency=alone_report.latency[:1])))
+    assert f"Latency{alone_report.latency[0].p50_ms:.0f} msmedian Routing" in page_text
 
 
 def test_of_a_model_that_reads_no_tokens_nobody_asks_for_text(report: BuildReport) -> None:
-    (one,) = report.routing_maps
-    numbered = changed(one, tokens=tuple(map(str, range(len(one.tokens)))))
+    (routing_map,) = report.routing_maps
+    numbered = changed(routing_map, tokens=tuple(map(str, range(len(routing_map.tokens)))))
     causality = tuple(changed(row, suffixes=0, causal=True, statement="not probed: ...") for row in report.causality)
     model = changed(report.model, reads_tokens=False)
     images = changed(report, model=model, causality=causality, generation=None, routing_maps=(numbered,))
@@ -54,7 +54,7 @@ def test_of_a_model_that_reads_no_tokens_nobody_asks_for_text(report: BuildRepor
         assert absent not in text
     assert "Routing of a sample The first sample, a number for each token, as the reference routes it." in text
     assert re.search(r">0</span> <span[^>]*>1</span> ", html)
-    # Of embeddings, which stand for tokens, it was probed; whether to sample is not the question.
+    # With embeddings instead of tokens, causality was probed, but there is nothing to sample.
     probed = words(render_html(changed(images, causality=report.causality)))
     assert "Causality The end of a text was changed" in probed
     assert "May it be used" not in probed
@@ -68,7 +68,7 @@ def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> No
 
 
 def section(report: BuildReport, **fields: Any) -> str:
-    """The section on generation, of which these fields were changed."""
+    """Section on generation, after a change of these fields."""
     if fields:
         assert report.generation is not None
         report = changed(report, generation=changed(report.generation, **fields))
@@ -91,12 +91,12 @@ def test_the_page_tells_everything(report: BuildReport) -> None:
     assert str(report.environment["cpu"]) in text
     assert "Lower precision" in text
     assert text.count("2.00x [1.90, 2.10]") == 2
-    # Sampling is answered beside the verdict.
+    # The verdict also says whether sampling is safe.
     head = text[: text.index("What to deploy Files of")]
     assert "MoD: may not be used. Logits moved when only later tokens were changed." in head
     assert report.causality[0].statement in head
     assert "Dense baseline: may be used. Not refuted by 48 changed suffixes on 4 engines, which is no proof." in head
-    # Time by part explains the speed-up where it is known.
+    # Time by part explains the speed-up if it is known.
     assert text.count("where the roofline predicts") == 2
     assert "The profiled times give a speed-up of 1.51x, where the roofline predicts 1.66x." in text
     assert "The parts add up to the difference of -0.15; most is lost to" in text
@@ -109,8 +109,8 @@ def test_the_verdict_comes_first_and_reasons_are_complete(report: BuildReport, f
     assert "Fail, for 2 reasons" in failed
     for reason in failed_report.verdict.reasons:
         assert failed.index(reason) < failed.index("What to deploy")
-    one = changed(failed_report.verdict, reasons=failed_report.verdict.reasons[:1])
-    assert "Fail, for 1 reason<" in render_html(changed(failed_report, verdict=one))
+    verdict = changed(failed_report.verdict, reasons=failed_report.verdict.reasons[:1])
+    assert "Fail, for 1 reason<" in render_html(changed(failed_report, verdict=verdict))
 
 
 def test_the_page_needs_nothing_from_outside(report: BuildReport) -> None:
@@ -122,7 +122,7 @@ def test_the_page_needs_nothing_from_outside(report: BuildReport) -> None:
     assert re.findall(r"(?:https?:)?//[\w.]+|url\(|@import|@font-face", html) == []
     assert "prefers-color-scheme: dark" in html
     assert not re.search(r"@keyframes|animation|transition|scroll-behavior", html)
-    # Every link leads to a place of the page itself.
+    # Every link leads to a place on the page itself.
     names = {attributes.get("id") for _, attributes, _ in page.elements}
     assert {str(anchor["href"]) for anchor in page.all("a")} <= {f"#{name}" for name in names}
     assert {section["aria-labelledby"] for section in page.all("section")} <= names
@@ -146,7 +146,7 @@ def test_charts_and_tables_can_be_heard(report: BuildReport) -> None:
     charts = [attributes for _, attributes, above in page.elements if attributes.get("role") == "img"]
     judged = [row for row in report.parity if row.role == "forward"]
     layers = sum(len(row.routing.layers) for row in judged)
-    lanes = sum(len(one.layers) for one in report.routing_maps)
+    lanes = sum(len(routing_map.layers) for routing_map in report.routing_maps)
     bars = 2 * len({(row.target, row.bucket, row.model) for row in report.parts})
     parity = len(judged) + layers + lanes
     assert report.generation is not None
@@ -163,7 +163,7 @@ def test_charts_and_tables_can_be_heard(report: BuildReport) -> None:
 
 
 def assert_even(html: str) -> None:
-    """Every row of a table has as many cells as its head."""
+    """Checks that every row of a table has as many cells as its head."""
     for table in re.findall(r"<table.*?</table>", html, flags=re.DOTALL):
         head, *rows = re.findall(r"<tr.*?</tr>", table, flags=re.DOTALL)
         assert rows
@@ -180,7 +180,7 @@ def assert_inside(page: Page) -> None:
     for tag, attributes, _ in page.elements:
         if tag in DRAWN:
             found = [str(attributes[name]) for name in ("x1", "x2", "cx", "x", "width") if name in attributes]
-            shares = [float(one.removesuffix("%")) for one in found if one.endswith("%")]
+            shares = [float(mark.removesuffix("%")) for mark in found if mark.endswith("%")]
             assert all(0 <= share <= 100 for share in shares), attributes
 
 
@@ -231,7 +231,7 @@ def test_what_failed_says_where_and_is_opened(failed_report: BuildReport) -> Non
     row = changed(failed_report.structure[0], passed=False, reasons=("weight blocks.3.w differs",))
     html = render_html(changed(failed_report, structure=(row, *failed_report.structure[1:])))
     text = words(html)
-    for told in (
+    for expected in (
         "3 of 4 files hold",
         "weight blocks.3.w differs",
         "It first differs from PyTorch at layers.5.router, operator node_linear_31, on input text: its output is off "
@@ -241,9 +241,9 @@ def test_what_failed_says_where_and_is_opened(failed_report: BuildReport) -> Non
         "1.040x [1.020, 1.060] not 1",
         *(f"{row.target} {row.bucket} {row.dtype}: {row.reason}" for row in failed_report.speedup if row.reason),
     ):
-        assert told in text, told
+        assert expected in text, expected
     assert re.search(r"<details open>\s*<summary>What was checked in each file", html)
-    # A failing layer is open, the others are closed.
+    # A failing layer is open; the others are closed.
     layers = html[html.index('<h2 id="layers">') : html.index('<h2 id="causality">')]
     assert re.findall(r"<details open>\s*<summary>(.*?)</summary>", layers) == [
         "inductor b1s512 float32: routing agreement 1,533 of 1,536 tokens of 6 routed layers, 1 near-tie, 2 faults"
@@ -284,16 +284,16 @@ def test_what_could_not_be_counted_or_built_is_said(report: BuildReport) -> None
         stage="engines", target=first.target, dtype=first.dtype, model="dense", role="forward", bucket=first.bucket,
         reason="<no room>",
     )  # fmt: skip
-    told = render_html(
+    html = render_html(
         changed(
             report,
             failed=(row,),
             speedup=report.speedup[1:],
-            cost=tuple(changed(one, not_counted={"Loop": 1}) for one in report.cost[:1]),
-            parts=tuple(changed(one, not_counted=2) for one in report.parts),
+            cost=tuple(changed(item, not_counted={"Loop": 1}) for item in report.cost[:1]),
+            parts=tuple(changed(item, not_counted=2) for item in report.parts),
         )
     )
-    text = words(told)
+    text = words(html)
     cost = report.cost[0]
     assert f"Not counted: Loop (1) in {cost.model} {cost.bucket}. What a graph computes there is in no number" in text
     assert re.search(r"Predictions leave out \d+ nodes whose work is not known\.", text)
@@ -301,28 +301,28 @@ def test_what_could_not_be_counted_or_built_is_said(report: BuildReport) -> None
     assert "where the roofline predicts" not in text
     assert f"Not compared: {first.setting}: the dense engine could not be built: <no room>" in text
     assert f"{row.what} engines <no room>" in text
-    assert_even(told)
+    assert_even(html)
 
 
 def test_a_speed_up_without_a_prediction_is_drawn_without_it(report: BuildReport) -> None:
-    speedup = tuple(changed(one, predicted_flops=None, efficiency=None) for one in report.speedup)
-    told = render_html(changed(report, speedup=speedup))
+    speedup = tuple(changed(speedup_row, predicted_flops=None, efficiency=None) for speedup_row in report.speedup)
+    html = render_html(changed(report, speedup=speedup))
     assert "predicted by FLOPs" in render_html(report)
-    assert "predicted by FLOPs" not in told
-    assert "predicted by the roofline" in told
-    assert_inside(Page(told))
+    assert "predicted by FLOPs" not in html
+    assert "predicted by the roofline" in html
+    assert_inside(Page(html))
 
 
 def test_every_score_and_every_choice_can_be_read_without_the_script(report: BuildReport) -> None:
     html = render_html(report)
     tables = re.findall(r'<table class="scores">.*?</table>', html, flags=re.DOTALL)
-    for one, table in zip(report.routing_maps, tables, strict=True):
+    for map_, table in zip(report.routing_maps, tables, strict=True):
         rows = re.findall(r"<tr><th scope=\"row\">(\d+)</th><td>.*?</td>(.*?)</tr>", table, flags=re.DOTALL)
-        assert len(rows) == len(one.tokens)
+        assert len(rows) == len(map_.tokens)
         for position, (shown, cells) in enumerate(rows):
             found = re.findall(r"<td>([^<]*)</td>", cells)
             expected = [
-                f"{layer.scores[position]:.3f}{' +' if position in layer.routed else ''}" for layer in one.layers
+                f"{layer.scores[position]:.3f}{' +' if position in layer.routed else ''}" for layer in map_.layers
             ]
             assert (int(shown), found) == (position, expected)
 
@@ -342,7 +342,7 @@ def test_a_single_setting_reads_well(report: BuildReport) -> None:
 def test_generation_is_told(report: BuildReport) -> None:
     page = render_html(report)
     text = words(page)
-    for told in (
+    for expected in (
         "Those that generate route one token at a time.",
         "Speed-up of a decode step1.03x to 1.62xfaster in 1 of 2 settings, inconclusive in 1",
         "Slots of a text: 64 in layers 1, 3.",
@@ -352,26 +352,26 @@ def test_generation_is_told(report: BuildReport) -> None:
         "keys and values ort-cpu b8s512: 9.0 MiB, dense 16.0 MiB; of routed layers 1.0 MiB, dense 8.0 MiB",
         "layer 3 12.4 %, 50 overflowed",
     ):
-        assert told in text, told
+        assert expected in text, expected
     assert section(report).count("inconclusive</span>") == 2
 
 
 def test_engines_that_could_not_be_asked_whether_they_look_ahead(report: BuildReport) -> None:
-    """As those that return the last token's logits: text is written with the others, or not at all."""
+    """Engines that return only the last token's logits cannot be probed: other engines write the text, or none does."""
     rows = tuple(changed(row, suffixes=0, causal=True, statement="not probed: ...") for row in report.causality)
     text = words(render_html(changed(report, causality=rows)))
     assert "MoD: with the engines that generate. They read one token at a time, and were compared" in text
-    # Engines that nobody compared, as of a build without evidence, are no answer; nor is one that missed its gate.
-    whole = tuple(row for row in report.parity if row.role != "decode")
+    # Engines that were not compared, as in a build without evidence, give no answer, nor do those that missed a gate.
+    not_decode = tuple(row for row in report.parity if row.role != "decode")
     failed = tuple(changed(row, passed=False, reasons=("wrong",)) for row in report.parity if row.role == "decode")
     assert failed
-    for parity in (whole, whole + failed):
+    for parity in (not_decode, not_decode + failed):
         assert "MoD: unknown. It was not probed." in words(render_html(changed(report, causality=rows, parity=parity)))
 
 
 def test_without_generation_there_is_the_reason(report: BuildReport) -> None:
-    one = changed(report, generation=GenerationReport(reason="<b>topk</b> looks ahead"))
-    text = words(render_html(one))
+    without_generation = changed(report, generation=GenerationReport(reason="<b>topk</b> looks ahead"))
+    text = words(render_html(without_generation))
     assert "This build does not generate text: <b>topk</b> looks ahead" in text
     assert "Those that generate" not in text
     assert "Speed-up of a decode step" not in text

@@ -1,4 +1,4 @@
-"""A server has neither PyTorch nor ONNX tools, and still judges and reports."""
+"""A server without PyTorch and ONNX tools can still judge and report."""
 
 from __future__ import annotations
 

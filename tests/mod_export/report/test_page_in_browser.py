@@ -1,4 +1,4 @@
-"""report.html in a real browser: quiet, alone, readable, and everything interactive works by mouse and by keyboard."""
+"""report.html in a real browser: no messages or requests, readable text, and controls for mouse and keyboard."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_nothing_runs_that_the_page_does_not_hold(opened: Opened, report: BuildR
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_and_marks_stand_out(opened: Opened, failed_report: BuildReport, scheme: str) -> None:
-    """WCAG 2.2: a contrast of at least 4.5 for every piece of text (1.4.3), of 3 for marks of figures (1.4.11)."""
+    """WCAG 2.2 asks for a contrast of at least 4.5 for all text (1.4.3), and of 3 for marks of figures (1.4.11)."""
     chromium = opened(failed_report, DESK, scheme)
     assert chromium.evaluate(f"(() => {{ {COLORS} return {MARKS.strip()} }})()") == []
     chromium.evaluate(OPEN_ALL)
@@ -69,13 +69,13 @@ def test_a_token_is_found_by_keyboard_and_by_pointing(opened: Opened, report: Bu
     for _ in range(4):
         chromium.press("ArrowRight")
     (found,) = report.routing_maps
-    told = chromium.evaluate(TOLD)
-    ran = [f"layer {layer.layer}" for layer in found.layers if 4 in layer.routed]
-    assert ran
-    assert told.startswith(f"position 4, \u201c{found.tokens[4]}\u201d: ran in {', '.join(ran)} (scores: layer 1 ")
+    label = chromium.evaluate(TOLD)
+    layers = [f"layer {layer.layer}" for layer in found.layers if 4 in layer.routed]
+    assert layers
+    assert label.startswith(f"position 4, \u201c{found.tokens[4]}\u201d: ran in {', '.join(layers)} (scores: layer 1 ")
     for layer in found.layers:
-        assert f"layer {layer.layer} {layer.scores[4]:.3f}{' +' if 4 in layer.routed else ''}" in told
-    assert chromium.evaluate("document.querySelector('.map input[type=range]').getAttribute('aria-valuetext')") == told
+        assert f"layer {layer.layer} {layer.scores[4]:.3f}{' +' if 4 in layer.routed else ''}" in label
+    assert chromium.evaluate("document.querySelector('.map input[type=range]').getAttribute('aria-valuetext')") == label
     assert chromium.evaluate("[...document.querySelectorAll('.t')].findIndex(t => t.matches('.here'))") == 4
     chromium.press("End")
     assert chromium.evaluate(TOLD).startswith("position 127, ")
@@ -106,8 +106,8 @@ def test_a_sample_is_found_by_keyboard_and_by_pointing(opened: Opened, report: B
     chromium.evaluate("document.querySelector('[data-bins] input').focus()")
     chromium.press("ArrowRight")
     dense, mod = (next(row for row in report.latency if row.model == kind) for kind in ("dense", "mod"))
-    told = f"sample 2: dense {dense.samples_ms[1]:.0f} ms, MoD {mod.samples_ms[1]:.0f} ms"
-    assert chromium.evaluate("document.querySelector('[data-bins] output').textContent") == told
+    description = f"sample 2: dense {dense.samples_ms[1]:.0f} ms, MoD {mod.samples_ms[1]:.0f} ms"
+    assert chromium.evaluate("document.querySelector('[data-bins] output').textContent") == description
     chromium.point(*chromium.evaluate(BOX.replace("SELECTOR", "[data-bins] .plot > svg")))
     assert chromium.evaluate("document.querySelector('[data-bins] output').textContent").startswith("sample 16: dense ")
 
@@ -120,8 +120,8 @@ def test_without_a_baseline_the_page_fits_and_tells_samples(opened: Opened, alon
     assert chromium.evaluate(TOO_WIDE) == []
     chromium.evaluate("document.querySelector('[data-bins] input').focus()")
     chromium.press("ArrowRight")
-    told = f"sample 2: MoD {alone_report.latency[0].samples_ms[1]:.0f} ms"
-    assert chromium.evaluate("document.querySelector('[data-bins] output').textContent") == told
+    description = f"sample 2: MoD {alone_report.latency[0].samples_ms[1]:.0f} ms"
+    assert chromium.evaluate("document.querySelector('[data-bins] output').textContent") == description
 
 
 def test_without_script_nothing_that_needs_it_is_shown(chromium: Chromium, opened: Opened, report: BuildReport) -> None:

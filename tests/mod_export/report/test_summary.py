@@ -1,4 +1,4 @@
-"""What a reader asks first, from the rows of a report."""
+"""Answers to a reader's first questions, from the rows of a report."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from mod_export.rows.report import BuildReport
 
 def test_settings_are_joined_by_target_bucket_and_dtype(report: BuildReport) -> None:
     settings = settings_of(report, "forward")
-    assert [str(one.setting) for one in settings] == [
+    assert [str(setting.setting) for setting in settings] == [
         "ort-cpu b1s128 float32", "ort-cpu b1s512 float32", "inductor b1s128 float32", "inductor b1s512 float32",
     ]  # fmt: skip
-    for one, row in zip(settings, report.speedup, strict=True):
-        assert one.speed == row
-        assert [one.ms(kind) for kind in ("dense", "mod")] == [
-            latency.p50_ms for latency in report.latency if latency.setting.of("mod") == one.setting
+    for setting, row in zip(settings, report.speedup, strict=True):
+        assert setting.speed == row
+        assert [setting.ms(kind) for kind in ("dense", "mod")] == [
+            latency.p50_ms for latency in report.latency if latency.setting.of("mod") == setting.setting
         ]
-        assert one.parity_passed is True
-        assert one.routing is not None
+        assert setting.parity_passed is True
+        assert setting.routing is not None
 
 
 def test_steps_and_prompts_are_settings_too(report: BuildReport) -> None:
     assert report.generation is not None
     steps, prompts = settings_of(report, "decode"), settings_of(report, "prefill")
     for found, rows in ((steps, report.generation.decode), (prompts, report.generation.first_token)):
-        assert [one.written for one in found] == list(rows)
-        assert [one.speed for one in found] == [row.compared for row in rows]
-    assert [one.texts for one in steps] == [(8, 8)] * 2
-    assert [one.ms("mod") for one in prompts] == [8.22, 27.6]
-    assert all(one.parity_passed for one in (*steps, *prompts))
+        assert [setting.written for setting in found] == list(rows)
+        assert [setting.speed for setting in found] == [row.compared for row in rows]
+    assert [setting.texts for setting in steps] == [(8, 8)] * 2
+    assert [setting.ms("mod") for setting in prompts] == [8.22, 27.6]
+    assert all(setting.parity_passed for setting in (*steps, *prompts))
 
 
 def test_gains_are_ranges_sums_and_the_worst(report: BuildReport, failed_report: BuildReport) -> None:
@@ -53,16 +53,16 @@ def test_what_is_not_a_number_is_the_worst(report: BuildReport) -> None:
     mod, dense, *rest = report.parity
     broken = changed(dense, passed=False, error=changed(dense.error, max_abs=math.nan))
     slow, *others = report.speedup
-    one = changed(report, parity=(mod, broken, *rest), speedup=(*others, changed(slow, measured=math.nan)))
-    found = gains(one)
+    changed_report = changed(report, parity=(mod, broken, *rest), speedup=(*others, changed(slow, measured=math.nan)))
+    found = gains(changed_report)
     assert (str(found.slowest), str(found.max_abs)) == ("nan", "nan")
-    setting = settings_of(one, "forward")[0]
+    setting = settings_of(changed_report, "forward")[0]
     assert (setting.parity_passed, setting.error) == (False, broken.error)
 
 
 def test_built_targets_come_before_those_that_are_missing(report: BuildReport) -> None:
     found = untried_targets(report)
-    assert [(state, one.target) for state, targets in found.items() for one in targets] == [
+    assert [(state, target.target) for state, targets in found.items() for target in targets] == [
         ("built", "tensorrt-rtx"), ("not built", "ort-cuda"), ("not built", "tensorrt"),
     ]  # fmt: skip
 
@@ -84,9 +84,9 @@ def test_one_engine_that_looks_ahead_speaks_for_its_model(report: BuildReport) -
 def test_there_is_nothing_to_say_of_a_baseline_that_there_is_not(alone_report: BuildReport) -> None:
     (mod,) = samplings(alone_report)
     assert (mod.model, mod.causal) == ("mod", False)
-    found = [one for one in settings_of(alone_report, "forward") if one.latency("mod")]
+    found = [setting for setting in settings_of(alone_report, "forward") if setting.latency("mod")]
     assert len(found) == 4
-    assert {(one.speed, one.latency("dense")) for one in found} == {(None, None)}
+    assert {(setting.speed, setting.latency("dense")) for setting in found} == {(None, None)}
 
 
 def test_what_is_deployed_is_the_model_and_not_its_dense_baseline(failed_report: BuildReport) -> None:
@@ -115,12 +115,12 @@ def test_a_graph_is_judged_by_its_path_or_with_the_engine_that_it_is(report: Bui
     assert (found[graph.path], found["graphs/mod-b1s512.onnx"], found[engine.path]) == (
         "failed", "portable", "not run here",
     )  # fmt: skip
-    # The graph of a target is a step to its engine, and nothing to deploy.
+    # The graph of a target is an intermediate file, and nothing to deploy.
     of_target = changed(graph, target="tensorrt-rtx", path="graphs/tensorrt-rtx/mod.onnx")
     artifacts = (engine, changed(graph, sha256=engine.sha256), of_target)
-    held = deployments(changed(report, parity=report.parity[:1], artifacts=artifacts))
-    assert [(item.artifact.path, item.state) for item in held] == [(engine.path, "passed"), (graph.path, "passed")]
-    assert held[1].found is None
+    deployed = deployments(changed(report, parity=report.parity[:1], artifacts=artifacts))
+    assert [(item.artifact.path, item.state) for item in deployed] == [(engine.path, "passed"), (graph.path, "passed")]
+    assert deployed[1].found is None
 
 
 def test_an_engine_is_judged_and_timed_by_the_rows_of_its_role(report: BuildReport) -> None:
@@ -135,6 +135,6 @@ def test_an_engine_is_judged_and_timed_by_the_rows_of_its_role(report: BuildRepo
 
 
 def test_what_stands_beside_float32(report: BuildReport) -> None:
-    known = precision_row(dtype="float32")  # An engine that the report's parity knows.
+    known = precision_row(dtype="float32")  # The report's parity has this engine.
     parity = next(row for row in report.parity if row.setting == known.setting)
     assert precisions(changed(report, precision=(known, precision_row()))) == [(known, parity), (precision_row(), None)]

@@ -1,4 +1,4 @@
-"""Results as text: the console report, character by character and on consoles that are none; `validate`; `bench`."""
+"""Results as text: the console report, character by character, also without a console; `validate`; `bench`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def section(report: BuildReport, **fields: Any) -> str:
-    """The section of a report of which these fields of `generation` were changed."""
+    """Section on generation, after a change of these fields."""
     if fields:
         assert report.generation is not None
         report = changed(report, generation=changed(report.generation, **fields))
@@ -68,7 +68,7 @@ def section(report: BuildReport, **fields: Any) -> str:
 
 
 def line(text: str, start: str) -> str:
-    return next(one for one in text.splitlines() if one.startswith(start))
+    return next(text_line for text_line in text.splitlines() if text_line.startswith(start))
 
 
 def test_a_passing_report_goes_to_stdout_or_a_pipe_without_colour_and_wrapping(
@@ -96,7 +96,7 @@ def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> N
     assert cells(line(text, "ort-cpu   b1s512"))[6:] == [interval, f"{row.p90_ms:.0f}", f"{row.p99_ms:.0f}"]
     assert "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 samples\n" in text
     assert f"\n\nnot compared: {NO_BASELINE}\n\n" in text
-    assert text.count("dense") == 2  # In that line.
+    assert text.count("dense") == 2  # Both are in that line.
     assert "speed-up" not in text
     steps = line(text, "ort-cpu  b8s512")
     assert cells(steps)[3:] == ["pass", "all 4", "8.3 to 10.4 %", "3.48", "2,301"]
@@ -110,19 +110,19 @@ def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> N
 
 
 def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> None:
-    """Whoever builds a routed model of which no site was found learns it from the first page."""
-    told = "routing agreement: no routing site was found, so no selection is judged by itself; if the model selects"
+    """If no site was found in a routed model, the first page says so."""
+    warning = "routing agreement: no routing site was found, so no selection is judged by itself; if the model selects"
     unrouted = tuple(changed(row, routing=parity_row().routing) for row in report.parity)
-    assert told not in render_text(report, "b")
+    assert warning not in render_text(report, "b")
     assert "given the same routing" in render_text(report, "b")
     seen = "a top-k of 4 of 16 in [2, 16] scores at model.py:31, whose indices go to aten.foo at model.py:35"
     text = render_text(changed(report, parity=unrouted, unfollowed=(seen,)), "b", width=400)
-    assert told in text
+    assert warning in text
     assert f"no routing site: {seen}\n" in text
     assert "given the same routing" not in text
     dense = tuple(row for row in unrouted if row.model == "dense")
     assert dense
-    assert told not in render_text(changed(report, parity=dense), "b")
+    assert warning not in render_text(changed(report, parity=dense), "b")
 
 
 def test_a_report_without_results_is_still_a_report(report: BuildReport) -> None:
@@ -164,15 +164,15 @@ def test_conditions_are_said(report: BuildReport) -> None:
     more = changed(first, samples_ms=first.samples_ms * 40, flags=(busy,))
     latency = (more, changed(second, flags=(outliers, busy)), *rest)
     lines = render_text(changed(report, latency=latency, speedup=(slow,)), "b").splitlines()
-    for told in (
+    for expected in (
         "latency: ort-cpu on CPUExecutionProvider, 1 thread, 30 to 1,200 interleaved samples",
         "speed-up: median dense / median MoD, with a 95 % bootstrap interval; no gate on speed-up",
         "ort-cpu b1s128 float32: not faster: FLOPs predict 1.02x",
-        # What holds for both models is said once.
+        # A statement about both models appears once.
         f"ort-cpu b1s128 float32: {busy}",
         f"ort-cpu b1s128 float32 mod: {outliers}",
     ):
-        assert lines.count(told) == 1, told
+        assert lines.count(expected) == 1, expected
 
 
 @pytest.mark.parametrize(
@@ -193,11 +193,11 @@ def test_the_control_farthest_from_one_is_named(report: BuildReport, controls: l
 
 def test_narrower_dtypes_stand_in_a_table_of_their_own(report: BuildReport, failed_report: BuildReport) -> None:
     assert "Lower precision" not in render_text(report, "b")
-    known = [
+    precision_rows = [
         precision_row(**{name: getattr(row, name) for name in ("target", "bucket", "dtype", "model")})
         for row in (report.parity[0], next(row for row in failed_report.parity if not row.passed))
     ]
-    text = render_text(changed(failed_report, precision=(*known, precision_row())), "b")
+    text = render_text(changed(failed_report, precision=(*precision_rows, precision_row())), "b")
     table = text.partition("Lower precision")[2].partition("Token by token")[0]
     good, bad, unknown = [cells(one) for one in table.splitlines() if one.startswith(("ort", "ind"))]
     size = ["MoD", "976.6 KiB", "3.8 MiB", "2.00x [1.90, 2.10]", "faster"]
@@ -245,8 +245,8 @@ def test_numbers_that_are_not_finite_are_no_speed(report: BuildReport, number: f
 
 def test_what_is_not_known_of_generation_is_said(report: BuildReport) -> None:
     reason = "routing.selection=topk: whether a token is among the k best depends on tokens after it"
-    one = changed(report, generation=GenerationReport(reason=reason))
-    assert section(one) == f"Token by token  not built: {reason}\n\n"
+    changed_report = changed(report, generation=GenerationReport(reason=reason))
+    assert section(changed_report) == f"Token by token  not built: {reason}\n\n"
     assert "Token by token" not in render_text(changed(report, generation=None), "b")
     text = section(report, quality=None, capacity={"2.expert0": 80})
     assert "quality: not measured, there is no text here for this model's vocabulary\n" in text
@@ -256,10 +256,10 @@ def test_what_is_not_known_of_generation_is_said(report: BuildReport) -> None:
     text = section(report, quality=changed(report.generation.quality, text="documentation"))
     assert "tokens of Python's documentation, which it may have been trained on; " in text
     selects_nothing = changed(report.generation.quality, wanted={}, selected={}, overflow={})
-    said = re.search(
+    match = re.search(
         r"quality: perplexity [\d.]+ on [\d,]+ held-out tokens\n", section(report, quality=selects_nothing)
     )
-    assert said is not None
+    assert match is not None
     assert "held-out" not in text
 
 
@@ -277,14 +277,14 @@ def test_what_failed_or_differs_of_generation_is_said(report: BuildReport) -> No
     )
     assert line(text, "ort-cpu  b8s512").split()[3] == "FAIL"
     assert line(text, "ort-cpu  b1s512").split()[3] == "pass"
-    for told in (
+    for expected in (
         "  - ort-cpu decode b8s512 float32 dense: text: error \\x1b[2J 0.3\n",
         "  - ort-cpu decode b8s512 float32 dense: kl 2 above 1e-06\n",
         "mod: 1 of 4 texts differ from PyTorch's, the first from new token 17 on; 83% of the new tokens come before a "
         "difference\n",
         "every token that wanted a slot found one\n",
     ):
-        assert told in text
+        assert expected in text
     assert "7 of 8" in line(text, "ort-cpu  b1s512")
 
 
@@ -337,7 +337,7 @@ def test_bench_has_one_line_for_each_comparison(report: BuildReport) -> None:
         assert found[:3] == [row.target, row.bucket, row.dtype]
         assert float(found[3]) > float(found[4])
         assert found[5].startswith(f"{row.measured:.2f}x [")
-        # The gate is for the largest bucket.
+        # Only the largest bucket has a gate.
         assert found[6:] == [
             "faster", "1.002x [0.996, 1.009]", f"{row.predicted_flops:.2f}x", f"{row.predicted_roofline:.2f}x",
             f"{row.efficiency:.2f}", "1.00x pass" if row.bucket == "b1s512" else "-",
@@ -347,7 +347,7 @@ def test_bench_has_one_line_for_each_comparison(report: BuildReport) -> None:
 
 def test_bench_tells_of_steps_prompts_and_narrower_dtypes(report: BuildReport) -> None:
     text = render_bench([*bench_rows(report), precision_row()], PASSED)
-    tables = {part.splitlines()[0]: [cells(one) for one in part.splitlines()[3:]] for part in text.split("\n\n")[2:]}
+    tables = {part.splitlines()[0]: [cells(row) for row in part.splitlines()[3:]] for part in text.split("\n\n")[2:]}
     assert list(tables) == ["lower precision", "token by token", "first token"]
     assert tables["token by token"][0] == [
         "ort-cpu", "b1s512", "float32", "8.3 to 10.4 %", "1,203", "1,950", "1.62x [1.52, 1.73]", "faster", "1.77x",
@@ -366,7 +366,7 @@ def test_bench_without_a_baseline_has_one_line_for_each_engine(alone_report: Bui
     assert head == ["target", "bucket", "dtype", "ms [95 %]", "p90 ms", "p99 ms"]
     assert [found[:2] for found in lines] == [[row.target, row.bucket] for row in alone_report.latency]
     assert (remarks, verdict) == (f"not compared: {NO_BASELINE}", "PASS")
-    assert [cells(one) for one in steps.splitlines()[3:]] == [
+    assert [cells(text_line) for text_line in steps.splitlines()[3:]] == [
         ["ort-cpu", "b1s512", "float32", "8.3 to 10.4 %", "0.513", "1,950"],
         ["ort-cpu", "b8s512", "float32", "8.3 to 10.4 %", "3.48", "2,301"],
     ]
@@ -375,9 +375,9 @@ def test_bench_without_a_baseline_has_one_line_for_each_engine(alone_report: Bui
 
 def test_bench_says_what_failed_and_why(failed_report: BuildReport) -> None:
     table, remarks, verdict, *_ = render_bench(bench_rows(failed_report), FAILED).split("\n\n")
-    assert [one.endswith("1.80x FAIL") for one in table.splitlines()].count(True) == 1
+    assert [text_line.endswith("1.80x FAIL") for text_line in table.splitlines()].count(True) == 1
     assert verdict == "  - one\n  - two \\x1b[31m\nFAIL"
-    assert [one.partition(": ")[0] for one in remarks.splitlines()] == [
+    assert [text_line.partition(": ")[0] for text_line in remarks.splitlines()] == [
         "ort-cpu b1s128 float32", "inductor b1s128 float32", *["inductor b1s512 float32 mod"] * 2,
     ]  # fmt: skip
 
@@ -387,5 +387,5 @@ def test_lines_of_a_log_are_never_wrapped_and_end_without_blanks(report: BuildRe
     assert report.generation is not None
     texts = render_validation([], [row], [], report.generation.texts, [], PASSED).splitlines()
     assert "long, end" in texts[2]
-    assert all(one == one.rstrip() for one in texts)
+    assert all(text == text.rstrip() for text in texts)
     assert "texts: 16 of 16 are those of eager PyTorch, token for token" in texts

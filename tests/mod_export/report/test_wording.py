@@ -33,7 +33,7 @@ from mod_export.rows.parity import InputAgreement
 
 NUMBERS: list[tuple[Callable[[Any], str], dict[Any, str]]] = [
     (ms_text, {0.1234: "0.123", 2.0: "2.00", 20.14: "20.1", 99.96: "100", 671.6: "672", 4563.2: "4,563", 0: "0.00"}),
-    # Only all is a hundred percent.
+    # Only 1.0 becomes 100 percent.
     (share_text, {1.0: "100 %", 0.999999: "99.99 %", 0.5: "50.00 %", 0.0: "0.00 %", math.nan: "nan"}),
     (percent_text, {0.0123: "1.2 %", 0.0: "0.0 %", -0.01: "-1.0 %", None: "-"}),
     (count_text, {0: "0", 999: "999", 1_500: "1.50 k", 40_906_240: "40.91 M", 2.98e10: "29.80 G", 5e12: "5.00 T"}),
@@ -47,7 +47,7 @@ NUMBERS: list[tuple[Callable[[Any], str], dict[Any, str]]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), NUMBERS, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.parametrize(("text", "expected"), NUMBERS, ids=lambda function: getattr(function, "__name__", ""))
 def test_numbers_are_written_for_people(text: Callable[[Any], str], expected: dict[Any, str]) -> None:
     assert {value: text(value) for value in expected} == expected
 

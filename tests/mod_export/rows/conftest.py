@@ -1,4 +1,4 @@
-"""The sample reports, for tests of how they are stored."""
+"""Sample reports for tests of how they are stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/report.schema.json and docs/report.md: what is published is what is written."""
+"""docs/report.schema.json and docs/report.md agree with what is written."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_reports_are_valid(
     strange = [
         changed(report, parity=(changed(report.parity[0], kl=number),)) for number in (math.nan, math.inf, -math.inf)
     ]
-    stored = [json.loads(one.to_json()) for one in (report, failed_report, *strange)]
+    stored = [json.loads(valid_report.to_json()) for valid_report in (report, failed_report, *strange)]
     newer = stored[0] | {"added_later": {"x": 1}}
     assert [problems(validator, data) for data in (real, *stored, newer)] == [[]] * 7
 

@@ -1,4 +1,4 @@
-"""report.json: what is written is what is read, and what cannot be read is explained."""
+"""report.json reads back as it was written, and errors explain what cannot be read."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def test_a_report_reads_back_equal_from_standard_json(report: BuildReport, faile
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    for one in (report, failed_report):
-        text = one.to_json()
-        assert report_from_json(text) == one
+    for written in (report, failed_report):
+        text = written.to_json()
+        assert report_from_json(text) == written
         assert text.endswith("}\n")
         assert json.loads(text, parse_constant=refuse)["schema_version"] == SCHEMA_VERSION
 
 
 def test_no_field_that_users_read_is_missing() -> None:
-    """The golden only grows: a field that is renamed or removed needs a new schema version."""
+    """The golden file only grows: renaming or removing a field needs a new schema version."""
     schema = BuildReport.model_json_schema()
     found = {"BuildReport": schema["properties"]}
     found |= {name: part["properties"] for name, part in schema["$defs"].items() if "properties" in part}
@@ -44,7 +44,7 @@ ANOTHER = r"^b/report\.json: schema_version {!r}, this mod-export reads 2; read 
     [
         *((text, NO_JSON) for text in ("", "{", '{"schema_version": 1', "[" * 10_000)),
         *((text, NO_REPORT) for text in ("[]", "{}", '"schema_version"')),
-        *((json.dumps({"schema_version": one}), ANOTHER.format(one)) for one in (1, 3, "2", None, 1.5)),
+        *((json.dumps({"schema_version": version}), ANOTHER.format(version)) for version in (1, 3, "2", None, 1.5)),
     ],
 )
 def test_what_is_no_report_of_this_version_is_named(text: str, message: str) -> None:

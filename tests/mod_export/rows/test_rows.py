@@ -1,4 +1,4 @@
-"""A result is stored as it is: in a manifest, in report.json, and read back to an equal value."""
+"""A result is stored in a manifest and in report.json, and reads back as an equal value."""
 
 from __future__ import annotations
 
@@ -52,6 +52,6 @@ def test_rows_name_their_setting() -> None:
 
 
 def test_where_a_row_differs_is_said_as_far_as_it_is_known() -> None:
-    whole = "differs first in layers.1: differs by 0.5 from a fresh export, which should give the same bits"
-    assert str(LOCATED) == whole
+    statement = "differs first in layers.1: differs by 0.5 from a fresh export, which should give the same bits"
+    assert str(LOCATED) == statement
     assert str(changed(LOCATED, operator="MatMul m", error=None)) == "differs first in layers.1, MatMul m"

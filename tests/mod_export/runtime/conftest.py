@@ -21,5 +21,5 @@ def generator(written: Path) -> Iterator[Generator]:
 
 @pytest.fixture(scope="session")
 def writer(writing_model: Model) -> GeneratingModel:
-    """The eager model, as it decides about one token at a time."""
+    """The eager model, which decides about one token at a time."""
     return eager(writing_model)

@@ -20,11 +20,11 @@ def test_a_row_is_cancelled_and_the_others_go_on(generator: Generator, writer: G
             if piece.row == 1 and len(stream.completions[1].ids) == 5:
                 stream.cancel(1)
                 stream.cancel(3)
-    finishes = [one.finish for one in stream.completions]
+    finishes = [completion.finish for completion in stream.completions]
     assert finishes == ["length", "cancelled", "length", "cancelled"]
     expected = [writer.write(prompt, 20) for prompt in prompts]
-    assert [one.ids for one in stream.completions] == [expected[0], expected[1][:5], expected[2], []]
-    # It counts what it read until then.
+    assert [completion.ids for completion in stream.completions] == [expected[0], expected[1][:5], expected[2], []]
+    # Tokens that were read before count.
     assert stream.completions[1].read == 4 + 4
     assert sum(stream.completions[1].ran.values()) > 0
 
@@ -36,8 +36,8 @@ def test_all_are_cancelled_from_another_thread(generator: Generator) -> None:
                 thread = threading.Thread(target=stream.cancel)
                 thread.start()
                 thread.join()
-    assert [one.finish for one in stream.completions] == ["cancelled"] * 2
-    assert 7 <= sum(len(one.ids) for one in stream.completions) <= 9
+    assert [completion.finish for completion in stream.completions] == ["cancelled"] * 2
+    assert 7 <= sum(len(completion.ids) for completion in stream.completions) <= 9
 
 
 def test_closing_in_the_middle_frees_the_generator(generator: Generator) -> None:
@@ -49,10 +49,10 @@ def test_closing_in_the_middle_frees_the_generator(generator: Generator) -> None
     with pytest.raises(UsageError, match="this generator is writing another text"):
         generator.prefix([1] * 20)
     stream.close()
-    assert [one.finish for one in stream.completions] == ["cancelled"] * 4
+    assert [completion.finish for completion in stream.completions] == ["cancelled"] * 4
     assert list(stream) == []
-    assert [one.finish for one in generator.generate(prompts, 2)] == ["length"] * 4
-    # A stream that nobody has read from takes nothing.
+    assert [completion.finish for completion in generator.generate(prompts, 2)] == ["length"] * 4
+    # A stream that was never read from occupies nothing.
     streams = [generator.stream([[1, 2]], 3) for _ in range(2)]
     first, second = (list(stream) for stream in streams)
     assert first == second != []
@@ -62,7 +62,7 @@ def test_two_generators_write_at_once(written: Path, generator: Generator) -> No
     prompt = prompts_of_lengths([5])
     with load_generator(written) as other:
         pairs = list(zip(generator.stream(prompt, 20), other.stream(prompt, 20), strict=True))
-        assert all(one == two for one, two in pairs)
+        assert all(first_piece == second_piece for first_piece, second_piece in pairs)
 
 
 def test_a_closed_generator_stays_closed(written: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_closed_generator_stays_closed(written: Path) -> None:
 
 
 def test_closing_waits_for_the_thread_that_writes(written: Path) -> None:
-    """Or refuses it its next step: either way nobody runs what is gone."""
+    """Closing waits, or the thread's next step is refused; either way nothing uses a closed session."""
     for _ in range(2):
         generator = load_generator(written)
         started, ends = threading.Event(), []

@@ -1,4 +1,4 @@
-"""Conversations are rendered and read as `apply_chat_template` of transformers does."""
+"""Conversations are rendered and read as by `apply_chat_template` of transformers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ REFUSED = {
 
 
 def folder_of(root: Path, family: str, *, beside: bool = True) -> Path:
-    """With the template in a file of its own, or in tokenizer_config.json."""
+    """Writes a tokenizer folder, with the template in its own file or in tokenizer_config.json."""
     if not beside:
         return write_folder(root, family, chat_template=TEMPLATES[family])
     folder = write_folder(root, family)
@@ -55,14 +55,14 @@ def folder_of(root: Path, family: str, *, beside: bool = True) -> Path:
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_conversations_are_those_of_transformers(tmp_path: Path, family: str, beside: bool) -> None:
     folder = folder_of(tmp_path, family, beside=beside)
-    if family in ("llama2", "gemma"):  # Transformers makes a tokenizer of its own and saves that; see test_tokenizer.
+    if family in ("llama2", "gemma"):  # Transformers makes and saves its own tokenizer; see test_tokenizer.
         AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     file, rendered = TokenizersFile(folder / "tokenizer.json"), 0
     for name, messages in CONVERSATIONS.items():
         if (family, name) in REFUSED:
-            said = f"^the model's chat template refuses this conversation: .*{REFUSED[family, name]}"
-            with pytest.raises(UsageError, match=said):
+            message = f"^the model's chat template refuses this conversation: .*{REFUSED[family, name]}"
+            with pytest.raises(UsageError, match=message):
                 file.chat_template.render(messages)
             with pytest.raises(jinja2.TemplateError, match=REFUSED[family, name]):
                 theirs.apply_chat_template(messages, add_generation_prompt=True)
@@ -77,7 +77,7 @@ def test_conversations_are_those_of_transformers(tmp_path: Path, family: str, be
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "gemma"])
 def test_a_conversation_begins_once(tmp_path: Path, family: str) -> None:
-    """The template writes the first token itself, and the tokenizer would add it to a text."""
+    """The template writes the first token itself, which the tokenizer would add to plain text."""
     file = TokenizersFile(folder_of(tmp_path, family) / "tokenizer.json")
     (begin,) = file.ids("")
     assert file.ids(file.chat_template.render([USER]), special=False).count(begin) == 1
@@ -88,7 +88,7 @@ NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "templat
 
 
 def test_named_templates(tmp_path: Path) -> None:
-    """The default one is for plain conversations, and chat_template.jinja counts before all."""
+    """The default template is for plain conversations, and chat_template.jinja comes before all others."""
     folder = write_folder(tmp_path, "smollm2", chat_template=NAMED)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)

@@ -1,5 +1,5 @@
-"""A model of transformers with its tokenizer, from its folder to a conversation: where texts begin and end, how they
-are sampled, and that what says so travels with it.
+"""A transformers model with its tokenizer, from its folder to a conversation: where texts begin and end, how they are
+sampled, and that the files which define this move with the model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WRITTEN = 24
 
 
 def write_model(folder: Path) -> Any:
-    """A random Llama with Llama 3's tokenizer and template."""
+    """Writes a random Llama with Llama 3's tokenizer and template."""
     torch.manual_seed(3)
     config = LlamaConfig(
         vocab_size=408, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
@@ -56,7 +56,7 @@ def write_model(folder: Path) -> Any:
 
 
 def greedy(model: Any, ids: list[int], **options: Any) -> list[int]:
-    """What transformers writes after the prompt."""
+    """Ids that transformers writes after the prompt."""
     ids_1S = torch.tensor([ids])
     mask_1S = torch.ones_like(ids_1S)
     (found,) = model.generate(ids_1S, attention_mask=mask_1S, max_new_tokens=WRITTEN, do_sample=False, **options)
@@ -65,7 +65,7 @@ def greedy(model: Any, ids: list[int], **options: Any) -> list[int]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its generation_config.json names two tokens that end a text: one that greedy text comes upon, and another."""
+    """A model whose generation_config.json names two end tokens: one that greedy text reaches, and another."""
     folder = tmp_path_factory.mktemp("source") / "llama"
     model = write_model(folder)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
@@ -80,11 +80,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its build folder, moved; the source is not looked at again."""
+    """Its build folder, moved; the source is not read again."""
     root = tmp_path_factory.mktemp("chat")
     (root / "c.toml").write_text(BUILD_TOML)
-    said = invoke("build", source, "--no-evidence", "-c", root / "c.toml", "-o", root / "build", "-q")
-    assert said.exit_code == 0, said.output
+    result = invoke("build", source, "--no-evidence", "-c", root / "c.toml", "-o", root / "build", "-q")
+    assert result.exit_code == 0, result.output
     return Path(shutil.move(root / "build", root / "moved"))
 
 
@@ -105,7 +105,7 @@ def generator(folder: Path) -> Iterator[Generator]:
 
 
 def test_an_answer_is_that_of_transformers(generator: Generator, model: Any, tokenizer: Any) -> None:
-    """The same prompt, the same tokens, and the same end, over two turns."""
+    """The prompt, the tokens and the end agree over two turns."""
     messages: list[dict[str, str]] = [SYSTEM, USER]
     for turn in range(2):
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -138,22 +138,22 @@ def test_a_prompt_begins_as_the_tokenizer_says(generator: Generator, tokenizer: 
 
 def test_several_conversations_and_texts_at_once(generator: Generator) -> None:
     found = generator.generate([[SYSTEM, USER], "Once", [USER]], 5, temperature=0)
-    alone = [generator.generate(one, 5, temperature=0)[0] for one in ([SYSTEM, USER], "Once", [USER])]  # type: ignore[arg-type]
-    assert [one.ids for one in found] == [one.ids for one in alone]
+    alone = [generator.generate(text, 5, temperature=0)[0] for text in ([SYSTEM, USER], "Once", [USER])]  # type: ignore[arg-type]
+    assert [text.ids for text in found] == [text.ids for text in alone]
 
 
 def test_sampling_is_as_the_model_says(generator: Generator) -> None:
-    """`do_sample` with its temperature and top_p, unless a request says otherwise."""
+    """`do_sample` applies with its temperature and top_p, unless a request overrides them."""
     assert (generator.defaults.temperature, generator.defaults.top_k, generator.defaults.top_p) == (0.7, 0, 0.9)
     prompt = [SYSTEM, USER]
     (found,) = generator.generate(prompt, WRITTEN, seed=5)
     (same,) = generator.generate(prompt, WRITTEN, seed=5, temperature=0.7, top_p=0.9, top_k=0)
-    (other,) = generator.generate(prompt, WRITTEN, seed=5, top_p=1.0, temperature=2.0)
-    assert found.ids == same.ids != other.ids
+    (changed,) = generator.generate(prompt, WRITTEN, seed=5, top_p=1.0, temperature=2.0)
+    assert found.ids == same.ids != changed.ids
 
 
 def test_special_tokens_stop_a_text_by_name(generator: Generator) -> None:
-    """No text shows them, so their names become ids."""
+    """They do not appear in the text, so their names become ids."""
     assert generator.texts("x", stop=["<|eot_id|>", "x"], ignore_eos=True)[0].stop_ids == {404}
 
 
@@ -166,10 +166,10 @@ def test_a_conversation_continues_no_prefix(generator: Generator) -> None:
 
 def test_answers_on_the_command_line(folder: Path, generator: Generator) -> None:
     (expected,) = generator.generate([SYSTEM, USER], WRITTEN, temperature=0)
-    for given in (["--prompt", USER["content"], "--chat"], ["--chat", USER["content"]]):
-        said = invoke("generate", folder, *given, "--system", "Be brief.", "--max-new-tokens", WRITTEN,
+    for prompt_arguments in (["--prompt", USER["content"], "--chat"], ["--chat", USER["content"]]):
+        result = invoke("generate", folder, *prompt_arguments, "--system", "Be brief.", "--max-new-tokens", WRITTEN,
                       "--temperature", 0, "-q")  # fmt: skip
-        assert (said.exit_code, said.stdout) == (0, expected.text + "\n"), said.output
+        assert (result.exit_code, result.stdout) == (0, expected.text + "\n"), result.output
 
 
 def test_a_conversation_on_stdin(folder: Path, generator: Generator) -> None:
@@ -178,12 +178,12 @@ def test_a_conversation_on_stdin(folder: Path, generator: Generator) -> None:
     from mod_export.cli import cli
 
     command = ["generate", str(folder), "--chat", "--max-new-tokens", "6", "--temperature", "0", "-q"]
-    said = CliRunner().invoke(cli, command, input="Hi \U0001f600\n\nAnd?\n")
+    result = CliRunner().invoke(cli, command, input="Hi \U0001f600\n\nAnd?\n")
     messages = [{"role": "user", "content": "Hi \U0001f600"}]
     (first,) = generator.generate(messages, 6, temperature=0)
     messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "And?"}]
     (second,) = generator.generate(messages, 6, temperature=0)
-    assert (said.exit_code, said.stdout) == (0, f"{first.text}\n{second.text}\n"), said.output
+    assert (result.exit_code, result.stdout) == (0, f"{first.text}\n{second.text}\n"), result.output
 
 
 def test_variables_of_the_template(folder: Path, generator: Generator) -> None:
@@ -191,9 +191,9 @@ def test_variables_of_the_template(folder: Path, generator: Generator) -> None:
     (dated,) = generator.generate([USER], WRITTEN, temperature=0, template={"date_string": "the first of May"})
     assert plain.text != dated.text
     variable = 'date_string="the first of May"'
-    said = invoke("generate", folder, "--chat", USER["content"], "--template", variable, "--max-new-tokens", WRITTEN,
+    result = invoke("generate", folder, "--chat", USER["content"], "--template", variable, "--max-new-tokens", WRITTEN,
                   "--temperature", 0, "-q")  # fmt: skip
-    assert (said.exit_code, said.stdout) == (0, dated.text + "\n"), said.output
+    assert (result.exit_code, result.stdout) == (0, dated.text + "\n"), result.output
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -214,7 +214,7 @@ def test_a_folder_without_a_template(folder: Path, tmp_path: Path) -> None:
     (copy / "chat_template.jinja").unlink()
     rewrite_manifest(copy, lambda manifest: manifest["files"].pop("chat_template.jinja"))
     refused(invoke("generate", copy, "--chat", "a", "-q"), "this model has no chat template ")
-    # Of a conversation on stdin before anything is said.
+    # With a conversation on stdin, the command refuses before it reads anything.
     refused(invoke("generate", copy, "--chat", "-q"), "this model has no chat template ")
 
 
@@ -235,7 +235,7 @@ def test_a_configuration_that_lies_is_refused_before_the_build(source: Path, tmp
 
 @pytest.mark.slow
 def test_a_tokenizer_travels_from_conversion_through_training(source: Path, tmp_path: Path) -> None:
-    """Converted, trained with routers, built and moved: the files are the source's, and it answers."""
+    """Converted, trained with routers, built and moved, the tokenizer's files equal the source's, and it answers."""
     assert invoke("convert", source, tmp_path / "dense").exit_code == 0
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -243,11 +243,11 @@ def test_a_tokenizer_travels_from_conversion_through_training(source: Path, tmp_
     options = ["--init", tmp_path / "dense", "--route", "1", "--capacity", 0.5, "--data", texts, "--steps", 2,
                "--batch", 2, "--seq", 32, "--warmup", 1, "--eval-batches", 1, "--threads", 1,
                "--out", tmp_path / "trained"]  # fmt: skip
-    assert training.main([str(one) for one in options]) == 0
+    assert training.main([str(option) for option in options]) == 0
     (tmp_path / "c.toml").write_text(BUILD_TOML)
-    said = invoke("build", tmp_path / "trained" / "model.pt", "--no-evidence", "-c", tmp_path / "c.toml", "-q",
+    result = invoke("build", tmp_path / "trained" / "model.pt", "--no-evidence", "-c", tmp_path / "c.toml", "-q",
                   "-o", tmp_path / "build")  # fmt: skip
-    assert said.exit_code == 0, said.output
+    assert result.exit_code == 0, result.output
     moved = Path(shutil.move(tmp_path / "build", tmp_path / "moved"))
     for name in ("tokenizer.json", *BESIDE_TOKENIZER):
         assert (moved / name).is_file() == (source / name).is_file()

@@ -1,4 +1,4 @@
-"""`mod-export generate`: what is written where, what is refused, and how it exits."""
+"""`mod-export generate`: its outputs, its refusals, and its exit codes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPT = "def f("
 
 
 def word_file(path: Path, words: int) -> Path:
-    """A tokenizer of the words w0, w1, ..., with so many ids."""
+    """Writes a tokenizer with `words` ids, for the words w0, w1, ..."""
     tokenizer = Tokenizer(WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(path))
@@ -39,43 +39,43 @@ def word_file(path: Path, words: int) -> Path:
 
 
 def test_text_goes_to_stdout_and_a_line_about_it_to_stderr(written: Path, generator: Generator) -> None:
-    said = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 20)
-    assert said.exit_code == 0, said.output
+    result = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 20)
+    assert result.exit_code == 0, result.output
     (expected,) = generator.generate(PROMPT, 20)
-    assert said.stdout == expected.text + "\n"
+    assert result.stdout == expected.text + "\n"
     assert re.fullmatch(
         r"20 tokens in [\d.]+ s, first token after \d+ ms, then [\d,]+ tokens/s, [\d,]+ steps/s, "
         r"routed layers ran [\d.]+ to [\d.]+ % of the tokens, (\d+ tokens found no slot, )?cache 0\.0 MiB, "
         rf"ort-cpu float32, {usable_cores()} threads?\n",
-        said.stderr,
-    ), said.stderr
+        result.stderr,
+    ), result.stderr
     quiet = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 20, "-q", "--threads", 1)
-    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, said.stdout, "")
+    assert (quiet.exit_code, quiet.stdout, quiet.stderr) == (0, result.stdout, "")
 
 
 def test_a_process_without_pytorch_writes(written: Path, generator: Generator) -> None:
     code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'onnx', 'onnx_ir', 'onnxscript')))"
-    said = command("generate", written, "--prompt", PROMPT, "--max-new-tokens", 5, code=code, encoding="utf-8")
-    assert said.returncode == 0, said.stderr
-    assert said.stdout == generator.generate(PROMPT, 5)[0].text + "\n"
+    result = command("generate", written, "--prompt", PROMPT, "--max-new-tokens", 5, code=code, encoding="utf-8")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == generator.generate(PROMPT, 5)[0].text + "\n"
 
 
 def test_nothing_is_reported_to_anybody(written: Path, tmp_path: Path) -> None:
-    """ONNX Runtime would keep a number of the device and a queue of reports in the user's folder."""
+    """ONNX Runtime would keep a device id and a queue of reports in the user's folder."""
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "ORT_DISABLE_TELEMETRY")}
     environment = {**kept, "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
-    said = command(
+    result = command(
         "generate", written, "--prompt", PROMPT, "--max-new-tokens", 5, "--target", "ort-cpu", env=environment
     )
-    assert said.returncode == 0, said.stderr
+    assert result.returncode == 0, result.stderr
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_json_lines(written: Path, generator: Generator) -> None:
     arguments = ["--ids", "1,2 3", "--prompt", PROMPT, "--max-new-tokens", 6, "--json"]
-    said = invoke("generate", written, *arguments, "--temperature", 0.9, "--top-k", 30, "--top-p", 0.9, "--seed", 5)
-    assert said.exit_code == 0, said.output
-    lines = [json.loads(line) for line in said.stdout.splitlines()]
+    result = invoke("generate", written, *arguments, "--temperature", 0.9, "--top-k", 30, "--top-p", 0.9, "--seed", 5)
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
     expected = generator.generate([PROMPT, [1, 2, 3]], 6, temperature=0.9, top_k=30, top_p=0.9, seed=5)
     for row, completion in enumerate(expected):
         pieces = [line for line in lines if line["row"] == row and "done" not in line]
@@ -92,21 +92,21 @@ def test_json_lines(written: Path, generator: Generator) -> None:
 
 
 def test_several_prompts_one_after_the_other(written: Path, generator: Generator, tmp_path: Path) -> None:
-    """Texts, then files, then ids, each as they were given."""
+    """Texts come first, then files, then ids, each in the given order."""
     (tmp_path / "p.txt").write_text("x = \N{EURO SIGN}", encoding="utf-8")
     arguments = ["--ids", "1, 2", "--prompt-file", tmp_path / "p.txt", "--prompt", PROMPT, "--ids", "3"]
-    said = invoke("generate", written, *arguments, "--max-new-tokens", 4)
+    result = invoke("generate", written, *arguments, "--max-new-tokens", 4)
     found = generator.generate([PROMPT, "x = \N{EURO SIGN}", [1, 2], [3]], 4)
-    assert said.stdout == "".join(f"--- {i} ---\n{done.text}\n" for i, done in enumerate(found))
+    assert result.stdout == "".join(f"--- {i} ---\n{done.text}\n" for i, done in enumerate(found))
 
 
 def test_stop_and_roll_and_the_dense_baseline(written: Path, generator: Generator) -> None:
-    (whole,) = generator.generate(PROMPT, 80, rolling=True)
+    (completion,) = generator.generate(PROMPT, 80, rolling=True)
     rolled = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 80, "--roll")
-    assert rolled.stdout == whole.text + "\n"
-    stop = whole.text[9:11]
+    assert rolled.stdout == completion.text + "\n"
+    stop = completion.text[9:11]
     stopped = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 80, "--roll", "--stop", stop)
-    assert stopped.stdout == whole.text[: whole.text.index(stop)] + "\n"
+    assert stopped.stdout == completion.text[: completion.text.index(stop)] + "\n"
     dense = invoke("generate", written, "--prompt", PROMPT, "--max-new-tokens", 8, "--model", "dense")
     with load_generator(written, model="dense") as baseline:
         assert dense.stdout == baseline.generate(PROMPT, 8)[0].text + "\n"
@@ -115,9 +115,9 @@ def test_stop_and_roll_and_the_dense_baseline(written: Path, generator: Generato
 
 def test_ids_where_there_is_no_text(written_copy: Path, generator: Generator) -> None:
     rewrite_manifest(written_copy, lambda manifest: manifest.update(tokenizer=None))
-    said = invoke("generate", written_copy, "--ids", "5 6", "--max-new-tokens", 3)
+    result = invoke("generate", written_copy, "--ids", "5 6", "--max-new-tokens", 3)
     expected = " ".join(map(str, generator.generate([5, 6], 3)[0].ids))
-    assert said.stdout == f"{expected} \n"
+    assert result.stdout == f"{expected} \n"
     two = invoke("generate", written_copy, "--ids", "5 6", "--ids", "7", "--max-new-tokens", 3)
     assert two.stdout.startswith(f"--- 0 ---\n{expected}\n--- 1 ---\n")
     for more in ([], ["--selection", "topk-prefill"]):
@@ -150,9 +150,9 @@ def test_refusals(written: Path, arguments: list, message: str) -> None:
 
 def test_a_model_that_ranks_scores_prompts(built: Path) -> None:
     ids = list(b"import os\n")
-    said = invoke("generate", built, "--prompt", "import os\n", "--ids", "7", "--selection", "topk-prefill", "--json")
-    assert said.exit_code == 0, said.output
-    first, second = map(json.loads, said.stdout.splitlines())
+    result = invoke("generate", built, "--prompt", "import os\n", "--ids", "7", "--selection", "topk-prefill", "--json")
+    assert result.exit_code == 0, result.output
+    first, second = map(json.loads, result.stdout.splitlines())
     with load(built) as deployment:
         logits_SV = torch.from_numpy(np.array(deployment.run(np.array([ids])))[0]).double()
     expected = torch.nn.functional.cross_entropy(logits_SV[:-1], torch.tensor(ids[1:]))
@@ -161,7 +161,7 @@ def test_a_model_that_ranks_scores_prompts(built: Path) -> None:
     share_V = logits_SV[-1].softmax(0)
     assert [token for token, _ in first["following"]] == share_V.topk(5).indices.tolist()
     np.testing.assert_allclose([share for _, share in first["following"]], share_V.topk(5).values, rtol=1e-6)
-    # A first token has nothing before it that could foretell it.
+    # A single token has nothing before it that could predict it.
     assert second["tokens"] == 1
     assert second["nll"] is None
     shown = invoke("generate", built, "--prompt", "import os\n", "--selection", "topk-prefill").stdout
@@ -182,12 +182,12 @@ def test_prompts_without_a_score(built: Path, arguments: list[str], message: str
 
 
 def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path, tmp_path: Path) -> None:
-    """Nothing else is made again for it."""
+    """Nothing else is made again."""
     copy = Path(shutil.copytree(writing_folder / "build", tmp_path / "out"))
     file = word_file(tmp_path / "words.json", 256)
     arguments = ["-c", writing_folder / "writing.toml", "-o", copy, "--tokenizer", file, "-q"]
-    said = invoke("build", writing_folder / "writing.pt", *arguments)
-    assert said.exit_code == 0, said.output
+    result = invoke("build", writing_folder / "writing.pt", *arguments)
+    assert result.exit_code == 0, result.output
     assert (copy / "tokenizer.json").read_bytes() == file.read_bytes()
     assert read_manifest(copy)["tokenizer"] == "tokenizer.json"
     assert "tokenizer.json" in read_manifest(copy)["files"]
@@ -202,7 +202,7 @@ def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path,
     assert re.search(r"^  next +\d+ 'w\d+'", scored.stdout, re.MULTILINE)
     (copy / "tokenizer.json").write_bytes(b"{}")
     refused(invoke("generate", copy, "--prompt", "w3"), r"tokenizer\.json")
-    # Without it, it goes.
+    # A build without a tokenizer deletes it.
     build(
         Request.checkpoint(writing_folder / "writing.pt").models,
         config_from_toml(writing_folder / "writing.toml"),
@@ -215,19 +215,19 @@ def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path,
 
 
 def test_tokenizers_of_other_models_are_refused(writing_folder: Path, tmp_path: Path) -> None:
-    """The one in the model's own folder too."""
-    model, out, given = tmp_path / "model", tmp_path / "out", tmp_path / "words.json"
+    """A tokenizer in the model's own folder is refused as well."""
+    model, out, words = tmp_path / "model", tmp_path / "out", tmp_path / "words.json"
     save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
-    word_file(given, 300)
+    word_file(words, 300)
     word_file(model / "tokenizer.json", 300)
-    for path, options in ((given, ["--tokenizer", given]), (model / "tokenizer.json", [])):
+    for path, options in ((words, ["--tokenizer", words]), (model / "tokenizer.json", [])):
         message = f"{path}: has ids up to 299, and the model 256 ids; name its own"
         refused(invoke("build", model, "-o", out, *options), message)
     assert not out.exists()
-    given.write_text("{}")
-    for path in (given, tmp_path / "absent.json"):
-        said = invoke("build", model, "-o", out, "--tokenizer", path)
-        refused(said, rf"{path}: .* a tokenizer\.json of the package tokenizers")
+    words.write_text("{}")
+    for path in (words, tmp_path / "absent.json"):
+        result = invoke("build", model, "-o", out, "--tokenizer", path)
+        refused(result, rf"{path}: .* a tokenizer\.json of the package tokenizers")
 
 
 @pytest.mark.slow
@@ -235,8 +235,8 @@ def test_a_folder_that_only_scores_has_its_tokenizer(writing_folder: Path, tmp_p
     model = tmp_path / "model"
     save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
     word_file(model / "tokenizer.json", 200)
-    said = invoke("build", model, "-c", small_folder / "small.toml", "-o", tmp_path / "out", "-q")
-    assert said.exit_code == 0, said.output
+    result = invoke("build", model, "-c", small_folder / "small.toml", "-o", tmp_path / "out", "-q")
+    assert result.exit_code == 0, result.output
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     scored = invoke("generate", tmp_path / "out", "--prompt", "w1 w2 w3", "--selection", "topk-prefill")
     assert "prompt 0: 3 tokens, perplexity " in scored.stdout

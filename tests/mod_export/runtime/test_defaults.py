@@ -1,4 +1,4 @@
-"""What generation_config.json says of the end of texts and of sampling."""
+"""What generation_config.json says about the end of texts and about sampling."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_without_the_file_the_tokenizers_end_counts(tmp_path: Path) -> None:
     ({"do_sample": False, "temperature": 0.6}, (0.0, 0, 1.0)),
 ])  # fmt: skip
 def test_how_a_model_is_meant_to_be_sampled(tmp_path: Path, config: dict[str, Any], expected: tuple[Any, ...]) -> None:
-    """Greedy unless the file says `do_sample`; what a request says counts first."""
+    """Sampling is greedy unless the file says `do_sample`; a request overrides the file."""
     found = read(tmp_path, config)
     assert (found.temperature, found.top_k, found.top_p) == expected
     assert found.sampling_of(None, None, None) == Sampling(*expected)

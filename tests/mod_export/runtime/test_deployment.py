@@ -29,7 +29,7 @@ from mod_export.runtime.deployment import Deployment, runnable_engines
 from mod_export.types import Bucket, Variant, graph_of
 
 TOLERANCE = 1e-5
-"""Absolute, of logits of magnitude one in float32 on another library's kernels."""
+"""Absolute tolerance for float32 logits of magnitude one on another library's kernels."""
 
 SERVER = """
 import sys
@@ -53,11 +53,11 @@ REQUESTS = [
     ((2, 32), [32, 5], Bucket(2, 32)),
     ((2, 7), [7, 1], Bucket(2, 32)),
 ]
-"""Shape, lengths, and the bucket that holds it."""
+"""Shape, lengths, and the bucket that the request fits."""
 
 
 def eager(model: Model, kind: Any, bucket: Bucket, ids_BS: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
-    """Logits of the eager model at a bucket, rows and columns of the request only."""
+    """Logits of the eager model at a bucket, cut to the rows and columns of the request."""
     B, S = ids_BS.shape
     padded_BS = torch.zeros(bucket.batch, bucket.seq, dtype=torch.int64)
     padded_BS[:B, :S] = torch.from_numpy(ids_BS)
@@ -75,7 +75,8 @@ def real(logits_BSV: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
 
 
 def text(batch: int, seq: int) -> np.ndarray:
-    # From the first word of this file on: the scores of three quotes in a row would be a tie.
+    # The first three bytes are quotes, which would tie in their scores, so the data starts at the first word of this
+    # file.
     data = np.frombuffer(Path(__file__).read_bytes(), dtype=np.uint8)[3 : 3 + batch * seq]
     return data.astype(np.int64).reshape(batch, seq)
 
@@ -110,12 +111,12 @@ def deployment(built: Path) -> Iterator[Deployment]:
 
 def test_padding_changes_nothing(deployment: Deployment) -> None:
     lengths_B = np.array([20])
-    one, other = text(1, 40), text(1, 40)
-    other[0, 20:] = 7
+    ids, padded = text(1, 40), text(1, 40)
+    padded[0, 20:] = 7
     np.testing.assert_array_equal(
-        real(deployment.run(one, lengths_B), lengths_B), real(deployment.run(other, lengths_B), lengths_B)
+        real(deployment.run(ids, lengths_B), lengths_B), real(deployment.run(padded, lengths_B), lengths_B)
     )
-    np.testing.assert_array_equal(deployment.run(one[:, :20]), deployment.run(one, lengths_B)[:, :20])
+    np.testing.assert_array_equal(deployment.run(ids[:, :20]), deployment.run(ids, lengths_B)[:, :20])
 
 
 def test_ids_of_any_whole_type(deployment: Deployment) -> None:
@@ -164,9 +165,9 @@ def test_what_are_no_lengths(deployment: Deployment, lengths: Any) -> None:
 
 
 def sessions() -> int:
-    """Open sessions of ONNX Runtime in this process."""
+    """Number of open ONNX Runtime sessions in this process."""
     gc.collect()
-    return sum(type(one) is SharedRunner and one._session is not None for one in gc.get_objects())
+    return sum(type(item) is SharedRunner and item._session is not None for item in gc.get_objects())
 
 
 def test_engines_are_opened_when_needed_and_closed(built: Path) -> None:
@@ -179,7 +180,7 @@ def test_engines_are_opened_when_needed_and_closed(built: Path) -> None:
         assert sessions() == before + 2
     assert sessions() == before
     np.testing.assert_array_equal(deployment.run(text(1, 8)), first)
-    # An error inside closes it too.
+    # An error inside the block closes it too.
     with pytest.raises(UsageError, match="no bucket holds"), deployment:
         deployment.run(text(1, 65))
     assert sessions() == before
@@ -207,7 +208,7 @@ def test_what_the_folder_does_not_hold(
 
 
 def test_damaged_files(built_copy: Path) -> None:
-    """Sizes are looked at at once, contents before a bucket is first run; the other bucket is served."""
+    """Sizes are checked when loading, contents before a bucket first runs; the other bucket is still served."""
     path = built_copy / "engines/ort-cpu/mod-b1s64-float32.onnx"
     path.write_bytes(path.read_bytes()[::-1])
     with mod_export.load(built_copy) as deployment:
@@ -223,26 +224,26 @@ def test_damaged_files(built_copy: Path) -> None:
 
 def test_graphs_are_read_back_from_the_manifest(built: Path) -> None:
     graphs = {graph.path: graph for graph in open_folder(built, verify=False).graphs}
-    assert len(graphs) == 2 * 2 * 2  # Models, buckets; portable and of the target.
+    assert len(graphs) == 2 * 2 * 2  # Two models, two buckets; portable and of the target.
     routed = graphs["graphs/mod-b1s64.onnx"]
-    # JSON has no numbers for keys.
+    # JSON has no numbers as keys.
     assert (routed.k_by_layer, graphs["graphs/dense-b2s32.onnx"].k_by_layer) == ({1: 8, 3: 8}, {})
     assert (routed.bucket, routed.dtype, routed.target, routed.model) == (Bucket(1, 64), "float32", None, "mod")
 
 
 def test_engines_that_run_here(built: Path) -> None:
-    here = list(open_folder(built, verify=False).engines)
-    assert runnable_engines(built, here, []) == runnable_engines(built, here, ["ort-cpu"]) == here
+    cpu_engines = list(open_folder(built, verify=False).engines)
+    assert runnable_engines(built, cpu_engines, []) == runnable_engines(built, cpu_engines, ["ort-cpu"]) == cpu_engines
     with pytest.raises(TargetError, match=r"built: holds no engine for inductor, abacus; built for ort-cpu$"):
-        runnable_engines(built, here, ["inductor", "ort-cpu", "abacus"])
+        runnable_engines(built, cpu_engines, ["inductor", "ort-cpu", "abacus"])
     found = ENGINES["ort-cuda"].availability()
     if not found.runs:
-        there = [replace(engine, target="ort-cuda") for engine in here]
-        # Not asked for, it is left out.
-        assert {engine.target for engine in runnable_engines(built, here + there, [])} == {"ort-cpu"}
-        for engines, asked in ((here + there, ["ort-cuda"]), (there, [])):
+        cuda_engines = [replace(engine, target="ort-cuda") for engine in cpu_engines]
+        # A target that cannot run is left out unless it is asked for.
+        assert {engine.target for engine in runnable_engines(built, cpu_engines + cuda_engines, [])} == {"ort-cpu"}
+        for engines, targets in ((cpu_engines + cuda_engines, ["ort-cuda"]), (cuda_engines, [])):
             with pytest.raises(TargetError, match=rf"built: no engine runs here: ort-cuda: {re.escape(found.reason)}$"):
-                runnable_engines(built, engines, asked)
+                runnable_engines(built, engines, targets)
 
 
 def test_every_physical_core_by_default(built: Path, deployment: Deployment) -> None:
@@ -255,31 +256,31 @@ def test_every_physical_core_by_default(built: Path, deployment: Deployment) -> 
 
 @pytest.fixture
 def both(built_copy: Path, config: BuildConfig) -> Path:
-    """A folder with engines of two targets, that of the second of the MoD model only."""
+    """A folder with engines of two targets; the second has only the MoD model's."""
     manifest = open_folder(built_copy)
     (built_copy / "engines/openvino").mkdir()
     added = []
-    for one in manifest.engines:
-        if one.model == "mod":
-            path = f"engines/openvino/{one.stem}.blob"
-            graph = graph_of(one, [graph for graph in manifest.graphs if graph.target is None])
+    for engine in manifest.engines:
+        if engine.model == "mod":
+            path = f"engines/openvino/{engine.stem}.blob"
+            graph = graph_of(engine, [graph for graph in manifest.graphs if graph.target is None])
             assert graph is not None
             ENGINES["openvino"].build(job_of(built_copy, graph), Variant(dtype="float32"), built_copy / path, config)
-            added.append(asdict(replace(one, target="openvino", path=path)))
+            added.append(asdict(replace(engine, target="openvino", path=path)))
 
     def add(found: dict[str, Any]) -> None:
         found["engines"] += added
-        found["files"] |= {one["path"]: file_entry(built_copy / one["path"]) for one in added}
+        found["files"] |= {engine["path"]: file_entry(built_copy / engine["path"]) for engine in added}
 
     rewrite_manifest(built_copy, add)
     return built_copy
 
 
 def timed(folder: Path, **ms: float) -> None:
-    """Writes into a manifest how fast the engines of the MoD model were."""
+    """Writes latencies of the MoD model's engines into a manifest."""
     rows = [
-        {"model": "mod", "role": "forward", "target": target.replace("_", "-"), "dtype": "float32", "ms": one}
-        for target, one in ms.items()
+        {"model": "mod", "role": "forward", "target": target.replace("_", "-"), "dtype": "float32", "ms": milliseconds}
+        for target, milliseconds in ms.items()
     ]
     rewrite_manifest(folder, lambda found: found.update(measured=rows))
 

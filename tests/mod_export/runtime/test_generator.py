@@ -1,4 +1,4 @@
-"""Texts of a build folder are the eager model's, however they are batched, begun, cut or cancelled."""
+"""Texts of a build folder equal the eager model's, however they are batched, begun, cut or cancelled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLED = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
 
 @pytest.mark.parametrize("length", [1, 8, 9, 17])
 def test_greedy_text_is_the_eager_models(generator: Generator, writer: GeneratingModel, length: int) -> None:
-    """From prompts of every bucket, and longer than all of them."""
+    """Prompts have lengths of every bucket, and longer ones."""
     (prompt,) = prompts_of_lengths([length], seed=length)
     new = WINDOW + 1 - length
     (found,) = generator.generate([prompt], new)
@@ -39,17 +39,17 @@ def test_greedy_text_is_the_eager_models(generator: Generator, writer: Generatin
 
 @pytest.mark.parametrize(("rows", "options"), [(2, {}), (7, SAMPLED)], ids=["greedy", "sampled"])
 def test_rows_write_what_they_write_alone(generator: Generator, rows: int, options: dict[str, float]) -> None:
-    """More prompts than rows take turns, and short texts leave while long ones go on."""
+    """Prompts take turns if there are more than rows, and short texts leave while long ones continue."""
     prompts = prompts_of_lengths(LENGTHS[:rows])
     found = generator.generate(prompts, 20, stop=[17, 40, 99], **options)
-    # A text draws with numbers of its row, so the text is put there: behind others that end at once.
+    # The row of a text seeds its draws, so the text is put into the same row, behind others that end at once.
     alone = [
         generator.generate([*prompts_of_lengths([1] * row), prompt], 20, stop=[17, 40, 99], **options)[row]
         for row, prompt in enumerate(prompts)
     ]
-    assert [one.ids for one in found] == [one.ids for one in alone]
-    assert [(one.finish, one.stop, one.ran, one.overflow, one.read) for one in found] == [
-        (one.finish, one.stop, one.ran, one.overflow, one.read) for one in alone
+    assert [text.ids for text in found] == [text.ids for text in alone]
+    assert [(text.finish, text.stop, text.ran, text.overflow, text.read) for text in found] == [
+        (text.finish, text.stop, text.ran, text.overflow, text.read) for text in alone
     ]
     if options:
         assert generator.generate(prompts, 20, **{**options, "seed": 8})[0].ids != found[0].ids
@@ -64,29 +64,29 @@ def test_what_ran_is_counted(generator: Generator, writing_model: Model, writer:
     ids_1S = torch.tensor([[*prompt, *found.ids[:-1]]])
     with torch.no_grad():
         _, decided = observed(writer.loaded.module(), ids_1S, torch.tensor([ids_1S.shape[1]]))
-    assert found.ran == {site: int(one.live_BK.sum()) for site, one in decided.items()}
-    wanted = {site: int((one.score_BS > 0).sum()) for site, one in decided.items()}
+    assert found.ran == {site: int(selection.live_BK.sum()) for site, selection in decided.items()}
+    wanted = {site: int((selection.score_BS > 0).sum()) for site, selection in decided.items()}
     assert {site: found.ran[site] + found.overflow[site] for site in found.ran} == wanted
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 0), (20, 6)])
 def test_a_prefix_is_the_beginning_of_the_prompt(generator: Generator, before: int, after: int) -> None:
-    """A long one is read on token by token; an empty prompt goes on right after it."""
-    (whole,) = prompts_of_lengths([before + after], seed=before)
-    prefix = generator.prefix(whole[:before])
-    (found,) = generator.generate([whole[before:]], 12, prefix=prefix)
-    (expected,) = generator.generate([whole], 12)
+    """A long prefix is continued token by token; with an empty prompt the text starts right after it."""
+    (text,) = prompts_of_lengths([before + after], seed=before)
+    prefix = generator.prefix(text[:before])
+    (found,) = generator.generate([text[before:]], 12, prefix=prefix)
+    (expected,) = generator.generate([text], 12)
     assert found.ids == expected.ids
     assert found.prompt_ids == expected.prompt_ids
     assert (found.ran, found.overflow) == (expected.ran, expected.overflow)
 
 
 def test_a_prefix_is_read_once(generator: Generator) -> None:
-    """By rows that come one after the other, too."""
+    """Rows that come one after the other also read it once."""
     (begin, *ends) = prompts_of_lengths([10, 1, 2, 3, 4])
     prefix = generator.prefix(begin)
     found = generator.generate(ends, 6, prefix=prefix)
-    # What was read is prefix, prompt and the new tokens but for the last.
+    # Read tokens are the prefix, the prompt, and the new tokens except the last.
     assert [one.read for one in found] == [10 + len(end) + 5 for end in ends]
     assert [one.ids for one in found] == [one.ids for one in generator.generate([[*begin, *end] for end in ends], 6)]
     assert sum(row.nbytes for row in prefix.kept.rows.values()) < generator.cache_bytes(Bucket(1, WINDOW))
@@ -94,19 +94,19 @@ def test_a_prefix_is_read_once(generator: Generator) -> None:
 
 def test_stop_ids_end_a_text_and_are_not_part_of_it(generator: Generator) -> None:
     (prompt,) = prompts_of_lengths([5])
-    (whole,) = generator.generate([prompt], 20)
-    token = whole.ids[7]
+    (unstopped,) = generator.generate([prompt], 20)
+    token = unstopped.ids[7]
     (found,) = generator.generate([prompt], 20, stop=[token])
-    assert found.ids == whole.ids[: whole.ids.index(token)]
+    assert found.ids == unstopped.ids[: unstopped.ids.index(token)]
     assert (found.finish, found.stop) == ("stop", token)
 
 
 def test_stop_strings_end_a_text_wherever_it_is_cut(generator: Generator) -> None:
-    (whole,) = generator.generate(prompts_of_lengths([5], seed=2), 40)
-    end = len(whole.text) // 2
-    stop = whole.text[end - 2 : end + 1]
-    (found,) = generator.generate([list(whole.prompt_ids)], 40, stop=[stop, "never"])
-    assert found.text == whole.text[: whole.text.index(stop)]
+    (unstopped,) = generator.generate(prompts_of_lengths([5], seed=2), 40)
+    end = len(unstopped.text) // 2
+    stop = unstopped.text[end - 2 : end + 1]
+    (found,) = generator.generate([list(unstopped.prompt_ids)], 40, stop=[stop, "never"])
+    assert found.text == unstopped.text[: unstopped.text.index(stop)]
     assert (found.finish, found.stop) == ("stop", stop)
     assert stop not in found.text
     assert bytes(found.ids).decode(errors="replace").endswith(stop)
@@ -131,13 +131,13 @@ def test_one_token(generator: Generator, writer: GeneratingModel) -> None:
     prompts = prompts_of_lengths([4, 16, 20])
     with generator.stream(prompts, 1) as stream:
         assert [piece.row for piece in stream if piece.token is not None] == [0, 1, 2]
-    assert [one.ids for one in stream.completions] == [writer.write(prompt, 1) for prompt in prompts]
+    assert [completion.ids for completion in stream.completions] == [writer.write(prompt, 1) for prompt in prompts]
     assert stream.tokens_per_second is None
 
 
 @pytest.mark.parametrize("length", [5, 20])
 def test_the_rate_is_that_of_tokens_after_the_first(generator: Generator, length: int) -> None:
-    """Prompts of up to 16 tokens are read at once, longer ones step by step; neither counts."""
+    """Prompts of up to 16 tokens are read at once, longer ones step by step; the rate counts neither."""
     with generator.stream(prompts_of_lengths([length]), 25) as stream:
         tokens = sum(piece.token is not None for piece in stream)
     (done,) = stream.completions
@@ -154,9 +154,9 @@ def test_text_is_its_bytes_and_ids_are_of_any_whole_type(generator: Generator) -
     ids = list(text.encode())
     prompts: list[Any] = [text, ids, [ids], np.array(ids), [np.array(ids, np.uint8)]]
     found = [generator.generate(prompt, np.int64(9))[0] for prompt in prompts]  # type: ignore[arg-type]
-    assert all((one.ids, one.prompt_ids) == (found[0].ids, tuple(ids)) for one in found)
+    assert all((completion.ids, completion.prompt_ids) == (found[0].ids, tuple(ids)) for completion in found)
     mixed = generator.generate(["def f(", [100, 101]], 3)
-    assert [one.prompt_ids for one in mixed] == [tuple(b"def f("), (100, 101)]
+    assert [completion.prompt_ids for completion in mixed] == [tuple(b"def f("), (100, 101)]
 
 
 def test_the_dense_baseline(written: Path, writing_model: Model, generator: Generator) -> None:
@@ -164,8 +164,8 @@ def test_the_dense_baseline(written: Path, writing_model: Model, generator: Gene
     prompts = prompts_of_lengths([3, 12])
     with load_generator(written, model="dense") as dense:
         found = dense.generate(prompts, 12)
-        assert [one.ids for one in found] == [baseline.write(prompt, 12) for prompt in prompts]
-        assert [one.ids for one in found] != [one.ids for one in generator.generate(prompts, 12)]
+        assert [text.ids for text in found] == [baseline.write(prompt, 12) for prompt in prompts]
+        assert [text.ids for text in found] != [text.ids for text in generator.generate(prompts, 12)]
         assert found[0].ran == {}
         assert dense.cache_bytes(Bucket(1, WINDOW)) == 3 * 2 * WINDOW * 2 * 8 * 4
 
@@ -175,17 +175,17 @@ def test_cache_bytes_are_what_is_allocated(generator: Generator) -> None:
         with generator._exclusive(bucket) as (decoder,):
             allocated = sum(array.nbytes for name, array in decoder.cache.items() if name != "counts")
             slot = bucket.batch * 2 * 2 * 8 * 4
-            # Two routed layers of 18 slots, and one of all; each has one more, for rows that keep nothing.
+            # Two routed layers have 18 slots, one layer has all; each has one more, for rows that keep nothing.
             assert generator.cache_bytes(bucket) == (2 * 18 + WINDOW) * slot
             assert allocated == sum(decoder.kv_bytes.values()) == generator.cache_bytes(bucket) + 3 * slot
 
 
 def many_buckets(written: Path) -> Generator:
-    """Opens nothing."""
+    """A generator that opens no engines."""
     decodes = [Bucket(b, c) for b in (1, 3, 8) for c in (16, 32)]
     engines = [
-        Engine(target="ort-cpu", model="mod", bucket=one, dtype="float32", path="p", weights="w", role="decode")
-        for one in decodes
+        Engine(target="ort-cpu", model="mod", bucket=bucket, dtype="float32", path="p", weights="w", role="decode")
+        for bucket in decodes
     ]
     facts = GenerationFacts(
         window=64, sites={"mod": (0, 2)}, capacity={0: 8, 2: 8}, kv_bytes={"mod": {16: 10, 32: 20}}, step_bytes={}
@@ -195,21 +195,21 @@ def many_buckets(written: Path) -> Generator:
 
 
 def test_bucket_for(written: Path) -> None:
-    """The shortest cache first, then the fewest rows; where no bucket has enough rows, the most. The longest cache may
+    """Takes the shortest cache, then the fewest rows, or the most rows if no bucket has enough. The longest cache may
     be shorter than the window that capacities are counted for.
     """
     generator = many_buckets(written)
     requests = [(1, 1), (2, 16), (3, 17), (4, 20), (8, 16), (9, 2)]
     found = [generator.bucket_for(texts, tokens) for texts, tokens in requests]
-    assert [one.name for one in found] == ["b1s16", "b3s16", "b3s32", "b8s32", "b8s16", "b8s16"]
-    assert [generator.cache_bytes(one) for one in found] == [10, 30, 60, 160, 80, 80]
+    assert [bucket.name for bucket in found] == ["b1s16", "b3s16", "b3s32", "b8s32", "b8s16", "b8s16"]
+    assert [generator.cache_bytes(bucket) for bucket in found] == [10, 30, 60, 160, 80, 80]
     assert generator.window == 32
     with pytest.raises(UsageError, match="a text of 33 tokens, prompt and answer together, is longer than the window"):
         generator.bucket_for(1, 33)
 
 
 def rolled(writer: GeneratingModel, prompt: list[int], new: int) -> list[int]:
-    """What rolling means: a full window is forgotten but for its second half, which is read as if it were all."""
+    """Text with rolling: only the second half of a full window is kept, and read as if it were the whole text."""
     text, written = list(prompt), []
     while len(written) < new:
         part = writer.write(text, min(WINDOW + 1 - len(text), new - len(written)))
@@ -219,13 +219,13 @@ def rolled(writer: GeneratingModel, prompt: list[int], new: int) -> list[int]:
 
 
 def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingModel) -> None:
-    """They go on from the second half; a prompt may fill the window. A text that does not fill it does not roll."""
+    """They continue from the second half; a prompt may fill the window. A text that does not fill it does not roll."""
     prompts = prompts_of_lengths([2, WINDOW, 41, 7], seed=5)
     found = generator.generate(prompts, 70, rolling=True)
-    assert [one.ids for one in found] == [rolled(writer, prompt, 70) for prompt in prompts]
-    assert {one.finish for one in found} == {"length"}
-    # The halves that were read again are counted.
-    assert all(one.read > len(prompt) + 69 for one, prompt in zip(found, prompts, strict=True))
+    assert [completion.ids for completion in found] == [rolled(writer, prompt, 70) for prompt in prompts]
+    assert {completion.finish for completion in found} == {"length"}
+    # Halves that were read again are counted.
+    assert all(completion.read > len(prompt) + 69 for completion, prompt in zip(found, prompts, strict=True))
     (alone,) = generator.generate([prompts[1]], 120, rolling=True)
     assert alone.ids == rolled(writer, prompts[1], 120)
     assert generator.generate([prompts[0]], 10, rolling=True)[0].ids == found[0].ids[:10]
@@ -233,7 +233,7 @@ def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingMo
 
 TOKENS = 5000
 GROWTH = 3 * 2**20
-"""Bytes of a text: itself, and what an allocator rounds up. What rolling reads again would be more."""
+"""Bytes of a text and what the allocator rounds up. Keeping what rolling reads again would need more."""
 
 
 @pytest.mark.slow
@@ -246,8 +246,8 @@ def test_a_long_text_takes_no_more_memory_than_a_short_one(generator: Generator,
             if count % 500 == 499:
                 gc.collect()
                 taken.append(process.memory_info().rss)
-    assert [len(one.ids) for one in stream.completions] == [TOKENS] * rows
+    assert [len(completion.ids) for completion in stream.completions] == [TOKENS] * rows
     assert len(taken) >= 10 * rows
     # The first five hundred warm up.
     assert max(taken[1:]) - taken[1] < GROWTH * rows, taken
-    assert sum(len(one.text) for one in stream.completions) > 0
+    assert sum(len(completion.text) for completion in stream.completions) > 0

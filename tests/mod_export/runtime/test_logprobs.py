@@ -1,4 +1,4 @@
-"""How probable tokens were: those of the eager model, of new tokens and of prompts."""
+"""Log probabilities of new tokens and of prompts equal the eager model's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISE = 2e-4
 
 
 def eager_logprobs(writer: GeneratingModel, ids: list[int]) -> np.ndarray:
-    """float64 (S, V): of what follows each of these tokens."""
+    """Log probabilities of the token after each position, float64 (S, V)."""
     ids_1S = torch.tensor([ids])
     with torch.no_grad():
         logits_1SV, *_ = writer.loaded.module()(ids_1S, torch.tensor([len(ids)]))
@@ -27,28 +27,28 @@ def test_of_new_tokens(generator: Generator, writer: GeneratingModel) -> None:
     (prompt,) = prompts_of_lengths([5])
     (found,) = generator.generate([prompt], 12, logprobs=3)
     expected_SV = eager_logprobs(writer, [*prompt, *found.ids])[len(prompt) - 1 : -1]
-    assert [one.token for one in found.logprobs] == found.ids
-    for one, expected_V in zip(found.logprobs, expected_SV, strict=True):
-        assert one.logprob == pytest.approx(expected_V[one.token], abs=PRECISE)
-        assert [value for _, value in one.top] == pytest.approx(np.sort(expected_V)[:-4:-1], abs=PRECISE)
-        assert one.top[0] == (one.token, one.logprob)  # It is greedy.
+    assert [token.token for token in found.logprobs] == found.ids
+    for token, expected_V in zip(found.logprobs, expected_SV, strict=True):
+        assert token.logprob == pytest.approx(expected_V[token.token], abs=PRECISE)
+        assert [value for _, value in token.top] == pytest.approx(np.sort(expected_V)[:-4:-1], abs=PRECISE)
+        assert token.top[0] == (token.token, token.logprob)  # The text is greedy.
     assert generator.generate([prompt], 3)[0].logprobs == []
 
 
 @pytest.mark.parametrize("length", [1, 9, WINDOW])
 def test_of_a_prompt_alone(generator: Generator, writer: GeneratingModel, length: int) -> None:
-    """Every token but the first has one, whatever prefill engines there are; nothing is written."""
+    """Every token but the first has one, with any prefill engines; nothing is written."""
     (prompt,) = prompts_of_lengths([length], seed=length)
     (found,) = generator.generate([prompt], 0, prompt_logprobs=True)
     assert (found.ids, found.finish, found.first_token_s) == ([], "length", None)
     expected_SV = eager_logprobs(writer, prompt)
-    assert [one.token for one in found.prompt_logprobs] == prompt[1:]
-    for one, expected_V in zip(found.prompt_logprobs, expected_SV[:-1], strict=True):
-        assert one.logprob == pytest.approx(expected_V[one.token], abs=PRECISE)
+    assert [token.token for token in found.prompt_logprobs] == prompt[1:]
+    for token, expected_V in zip(found.prompt_logprobs, expected_SV[:-1], strict=True):
+        assert token.logprob == pytest.approx(expected_V[token.token], abs=PRECISE)
 
 
 def test_a_prompt_that_is_too_long_to_be_scored(generator: Generator) -> None:
-    """Every token of it is read, unlike the last one of a text that is written."""
+    """Every token of the prompt is read; when a text is written, its last token is not."""
     with pytest.raises(TooLongError, match=f"a text of {WINDOW + 1} tokens"):
         generator.generate([[1] * (WINDOW + 1)], 0, prompt_logprobs=True)
     assert generator.generate([[1] * WINDOW], 1)[0].ids
@@ -57,8 +57,8 @@ def test_a_prompt_that_is_too_long_to_be_scored(generator: Generator) -> None:
 def test_a_scored_prompt_is_continued_as_another_one_is(generator: Generator) -> None:
     prompts = prompts_of_lengths([3, 12, 7, 16])
     scored = generator.generate(prompts, 9, prompt_logprobs=True, logprobs=1)
-    assert [one.ids for one in scored] == [one.ids for one in generator.generate(prompts, 9)]
-    assert [len(one.prompt_logprobs) for one in scored] == [2, 11, 6, 15]
+    assert [text.ids for text in scored] == [text.ids for text in generator.generate(prompts, 9)]
+    assert [len(text.prompt_logprobs) for text in scored] == [2, 11, 6, 15]
 
 
 def test_temperature_and_cuts_change_no_logprob(generator: Generator) -> None:

@@ -1,4 +1,4 @@
-"""What is refused, before the first token or at the one that goes wrong, and how it is said."""
+"""What is refused, before the first token or at the one that goes wrong, and with which message."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from mod_export.runtime.generator import Generator, load_generator
         ([[1]], {"seed": -1}, "seed: got -1, expected a whole number of at least 0"),
         ([[1]], {"stop": [""]}, "stop: got '', expected a string of at least one character; leave it out"),
         ([[1]], {"stop": "ab"}, "stop: got the string 'ab', expected a list of strings and ids; write ['ab']"),
-        *(([[1]], {"stop": [one]}, "stop: expected strings and ids from 0 to 255, got ") for one in (256, -1, 1.5)),
+        *(([[1]], {"stop": [token]}, "stop: expected strings and ids from 0 to 255, got ") for token in (256, -1, 1.5)),
         (None, {}, "expected a prompt or a list of prompts, got NoneType"),
         ([[1.5]], {}, "prompt 0: expected text, or token ids from 0 to 255, got 1.5"),
         ([[1], [True]], {}, "prompt 1: expected text, or token ids from 0 to 255, got True"),
@@ -99,13 +99,13 @@ def test_engines_that_are_damaged_or_missed_their_gates_are_refused(written_copy
 
 
 def test_what_a_folder_does_not_hold(written: Path) -> None:
-    """The rest is said as `load` says it."""
+    """Other refusals are those of `load`."""
     with pytest.raises(TargetError, match="holds no float16 engine that writes text for ort-cpu"):
         load_generator(written, dtype="float16")
 
 
 def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
-    """One that runs on this machine, and whose runners keep no buffers."""
+    """The target runs on this machine, but its runners keep no buffers."""
 
     def change(manifest: dict[str, Any]) -> None:
         for engine in manifest["engines"]:
@@ -118,17 +118,17 @@ def test_a_target_that_keeps_no_cache_here(written_copy: Path) -> None:
 
 
 def test_folders_that_cannot_generate(built: Path) -> None:
-    """The model chooses with the whole text before it; the way out is training, and what is possible is scoring."""
+    """The model selects with the whole text; the message offers training as the way out, and scoring as possible."""
     with pytest.raises(UsageError) as caught:
         load_generator(built)
-    said = str(caught.value)
-    assert said.startswith(f"{built}: cannot generate: routing.selection=topk: whether a token is among the k best")
-    assert "train the predictor beside it" in said
-    assert "mod-export generate --selection topk-prefill" in said
+    message = str(caught.value)
+    assert message.startswith(f"{built}: cannot generate: routing.selection=topk: whether a token is among the k best")
+    assert "train the predictor beside it" in message
+    assert "mod-export generate --selection topk-prefill" in message
 
 
 def poisoned(folder: Path, name: str, row: int) -> None:
-    """NaN in a row of a weight, signed as if it had been built so."""
+    """Writes NaN into a row of a weight, and updates its hash."""
     (path,) = (folder / "graphs").glob("weights-float32.data")
     _, shape, offset, length = WeightsFile.open(path).entries[name]
     data = bytearray(path.read_bytes())
@@ -141,11 +141,11 @@ def poisoned(folder: Path, name: str, row: int) -> None:
 
 
 def test_logits_that_are_not_finite_stop_with_token_and_position(written_copy: Path, generator: Generator) -> None:
-    """The embedding of a token that the text comes to is damaged."""
+    """The embedding of a token that the text reaches is damaged."""
     prompts = prompts_of_lengths([2, 6], seed=4)
-    whole = generator.generate(prompts, 20)[1].ids
-    at = next(i for i, token in enumerate(whole) if token not in whole[:i] and i > 3)
-    poisoned(written_copy, "embedding.weight", whole[at])
+    ids = generator.generate(prompts, 20)[1].ids
+    at = next(i for i, token in enumerate(ids) if token not in ids[:i] and i > 3)
+    poisoned(written_copy, "embedding.weight", ids[at])
     message = (
         rf"the logits of token {at + 2} of prompt 0 are not finite, at position {6 + at + 1} of the text: the weights "
         "or the engine are damaged; mod-export validate says where"
@@ -154,11 +154,11 @@ def test_logits_that_are_not_finite_stop_with_token_and_position(written_copy: P
         stream = damaged.stream([prompts[1]], 20)
         with pytest.raises(EngineError, match=message):
             list(stream)
-        assert stream.completions[0].ids == whole[: at + 1]
-        # The generator is free again, and texts without that token go on.
-        assert damaged.generate([prompts[1]], at)[0].ids == whole[:at]
+        assert stream.completions[0].ids == ids[: at + 1]
+        # The generator is free again, and texts without that token continue.
+        assert damaged.generate([prompts[1]], at)[0].ids == ids[:at]
         with pytest.raises(EngineError, match="the logits of token 1 of prompt 0 are not finite, at position 2"):
-            damaged.generate([[whole[at], 1]], 3)
+            damaged.generate([[ids[at], 1]], 3)
 
 
 def test_an_engine_that_is_no_step(written: Path) -> None:

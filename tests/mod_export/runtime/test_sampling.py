@@ -1,4 +1,4 @@
-"""From logits to tokens: what can be drawn, and how often, counted over evenly spread numbers instead of by chance."""
+"""From logits to tokens: what can be drawn and how often, counted over evenly spaced numbers instead of random ones."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mod_export.errors import EngineError, UsageError
 from mod_export.runtime.logits import Sampling, draw, probabilities, rng_of
 
 MULTIPLIER = 0x2360ED051FC65DA44385DF649FCCF645
-"""Of PCG64 (O'Neill 2014), by which its state goes on."""
+"""Multiplier of the state of PCG64 (O'Neill 2014)."""
 LAST = 2**53 - 1
 ROUNDING = 1e-12
-"""Relative, of sums of float64."""
+"""Relative error of float64 sums."""
 
 logit_lists = st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=40)
 samplings = st.builds(Sampling, st.floats(0.05, 20), st.integers(0, 45), st.floats(0.01, 1))
@@ -31,18 +31,18 @@ def array(values: Any) -> np.ndarray:
 
 
 def rng_at(number: int) -> np.random.Generator:
-    """A generator whose next `random()` is number / 2**53: its state is set to one step before."""
+    """Returns a generator whose next `random()` is number / 2**53: its state is set to one step before."""
     bits = np.random.PCG64(0)
     state = bits.state
     increment = state["state"]["inc"]
-    # With an upper half of zero nothing is rotated, and the lower half is what comes out.
+    # If the upper half is zero, nothing is rotated and the lower half is the output.
     state["state"]["state"] = ((number << 11) - increment) * pow(MULTIPLIER, -1, 2**128) % 2**128
     bits.state = state
     return np.random.Generator(bits)
 
 
 def counts(logits_V: np.ndarray, sampling: Sampling, draws: int) -> np.ndarray:
-    """How often each token is drawn over numbers in the middle of `draws` equal parts of 0 to 1."""
+    """How often each token is drawn by the midpoints of `draws` equal parts of 0 to 1."""
     numbers = [(2 * i + 1) * 2**53 // (2 * draws) for i in range(draws)]
     return np.bincount([draw(logits_V, sampling, rng_at(u)) for u in numbers], minlength=len(logits_V))
 
@@ -53,7 +53,7 @@ def test_the_generators_of_these_tests_give_what_they_are_set_to(number: int) ->
 
 
 def test_what_is_kept_is_drawn_in_proportion() -> None:
-    """An interval of the length p holds p * 500 of the numbers, but for one at its edges."""
+    """An interval of length p contains p * 500 of the numbers, give or take one at its edges."""
     logits_V = np.log(array([0.1, 0.4, 0.2, 0.3]))
     for sampling, kept in [
         (Sampling(1.0), [0, 1, 2, 3]),
@@ -63,7 +63,7 @@ def test_what_is_kept_is_drawn_in_proportion() -> None:
         (Sampling(1.0, top_p=0.6), [1, 3]),
         (Sampling(1.0, top_p=0.75), [1, 2, 3]),
         (Sampling(1.0, top_p=0.95), [0, 1, 2, 3]),
-        # 0.4 of 0.7 is 0.57.
+        # 0.4 / 0.7 is 0.57.
         (Sampling(1.0, top_k=2, top_p=0.55), [1]),
         (Sampling(1.0, top_k=2, top_p=0.6), [1, 3]),
     ]:
@@ -113,7 +113,7 @@ def test_a_vocabulary_of_many_tokens_gets_the_same_nucleus_as_a_full_sort() -> N
         expected = order_V[: np.searchsorted(np.cumsum(before_V[order_V]), top_p) + 1]
         found = np.flatnonzero(probabilities(logits_V, Sampling(1.0, top_p=top_p)))
         assert set(found) <= set(expected)
-        # Where hardly anything is cut, rounding of the sum decides about the last ones.
+        # If hardly anything is cut, rounding of the sum decides about the last ones.
         assert before_V[found].sum() >= top_p - ROUNDING
         assert top_p > 0.9999 or len(found) == len(expected)
 
@@ -153,7 +153,7 @@ def test_a_huge_temperature_forgets_all_but_the_order_and_what_is_impossible() -
 @settings(max_examples=40)
 @given(tokens=st.integers(1, 3000), seed=st.integers(0, 2**31 - 1))
 def test_the_last_number_draws_the_last_token(tokens: int, seed: int) -> None:
-    """However the sum was rounded: the search neither runs past the end nor stops before it."""
+    """However the sum is rounded, the search neither runs past the end nor stops before it."""
     logits_V = np.random.default_rng(seed).uniform(-1, 1, tokens).astype(np.float32)
     assert draw(logits_V, Sampling(1.0), rng_at(LAST)) == tokens - 1
     assert draw(logits_V, Sampling(1.0), rng_at(0)) == 0
@@ -162,7 +162,7 @@ def test_the_last_number_draws_the_last_token(tokens: int, seed: int) -> None:
 
 
 def test_draws_stay_what_they_are() -> None:
-    """A seed that somebody noted means another text only if somebody decides so."""
+    """Changing the text of a seed must be a deliberate decision."""
     logits_V = np.sin(np.arange(100)).astype(np.float32)
     rng = rng_of(1234, 0)
     assert [draw(logits_V, Sampling(0.8, 40, 0.95), rng) for _ in range(10)] == [96, 34, 90, 21, 27, 9, 21, 27, 95, 26]

@@ -1,4 +1,4 @@
-"""Text and token ids: nothing that is shown depends on where a text was cut."""
+"""Text and token ids: the text that is shown does not depend on where it was cut."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ END = "<|end|>"
 
 
 def pieces(vocabulary: Bytes, ids: list[int]) -> list[str]:
-    """What is shown after each token, and at last what is left."""
+    """Text shown after each token, and the rest that is shown at the end."""
     reader = vocabulary.reader()
     return [*(reader.feed(token) for token in ids), reader.close()]
 
@@ -38,7 +38,7 @@ def test_a_character_is_shown_with_its_last_byte() -> None:
 
 
 def test_what_bytes_cannot_stand_for() -> None:
-    """Bytes of a command line that are no text are kept."""
+    """Bytes of a command line that are not text are kept."""
     assert Bytes().ids("a\udcff") == [0x61, 0xFF]
     expected = r"^text: U\+D800 at character 1 is half of a surrogate pair, which no bytes stand for; leave it out$"
     with pytest.raises(UsageError, match=expected):
@@ -50,7 +50,7 @@ def test_what_bytes_cannot_stand_for() -> None:
 
 
 def cut(text: str, seed: int) -> list[str]:
-    """The text in pieces of 0 to 4 characters."""
+    """Cuts the text into pieces of 0 to 4 characters."""
     sizes, parts = random.Random(seed), []
     while text:
         size = sizes.randint(0, 4)
@@ -60,7 +60,7 @@ def cut(text: str, seed: int) -> list[str]:
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The text up to its first stop, and the stop: character by character, as the definition says."""
+    """Text up to its first stop, and the stop, found character by character as it is defined."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -69,7 +69,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-# Two letters, so that strings begin, end and repeat within each other.
+# With two letters, strings begin, end and repeat within each other.
 words_of_two = st.text("ab", min_size=1, max_size=5)
 
 
@@ -89,8 +89,8 @@ def test_no_more_is_held_back_than_could_begin_a_stop(text: str, stops: list[str
     for number, character in enumerate(text, 1):
         shown += stopping.feed(character)
         if stopping.stopped is None:
-            held = text[len(shown) : number]
-            assert held == "" or any(stop.startswith(held) for stop in stops)
+            hidden = text[len(shown) : number]
+            assert hidden == "" or any(stop.startswith(hidden) for stop in stops)
             assert text.startswith(shown)
 
 

@@ -1,4 +1,4 @@
-"""A model's own tokenizer does what transformers does with the same folder, and shows no character too early."""
+"""A model's own tokenizer agrees with transformers on the same folder, and shows no character too early."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mod_export.errors import UsageError
 from mod_export.runtime.tokenizer import TokenizersFile
 
 REBUILT = {"llama2": "spaces before the first word", "gemma": "a <mask> that no file names"}
-"""Where transformers makes a tokenizer of its own from the vocabulary alone. What it saves is what it does."""
+"""Families whose tokenizer transformers rebuilds from the vocabulary; it agrees only with what it saves."""
 MOST_EXAMPLES = 60
 TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Of every family: as published, and as transformers saves it again."""
+    """Tokenizer folders of every family, as published and as transformers saves them again."""
     root, found = tmp_path_factory.mktemp("tokenizers"), {}
     for family in FAMILIES:
         found[family] = write_folder(root / family, family)
@@ -41,7 +41,7 @@ def files(folders: dict[str, Path]) -> dict[str, TokenizersFile]:
 
 
 def texts_with(tokens: list[str]) -> Iterator[str]:
-    """Texts that hold each token alone, inside, and beside spaces and line ends."""
+    """Yields texts with each token alone, inside, and beside spaces and line ends."""
     yield from SAID
     for token in tokens:
         yield token + token
@@ -49,14 +49,14 @@ def texts_with(tokens: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    "name", [*(one for one in FAMILIES if one not in REBUILT), *(f"saved-{one}" for one in FAMILIES)]
+    "name", [*(family for family in FAMILIES if family not in REBUILT), *(f"saved-{family}" for family in FAMILIES)]
 )
 def test_ids_and_texts_are_those_of_transformers(
     folders: dict[str, Path], files: dict[str, TokenizersFile], name: str
 ) -> None:
     file = files[name]
     theirs: Any = AutoTokenizer.from_pretrained(folders[name])
-    # Its classes have names for some tokens that no file gives one.
+    # Classes of transformers name some tokens that no file names.
     assert file.special.items() <= theirs.special_tokens_map.items()
     assert file.end == theirs.eos_token_id
     texts = list(texts_with(list(theirs.get_added_vocab())))
@@ -113,7 +113,7 @@ def test_names_of_special_tokens_as_older_releases_wrote_them(tmp_path: Path) ->
 
 
 def pieces(file: TokenizersFile, ids: list[int]) -> list[str]:
-    """What is shown after each token, and at last what is left."""
+    """Text shown after each token, and the rest that is shown at the end."""
     reader = file.reader()
     return [*(reader.feed(token) for token in ids), reader.close()]
 
@@ -128,7 +128,7 @@ scripts = st.text(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pieces_joined_are_the_text_of_all_tokens(files: dict[str, TokenizersFile], family: str) -> None:
-    """Of any tokens, and wherever the text ends; what was shown is never taken back."""
+    """This holds for any tokens, and wherever the text ends; text that was shown is never taken back."""
     file = files[family]
 
     @settings(max_examples=MOST_EXAMPLES)
@@ -144,11 +144,11 @@ def test_pieces_joined_are_the_text_of_all_tokens(files: dict[str, TokenizersFil
     )
     def check(tokens: list[int | list[int]]) -> None:
         ids = [token for one in tokens for token in (one if isinstance(one, list) else [one])]
-        known = [token for token in ids if token < file.size]
-        assert "".join(pieces(file, ids)) == file.decode(known)
+        in_vocabulary = [token for token in ids if token < file.size]
+        assert "".join(pieces(file, ids)) == file.decode(in_vocabulary)
         for end in range(len(ids)):
             shown = "".join(pieces(file, ids[:end])[:-1])
-            assert file.decode(known).startswith(shown)
+            assert file.decode(in_vocabulary).startswith(shown)
 
     check()
 
@@ -162,7 +162,7 @@ def test_texts_of_every_script_come_back(files: dict[str, TokenizersFile], famil
     def check(text: str) -> None:
         found = "".join(pieces(file, file.ids(text)))
         assert found == file.decode(file.ids(text))
-        if family in ("smollm2", "llama3"):  # The others change some characters, as spaces or forms of accents.
+        if family in ("smollm2", "llama3"):  # Other families change some characters, such as spaces or accents.
             assert found == text
 
     check()
@@ -174,8 +174,8 @@ def test_a_character_is_shown_with_the_token_that_completes_it(files: dict[str, 
     for text in ("\U0001f600 \u20ac", "\u6771\u4eac", "\u041b\u0438\u0441\u0430"):
         ids = file.ids(text, special=False)
         for end in range(len(ids) + 1):
-            whole = file.decode(ids[:end])
-            assert "".join(pieces(file, ids[:end])[:-1]) == whole.rstrip("\ufffd")
+            decoded = file.decode(ids[:end])
+            assert "".join(pieces(file, ids[:end])[:-1]) == decoded.rstrip("\ufffd")
 
 
 def test_special_tokens_are_not_shown_and_others_are(files: dict[str, TokenizersFile]) -> None:
@@ -186,13 +186,13 @@ def test_special_tokens_are_not_shown_and_others_are(files: dict[str, Tokenizers
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bytes_of_tokens_joined_are_the_text(files: dict[str, TokenizersFile], family: str) -> None:
-    """Each token alone, be it a word with its space or a part of a character."""
+    """Each token gives its own bytes, whether it is a word with its space or a part of a character."""
     file = files[family]
     for text in TEXTS:
         ids = file.ids(text, special=False)
         alone = [file.token_bytes(token) for token in ids]
-        assert all(isinstance(one, bytes) for one in alone)
-        joined = b"".join(one or b"" for one in alone).decode()
+        assert all(isinstance(part, bytes) for part in alone)
+        joined = b"".join(part or b"" for part in alone).decode()
         assert joined in (file.decode(ids), f" {file.decode(ids)}")
     special = next(iter(file.special.values()))
     assert file.token_bytes(file.special_id(special)) == special.encode()
@@ -201,7 +201,7 @@ def test_bytes_of_tokens_joined_are_the_text(files: dict[str, TokenizersFile], f
 
 @pytest.fixture
 def fallback(tmp_path: Path) -> TokenizersFile:
-    """Words that begin with a space, and bytes for all else; ids 0 to 255 are the bytes."""
+    """A tokenizer with words that begin with a space, and bytes for everything else; ids 0 to 255 are the bytes."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581": 256, "\u2581a": 257, "b": 258}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -212,7 +212,7 @@ def fallback(tmp_path: Path) -> TokenizersFile:
 
 
 def test_a_run_of_bytes_is_certain_when_it_is_over(fallback: TokenizersFile) -> None:
-    """One byte that belongs to no character makes the whole run unreadable, also what is before it."""
+    """One byte that belongs to no character makes the whole run unreadable, even the bytes before it."""
     assert pieces(fallback, [0x41, 0xFF, 258, 258]) == ["", "", "\ufffd\ufffdb", "b", ""]
     assert pieces(fallback, [257, 0xE2, 0x82]) == ["a", "", "", "\ufffd\ufffd"]
     assert pieces(fallback, [257, 0xE2, 0x82, 0xAC]) == ["a", "", "", "", "\u20ac"]

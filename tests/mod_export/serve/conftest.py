@@ -13,13 +13,13 @@ from mod_export.runtime.generator import Generator, load_generator
 
 @pytest.fixture(scope="module")
 def server(written: Path) -> Iterator[Server]:
-    """Of the folder that writes text."""
+    """A server of the folder that writes text."""
     with serving(written) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def other(written: Path) -> Iterator[Generator]:
-    """Writes what the server ought to write."""
+    """A generator on the same folder, which writes the expected texts."""
     with load_generator(written) as found:
         yield found

@@ -1,4 +1,4 @@
-"""The application around both APIs: who may use it, what it says of itself, and its page in a browser."""
+"""The application around both APIs: who may use it, how it describes itself, and its page in a browser."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def test_a_key_is_asked_for(written: Path) -> None:
     with serving(written, keys=keys) as server, httpx2.Client() as client:
         for path in OPEN:
             assert client.get(server.url + path).status_code == 200
-        for said in (None, "Bearer three", "one", "Basic one", "Bearer one two"):
-            one = {} if said is None else {"Authorization": said}
+        for authorization in (None, "Bearer three", "one", "Basic one", "Bearer one two"):
+            headers = {} if authorization is None else {"Authorization": authorization}
             for path in SECURED:
-                refused = client.get(server.url + path, headers=one)
+                refused = client.get(server.url + path, headers=headers)
                 assert (refused.status_code, refused.headers["www-authenticate"]) == (401, "Bearer")
-            answer = client.post(f"{server.url}/v1/completions", json=ASKED, headers=one)
+            answer = client.post(f"{server.url}/v1/completions", json=ASKED, headers=headers)
             assert answer.json()["error"] == {
                 "message": "this server needs an API key: Authorization: Bearer KEY", "type": "authentication_error",
                 "param": None, "code": "invalid_api_key"}  # fmt: skip
-            infer = client.post(f"{server.url}/v2/models/writing/infer", json={}, headers=one)
+            infer = client.post(f"{server.url}/v2/models/writing/infer", json={}, headers=headers)
             assert infer.json() == {"error": "this server needs an API key: Authorization: Bearer KEY"}
         for key in keys:
             known = {"Authorization": f"bearer {key}".encode()}
@@ -74,7 +74,7 @@ def test_addresses_and_methods_that_are_none(server: Server) -> None:
 
 
 def test_foreign_pages_are_kept_out_where_no_key_is_asked_for(written: Path) -> None:
-    """A browser sends requests for any page, which cannot read the answers, but they would keep the engine busy."""
+    """A page can make the browser send requests. It cannot read the answers, but the engine would be busy."""
     with serving(written, hosts=["127.0.0.1"]) as server:
         for origin, status in (
             (server.url, 200),
@@ -99,9 +99,9 @@ def test_a_body_that_is_too_large_or_does_not_come(server: Server, monkeypatch: 
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head)
-        said = connection.recv(1 << 16)
-    assert said.startswith(b"HTTP/1.1 408")
-    assert b"the body of the request did not come within 0.2 s" in said
+        received = connection.recv(1 << 16)
+    assert received.startswith(b"HTTP/1.1 408")
+    assert b"the body of the request did not come within 0.2 s" in received
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head)
     assert httpx2.get(f"{server.url}/v2/health/ready").status_code == 200

@@ -34,7 +34,7 @@ NEW = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama with Llama 3's tokenizer and template."""
+    """Build folder of a random Llama with Llama 3's tokenizer and template."""
     source = tmp_path_factory.mktemp("chat") / "llama"
     torch.manual_seed(3)
     config = LlamaConfig(
@@ -48,8 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "chat_template.jinja").write_text(LLAMA3)
     (source.parent / "c.toml").write_text(BUILD_TOML)
     built = source.parent / "built"
-    said = invoke("build", source, "--no-evidence", "-c", source.parent / "c.toml", "-o", built, "-q")
-    assert said.exit_code == 0, said.output
+    result = invoke("build", source, "--no-evidence", "-c", source.parent / "c.toml", "-o", built, "-q")
+    assert result.exit_code == 0, result.output
     return built
 
 
@@ -119,17 +119,17 @@ def test_logprobs_name_every_token(client: openai.OpenAI, generator: Generator) 
     listed = found.choices[0].logprobs
     assert listed is not None
     assert listed.content is not None
-    assert [one.logprob for one in listed.content] == pytest.approx(
-        [one.logprob for one in expected.logprobs], abs=1e-4
+    assert [token.logprob for token in listed.content] == pytest.approx(
+        [token.logprob for token in expected.logprobs], abs=1e-4
     )
-    assert all(len(one.top_logprobs) == 2 for one in listed.content)
-    joined = b"".join(bytes(one.bytes or ()) for one in listed.content)
+    assert all(len(token.top_logprobs) == 2 for token in listed.content)
+    joined = b"".join(bytes(token.bytes or ()) for token in listed.content)
     assert expected.text
     assert joined.decode(errors="replace") == expected.text
 
 
 def test_names_of_tokens_in_completions(client: openai.OpenAI) -> None:
-    """Special tokens are named, and the text that is echoed is the one that was given."""
+    """Special tokens appear by name, and the echoed text equals the given one."""
     found = client.completions.create(
         model="llama", prompt="The quick", max_tokens=1, temperature=0, echo=True, logprobs=3
     )
@@ -166,18 +166,18 @@ def test_the_template_gets_its_variables(client: openai.OpenAI, generator: Gener
 def test_where_a_text_ends_at_once_its_stop_token_has_a_logprob(
     client: openai.OpenAI, generator: Generator, monkeypatch: pytest.MonkeyPatch, server: Server, stream: bool
 ) -> None:
-    """Harnesses ask for one token after a continuation, and take everything but the last token for its score."""
+    """Harnesses ask for one token after a continuation, and use every token but the last for its score."""
     assert isinstance(server.service.writing, Writing)
     (free,) = generator.generate("The quick", 1)
     owned = server.service.writing.generator
     monkeypatch.setattr(owned._requests, "defaults", replace(owned.defaults, stop_ids=frozenset(free.ids)))
-    asked = {"model": "llama", "prompt": "The quick", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
-    answer: Any = client.completions.create(**asked, stream=stream)
+    request = {"model": "llama", "prompt": "The quick", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    answer: Any = client.completions.create(**request, stream=stream)
     choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == "The quick"
     assert choices[-1].finish_reason == "stop"
     listed = [value for choice in choices if choice.logprobs for value in choice.logprobs.token_logprobs]
     (expected,) = generator.generate("The quick", 1, logprobs=1, prompt_logprobs=True)
-    known = [one.logprob for one in (*expected.prompt_logprobs, *expected.logprobs)]
+    logprobs = [token.logprob for token in (*expected.prompt_logprobs, *expected.logprobs)]
     assert listed[0] is None
-    assert listed[1:] == pytest.approx(known, abs=1e-4)
+    assert listed[1:] == pytest.approx(logprobs, abs=1e-4)

@@ -1,4 +1,4 @@
-"""HTTP itself, byte by byte: what servers and proxies read in different ways, and clients that mean no good."""
+"""HTTP byte by byte: messages that servers and proxies read differently, and malicious clients."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: A
 
 
 def posted(headers: bytes = b"", **asked: object) -> bytes:
-    """A request for a completion."""
+    """A completion request."""
     body = json.dumps({"prompt": [7, 3], "temperature": 0, "ignore_eos": True, **asked}).encode()
     return POST + headers + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
 def said(server: Server, *sent: bytes) -> bytes:
-    """All that a connection brings, until the server closes it. Each part is sent when the server has read the ones
-    before.
+    """All bytes that a connection returns until the server closes it. Each part is sent after the server has read the
+    ones before.
     """
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         found = b""
-        with contextlib.suppress(ConnectionError):  # What it had not read when it closed.
+        with contextlib.suppress(ConnectionError):  # The server may close before it has read everything.
             for part in sent:
                 connection.sendall(part)
                 time.sleep(0.05 * (part is not sent[-1]))
@@ -49,13 +49,13 @@ def said(server: Server, *sent: bytes) -> bytes:
 
 
 def statuses(found: bytes) -> list[int]:
-    """Of all answers."""
-    return [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3}) ", found)]
+    """Status codes of all answers."""
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", found)]
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heads have a second to come."""
+    """The server waits one second for a head."""
     monkeypatch.setattr(connection_module, "HEAD_S", 1.0)
 
 
@@ -66,7 +66,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["nothing", "half a head", "blank lines", "half of a second head", "a blank line after an answer"],
 )
 def test_a_head_that_does_not_come_ends_the_connection(server: Server, begun: bytes, answered: list[int]) -> None:
-    assert statuses(said(server, *(one for one in begun.partition(b"\r\n\r\n") if one))) == answered
+    assert statuses(said(server, *(part for part in begun.partition(b"\r\n\r\n") if part))) == answered
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_head_that_does_not_come_ends_the_connection(server: Server, begun: by
     ids=["a header", "headers", "an address", "trailers", "an extension of a chunk", "blank lines"],
 )
 def test_what_does_not_end_is_cut_off(server: Server, sent: bytes) -> None:
-    """The client may not see the answer, because the server has not read all that it sent."""
+    """The client may not see the answer, because the server did not read all that it sent."""
     found = said(server, sent)
     assert statuses(found) in ([], [400], [200], [200, 400]), found
     assert httpx2.get(f"{server.url}/v2/health/ready").status_code == 200
@@ -132,12 +132,12 @@ def test_what_servers_read_in_different_ways_is_refused(server: Server, sent: by
 
 
 def test_trailers_are_no_headers(written: Path) -> None:
-    """A proxy that takes out headers may let trailers pass."""
+    """A proxy that removes headers may let trailers pass."""
     foreign = b"Origin: http://a.example\r\n"
     with serving(written, hosts=["127.0.0.1"]) as server:
         head, body = CHUNKED + b"Connection: close\r\n", b"2\r\n{}\r\n0\r\n"
         assert statuses(said(server, head + foreign + b"\r\n" + body + b"\r\n")) == [403]
-        assert statuses(said(server, head + b"\r\n" + body + foreign + b"\r\n")) == [400]  # It has no prompt.
+        assert statuses(said(server, head + b"\r\n" + body + foreign + b"\r\n")) == [400]  # The body has no prompt.
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["at once", "the body later"])
@@ -145,7 +145,7 @@ def test_trailers_are_no_headers(written: Path) -> None:
     "offer", [H2C, b"Connection: upgrade, close\r\nUpgrade: websocket\r\n"], ids=["h2c", "websocket"]
 )
 def test_an_offer_of_another_protocol_is_not_taken(server: Server, offer: bytes, *, split: bool) -> None:
-    """Java's client makes one with every first request, bodies included."""
+    """Java's client offers HTTP/2 with every first request, even one with a body."""
     head, end, body = posted(offer, max_tokens=3).partition(b"\r\n\r\n")
     parts = [head + end, body] if split else [head + end + body]
     found = said(server, *parts, *([GET + b"Connection: close\r\n\r\n"] if offer == H2C else []))
@@ -163,7 +163,7 @@ def test_the_body_of_an_offer_is_no_request(server: Server) -> None:
 @pytest.mark.parametrize("more", [posted(max_tokens=2), GET + b"\r\n", b"no HTTP\r\n\r\n", b"GET / HT"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_comes_before_an_answer_ends_the_connection_after_it(server: Server, more: bytes, *, stream: bool) -> None:
-    """In one part with the request, and in another."""
+    """The extra bytes come in the same part as the request, and in another part."""
     writing = server.writing
     alone = said(server, posted(b"Connection: close\r\n", max_tokens=3, stream=stream))
     assert statuses(said(server, posted(max_tokens=3) + more)) == [200]
@@ -180,7 +180,7 @@ def _text(found: bytes) -> bytes:
 
 
 def test_of_many_requests_at_once_the_first_is_answered(server: Server) -> None:
-    """The client may not see the answer, because the server has not read all that it sent."""
+    """The client may not see the answer, because the server did not read all that it sent."""
     assert statuses(said(server, (GET + b"\r\n") * 20_000)) in ([200], [])
     assert httpx2.get(f"{server.url}/v2/health/ready").status_code == 200
 
@@ -193,7 +193,7 @@ def test_requests_that_wait_for_answers_share_a_connection(server: Server) -> No
             while b"completion_tokens" not in found:
                 found += connection.recv(1 << 16)
             assert b'"completion_tokens":%d' % tokens in found
-        # A body that comes after the answer that refused it.
+        # The body comes after the answer that refused it.
         connection.sendall(b"POST /nowhere HTTP/1.1\r\n" + HOST + b"Content-Length: 100000\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
         connection.sendall(b"a" * 100_000 + GET + b"Connection: Close, x\r\n\r\n")
@@ -206,19 +206,19 @@ def test_requests_that_wait_for_answers_share_a_connection(server: Server) -> No
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("more", [b"", GET + b"\r\n", b"GET / HT"], ids=["nothing", "a request", "half a request"])
 def test_a_client_that_leaves_is_noticed(server: Server, more: bytes, *, stream: bool) -> None:
-    """Whatever it has sent since."""
+    """It is noticed no matter what the client sent afterwards."""
     writing = server.writing
     with held(writing.scheduler, writing.generator, [[1]], 3) as busy:
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             connection.sendall(posted(max_tokens=40, stream=stream))
             jobs: list[Job] = []
-            _until(lambda: bool(jobs.extend(one for one in writing.scheduler._jobs if one is not busy.job) or jobs))
+            _until(lambda: bool(jobs.extend(job for job in writing.scheduler._jobs if job is not busy.job) or jobs))
             connection.sendall(more)
         _until(lambda: all(text.cancelled for text in jobs[0].texts))
 
 
 def test_a_body_that_is_none_ends_its_request(server: Server) -> None:
-    """Nothing is written for it."""
+    """Nothing is written for the request."""
     before = server.service.metrics.text()
     assert statuses(said(server, CHUNKED + b"\r\n5\r\n{    \r\n", b"no size\r\n")) == [400]
     _until(lambda: server.service.metrics.text() != before)

@@ -1,6 +1,5 @@
-"""The files in deploy/ that users copy: by the schemas of what reads them, and whether they agree with each other.
-
-No image is built and no cluster is asked here. What a schema cannot say (selectors, mounts, ports) is checked by hand.
+"""The files in deploy/ that users copy: they fit the schemas of the programs that read them, and agree with each other.
+No image is built and no cluster is used. What a schema cannot say (selectors, mounts, ports) has tests of its own.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from mod_export.cli.serve import serve
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
 VERSIONS = ("1.30", kubernetes_validate.latest_version())
-"""Of Kubernetes: the oldest that kubernetes.yaml says it needs, and the newest that there is a schema of."""
+"""Kubernetes versions: the oldest that kubernetes.yaml says it needs, and the newest with a schema."""
 
 TEXT, TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
 NUMBER, SWITCH = {"type": "integer", "minimum": 0}, {"type": "boolean"}
 
 
 def strict(required: str = "", **properties: Any) -> dict[str, Any]:
-    """A JSON Schema of an object that has these fields and no others."""
+    """JSON Schema of an object that has only these fields."""
     return {"type": "object", "properties": properties, "required": required.split(), "additionalProperties": False}
 
 
-# KServe's fields, those that our files may use, as `openapi_types` of its Python models has them (kserve 0.21). The
-# package itself needs fifty others and an older psutil and protobuf than ours. What is not listed here is a field of a
-# Pod or of a container, which is checked as Kubernetes's own.
+# KServe's fields that our files may use, from `openapi_types` of its Python models (kserve 0.21). The package itself
+# needs fifty others, and older versions of psutil and protobuf than ours. Fields that are not listed here belong to a
+# Pod or a container, and are checked with the schemas of Kubernetes.
 PREDICTOR = strict(
     minReplicas=NUMBER, maxReplicas=NUMBER, timeout=NUMBER, canaryTrafficPercent=NUMBER, containerConcurrency=NUMBER,
     model={"type": "object"},
@@ -69,14 +68,14 @@ RUNTIME = strict(
     disabled=SWITCH,
 )
 RUNTIME_POD = {"affinity", "containers", "imagePullSecrets", "nodeSelector", "schedulerName", "tolerations", "volumes"}
-"""Fields of a Pod that a ServingRuntime has; an InferenceService has all of them."""
+"""Pod fields that a ServingRuntime has; an InferenceService has all of them."""
 INSTRUCTIONS = {
     "ADD", "ARG", "CMD", "COPY", "ENTRYPOINT", "ENV", "EXPOSE", "FROM", "HEALTHCHECK", "LABEL", "ONBUILD", "RUN",
     "SHELL", "STOPSIGNAL", "USER", "VOLUME", "WORKDIR",
 }  # fmt: skip
 
 
-# Reading the files.
+# Readers of the files.
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -84,11 +83,11 @@ def documents(name: str) -> list[dict[str, Any]]:
 
 
 def document(name: str, kind: str) -> dict[str, Any]:
-    return next(one for one in documents(name) if one["kind"] == kind)
+    return next(candidate for candidate in documents(name) if candidate["kind"] == kind)
 
 
 def stages() -> list[list[tuple[str, str]]]:
-    """Of the Dockerfile: instructions and their values."""
+    """Instructions of the Dockerfile and their values, by stage."""
     parser = DockerfileParser(fileobj=io.BytesIO((DEPLOY / "Dockerfile").read_bytes()))
     found: list[list[tuple[str, str]]] = []
     for line in parser.structure:
@@ -100,7 +99,7 @@ def stages() -> list[list[tuple[str, str]]]:
 
 
 def unit() -> dict[str, list[str]]:
-    """The unit's section [Service]. A name may be given several times."""
+    """Section [Service] of the unit. A name may occur several times."""
     text = re.sub(r"\\\n\s*", "", (DEPLOY / "mod-export.service").read_text(encoding="utf-8"))
     found: dict[str, list[str]] = {}
     for line in text.partition("[Service]")[2].partition("[Install]")[0].splitlines():
@@ -111,14 +110,14 @@ def unit() -> dict[str, list[str]]:
 
 
 def pod(name: str) -> dict[str, Any]:
-    """What a pod of mod-export's own server is said to be."""
+    """Pod specification of mod-export's own server."""
     if name == "kserve.yaml":
         return dict(documents(name)[0]["spec"]["predictor"])
     return dict(document(name, "Deployment")["spec"]["template"]["spec"])
 
 
 def command_line(name: str) -> list[str]:
-    """What follows `mod-export serve` in a file."""
+    """Arguments after `mod-export serve` in a file."""
     image = dict(stages()[-1])
     if name == "Dockerfile":
         words = json.loads(image["ENTRYPOINT"]) + json.loads(image["CMD"])
@@ -133,14 +132,14 @@ def command_line(name: str) -> list[str]:
 
 
 def options(name: str) -> dict[str, Any]:
-    """The command line as the command itself reads it: option -> value. A UsageError if it cannot."""
-    # Under the group, as users call it: a command keeps the names of its help option from its first context.
+    """Values by option, parsed from the command line by the command itself; raises UsageError if it cannot."""
+    # The command runs under its group, as for users: it keeps the names of its help option from its first context.
     group = cli.make_context("mod-export", ["serve"])
     context = serve.make_context("serve", command_line(name), parent=group)
-    return {spelling: context.params[one.name or ""] for one in serve.params for spelling in one.opts}
+    return {spelling: context.params[parameter.name or ""] for parameter in serve.params for spelling in parameter.opts}
 
 
-# What each file is read by.
+# Checks with the schema or program that reads each file.
 
 
 def check_kubernetes(one: dict[str, Any]) -> None:
@@ -168,9 +167,9 @@ def check_kserve(one: dict[str, Any]) -> None:
 
 
 def _divided(spec: dict[str, Any], schema: dict[str, Any], metadata: dict[str, Any]) -> None:
-    own = spec.keys() & schema["properties"].keys()
-    jsonschema.validate({key: spec[key] for key in own}, schema)
-    rest = {key: spec[key] for key in spec.keys() - own}
+    fields = spec.keys() & schema["properties"].keys()
+    jsonschema.validate({key: spec[key] for key in fields}, schema)
+    rest = {key: spec[key] for key in spec.keys() - fields}
     check_kubernetes({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": rest})
 
 
@@ -181,8 +180,8 @@ FILES = ["Dockerfile", "mod-export.service", *PODS]
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_documents_are_as_their_schemas_say(name: str) -> None:
-    for one in documents(name):
-        CHECKS[name](one)
+    for content in documents(name):
+        CHECKS[name](content)
 
 
 def _objects(node: Any) -> Iterator[dict[str, Any]]:
@@ -202,7 +201,7 @@ def _objects(node: Any) -> Iterator[dict[str, Any]]:
 )
 def test_a_misspelt_field_is_refused(name: str, field: str) -> None:
     changed = copy.deepcopy(documents(name))
-    for place in [one for whole in changed for one in _objects(whole) if field in one]:
+    for place in [part for content in changed for part in _objects(content) if field in part]:
         place[field + "s"] = place.pop(field)
     with pytest.raises((jsonschema.ValidationError, AssertionError)):
         list(map(CHECKS[name], changed))
@@ -212,7 +211,7 @@ def test_the_dockerfile_has_known_instructions_and_the_sources_of_the_wheel() ->
     install, image = stages()
     assert {instruction for instruction, _ in install + image} <= INSTRUCTIONS
     copied = [word for instruction, value in install if instruction == "COPY" for word in value.split()[:-1]]
-    assert all((ROOT / one).exists() for one in copied)
+    assert all((ROOT / path).exists() for path in copied)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     packages = project["tool"]["setuptools"]["package-dir"].values()
     assert {*packages, "pyproject.toml", "constraints.txt", project["project"]["readme"]} <= set(copied)
@@ -222,7 +221,7 @@ def test_the_dockerfile_has_known_instructions_and_the_sources_of_the_wheel() ->
     words = dict(image)
     assert words["STOPSIGNAL"] == "SIGTERM"
     assert words["USER"] == "10001:10001"
-    assert all(json.loads(words[name]) for name in ("ENTRYPOINT", "CMD"))  # With brackets: there is no shell between.
+    assert all(json.loads(words[name]) for name in ("ENTRYPOINT", "CMD"))  # They are lists, so no shell comes between.
     check = json.loads(words["HEALTHCHECK"].partition(" CMD ")[2])
     assert check[:2] == ["python", "-c"]
     compile(check[2], "HEALTHCHECK", "exec")
@@ -232,7 +231,7 @@ def test_the_dockerfile_has_known_instructions_and_the_sources_of_the_wheel() ->
 def test_systemd_reads_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "mod-export.service").read_text(encoding="utf-8")
     copied = tmp_path / "mod-export.service"
-    # systemd looks whether the program is there.
+    # systemd checks that the program exists.
     copied.write_text(text.replace("ExecStart=/opt/mod-export/bin/mod-export", f"ExecStart={sys.executable}"))
     found = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", copied], capture_output=True, text=True, check=False
@@ -251,11 +250,11 @@ def test_the_unit_is_locked_down() -> None:
     assert service["CapabilityBoundingSet"] == [""]
     assert service["SystemCallFilter"] == ["@system-service", "~@privileged"]
     assert (service["KillSignal"], service["Restart"]) == (["SIGTERM"], ["on-failure"])
-    # OpenVINO cannot run with the one, and free memory cannot be read with the other.
+    # OpenVINO cannot run with the first, and free memory cannot be read with the second.
     assert not {"MemoryDenyWriteExecute", "ProcSubset"} & service.keys()
 
 
-# Whether they agree.
+# Agreement between the files.
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -271,8 +270,8 @@ def test_whoever_stops_the_server_waits_longer_than_it_drains() -> None:
     for name in PODS:
         first = pod(name)["containers"][0].get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
         assert pod(name)["terminationGracePeriodSeconds"] > first + options(name)["--drain"]
-    (said,) = re.findall(r"--stop-timeout (\d+)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
-    assert int(said) > options("Dockerfile")["--drain"]
+    (stop_timeout,) = re.findall(r"--stop-timeout (\d+)", (DEPLOY / "Dockerfile").read_text(encoding="utf-8"))
+    assert int(stop_timeout) > options("Dockerfile")["--drain"]
 
 
 @pytest.mark.parametrize("name", PODS)
@@ -299,18 +298,18 @@ def test_the_image_is_asked_at_the_port_that_it_serves() -> None:
 def test_pods_have_what_the_command_line_names(name: str) -> None:
     spec = pod(name)
     (container,) = spec["containers"]
-    volumes = {one["name"]: one for one in spec["volumes"]}
-    mounts = {one["mountPath"]: one for one in container["volumeMounts"]}
-    assert {one["name"] for one in mounts.values()} == volumes.keys()
+    volumes = {entry["name"]: entry for entry in spec["volumes"]}
+    mounts = {entry["mountPath"]: entry for entry in container["volumeMounts"]}
+    assert {entry["name"] for entry in mounts.values()} == volumes.keys()
     key = Path(options(name)["--api-key-file"])
     secret = volumes[mounts[str(key.parent)]["name"]]["secret"]
     assert secret["items"] == [{"key": "api-keys", "path": key.name}]
     assert secret["secretName"] == document("kubernetes.yaml", "Secret")["metadata"]["name"]
     assert key == Path(options("Dockerfile")["--api-key-file"])
     if name == "kserve.yaml":
-        served = {one["name"]: one["value"] for one in container["env"]}
+        served = {entry["name"]: entry["value"] for entry in container["env"]}
         assert (served["PROTOCOL"], urlsplit(served["STORAGE_URI"]).scheme) == ("v2", "pvc")
-        assert options(name)["folder"] == Path("/mnt/models")  # Where KServe mounts it.
+        assert options(name)["folder"] == Path("/mnt/models")  # KServe mounts it there.
     else:
         assert mounts[str(options(name)["folder"])]["readOnly"]
         assert options(name)["folder"] == options("Dockerfile")["folder"]
@@ -344,8 +343,8 @@ def test_kubernetes_documents_find_each_other() -> None:
     (port,) = document("kubernetes.yaml", "Service")["spec"]["ports"]
     assert port["targetPort"] == pod("kubernetes.yaml")["containers"][0]["ports"][0]["name"]
     assert document("kubernetes.yaml", "Service")["spec"]["selector"] == labels
-    for one in (deployment, document("kubernetes.yaml", "PodDisruptionBudget")):
-        assert one["spec"]["selector"]["matchLabels"] == labels
+    for content in (deployment, document("kubernetes.yaml", "PodDisruptionBudget")):
+        assert content["spec"]["selector"]["matchLabels"] == labels
     scaled = document("kubernetes.yaml", "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]
     assert (scaled["kind"], scaled["name"]) == ("Deployment", deployment["metadata"]["name"])
     claim = document("kubernetes.yaml", "PersistentVolumeClaim")["metadata"]["name"]
@@ -373,7 +372,7 @@ def test_triton_is_served_by_the_runtime_that_stands_beside_it() -> None:
     model = service["spec"]["predictor"]["model"]
     assert model["runtime"] == runtime["metadata"]["name"] == "kserve-tritonserver"
     assert model["protocolVersion"] in runtime["spec"]["protocolVersions"]
-    assert model["modelFormat"]["name"] in {one["name"] for one in runtime["spec"]["supportedModelFormats"]}
+    assert model["modelFormat"]["name"] in {form["name"] for form in runtime["spec"]["supportedModelFormats"]}
     assert "--model-store=/mnt/models" in runtime["spec"]["containers"][0]["args"]
 
 

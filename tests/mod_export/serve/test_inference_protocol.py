@@ -1,4 +1,4 @@
-"""The Open Inference Protocol: whole rows, by tritonclient and in JSON."""
+"""The Open Inference Protocol with whole rows, by tritonclient and in JSON."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def tensor(name: str, array: np.ndarray, *, binary: bool) -> triton.InferInput:
 
 def infer(server: Server, body: Any, headers: dict[str, str] | None = None, name: str = NAME) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    said = {"Content-Type": "application/json", **(headers or {})}
-    return httpx2.post(f"{server.url}/v2/models/{name}/infer", content=content, headers=said, timeout=PATIENCE_S)
+    all_headers = {"Content-Type": "application/json", **(headers or {})}
+    return httpx2.post(f"{server.url}/v2/models/{name}/infer", content=content, headers=all_headers, timeout=PATIENCE_S)
 
 
 def test_it_says_what_it_is(client: triton.InferenceServerClient) -> None:
@@ -105,19 +105,19 @@ def test_a_model_with_inputs_of_its_own(tmp_path: Path) -> None:
         client = triton.InferenceServerClient(f"127.0.0.1:{server.port}")
         name = server.service.name
         about = client.get_model_metadata(name)
-        shapes = {one["name"]: one["shape"] for one in about["inputs"]}
+        shapes = {port["name"]: port["shape"] for port in about["inputs"]}
         assert shapes == {"patches": [-1, 16, 6], "scale": [1]}
         patches, scale = rng.standard_normal((2, 16, 6)).astype(np.float32), np.array([2.0], np.float32)
         inputs = [tensor("patches", patches, binary=True), tensor("scale", scale, binary=False)]
         found = client.infer(name, inputs)
         with torch.no_grad():
             expected = model(torch.from_numpy(patches), torch.from_numpy(scale))
-        names = [one["name"] for one in about["outputs"]]
-        for one, tensor_found in zip(names, expected, strict=True):
-            np.testing.assert_allclose(found.as_numpy(one), tensor_found.numpy(), atol=1e-5)
+        names = [port["name"] for port in about["outputs"]]
+        for port, tensor_found in zip(names, expected, strict=True):
+            np.testing.assert_allclose(found.as_numpy(port), tensor_found.numpy(), atol=1e-5)
         with pytest.raises(InferenceServerException, match="no bucket was built for patches"):
             client.infer(name, [tensor("patches", patches[:, :5], binary=True), tensor("scale", scale, binary=True)])
-        # JSON's whole numbers are numbers, too.
+        # Integers in JSON are valid floats.
         body = {
             "inputs": [
                 {"name": "scale", "shape": [1], "datatype": "FP32", "data": [2]},
@@ -159,7 +159,7 @@ IDS = {"name": "input_ids", "shape": [1, 3], "datatype": "INT64", "data": [1, 2,
         ({"parameters": {"binary_data_size": 24}}, "binary_data_size 24, expected 24 for its shape, and 0 bytes are"),
         ({"parameters": {"binary_data_size": "x"}}, "input_ids: binary_data_size x, expected 24"),
     ],
-    ids=lambda one: json.dumps(one)[:40],
+    ids=lambda value: json.dumps(value)[:40],
 )
 def test_tensors_that_are_none(server: Server, change: dict[str, Any], message: str) -> None:
     answer = infer(server, {"inputs": [{**IDS, **change}]})

@@ -1,4 +1,4 @@
-"""OpenAI's API as its own client uses it, and as programs that read its JSON do."""
+"""OpenAI's API, used by its own client and by programs that read its JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def post(server: Server, body: Any, path: str = "/v1/completions") -> httpx2.Res
 
 
 def idle(server: Server) -> bool:
-    """Whether no row is in use, a moment after the last client has gone."""
+    """Whether no row is in use, shortly after the last client has left."""
     scheduler = server.writing.scheduler
     deadline = time.monotonic() + PATIENCE_S
     while (scheduler.busy or scheduler.waiting) and time.monotonic() < deadline:
@@ -74,12 +74,12 @@ def test_a_missing_seed_is_drawn(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("n", [1, 2])
 def test_prompts_of_every_form(client: openai.OpenAI, other: Generator, prompt: Any, n: int) -> None:
     several = [prompt] if isinstance(prompt[0], int) else [prompt] if isinstance(prompt, str) else prompt
-    expected = other.generate([one for one in several for _ in range(n)], 6, temperature=1.0, seed=3)
+    expected = other.generate([item for item in several for _ in range(n)], 6, temperature=1.0, seed=3)
     found = client.completions.create(model="writing", prompt=prompt, max_tokens=6, temperature=1, seed=3, n=n)
-    assert [one.text for one in found.choices] == [one.text for one in expected]
-    assert [one.index for one in found.choices] == list(range(len(several) * n))
+    assert [item.text for item in found.choices] == [item.text for item in expected]
+    assert [item.index for item in found.choices] == list(range(len(several) * n))
     assert found.usage is not None
-    assert found.usage.prompt_tokens == sum(len(one.prompt_ids) for one in expected[::n])
+    assert found.usage.prompt_tokens == sum(len(item.prompt_ids) for item in expected[::n])
     assert found.usage.completion_tokens == 6 * len(expected)
 
 
@@ -99,7 +99,7 @@ def test_a_stream_of_several_texts_tells_them_apart_and_counts(client: openai.Op
     for chunk in chunks[:-1]:
         (choice,) = chunk.choices
         texts[choice.index] += choice.text
-    assert texts == [one.text for one in expected]
+    assert texts == [completion.text for completion in expected]
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 36
@@ -107,11 +107,11 @@ def test_a_stream_of_several_texts_tells_them_apart_and_counts(client: openai.Op
 
 
 def test_stops(client: openai.OpenAI, other: Generator) -> None:
-    (whole,) = other.generate(PROMPT, 30)
-    stop = whole.text[10:12]
-    for given in (stop, [stop, "never"]):
-        found = client.completions.create(model="writing", prompt=PROMPT, max_tokens=30, temperature=0, stop=given)
-        assert found.choices[0].text == whole.text[: whole.text.index(stop)]
+    (unstopped,) = other.generate(PROMPT, 30)
+    stop = unstopped.text[10:12]
+    for stops in (stop, [stop, "never"]):
+        found = client.completions.create(model="writing", prompt=PROMPT, max_tokens=30, temperature=0, stop=stops)
+        assert found.choices[0].text == unstopped.text[: unstopped.text.index(stop)]
         assert found.choices[0].finish_reason == "stop"
 
 
@@ -122,7 +122,7 @@ def test_sixteen_tokens_unless_asked(client: openai.OpenAI) -> None:
 
 
 def test_echo_gives_the_logprob_of_every_token_of_the_prompt(client: openai.OpenAI, other: Generator) -> None:
-    """As evaluation harnesses ask, who slice the lists at the length of the context."""
+    """Evaluation harnesses ask for this, and slice the lists at the length of the context."""
     (expected,) = other.generate(PROMPT, 1, logprobs=2, prompt_logprobs=True)
     for prompt in (PROMPT, list(PROMPT.encode())):
         found = client.completions.create(
@@ -137,23 +137,23 @@ def test_echo_gives_the_logprob_of_every_token_of_the_prompt(client: openai.Open
         assert listed.top_logprobs is not None
         assert listed.text_offset == list(range(10))
         assert "".join(listed.tokens[:9]) == PROMPT
-        assert listed.token_logprobs[0] is None  # Nothing comes before it.
-        known = [one.logprob for one in [*expected.prompt_logprobs, *expected.logprobs]]
-        assert listed.token_logprobs[1:] == pytest.approx(known, abs=1e-4)
+        assert listed.token_logprobs[0] is None  # It has nothing before it.
+        logprobs = [one.logprob for one in [*expected.prompt_logprobs, *expected.logprobs]]
+        assert listed.token_logprobs[1:] == pytest.approx(logprobs, abs=1e-4)
         assert listed.top_logprobs[0] is None
         assert all(
             token in top and len(top) in (2, 3)
             for token, top in zip(listed.tokens[1:], listed.top_logprobs[1:], strict=True)
         )
-        # What lm-eval does to see whether the continuation is what greedy text would be.
+        # lm-eval checks this way whether the continuation equals greedy text.
         top = listed.top_logprobs[-1]
         assert max(top, key=lambda name: top[name]) == listed.tokens[-1]
 
 
 def test_echo_alone_writes_nothing(client: openai.OpenAI) -> None:
     found = client.completions.create(model="writing", prompt=["abc", "de"], max_tokens=0, echo=True, logprobs=0)
-    assert [one.text for one in found.choices] == ["abc", "de"]
-    assert [one.finish_reason for one in found.choices] == ["length"] * 2
+    assert [choice.text for choice in found.choices] == ["abc", "de"]
+    assert [choice.finish_reason for choice in found.choices] == ["length"] * 2
     assert found.choices[0].logprobs is not None
     assert len(found.choices[0].logprobs.token_logprobs or ()) == 3
     plain = client.completions.create(model="writing", prompt="abc", max_tokens=2, echo=True, temperature=0)
@@ -162,22 +162,22 @@ def test_echo_alone_writes_nothing(client: openai.OpenAI) -> None:
 
 
 def test_a_stream_with_echo_and_logprobs_is_the_whole_in_parts(client: openai.OpenAI) -> None:
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": "writing",
         "prompt": [PROMPT, "x"],
         "max_tokens": 5,
         "temperature": 0,
         "echo": True,
     }
-    whole = client.completions.create(**asked, logprobs=1)
+    answer = client.completions.create(**request, logprobs=1)
     texts, logprobs, offsets = ["", ""], [[], []], [[], []]  # type: ignore[var-annotated]
-    for chunk in client.completions.create(**asked, logprobs=1, stream=True):
+    for chunk in client.completions.create(**request, logprobs=1, stream=True):
         (choice,) = chunk.choices
         texts[choice.index] += choice.text
         if choice.logprobs is not None:
             logprobs[choice.index] += choice.logprobs.token_logprobs or []
             offsets[choice.index] += choice.logprobs.text_offset or []
-    for row, choice in enumerate(whole.choices):
+    for row, choice in enumerate(answer.choices):
         assert choice.logprobs is not None
         assert texts[row] == choice.text
         assert logprobs[row][1:] == pytest.approx((choice.logprobs.token_logprobs or [])[1:], abs=1e-6)
@@ -185,7 +185,7 @@ def test_a_stream_with_echo_and_logprobs_is_the_whole_in_parts(client: openai.Op
 
 
 def test_models(client: openai.OpenAI, server: Server) -> None:
-    assert [one.id for one in client.models.list()] == ["writing"]
+    assert [item.id for item in client.models.list()] == ["writing"]
     assert client.models.retrieve("writing").id == "writing"
     assert post(server, {"prompt": "x", "max_tokens": 1}).json()["model"] == "writing"
     for refused in (
@@ -194,9 +194,9 @@ def test_models(client: openai.OpenAI, server: Server) -> None:
     ):
         with pytest.raises(
             openai.NotFoundError, match="model 'gpt-4': not served here; this server has 'writing'"
-        ) as one:
+        ) as item:
             refused()
-        assert (one.value.code, one.value.param, one.value.type) == (
+        assert (item.value.code, item.value.param, item.value.type) == (
             "model_not_found",
             "model",
             "invalid_request_error",
@@ -227,7 +227,7 @@ def test_a_full_queue_answers_429_with_a_time(written: Path) -> None:
             client.completions.create(model="writing", prompt=["a", "b"])
         assert (refused.value.code, refused.value.type) == ("queue_full", "rate_limit_error")
         assert int(refused.value.response.headers["retry-after"]) >= 1
-        # A client that tries again by itself gets its text.
+        # A client that retries gets its text.
         patient = client.with_options(max_retries=3)
         assert patient.completions.create(model="writing", prompt="a").choices[0].finish_reason == "length"
 
@@ -273,17 +273,17 @@ def test_a_client_that_leaves_frees_its_row(server: Server, stream: bool, queued
 
 def test_eight_async_clients_get_their_own_texts(server: Server, other: Generator) -> None:
     prompts = [f"def f{number}(" for number in range(8)]
-    expected = [one.text for one in other.generate(prompts, 12)]
+    expected = [item.text for item in other.generate(prompts, 12)]
 
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             found = await asyncio.gather(
                 *(
-                    client.completions.create(model="writing", prompt=one, max_tokens=12, temperature=0)
-                    for one in prompts
+                    client.completions.create(model="writing", prompt=item, max_tokens=12, temperature=0)
+                    for item in prompts
                 )
             )
-        return [one.choices[0].text for one in found]
+        return [item.choices[0].text for item in found]
 
     assert asyncio.run(ask()) == expected
 
@@ -294,7 +294,7 @@ def test_a_step_that_fails_in_a_stream_is_told_in_it(written: Path, monkeypatch:
         wrote = metrics.wrote
 
         def spoil(text: Text, since_s: float | None) -> None:
-            """After the third token the caches hold NaN."""
+            """Fills the caches with NaN after the third token."""
             wrote(text, since_s)
             if len(text.completion.ids) == 3:
                 for decoder in writing.generator._decoders.values():

@@ -1,4 +1,4 @@
-"""What is refused of a request: neutral values of fields that are not supported pass, and nothing that would matter."""
+"""Requests: neutral values of unsupported fields pass, and values that would have an effect are refused."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_other_values_of_unsupported_fields_are_refused(name: str, kind: Any, bo
         ({"nonsense": 1}, "nonsense: no such field is known here; leave it out"),
         ({"model": 3}, "model: Input should be a valid string"),
     ],
-    ids=lambda one: json.dumps(one)[:40],
+    ids=lambda value: json.dumps(value)[:40],
 )
 def test_fields_out_of_range(server: Server, change: dict[str, Any], message: str) -> None:
     answer = ask(server, {**TEXT, **change})
@@ -115,7 +115,7 @@ def test_fields_out_of_range(server: Server, change: dict[str, Any], message: st
         ({"max_tokens": 0}, "max_tokens: expected at least 1"),
         ({"max_completion_tokens": 0}, "max_tokens: expected at least 1"),
     ],
-    ids=lambda one: json.dumps(one)[:40],
+    ids=lambda value: json.dumps(value)[:40],
 )
 def test_fields_of_conversations_out_of_range(server: Server, change: dict[str, Any], message: str) -> None:
     answer = ask(server, {**CHAT, **change}, "/v1/chat/completions")
@@ -140,4 +140,4 @@ def test_what_is_no_json_object(server: Server, body: bytes) -> None:
 def test_content_of_messages_in_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     found = ChatRequest.model_validate({"messages": [{"role": "developer", "content": parts, "name": "x"}]})
-    assert [(one.role, one.content) for one in found.messages] == [("system", "ab")]
+    assert [(message.role, message.content) for message in found.messages] == [("system", "ab")]

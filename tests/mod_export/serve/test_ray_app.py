@@ -38,7 +38,7 @@ ROWS, QUEUE = 3, 2
 
 @pytest.fixture(scope="module")
 def on_ray() -> Iterator[OnRay]:
-    # Functions of this file run in replicas, which cannot import it.
+    # Replicas run functions of this file but cannot import it.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     with ray_serve() as found:
         yield found
@@ -46,7 +46,7 @@ def on_ray() -> Iterator[OnRay]:
 
 @pytest.fixture(scope="module")
 def running(on_ray: OnRay, written: Path) -> Iterator[Application]:
-    """One replica."""
+    """An application with one replica."""
     with on_ray.application(folder=written, name=NAME, rows=ROWS, max_queue=QUEUE) as found:
         yield found
 
@@ -57,7 +57,7 @@ def test_texts_are_those_of_generate_and_come_piece_by_piece(running: Applicatio
     found = running.complete(30, model=NAME)
     assert (found.choices[0].text, found.choices[0].finish_reason) == (expected.text, expected.finish)
     assert found.usage.completion_tokens == len(expected.ids)
-    # One token after the other is sent, and each when it is there.
+    # Tokens are sent one by one, each as soon as it is written.
     (replica,) = running.replicas()
     options = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0, "logprobs": 0, "extra_body": {"ignore_eos": True}}
     came, text = [], ""
@@ -100,7 +100,7 @@ def test_a_client_that_leaves_frees_its_rows(running: Application, stream: bool)
 
 @pytest.mark.slow
 def test_what_is_too_much_is_refused_by_the_application(running: Application) -> None:
-    """Also when more come than Ray lets through to a replica at once."""
+    """This also holds if more requests come than Ray lets through to a replica at once."""
     (replica,) = running.replicas()
     requests = ROWS + 2 * QUEUE + 1 + BESIDE_TEXTS + 20
     body = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True}
@@ -108,7 +108,7 @@ def test_what_is_too_much_is_refused_by_the_application(running: Application) ->
         until(lambda: running.metric("busy_rows") == 1)
         with asking(lambda: running.post(body), requests) as answers:
             until(lambda: running.metric("queue_depth") == QUEUE and len(answers) == requests - ROWS + 1 - QUEUE)
-            # Other addresses answer meanwhile.
+            # Meanwhile other addresses answer.
             assert running.get("/v2/health/ready")[0] == 200
             assert running.metric("busy_rows") == ROWS
     assert Counter(status for status, _, _ in answers) == {200: ROWS - 1 + QUEUE, 429: requests - ROWS + 1 - QUEUE}
@@ -124,7 +124,7 @@ def test_a_replica_that_ends_is_replaced(running: Application) -> None:
     (replica,) = running.replicas()
     before = running.complete(8, model=NAME).choices[0].text
     ray.kill(replica)
-    # Ray answers what was on its way with an error; a client tries again, as those of OpenAI do by themselves.
+    # Ray answers requests in progress with an error; clients try again, as OpenAI's do by themselves.
     until(lambda: running.post({"prompt": PROMPT})[0] == 200)
     assert running.complete(8, model=NAME).choices[0].text == before
 
@@ -150,7 +150,7 @@ def test_load_starts_a_second_replica(on_ray: OnRay, written: Path) -> None:
         with asking(lambda: found.post(body), 8) as answers, slow(replica, step_s=10):
             until(lambda: found.running() == 2)
         assert [status for status, _, _ in answers] == [200] * 8
-        # Both answer.
+        # Both replicas answer.
         until(lambda: len(found.replicas()) == 2)
         with asking(lambda: found.post(body), 20) as answers:
             pass
@@ -162,16 +162,16 @@ def test_load_starts_a_second_replica(on_ray: OnRay, written: Path) -> None:
 def test_a_replica_on_each_of_two_nodes(on_ray: OnRay, written: Path) -> None:
     node = on_ray.cluster.add_node(num_cpus=2)
     try:
-        # Neither node has the CPUs for both.
+        # Neither node has enough CPUs for both replicas.
         with on_ray.application(folder=written, replicas=2, threads=2, rows=1, max_queue=32) as found:
             replicas = found.replicas()
-            nodes = {inside(one, lambda _: ray.get_runtime_context().get_node_id()) for one in replicas}
-            assert nodes == {one["NodeID"] for one in ray.nodes() if one["Alive"]}
+            nodes = {inside(item, lambda _: ray.get_runtime_context().get_node_id()) for item in replicas}
+            assert nodes == {item["NodeID"] for item in ray.nodes() if item["Alive"]}
             with asking(lambda: found.post({"prompt": PROMPT, "max_tokens": 20, "temperature": 0}), 20) as answers:
                 pass
             assert Counter(status for status, _, _ in answers) == {200: 20}
             assert len({json.loads(text)["choices"][0]["text"] for _, text, _ in answers}) == 1
-            assert all(inside(one, _texts) for one in replicas)
+            assert all(inside(item, _texts) for item in replicas)
     finally:
         on_ray.cluster.remove_node(node)
 
@@ -200,10 +200,10 @@ def test_several_folders(on_ray: OnRay, written: Path, built: Path, tmp_path: Pa
         def opened() -> list[str]:
             return list(inside(replica, lambda own: [one.service.name for one in own.open_folders if not one.closed]))
 
-        # The first where none is named.
+        # Without a name, the first folder answers.
         assert [ask(name, **key)[1]["model"] for name in ("", "a", "b")] == ["a", "a", "b"]
         assert opened() == ["a", "b"]
-        # What the body says has to agree.
+        # A name in the body must agree.
         assert ask("b", "b", **key)[0] == 200
         status, answer = ask("b", "a", **key)
         assert (status, answer["error"]["message"]) == (404, "model 'a': not served here; this server has 'b'")
@@ -212,12 +212,12 @@ def test_several_folders(on_ray: OnRay, written: Path, built: Path, tmp_path: Pa
         assert (
             answer["error"]["message"] == "model 'd': not served here; this server has 'a', 'b', 'c', 'lost', 'scores'"
         )
-        # Whoever has no key has nothing opened.
+        # Without a key, a client opens no folder.
         assert ask("c")[0] == 401
         assert found.get("/v2/health/live", {"serve-multiplexed-model-id": "c"})[0] == 401
         assert found.get("/v2/health/live")[0] == 200
         assert opened() == ["a", "b"]
-        # A folder that is closed for another one first ends its texts.
+        # Before a folder is closed for another one, its texts end.
         with slow(replica, folder=1):
             with asking(lambda: ask("b", **key)) as slower:
                 until(lambda: inside(replica, lambda own: own.open_folders[1].service.writing.scheduler.busy) == 2)
@@ -225,11 +225,11 @@ def test_several_folders(on_ray: OnRay, written: Path, built: Path, tmp_path: Pa
             ((status, answer),) = slower
             assert (status, answer["model"]) == (200, "b")
             assert opened() == ["a", "c"]
-        # One that cannot be opened is no fault of the client.
+        # If a folder cannot be opened, it is not the client's fault.
         (tmp_path / "root/lost").unlink()
         status, answer = ask("lost", **key)
         assert (status, answer["error"]["message"]) == (500, "model 'lost': cannot be opened; the log says why")
-        # Of whole rows: the text folders have no such address.
+        # This address exists for folders of whole rows; text folders do not have it.
         status, text = found.get("/v2/models/scores", {**key, "serve-multiplexed-model-id": "scores"})
         assert (status, json.loads(text)["platform"]) == (200, "mod_export_ort-cpu")
         assert opened() == ["a", "scores"]
@@ -237,8 +237,8 @@ def test_several_folders(on_ray: OnRay, written: Path, built: Path, tmp_path: Pa
 
 @pytest.mark.slow
 def test_the_command_of_ray(on_ray: OnRay, written: Path) -> None:
-    """As it is typed, with a folder that is named from here."""
-    ran = subprocess.run(
+    """Runs the command as typed, with a relative folder."""
+    process = subprocess.run(
         [
             Path(sys.executable).with_name("serve"), "run", "--address", on_ray.cluster.address, "--non-blocking",
             "--name", "typed", "--route-prefix", "/typed", "mod_export.serve.ray_app:app", f"folder={written.name}",
@@ -246,16 +246,13 @@ def test_the_command_of_ray(on_ray: OnRay, written: Path) -> None:
         ],
         cwd=written.parent, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
+    assert process.returncode == 0, process.stderr
     try:
         found = Application("typed", f"http://127.0.0.1:{on_ray.port}/typed")
         until(lambda: found.get("/v2/health/ready")[0] == 200)
-        assert [one["id"] for one in json.loads(found.get("/v1/models")[1])["data"]] == ["tiny"]
+        assert [model["id"] for model in json.loads(found.get("/v1/models")[1])["data"]] == ["tiny"]
         assert found.get("/v1/models", {"Host": "a.example"})[0] == 200
         assert found.get("/v1/models", {"Host": "b.example"})[0] == 403
         assert found.complete(8, model="tiny").choices[0].text
     finally:
         serve.delete("typed")
-
-
-# Without Ray.

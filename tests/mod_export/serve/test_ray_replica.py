@@ -1,4 +1,4 @@
-"""What is said to Ray, and one replica without a cluster."""
+"""The options given to Ray, and one replica without a cluster."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PROMPT = [7, 3, 200, 41, 5]
 
 
 def test_arguments_become_a_deployment(written: Path, built: Path, tmp_path: Path) -> None:
-    given = {"folder": str(written), "rows": "8", "max_queue": "16", "threads": "2", "gpus": "0.5", "drain_s": "7"}
+    arguments = {"folder": str(written), "rows": "8", "max_queue": "16", "threads": "2", "gpus": "0.5", "drain_s": "7"}
     args = Arguments.model_validate(
-        {**given, "name": "tiny", "max_wait_s": "4", "target": "ort-cpu", "dtype": "float32"}
+        {**arguments, "name": "tiny", "max_wait_s": "4", "target": "ort-cpu", "dtype": "float32"}
     )
     assert args.options == ServiceOptions(
         name="tiny", rows=8, max_queue=16, max_wait_s=4, target="ort-cpu", dtype="float32", threads=2
@@ -44,13 +44,13 @@ def test_arguments_become_a_deployment(written: Path, built: Path, tmp_path: Pat
     assert deployment.ray_actor_options == {"num_cpus": 2, "num_gpus": 0.5}
     assert deployment._deployment_config.graceful_shutdown_timeout_s == 7
     assert (deployment.num_replicas, deployment._deployment_config.autoscaling_config) == (1, None)
-    # Rows are looked up where they are not given.
+    # Rows are looked up if they are not given.
     deployment = app(Arguments(folder=written, max_queue=0, replicas=2, max_replicas=4))._bound_deployment
     assert deployment.max_ongoing_requests == 3 + 1 + BESIDE_TEXTS
     assert deployment.max_queued_requests == 4 * (3 + 1 + BESIDE_TEXTS)
     scaling = deployment._deployment_config.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (2, 4, 3)
-    # Of several folders, so many may be open at once.
+    # This many of several folders may be open at once.
     folders = {"a": written, "b": built, "c": built}
     deployment = app(Arguments(folders=folders, max_queue=0, open_folders=1))._bound_deployment
     assert deployment.max_ongoing_requests == 2 * (3 + 1) + BESIDE_TEXTS
@@ -80,7 +80,7 @@ def test_a_replica_by_itself(written: Path, tmp_path: Path) -> None:
             assert await asked(found, "/v2/health/ready") == (200, {"ready": True})
             assert (await asked(found, "/v1/models"))[0] == 401
             status, models = await asked(found, "/v1/models", authorization="Bearer one key")
-            assert (status, [one["id"] for one in models["data"]]) == (200, ["a"])
+            assert (status, [model["id"] for model in models["data"]]) == (200, ["a"])
             replica.check_health()
             (folder,) = replica.open_folders
             assert isinstance(folder.service.writing, Writing)
@@ -95,7 +95,7 @@ def test_a_replica_by_itself(written: Path, tmp_path: Path) -> None:
 
 
 async def asked(app: ASGIApp, path: str, **headers: str) -> tuple[int, Any]:
-    """Status and JSON of a request that comes without a server."""
+    """Status and JSON of a request to the application, without a server."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The scheduler's thread: which text begins when, what it is refused, and how it ends."""
+"""The scheduler's thread: when each text begins, why one is refused, and how it ends."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def generator(written: Path) -> Iterator[Generator]:
 
 @pytest.fixture
 def scheduler(generator: Generator) -> Iterator[Scheduler]:
-    """Of one engine, so that texts are the same to the last bit."""
+    """A scheduler with one engine, so that texts agree to the last bit."""
     with Scheduler(generator, ROWS) as found:
         yield found
 
 
 def alone(scheduler: Scheduler, generator: Generator, prompt: list[int], tokens: int, **options: Any) -> list[int]:
-    """What a text is where no other one is written."""
+    """Ids of a text that is written alone."""
     return submitted(scheduler, generator, [prompt], tokens, **options).completions()[0].ids
 
 
@@ -51,10 +51,10 @@ def test_texts_are_those_of_the_generator(scheduler: Scheduler, written: Path, g
     found = submitted(scheduler, generator, prompts, 20).completions()
     with load_generator(written) as other:
         expected = other.generate(prompts, 20)
-    for row, one in enumerate(expected):
+    for row, text in enumerate(expected):
         done = found[row]
-        assert (done.ids, done.text, done.finish, done.read) == (one.ids, one.text, one.finish, one.read)
-        assert (done.ran, done.overflow) == (one.ran, one.overflow)
+        assert (done.ids, done.text, done.finish, done.read) == (text.ids, text.text, text.finish, text.read)
+        assert (done.ran, done.overflow) == (text.ran, text.overflow)
 
 
 def test_a_seed_gives_the_same_text_alone_and_beside_seven_others(scheduler: Scheduler, generator: Generator) -> None:
@@ -71,15 +71,15 @@ def test_a_seed_gives_the_same_text_alone_and_beside_seven_others(scheduler: Sch
 
 def test_every_request_has_its_own_settings(scheduler: Scheduler, generator: Generator) -> None:
     (prompt,) = prompts_of_lengths([5], seed=2)
-    whole = submitted(scheduler, generator, [prompt], 30).completions()[0]
-    end = len(whole.text) // 2
-    stop = whole.text[end - 2 : end + 1]
-    requests: list[dict[str, Any]] = [{"stop": [stop]}, {"stop": [whole.ids[7]]}, {**SAMPLED, "seed": 3}, {}]
-    found = [submitted(scheduler, generator, [prompt], 30, **one) for one in requests]
-    by_string, by_id, sampled, greedy = (one.completions()[0] for one in found)
-    assert (by_string.text, by_string.finish) == (whole.text[: whole.text.index(stop)], "stop")
-    assert by_id.ids == whole.ids[: whole.ids.index(whole.ids[7])]
-    assert sampled.ids != greedy.ids == whole.ids
+    reference = submitted(scheduler, generator, [prompt], 30).completions()[0]
+    end = len(reference.text) // 2
+    stop = reference.text[end - 2 : end + 1]
+    requests: list[dict[str, Any]] = [{"stop": [stop]}, {"stop": [reference.ids[7]]}, {**SAMPLED, "seed": 3}, {}]
+    found = [submitted(scheduler, generator, [prompt], 30, **item) for item in requests]
+    by_string, by_id, sampled, greedy = (item.completions()[0] for item in found)
+    assert (by_string.text, by_string.finish) == (reference.text[: reference.text.index(stop)], "stop")
+    assert by_id.ids == reference.ids[: reference.ids.index(reference.ids[7])]
+    assert sampled.ids != greedy.ids == reference.ids
 
 
 def test_a_late_short_text_ends_before_an_early_long_one(scheduler: Scheduler, generator: Generator) -> None:
@@ -98,12 +98,12 @@ def test_a_late_short_text_ends_before_an_early_long_one(scheduler: Scheduler, g
     with held(scheduler, generator, [[1]], 2):
         scheduler.submit(generator.texts([early], 40), ending("early and long", done[0]))
         scheduler.submit(generator.texts([late], 3), ending("late and short", done[1]))
-    assert all(one.wait(PATIENCE_S) for one in done)
+    assert all(text.wait(PATIENCE_S) for text in done)
     assert ends == ["late and short", "early and long"]
 
 
 def test_requests_take_turns(scheduler: Scheduler, generator: Generator) -> None:
-    """One with many texts does not make one that came after it wait for all of them."""
+    """A request with many texts does not make a later one wait for all of them."""
     began: list[str] = []
 
     class Began:
@@ -118,20 +118,20 @@ def test_requests_take_turns(scheduler: Scheduler, generator: Generator) -> None
     scheduler._observer = Began()
     with held(scheduler, generator, [[1]], 2):
         many = submitted(scheduler, generator, [[2]] * 5, 6)
-        one = submitted(scheduler, generator, [[3]], 6)
+        single = submitted(scheduler, generator, [[3]], 6)
         two = submitted(scheduler, generator, [[4]] * 2, 6)
-    for events in (many, one, two):
+    for events in (many, single, two):
         events.completions()
     assert began == ["first", "many", "one", "two", "many", "two", "many", "many", "many"]
 
 
 def test_texts_that_are_written_wait_for_one_prompt_at_a_time(scheduler: Scheduler, generator: Generator) -> None:
-    """Between the first tokens of two prompts that came at once, the running text has a token of its own."""
+    """Between the first tokens of two prompts that came at once, the running text gets a token."""
     order: list[int] = []
     with held(scheduler, generator, [[1, 2, 3]], 30) as running:
-        told = running.tell
+        original_tell = running.tell
         others = [submitted(scheduler, generator, [prompt], 5) for prompt in prompts_of_lengths([16, 16])]
-        running.tell = lambda event: (order.append(0), told(event))[1]  # type: ignore[method-assign]
+        running.tell = lambda event: (order.append(0), original_tell(event))[1]  # type: ignore[method-assign]
         assert running.job is not None
         running.job.tell = running.tell
         for number, events in enumerate(others, 1):
@@ -156,7 +156,7 @@ def test_the_queue_is_bounded(generator: Generator) -> None:
             assert (scheduler.busy, scheduler.waiting) == (
                 1,
                 4,
-            )  # Two of them have a row as soon as the thread goes on.
+            )  # Two of them get a row when the thread goes on.
             message = (
                 "1 texts are being written, 4 wait for a row and at most 2 may, so there is no room for 1 more; try"
             )
@@ -196,8 +196,8 @@ def test_cancelled_in_a_row_and_in_the_queue(scheduler: Scheduler, generator: Ge
             assert events.job is not None
             events.job.cancel()
             events.job.cancel()
-    assert [one.finish for one in waiting.completions().values()] == ["cancelled"] * 2
-    assert {one.finish for one in running.completions().values()} == {"cancelled"}
+    assert [completion.finish for completion in waiting.completions().values()] == ["cancelled"] * 2
+    assert {completion.finish for completion in running.completions().values()} == {"cancelled"}
     assert scheduler.drain(PATIENCE_S)
     assert (scheduler.busy, scheduler.waiting) == (0, 0)
 
@@ -210,7 +210,7 @@ def test_draining_finishes_what_has_come_and_takes_nothing_more(generator: Gener
                 with pytest.raises(ClosingError, match="this server is shutting down and takes no more requests"):
                     refused()
         assert scheduler.drain(PATIENCE_S)
-        assert [one.finish for one in events.completions().values()] == ["length"] * 5
+        assert [completion.finish for completion in events.completions().values()] == ["length"] * 5
 
 
 def test_what_is_not_done_fails_when_it_is_closed(generator: Generator) -> None:
@@ -222,7 +222,7 @@ def test_what_is_not_done_fails_when_it_is_closed(generator: Generator) -> None:
         assert isinstance(error, ClosingError)
         assert str(error) == "this server shut down before the request was done"
         assert events.found.empty()
-    # Its rows are free for somebody else.
+    # Its rows are free for other texts.
     assert generator.generate([[1]], 2)[0].ids
 
 
@@ -306,7 +306,7 @@ def test_the_fewest_rows_that_are_enough(generator: Generator, rows: int | None,
 
 
 def test_a_text_moves_to_the_engine_of_more_rows_when_others_come(generator: Generator, written: Path) -> None:
-    """Alone it is written by the engine for one text; its cache, counts and the rest of its prompt go along."""
+    """A single text is written by the engine for one text; its cache, counts and remaining prompt move with it."""
     prompts = prompts_of_lengths([20, 5, 9], seed=4)
     with load_generator(written) as other:
         expected = [other.generate([prompt], 25)[0] for prompt in prompts]
@@ -322,37 +322,37 @@ def test_a_text_moves_to_the_engine_of_more_rows_when_others_come(generator: Gen
             patch.setattr(Decoder, "step", step)
             with held(scheduler, generator, [prompts[0]], 25) as first:
                 others = [submitted(scheduler, generator, [prompt], 25) for prompt in prompts[1:]]
-            found = [one.completions()[0] for one in (first, *others)]
+            found = [item.completions()[0] for item in (first, *others)]
             again = submitted(scheduler, generator, [prompts[1]], 25).completions()[0]
-    for done, one in zip([*found, again], [*expected, expected[1]], strict=True):
-        assert (done.ids, done.ran, done.overflow, done.read) == (one.ids, one.ran, one.overflow, one.read)
-    # One row for the first alone, three while others are there, and one again when all had ended.
+    for done, item in zip([*found, again], [*expected, expected[1]], strict=True):
+        assert (done.ids, done.ran, done.overflow, done.read) == (item.ids, item.ran, item.overflow, item.read)
+    # One row for the first text alone, three while others are there, and one after all have ended.
     assert [batch for batch, _ in itertools.groupby(steps)] == [1, 3, 1]
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_comes_every_text_ends_once(generator: Generator, seed: int) -> None:
-    """Random requests, some of them cancelled, from several threads: nothing is lost, and what is whole is right."""
+    """Random requests from several threads, some of them cancelled: none is lost, and complete texts are correct."""
     rng = random.Random(seed)
-    known = {n: prompts_of_lengths([n], seed=n)[0] for n in range(1, 12)}
+    prompts = {n: prompts_of_lengths([n], seed=n)[0] for n in range(1, 12)}
     with Scheduler(generator, max_queue=1000) as scheduler:
-        expected = {n: alone(scheduler, generator, prompt, 30) for n, prompt in known.items()}
+        expected = {n: alone(scheduler, generator, prompt, 30) for n, prompt in prompts.items()}
         plans = [[(rng.randrange(1, 12), rng.randrange(1, 31), rng.choice((0, 0, 0.001, 0.01)), rng.randrange(1, 4))
                   for _ in range(12)] for _ in range(4)]  # fmt: skip
         problems: list[object] = []
 
         def client(plan: list[tuple[int, int, float, int]]) -> None:
             for n, tokens, cancelled_after, texts in plan:
-                events = submitted(scheduler, generator, [known[n]] * texts, tokens)
+                events = submitted(scheduler, generator, [prompts[n]] * texts, tokens)
                 if cancelled_after:
                     time.sleep(cancelled_after)
                     assert events.job is not None
                     events.job.cancel()
-                for one in events.completions().values():
-                    right = expected[n][: len(one.ids)] == one.ids
-                    whole = one.finish == "length" and len(one.ids) == tokens
-                    if not right or not (whole or (one.finish == "cancelled" and cancelled_after)):
-                        problems.append((n, tokens, one))
+                for completion in events.completions().values():
+                    right = expected[n][: len(completion.ids)] == completion.ids
+                    finished = completion.finish == "length" and len(completion.ids) == tokens
+                    if not right or not (finished or (completion.finish == "cancelled" and cancelled_after)):
+                        problems.append((n, tokens, completion))
                 assert events.found.empty()
 
         threads = [threading.Thread(target=client, args=(plan,)) for plan in plans]

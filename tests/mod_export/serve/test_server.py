@@ -1,4 +1,4 @@
-"""The command in a process of its own: where it listens, how it ends, and what it refuses to start with."""
+"""The command in its own process: where it listens, how it ends, and when it refuses to start."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def slow(self, *arguments):
     return step(self, *arguments)
 Decoder.step = slow
 """
-"""Makes a text of the tiny model last long enough for a signal to come in the middle of it."""
+"""Slows the tiny model down, so that a signal comes in the middle of a text."""
 LONG = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
 @contextlib.contextmanager
 def command(folder: Path, *options: object, code: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`mod-export serve` and where it listens."""
+    """Runs `mod-export serve`; yields the process and its address."""
     script = f"{code}\nfrom mod_export.cli import main\nmain()"
     listed = [sys.executable, "-c", script, "serve", str(folder), "--port", "0", *map(str, options)]
     process = subprocess.Popen(listed, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    said = ""
+    output = ""
     for line in process.stderr:
-        said += line
+        output += line
         if found := re.search(r"http://\S+:\d+", line):
             break
-    assert found, said
+    assert found, output
     try:
         yield process, found[0]
     finally:
@@ -57,7 +57,7 @@ def command(folder: Path, *options: object, code: str = "") -> Iterator[tuple[su
 
 
 def texts_of(url: str, count: int, found: list[httpx2.Response]) -> list[threading.Thread]:
-    """Clients that each ask for a long text."""
+    """Starts clients that each ask for a long text."""
 
     def ask() -> None:
         found.append(httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S))
@@ -81,7 +81,7 @@ def texts_of(url: str, count: int, found: list[httpx2.Response]) -> list[threadi
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_texts_finish(written: Path, number: signal.Signals) -> None:
-    """Those in rows and those that wait; meanwhile new ones are refused, and it says that it is not ready."""
+    """Texts in rows and waiting ones finish; meanwhile new ones are refused, and the server is not ready."""
     with command(written, code=SLOW_STEPS.format(seconds=0.02)) as (process, url):
         found: list[httpx2.Response] = []
         threads = texts_of(url, 5, found)
@@ -97,8 +97,8 @@ def test_a_signal_lets_texts_finish(written: Path, number: signal.Signals) -> No
         for thread in threads:
             thread.join(PATIENCE_S)
         assert process.wait(PATIENCE_S) == 0
-        assert [one.status_code for one in found] == [200] * 5
-        assert all(one.json()["choices"][0]["finish_reason"] == "length" for one in found)
+        assert [answer.status_code for answer in found] == [200] * 5
+        assert all(answer.json()["choices"][0]["finish_reason"] == "length" for answer in found)
 
 
 def test_a_second_signal_ends_it_at_once(written: Path) -> None:
@@ -152,7 +152,7 @@ def test_killed_it_starts_again_on_the_same_port(written: Path) -> None:
 
 
 def test_a_thread_that_has_ended_ends_the_server(written: Path) -> None:
-    """So whoever supervises it starts another one."""
+    """A supervisor can then start another server."""
     broken = "from mod_export.runtime.rows import Rows\ndef step(self): raise ZeroDivisionError\nRows.step = step"
     with command(written, code=broken) as (process, url):
         answer = httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S)
@@ -211,7 +211,7 @@ def test_what_it_does_not_start_with(written: Path, written_copy: Path, tmp_path
 
 
 def test_a_client_that_takes_nothing_is_cut_off(written: Path) -> None:
-    """Its text ends in the server's memory, and the connection by the system."""
+    """The server's memory holds the rest of its text, and the system closes the connection."""
     code = "import mod_export.serve.server as one\none.STALLED_MS = 1500"
     with command(written, code=code) as (process, url):
         slow = socket.socket()

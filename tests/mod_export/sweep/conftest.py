@@ -1,4 +1,4 @@
-"""Cells as a sweep would measure them, with latencies and perplexities that a test chooses."""
+"""Cells as a sweep measures them, with latencies and perplexities chosen by a test."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _cell(
 
 @pytest.fixture
 def cell() -> MakeCell:
-    """A measured cell: k, speed-up, half the width of its interval, length, dense latency, perplexity."""
+    """Makes a measured cell from k, speed-up, half the width of its interval, length, dense latency and perplexity."""
     return _cell
 
 
@@ -70,7 +70,7 @@ def missed() -> CellEntry:
 
 @pytest.fixture
 def report_of() -> Callable[..., SweepReport]:
-    """A sweep of given cells."""
+    """Makes the report of a sweep from cells."""
 
     def make(*cells: CellEntry, name: str = "tiny", notes: tuple[str, ...] = ()) -> SweepReport:
         return SweepReport(
@@ -92,7 +92,7 @@ def report_of() -> Callable[..., SweepReport]:
 
 @pytest.fixture
 def whole(report_of: Callable[..., SweepReport]) -> SweepReport:
-    """Two lengths, three capacities, with a flat step, a break-even and a front."""
+    """A sweep with two lengths, three capacities, a flat step, a break-even and a front."""
     return report_of(
         _cell(8, 1.80, perplexity=9.0), _cell(16, 1.79, perplexity=7.0), _cell(64, 0.95, perplexity=8.0),
         _cell(32, 2.20, seq=512, dense_ms=40.0, perplexity=6.0),

@@ -1,4 +1,4 @@
-"""Jobs for cells of the tiny model, and whether a process is still there."""
+"""Jobs for cells of the tiny model, and a look at their processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 60
 
 
 def job_of(checkpoint: Path, folder: Path, config: Path, **changes: Any) -> CellJob:
-    """One bucket of 1 x 16, capacity 0.25, ONNX Runtime on the CPU."""
+    """A job with one bucket of 1 x 16, capacity 0.25, and ONNX Runtime on the CPU."""
     fields: dict[str, Any] = {
         "name": "one", "checkpoint": checkpoint, "checkpoint_sha256": sha256_of(checkpoint), "capacity": 0.25,
         "batch": 1, "seq": 16, "target": "ort-cpu",
@@ -29,7 +29,7 @@ def job_of(checkpoint: Path, folder: Path, config: Path, **changes: Any) -> Cell
 
 
 def cells_below(process: psutil.Process) -> list[psutil.Process]:
-    """The cells' processes that a process has started."""
+    """Processes of cells that a process has started."""
     found = []
     for child in process.children(recursive=True):
         try:
@@ -41,7 +41,7 @@ def cells_below(process: psutil.Process) -> list[psutil.Process]:
 
 
 def wait_until(holds: Any) -> None:
-    """Fails when it does not come true within a minute."""
+    """Fails if it is not true within a minute."""
     end = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < end

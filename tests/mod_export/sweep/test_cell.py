@@ -110,7 +110,7 @@ def test_a_cell_does_not_outlive_the_sweep(
     process = psutil.Process(parent.pid)
     wait_until(lambda: cells_below(process))
     (cell,) = cells_below(process)
-    # It listens from here on; before, a killed parent leaves it to fail or finish by itself.
+    # From here on it watches its parent; before, it would fail or finish by itself if the parent were killed.
     wait_until(lambda: cell.num_threads() > 1)
     parent.send_signal(ending)
     parent.wait(PATIENCE_S)
@@ -139,6 +139,6 @@ def test_a_trained_model_knows_more_than_an_untrained_one(model: Model, tiny_spe
     assert untrained is not None
     assert trained.perplexity < 6 < 200 < untrained.perplexity
     assert trained.dense_perplexity != trained.perplexity
-    # No text of its vocabulary, no perplexity.
+    # There is no text in its vocabulary, so it has no perplexity.
     save_checkpoint(tmp_path / "m.pt", random_checkpoint(dataclasses.replace(tiny_spec, vocab_size=100), 0))
     assert quality_of(model_from_checkpoint(tmp_path / "m.pt"), 64, seed=0) is None

@@ -1,4 +1,4 @@
-"""Cells on a Ray cluster: a real one, started here, and what a node does that shares nothing with the sweep."""
+"""Cells on a real Ray cluster that is started here, and on a node that shares nothing with the sweep."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from mod_models.checkpoint import load_checkpoint, save_checkpoint
 
 ON_RAY = "import warnings; warnings.simplefilter('ignore')"
 RAY = {
-    # Ray's sockets have paths of their own below this, and 107 characters is all that a socket's path may have.
+    # Ray's sockets lie in folders below this one, and a socket's path has at most 107 characters.
     "RAY_TMPDIR": "/tmp",
-    # Workers run at a niceness of 15 otherwise, and beside other tests they get next to nothing.
+    # By default workers run at a niceness of 15, and get almost no CPU time beside other tests.
     "RAY_worker_niceness": "0",
 }
 
 
 @pytest.mark.slow
 def test_a_sweep_on_a_local_cluster(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
-    """In a process of its own, which Ray may fill with threads and warnings."""
+    """It runs in its own process, because Ray starts threads and emits warnings."""
     pytest.importorskip("ray")
     folder = tmp_path / "out"
     found = command(

@@ -1,4 +1,4 @@
-"""Break-even, the stair and the front, on latencies chosen so that the answer is known."""
+"""Break-even, the stair and the front, on chosen latencies with a known answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mod_export.sweep.schema import CellEntry
     ("speedups", "k"),
     [
         ({64: 0.9, 8: 2.0, 16: 1.5, 32: 1.01}, 16),
-        # A larger capacity that happens to be faster does not vouch for the smaller one that is not.
+        # A larger capacity that happens to be faster says nothing about a smaller one that is not.
         ({8: 1.2, 16: 0.99, 32: 1.2}, 8),
         ({8: 0.9, 16: 1.5}, None),
     ],
@@ -30,9 +30,9 @@ from mod_export.sweep.schema import CellEntry
 def test_break_even_is_the_last_capacity_of_a_run_of_faster_ones(
     cell: Any, speedups: dict[int, float], k: int | None
 ) -> None:
-    (found,) = break_even_capacity(points_of([cell(*one) for one in speedups.items()]))
+    (found,) = break_even_capacity(points_of([cell(*item) for item in speedups.items()]))
     assert (found.largest_k, found.largest_capacity) == (k, k and k / 128)
-    assert found.tried == tuple(one / 128 for one in sorted(speedups))
+    assert found.tried == tuple(item / 128 for item in sorted(speedups))
 
 
 def test_break_even_length_is_the_first_from_which_all_are_faster(cell: Any) -> None:
@@ -48,7 +48,7 @@ def test_break_even_length_is_the_first_from_which_all_are_faster(cell: Any) -> 
 def test_targets_batches_and_machines_are_kept_apart(cell: Any) -> None:
     cells = [cell(8, 2.0), cell(16, 0.5, target="inductor"), cell(32, 0.5, batch=2), cell(64, 0.5, machine="other")]
     found = break_even_capacity(points_of(cells))
-    assert [(one.target, one.batch, one.machine, one.largest_k) for one in found] == [
+    assert [(stair.target, stair.batch, stair.machine, stair.largest_k) for stair in found] == [
         ("inductor", 1, "a CPU, 2 cores", None),
         ("ort-cpu", 1, "a CPU, 2 cores", 8),
         ("ort-cpu", 2, "a CPU, 2 cores", None),
@@ -68,14 +68,14 @@ def test_a_step_is_what_costs_the_same(cell: Any) -> None:
 
 
 def test_a_slow_slope_is_no_flat_step(cell: Any) -> None:
-    """Each k costs what its neighbour does within its interval, and the last is far from the first."""
+    """Within its interval each k costs as much as its neighbour, but the last is far from the first."""
     cells = [cell(8 + i, 2.0 - 0.03 * i, width=0.02) for i in range(7)]
     (stair,) = stairs(points_of(cells))
     assert [step.k for step in stair.steps] == [(8, 9), (10, 11), (12, 13), (14,)]
 
 
 def test_the_drift_of_the_machine_is_taken_out(cell: Any) -> None:
-    """The second cell ran while everything took twice as long; its ratio says what k costs."""
+    """The second cell ran while everything took twice as long; only its ratio shows the cost of k."""
     (stair,) = stairs(points_of([cell(8, 2.0, dense_ms=10.0), cell(16, 2.0, dense_ms=20.0)]))
     assert [step.k for step in stair.steps] == [(8, 16)]
     assert stair.drift == pytest.approx(1.0)
@@ -84,7 +84,7 @@ def test_the_drift_of_the_machine_is_taken_out(cell: Any) -> None:
 
 
 def test_an_imprecise_cell_says_nothing_about_others(cell: Any) -> None:
-    """Its interval overlaps with everything, so every k would cost the same as it does."""
+    """Its interval overlaps with all others, so every k would seem to cost the same."""
     wide = cell(16, 2.3, width=0.7, perplexity=1.0, name="wide")
     cells = [cell(8, 2.0, perplexity=3.0), wide, cell(32, 1.0, perplexity=2.0)]
     found = findings_of(cells)
@@ -117,8 +117,8 @@ def test_what_failed_or_is_wrong_counts_for_nothing_and_is_named(
     cell: Any, failed: CellEntry, missed: CellEntry
 ) -> None:
     found = findings_of([cell(8, 0.9), missed, failed], ["first"])
-    (one,) = found.break_even_capacity
-    assert one.tried == (0.0625,)
+    (break_even,) = found.break_even_capacity
+    assert break_even.tried == (0.0625,)
     assert found.notes == (
         "first",
         "left out, because they could not be built: c0.125-b2s128-ort-cpu",

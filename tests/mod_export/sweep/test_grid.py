@@ -36,7 +36,7 @@ def test_defaults_are_the_models_and_the_configurations(model: Model, config: Bu
     )
     crossed = cells_of(model, config, Axes(batches=("4",)), here=True)
     assert [cell.bucket for cell in crossed] == [Bucket(4, 32), Bucket(4, 64)]
-    # Without a target the first that runs here.
+    # Without targets, the first that runs here is taken.
     found = cells_of(model, config.model_copy(update={"targets": ()}), Axes(), here=True)
     assert {cell.target for cell in found} == {"ort-cpu"}
 

@@ -1,4 +1,4 @@
-"""sweep.html: its charts, what it says, and that a browser has nothing to complain about."""
+"""sweep.html: its charts, its text, and no complaints from a browser."""
 
 from __future__ import annotations
 

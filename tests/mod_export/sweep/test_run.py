@@ -1,4 +1,4 @@
-"""Whole sweeps of the tiny model: resumed, with failures, and what the command line makes of them."""
+"""Whole sweeps of the tiny model, with failures and resumed, and the output of the command."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     axes = Axes(capacities=("0.25",), seqs=("16",), batches=("1", "1000000000"))
 
     def run() -> tuple[SweepReport, list[str]]:
-        """The report, and the first two words of every line of progress about a cell."""
+        """Runs the sweep; returns the report, and the first two words of every progress line about a cell."""
         file = io.StringIO()
         progress = SweepProgress(Console(file=file, width=200), 0, "out")
         report = sweep(checkpoint, config_from_toml(fast), folder, axes, None, progress, "mod-export sweep tiny.pt")
         head, *lines = file.getvalue().splitlines()
         return report, [head, *(" ".join(line.split()[1:3]) for line in lines)]
 
-    report, told = run()
-    assert told == ["2 cells, 0 of them finished before", f"1/2 {GOOD}", f"2/2 {HUGE}"]
+    report, progress_lines = run()
+    assert progress_lines == ["2 cells, 0 of them finished before", f"1/2 {GOOD}", f"2/2 {HUGE}"]
     good, huge = report.cells
     assert (good.status, good.passed, good.exit_code) == ("measured", True, 0), good.error
     assert (good.k, good.k_by_layer) == (4, {1: 4, 3: 4})
@@ -53,10 +53,10 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     assert report.model.capacity == 0.125
     assert report.environment["mod_export"]
 
-    # The cell is a build of its own, of the same checkpoint with another capacity.
+    # The cell is a separate build of the same checkpoint at another capacity.
     built = report_from_json((folder / good.folder / "report.json").read_text())
     assert built.model.checkpoint_sha256 == report.model.checkpoint_sha256
-    # A spec is JSON, of any shape as far as types go.
+    # The type of a spec allows any JSON.
     assert built.model.spec["routing"]["capacity"] == 0.25  # type: ignore[index,call-overload]
     assert read_manifest(folder / good.folder)["models"]["mod"]["spec"]["routing"]["capacity"] == 0.25
 
@@ -68,17 +68,17 @@ def test_a_sweep_goes_on_after_a_failure_and_resumes(checkpoint: Path, fast: Pat
     assert config["latency"]["min_speedup"] == 0.0
     assert config["generation"]["build"] == "never"
 
-    resumed, told = run()
-    assert told == ["2 cells, 1 of them finished before", f"2/2 {HUGE}"]
+    resumed, progress_lines = run()
+    assert progress_lines == ["2 cells, 1 of them finished before", f"2/2 {HUGE}"]
     assert resumed.cells[0] == good
 
-    # A cell whose row was lost is done again, and its build folder is what saves the work.
+    # A cell whose row is lost is done again, and reuses its build folder.
     (folder / f"cells/{GOOD}.json").unlink()
     third = invoke("sweep", checkpoint, "-c", fast, "-o", folder, "--capacity", "0.25")
     assert third.exit_code == 0, third.output
     assert f"PASS  1 of 1 cells measured, every gate met: {folder}/sweep.html" in third.output
     (cell,) = SweepReport.model_validate_json((folder / "sweep.json").read_text()).cells
-    assert [(one.dense_ms, one.mod_ms) for one in cell.measured] == [(row.dense_ms, row.mod_ms)]
+    assert [(measurement.dense_ms, measurement.mod_ms) for measurement in cell.measured] == [(row.dense_ms, row.mod_ms)]
     assert "reused" in (folder / f"cells/{GOOD}.log").read_text()
 
 

@@ -63,7 +63,7 @@ def test_one_cell_has_little_to_say(cell: Any, report_of: Callable[..., SweepRep
 
 
 def test_perplexity(cell: Any) -> None:
-    assert [perplexity_text(one) for one in (3.5649, 1234.5, 1.23e9)] == ["3.565", "1,234.500", "1.2e+09"]
+    assert [perplexity_text(value) for value in (3.5649, 1234.5, 1.23e9)] == ["3.565", "1,234.500", "1.2e+09"]
     text = TextQuality(
         tokens=100, perplexity=4.2, reference_perplexity=4.0, own_perplexity=4.0, next_token_agreement=1.0
     )
@@ -75,8 +75,8 @@ def test_progress(cell: Any, failed: CellEntry, missed: CellEntry, verbosity: in
     file = io.StringIO()
     progress = SweepProgress(Console(file=file, width=40), verbosity, "out")
     progress.planned(4, 1)
-    for one in (cell(8, name="x", seconds=1.0), failed, missed):
-        progress.cell_finished(one)
+    for entry in (cell(8, name="x", seconds=1.0), failed, missed):
+        progress.cell_finished(entry)
     lines = [" ".join(line.split()) for line in file.getvalue().splitlines()]
     assert len(lines) == shown
     for line in (

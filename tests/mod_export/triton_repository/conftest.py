@@ -1,4 +1,4 @@
-"""Build folders as they are written on machines that these tests do not have, and the command as they call it."""
+"""Build folders of machines that these tests do not have, and the command under test."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Command = Callable[..., Result]
 
 @pytest.fixture(scope="session")
 def write() -> Command:
-    """`mod-export triton`, in this process."""
+    """Runs `mod-export triton` in this process."""
 
     def run(*arguments: object) -> Result:
         return invoke("triton", *arguments)
@@ -30,7 +30,7 @@ def write() -> Command:
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """Where one can be written."""
+    """Path at which a repository can be written."""
     return tmp_path / "repository"
 
 
@@ -39,12 +39,12 @@ PlanFolder = Callable[..., Path]
 
 @pytest.fixture
 def with_plans(written: Path, tmp_path: Path) -> PlanFolder:
-    """Makes a copy of `written` that lists plans beside its engines. They are files without a plan in them, because a
-    real one is built on a GPU.
+    """Makes a copy of `written` that lists plans beside its engines. The files hold no plans, because a GPU is needed
+    to build one.
     """
 
     def make(*plans: tuple[str, str, str, str], target: str = "tensorrt") -> Path:
-        """`plans`: role, bucket, dtype and architecture of each."""
+        """Each of `plans` has a role, bucket, dtype and architecture."""
         root = Path(shutil.copytree(written, tmp_path / "plans", ignore=shutil.ignore_patterns(".partial-*")))
         data = read_manifest(root)
         engines, files = list(data["engines"]), dict(data["files"])

@@ -1,5 +1,5 @@
-"""Answers to requests for text: one that cannot be sent keeps no other waiting. How Triton itself takes them is tested
-on a real server (tests/triton).
+"""Answers to text requests: one that cannot be sent does not delay others. How Triton itself takes them is tested on a
+real server (tests/triton).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FINAL = 1
 
 
 class Sender:
-    """Keeps what it is given; `broken` after the first response."""
+    """Keeps its responses; if `broken`, it fails after the first."""
 
     def __init__(self, *, broken: bool = False) -> None:
         self.broken, self.left = broken, False
@@ -37,7 +37,7 @@ class Sender:
 
 
 def utils(errors: list[str]) -> Any:
-    """What `Answers` needs of triton_python_backend_utils, which exists inside of Triton only."""
+    """The parts of triton_python_backend_utils that `Answers` needs; the module exists only inside Triton."""
     return SimpleNamespace(
         Tensor=lambda name, array: (name, array.tolist()[0]),
         InferenceResponse=dict,
@@ -48,19 +48,19 @@ def utils(errors: list[str]) -> Any:
 
 def test_a_response_that_cannot_be_sent_ends_its_own_text_only(written: Path) -> None:
     errors: list[str] = []
-    broken, whole = Sender(broken=True), Sender()
+    broken, working = Sender(broken=True), Sender()
     with (
         mod_export.load_generator(written, threads=1) as generator,
         Answers(utils(errors), shows_text=True) as answers,
         Scheduler(generator) as scheduler,
     ):
-        for sender in (broken, whole):
+        for sender in (broken, working):
             answers.begin(scheduler, generator.texts("ab", max_new_tokens=20), sender)
-        whole.ended.get(timeout=60)
+        working.ended.get(timeout=60)
     assert len(broken.sent) == 1
     assert set(errors) == {"mod-export: a response cannot be sent: the pipe is closed"}
-    assert whole.sent[-1] == {"finish_reason": b"length"}
-    assert Counter(name for response in whole.sent for name in response)["token"] == 20
+    assert working.sent[-1] == {"finish_reason": b"length"}
+    assert Counter(name for response in working.sent for name in response)["token"] == 20
 
 
 def test_a_text_that_nobody_reads_is_ended(written: Path) -> None:
@@ -71,11 +71,11 @@ def test_a_text_that_nobody_reads_is_ended(written: Path) -> None:
         Answers(utils([]), shows_text=True) as answers,
         Scheduler(generator) as scheduler,
     ):
-        # One text more than there are rows: what waits is ended as well.
+        # There is one text more than rows, so a waiting text is ended as well.
         others = [Sender() for _ in range(3)]
-        for one in [*others, sender]:
-            answers.begin(scheduler, generator.texts("ab", max_new_tokens=40), one)
+        for listener in [*others, sender]:
+            answers.begin(scheduler, generator.texts("ab", max_new_tokens=40), listener)
         sender.ended.get(timeout=60)
-        for one in others:
-            one.ended.get(timeout=60)
+        for listener in others:
+            listener.ended.get(timeout=60)
     assert sender.sent[-1] in (None, {"finish_reason": b"length"})

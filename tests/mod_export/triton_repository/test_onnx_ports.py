@@ -1,4 +1,4 @@
-"""Inputs and outputs are read from ONNX files as the package `onnx` reads them; what is no such file is refused."""
+"""Inputs and outputs are read from ONNX files as by the package `onnx`; other files are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_types_are_those_of_onnx() -> None:
 
 
 def message(number: int, *fields: bytes) -> bytes:
-    """A field that is a message or a string of at most 127 bytes."""
+    """Encodes a field that is a message or a string of at most 127 bytes."""
     data = b"".join(fields)
     return bytes([8 * number + 2, len(data)]) + data
 

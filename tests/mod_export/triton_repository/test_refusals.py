@@ -1,4 +1,4 @@
-"""Every refusal of `mod-export triton`, and that nothing is left where one was refused."""
+"""Every refusal of `mod-export triton`, which leaves no files behind."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_engines_that_write_text_and_missed_their_gates_are_left_out(
 
 def test_a_folder_without_portable_graphs(written_copy: Path, repository: Path, write: Any) -> None:
     data = read_manifest(written_copy)
-    graphs = [one for one in data["graphs"] if one["path"] != "graphs/mod-b1s16.onnx"]
+    graphs = [graph for graph in data["graphs"] if graph["path"] != "graphs/mod-b1s16.onnx"]
     files = {path: entry for path, entry in data["files"].items() if path != "graphs/mod-b1s16.onnx"}
     amend(written_copy, {"graphs": graphs, "files": files}, {})
     found = write(written_copy, "-o", repository, "--forward", "onnxruntime")

@@ -1,4 +1,4 @@
-"""What `mod-export triton` writes: files, configurations, and that the result can be moved and opened."""
+"""Output of `mod-export triton`: files and configurations; the result can be moved and opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LIMITS = ("--max-queue", 5, "--instances", 2, "--threads", 1)
 
 
 def config_of(repository: Path, model: str) -> Any:
-    """config.pbtxt, read as Triton reads it."""
+    """Reads config.pbtxt as Triton does."""
     text = (repository / model / "config.pbtxt").read_text(encoding="utf-8")
     return text_format.Parse(text, model_config_pb2.ModelConfig())
 
@@ -34,9 +34,9 @@ def files_of(folder: Path) -> set[str]:
 
 
 def ports(listed: Any) -> dict[str, tuple[str, list[int], bool]]:
-    """Name -> data type, dims, and whether it may be left out."""
+    """Data type, dims, and whether it is optional, by name."""
     names = model_config_pb2.DataType.Name
-    return {one.name: (names(one.data_type), list(one.dims), getattr(one, "optional", False)) for one in listed}
+    return {port.name: (names(port.data_type), list(port.dims), getattr(port, "optional", False)) for port in listed}
 
 
 def test_a_folder_that_writes_text_becomes_two_models(written: Path, repository: Path, write: Any) -> None:
@@ -49,9 +49,9 @@ def test_a_folder_that_writes_text_becomes_two_models(written: Path, repository:
     engines = {"demo": ["mod-b1s16"], "demo-text": ["mod-prefill-b1s8", "mod-prefill-b1s16", "mod-decode-b1s48",
                "mod-decode-b3s48"]}  # fmt: skip
     for model, names in engines.items():
-        own = {f"1/build/engines/ort-cpu/{name}-float32.onnx" for name in names}
+        engine_files = {f"1/build/engines/ort-cpu/{name}-float32.onnx" for name in names}
         beside = {"config.pbtxt", "1/model.py", "1/build/manifest.json", "1/build/graphs/weights-float32.data"}
-        assert files_of(repository / model) == own | beside
+        assert files_of(repository / model) == engine_files | beside
     assert {path.name for path in repository.iterdir()} == {"demo", "demo-text", MARKER}
     weights = repository / "demo" / "1" / "build" / "graphs" / "weights-float32.data"
     assert weights.samefile(written / "graphs" / "weights-float32.data")
@@ -84,15 +84,15 @@ def test_the_configuration_of_a_model_that_writes_text(written: Path, repository
     assert write(written, "-o", repository, "--name", "demo").exit_code == 0
     config = config_of(repository, "demo-text")
     assert config.model_transaction_policy.decoupled
-    whole, real = ("TYPE_INT64", [1], True), ("TYPE_FP64", [1], True)
+    integer, real = ("TYPE_INT64", [1], True), ("TYPE_FP64", [1], True)
     assert ports(config.input) == {
-        "text": ("TYPE_STRING", [1], True), "input_ids": ("TYPE_INT64", [-1], True), "max_tokens": whole,
-        "temperature": real, "top_p": real, "top_k": whole, "seed": whole, "stop": ("TYPE_STRING", [-1], True),
+        "text": ("TYPE_STRING", [1], True), "input_ids": ("TYPE_INT64", [-1], True), "max_tokens": integer,
+        "temperature": real, "top_p": real, "top_k": integer, "seed": integer, "stop": ("TYPE_STRING", [-1], True),
     }  # fmt: skip
     assert list(ports(config.output)) == ["text", "token", "finish_reason"]
     parameters = {key: value.string_value for key, value in config.parameters.items()}
     assert parameters == {"target": "ort-cpu", "dtype": "float32", "max_queue": "64"}
-    # Three rows beside the queue of the scheduler.
+    # There are three rows, and the queue of the scheduler.
     assert config.dynamic_batching.default_queue_policy.max_queue_size == 67
 
 
@@ -101,11 +101,11 @@ def test_a_repository_can_be_moved(written: Path, repository: Path, tmp_path: Pa
     moved = Path(shutil.copytree(repository, tmp_path / "elsewhere"))
     shutil.rmtree(repository)
     ids = np.arange(11)[None]
-    with mod_export.load(written) as own, mod_export.load(moved / "demo" / "1" / "build") as other:
-        np.testing.assert_array_equal(other.run(ids), own.run(ids))
+    with mod_export.load(written) as deployment, mod_export.load(moved / "demo" / "1" / "build") as moved_deployment:
+        np.testing.assert_array_equal(moved_deployment.run(ids), deployment.run(ids))
     with mod_export.load_generator(moved / "demo-text" / "1" / "build") as generator:
-        (one,) = generator.generate("ab", max_new_tokens=4)
-    assert len(one.ids) == 4
+        (completion,) = generator.generate("ab", max_new_tokens=4)
+    assert len(completion.ids) == 4
 
 
 def test_portable_graphs_stand_beside_their_weights(built: Path, repository: Path, write: Any) -> None:
@@ -122,21 +122,21 @@ def test_portable_graphs_stand_beside_their_weights(built: Path, repository: Pat
             model = repository / f"demo-{bucket.name}"
             expected = {"config.pbtxt", "1/model.onnx", "1/weights-float32.data", "warmup/lengths"}
             assert files_of(model) == expected
-            # As Triton opens it: by its path, and with no option about where weights are.
+            # Triton opens it by its path, without an option that says where weights are.
             session = ort.InferenceSession(model / "1" / "model.onnx", providers=["CPUExecutionProvider"])
             ids, lengths = np.ones((bucket.batch, bucket.seq), np.int64), np.full(bucket.batch, bucket.seq)
             (logits,) = session.run(["logits"], {"input_ids": ids, "lengths": lengths})
             np.testing.assert_allclose(logits, deployment.run(ids), atol=1e-4)
             config = config_of(repository, model.name)
             for listed, ours in ((session.get_inputs(), config.input), (session.get_outputs(), config.output)):
-                assert [(one.name, one.shape) for one in listed] == [(one.name, list(one.dims)) for one in ours]
+                assert [(item.name, item.shape) for item in listed] == [(item.name, list(item.dims)) for item in ours]
             assert config.parameters["intra_op_thread_count"].string_value == "1"
             assert (config.backend, config.instance_group[0].count) == ("onnxruntime", 2)
             warmup = config.model_warmup[0].inputs
             assert warmup["input_ids"].zero_data
             assert warmup["lengths"].input_data_file == "lengths"
-            given = np.fromfile(model / "warmup" / "lengths", dtype="<i8")
-            np.testing.assert_array_equal(given, lengths)
+            lengths_read = np.fromfile(model / "warmup" / "lengths", dtype="<i8")
+            np.testing.assert_array_equal(lengths_read, lengths)
 
 
 def test_the_router_needs_nothing_of_this_project(built: Path, repository: Path, write: Any) -> None:
@@ -196,9 +196,9 @@ def test_files_are_copied_where_there_are_no_hard_links(
     monkeypatch.setattr(Path, "hardlink_to", refuse)
     assert write(written, "-o", repository, "--name", "demo").exit_code == 0
     placed = repository / "demo" / "1" / "build" / "graphs" / "weights-float32.data"
-    own = written / "graphs" / "weights-float32.data"
-    assert placed.read_bytes() == own.read_bytes()
-    assert not placed.samefile(own)
+    weights = written / "graphs" / "weights-float32.data"
+    assert placed.read_bytes() == weights.read_bytes()
+    assert not placed.samefile(weights)
 
 
 def test_a_repository_beside_which_nothing_can_be_written(
@@ -227,7 +227,7 @@ def test_a_model_of_other_inputs(tmp_path: Path, repository: Path, write: Any) -
         outputs = deployment.infer({name: array.numpy() for name, array in masked_inputs(1, 16).items()})
     for name in ("one", "two"):
         config = config_of(repository, name)
-        # Batch and sequence differ between the buckets, and nothing else does.
+        # Only batch and sequence differ between the buckets.
         assert ports(config.input) == {
             "input_ids": ("TYPE_INT64", [-1, -1], False), "attention_mask": ("TYPE_FP32", [-1, -1], False),
         }  # fmt: skip

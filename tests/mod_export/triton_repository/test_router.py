@@ -1,4 +1,4 @@
-"""How a router pads a request to a bucket, cuts the result back, and what it refuses."""
+"""How a router pads a request to a bucket and cuts the result back, and what it refuses."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def test_the_smallest_bucket_that_holds_a_request(shape: tuple[int, int], bucket
 
 
 def test_results_are_cut_back() -> None:
-    given = {"input_ids": ids(1, 3)}
-    assert TOKENS.cut({"logits": np.zeros((2, 4, 10))}, given)["logits"].shape == (1, 3, 10)
+    request = {"input_ids": ids(1, 3)}
+    assert TOKENS.cut({"logits": np.zeros((2, 4, 10))}, request)["logits"].shape == (1, 3, 10)
     TOKENS.positions = False
-    assert TOKENS.cut({"logits": np.zeros((2, 10))}, given)["logits"].shape == (1, 10)
+    assert TOKENS.cut({"logits": np.zeros((2, 10))}, request)["logits"].shape == (1, 10)
     TOKENS.positions = True
     assert IMAGES.cut({"logits": np.zeros((2, 10))}, {})["logits"].shape == (2, 10)
 

@@ -1,4 +1,4 @@
-"""From the tensors of a request to the text that is written for it."""
+"""From the tensors of a request to its text."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def strings(*texts: bytes) -> np.ndarray:
 
 
 def test_a_request_that_says_everything(generator: Generator) -> None:
-    given = {
+    request = {
         "text": strings(b"ab"), "max_tokens": np.array([3]), "temperature": np.array([0.5]), "top_p": np.array([0.9]),
         "top_k": np.array([7]), "seed": np.array([11]), "stop": strings(b"x", "é".encode()),
     }  # fmt: skip
-    (text,) = texts_of(generator, given)
+    (text,) = texts_of(generator, request)
     assert list(text.ids) == [97, 98]
     assert (text.max_new_tokens, text.sampling.temperature, text.sampling.top_p, text.sampling.top_k) == (
         3,
