@@ -315,7 +315,7 @@ def graph_of(engine: Engine, graphs: Sequence[Graph]) -> Graph | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
-    """What a target can do on this machine; `reason` says what is missing, or what is there.
+    """Abilities of a target on this machine; `reason` says what is missing, or what is there.
 
     `arch` is the architecture of this machine's GPU, for targets whose engines are built ahead of time for a named one.
     """

@@ -1,4 +1,4 @@
-"""What all commands share: options, and the single place where errors become messages and exit codes."""
+"""Options that all commands share, and the single place where errors become messages and exit codes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Source(_Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if str(value).startswith(PREFIX):
-            return str(value)  # As a path it would lose a slash.
+            return str(value)  # A Path would drop a slash of hf://.
         return str(super().convert(value, param, ctx))
 
 

@@ -208,7 +208,7 @@ class FinishedFolder:
         self.manifest = open_folder(root, verify=verify)
 
     def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
-        """Does a step, always anew."""
+        """Does a step, which is never reused."""
         assert not outputs, name
         return Step(name=name, result=json.loads(json.dumps(make([]))))
 

@@ -1,4 +1,4 @@
-"""What a reader asks first: the verdict and gain of each setting, the files to deploy, and what did not run."""
+"""The first questions of a reader: verdict and gain of each setting, files to deploy, and targets that did not run."""
 
 from __future__ import annotations
 

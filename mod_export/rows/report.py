@@ -98,7 +98,7 @@ class Target(Result):
     available: bool
     """Whether this machine can build engines of the target."""
     reason: str
-    """What this machine has for the target, what it lacks, or why nothing was built."""
+    """Library or device that was found, or the reason why engines cannot be built or were not built."""
     ran: bool
     """Whether engines of the target were run here, not only built."""
 
