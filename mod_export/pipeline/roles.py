@@ -7,9 +7,8 @@ one token at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mod_export.config import BuildConfig, GenerationOptions
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
 
 Engines = Mapping[ModelKind, Engine]
 """The engines of one setting: that of the model, and that of its dense baseline if there is one."""
+Fresh = Callable[[Graph], bytes]
+"""Exports a graph again and returns its bytes."""
 
 
 class RoleStages(ABC):
@@ -60,8 +61,11 @@ class RoleStages(ABC):
         """Returns the options that parity depends on beside its gate, as inputs of a step."""
 
     @abstractmethod
-    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> ParityRow:
-        """Compares a candidate with the reference. This needs PyTorch and ONNX; timing does not."""
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
+        """Compares a candidate with the reference. This needs PyTorch and ONNX; timing does not.
+
+        `fresh` exports a graph again, to find where a wrong one differs.
+        """
 
     @abstractmethod
     def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
@@ -106,12 +110,11 @@ class Forward(RoleStages):
         text = build.text_inputs if candidate.setting.dtype in QUANTIZED else {}
         return {"batches": parity.batches_per_kind, "texts": parity.text_batches, **text}
 
-    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> ParityRow:
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
         from mod_export.judge.findings import parity_of
-        from mod_export.pipeline.graphs import fresh_graph
 
         reference = build.reference(candidate.setting.model)
-        return parity_of(build.root, candidate, reference, build.config, partial(fresh_graph, build), build.text_of)
+        return parity_of(build.root, candidate, reference, build.config, fresh, build.text_of)
 
     def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
         from mod_export.judge.causality import causality_of
@@ -155,7 +158,7 @@ class Writing(RoleStages):
     def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
         return {"tokens": build.config.generation.judged_tokens, **self.beside(build, candidate, candidates)}
 
-    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> ParityRow:
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
         from mod_export.judge.texts import parity_of_decoding
 
         reference = build.reference(candidate.setting.model, self.role)

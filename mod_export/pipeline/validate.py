@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.folder.programs import PROGRAM
@@ -164,7 +165,7 @@ def _parity(build: Build, candidate: Candidate, candidates: Sequence[Candidate],
         if is_changed and candidate.graph is None:
             why = "not run: it is compiled code, and not the file that was built"
             return [failed_row(why, gate, setting, artifact=candidate.path)]
-        return [stages.parity(build, candidate, candidates)]
+        return [stages.parity(build, candidate, candidates, partial(fresh_graph, build))]
 
     options = {"gate": gate.model_dump(), **stages.parity_inputs(build, candidate, candidates)}
     name = f"parity/{setting.target}/{setting.name}"
