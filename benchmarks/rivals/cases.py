@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from mod_export.types import Bucket
+from mod_export.types import Bucket, ModelKind
 from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
-KINDS = ("dense", "mod")
+KINDS: tuple[ModelKind, ...] = ("dense", "mod")
 SIZES: dict[str, dict[str, Any]] = {
     "XS": {"d_model": 128, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "d_head": 64, "d_ff": 192},
     "S": {"d_model": 256, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ff": 704},

@@ -103,10 +103,7 @@ def _quality(workers: Mapping[str, Worker]) -> tuple[dict[str, Any], dict[str, s
 
 def _costs(case: Case, folder: Path) -> dict[str, Any]:
     """Returns the FLOPs of the portable graphs, with and without the scores that the causal mask hides."""
-    rows = {
-        kind: cost_row(graph_from_file(graph_of_ours(folder, kind, case)), kind, case.bucket)  # type: ignore[arg-type]
-        for kind in KINDS
-    }
+    rows = {kind: cost_row(graph_from_file(graph_of_ours(folder, kind, case)), kind, case.bucket) for kind in KINDS}
     return {
         "flops": {kind: row.flops for kind, row in rows.items()},
         "needed_flops": {kind: row.needed_flops for kind, row in rows.items()},

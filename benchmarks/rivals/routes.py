@@ -22,6 +22,7 @@ from benchmarks.rivals import programs
 from benchmarks.rivals.cases import KINDS, Case, case_of, checkpoints, write_models
 from mod_export import load
 from mod_export.config import TargetOptions
+from mod_export.types import ModelKind
 
 Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 Opened = Callable[[Path, str, int], Run]
@@ -91,11 +92,11 @@ def run_ours(words: list[str]) -> None:
         raise RuntimeError(f"mod-export {words[0]} ended with {done.returncode}: {done.stderr.strip()[-300:]}")
 
 
-def served(target: str, dtype: str, folder: Path, kind: str, threads: int) -> Run:
+def served(target: str, dtype: str, folder: Path, kind: ModelKind, threads: int) -> Run:
     """Opens an engine with `mod_export.load`."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # It warns that nothing was verified, which `--no-evidence` asked for.
-        opened = load(_built(folder, target, dtype), target, dtype, model=kind, threads=threads)  # type: ignore[arg-type]
+        opened = load(_built(folder, target, dtype), target, dtype, model=kind, threads=threads)
     return lambda feeds: opened.run(feeds["input_ids"])
 
 

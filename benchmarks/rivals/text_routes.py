@@ -24,7 +24,7 @@ from benchmarks.rivals.text_rivals import Written
 from mod_export import load_generator
 from mod_export.config import GenerationOptions
 from mod_export.runtime.decoder import Decoder
-from mod_export.types import Bucket
+from mod_export.types import Bucket, ModelKind
 
 BATCHES = (1, 8)
 SAMPLE_TOKENS = 48
@@ -73,11 +73,11 @@ class TextRoute:
 class OurWriter:
     """A writer that uses `mod_export.load_generator`."""
 
-    def __init__(self, target: str, dtype: str, kind: str, case: TextCase, folder: Path, threads: int) -> None:
+    def __init__(self, target: str, dtype: str, kind: ModelKind, case: TextCase, folder: Path, threads: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # It warns that nothing was verified, which `--no-evidence` asked for.
             built = folder / f"ours-{target}-{dtype}"
-            self._generator = load_generator(built, target, dtype, model=kind, threads=threads)  # type: ignore[arg-type]
+            self._generator = load_generator(built, target, dtype, model=kind, threads=threads)
         self._cache = case.cache
 
     def write(self, ids_BS: np.ndarray, new: int) -> Written:

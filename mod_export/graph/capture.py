@@ -216,7 +216,7 @@ def lines_of_helpers() -> Iterator[None]:
     try:
         yield
     finally:
-        fx.proxy.TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
+        fx.proxy.TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]  # As above.
 
 
 def _no_record(_record: logging.LogRecord) -> bool:

@@ -13,6 +13,7 @@ from mod_export.config import BuildConfig
 from mod_export.environment import peak_rss_bytes
 from mod_export.errors import BuildFolderError, UsageError
 from mod_export.folder.files import changed_file
+from mod_export.folder.manifest import REPORT_FILES
 from mod_export.folder.workspace import amend
 from mod_export.pipeline.benchmark import benchmark, profile
 from mod_export.pipeline.build import Build
@@ -31,7 +32,6 @@ from mod_export.rows.failures import sentences
 from mod_export.rows.parity import ParityRow
 from mod_export.rows.report import Stage, Verdict, report_from_json
 
-REPORT = ("report.json", "report.html")
 Row = TypeVar("Row", bound=Result)
 
 
@@ -127,9 +127,9 @@ def _complete(build: Build, stage: str, begin: float, facts: Mapping[str, Any]) 
     """
     assert build.finished is not None
     root, files = build.root, build.finished.manifest.files
-    if any(changed_file(root, name, files[name]) for name in REPORT):
+    if any(changed_file(root, name, files[name]) for name in REPORT_FILES):
         return []  # `validate` has a row about it, and `report` refuses to show it.
-    where = root / REPORT[0]
+    where = root / REPORT_FILES[0]
     report = report_from_json(where.read_text(encoding="utf-8"), str(where))
     if stage in (one.name for one in report.stages):
         return []

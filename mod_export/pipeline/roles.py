@@ -7,7 +7,7 @@ one token at a time.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     import torch
 
     from mod_export.judge.candidates import Candidate
+    from mod_export.judge.findings import Fresh
     from mod_export.model.protocol import GraphSource
     from mod_export.pipeline.build import Build
 
 Engines = Mapping[ModelKind, Engine]
 """The engines of one setting: that of the model, and that of its dense baseline if there is one."""
-Fresh = Callable[[Graph], bytes]
-"""Exports a graph again and returns its bytes."""
 
 
 class RoleStages(ABC):

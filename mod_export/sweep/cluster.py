@@ -18,13 +18,13 @@ from typing import Any
 from mod_export.environment import cache_folder
 from mod_export.errors import COULD_NOT_BUILD, UsageError
 from mod_export.folder.files import write_whole
-from mod_export.folder.manifest import MANIFEST
+from mod_export.folder.manifest import MANIFEST, REPORT_FILES
 from mod_export.model.checkpoint import sha256_of
 from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, log_of, run_cell
 from mod_export.sweep.schema import CellEntry
 
 LOCAL = "local"
-RETURNED_FILES = ("report.json", "report.html", MANIFEST)
+RETURNED_FILES = (*REPORT_FILES, MANIFEST)
 """Files of a build folder that a node sends back if it does not share the sweep's folder."""
 
 

@@ -262,6 +262,9 @@ def test_evaluation_leaves_no_trace(mode: bool) -> None:
     before, weights = torch.random.get_rng_state(), {n: t.clone() for n, t in model.state_dict().items()}
     first = evaluate(model, CONFIG)
     assert evaluate(model, CONFIG) == first
+    # Nothing is kept for a backward pass, so nothing is recomputed, and the caller's layers are not wrapped.
+    assert evaluate(model, dataclasses.replace(CONFIG, recompute="layers")) == first
+    assert not any("forward" in vars(layer) for layer in model.layers)
     assert model.training is mode
     assert torch.equal(torch.random.get_rng_state(), before)
     assert_equal_trees(dict(model.state_dict()), weights)
