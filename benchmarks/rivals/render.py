@@ -56,7 +56,7 @@ this page (`benchmarks/rivals/render.py`; do not edit). [benchmarks/](benchmarks
 all samples and the text that each program wrote.
 
 Other results: [model classes](corpus.md), [planted faults and false alarms](evidence.md#planted-faults),
-[a server under load](text.md#under-load), [training](study.md), [routers in a trained dense model](retrofit.md),
+[a server under load](text.md#under-load), [training, and routers in a trained dense model](training.md),
 [dead ends](LOG.md).
 
 ## Summary

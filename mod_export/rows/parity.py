@@ -1,4 +1,4 @@
-"""Parity with eager PyTorch: which tokens were selected, and the error given the same selection. See docs/numerics.md.
+"""Parity with eager PyTorch: which tokens were selected, and the error given the same selection. See docs/evidence.md.
 
 Distances of router scores are shares of the layer's scale, which is the largest root mean square of a row's scores.
 """

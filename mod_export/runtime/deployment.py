@@ -27,7 +27,7 @@ from mod_export.rows.failures import FailedRow
 from mod_export.rows.serving import served_of
 from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output, writes_text
 
-NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
+NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/text.md#tensorrt"
 
 
 def runnable_engines(
