@@ -43,7 +43,7 @@ def _sections(group: click.Group, path: str) -> Iterator[str]:
 
 
 def _section(command: click.Command, path: str) -> str:
-    context = click.Context(command, info_name=path)
+    context = click.Context(command, info_name=path, **cli.context_settings)
     usage = " ".join([path, *command.collect_usage_pieces(context)])
     paragraphs = [_plain(part) for part in cleandoc(command.help or "").split("\n\n")]
     options = [option for option in command.params if isinstance(option, click.Option) and option.name not in SHARED]

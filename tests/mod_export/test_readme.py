@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-import tomllib
 from pathlib import Path
 from typing import Any
 
