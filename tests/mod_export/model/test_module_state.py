@@ -175,7 +175,7 @@ class Unset(Expanded):
 
 def captured(module: nn.Module) -> ProgramModel:
     torch.manual_seed(0)
-    loaded = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine").loaded
+    loaded = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine")
     assert isinstance(loaded, ProgramModel)
     return loaded
 
