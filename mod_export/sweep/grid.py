@@ -11,7 +11,6 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
 from mod_export.model.model import Model, token_ids
-from mod_export.model.protocol import AdjustableCapacity
 from mod_export.pipeline.plan import check_names
 from mod_export.types import Bucket
 
@@ -53,9 +52,9 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
         ConfigError: values are not numbers, or the model does not accept them; it lists all of them.
         TargetError: a target is unknown, or cannot be measured on this machine.
     """
-    if not (model.routes_depth and isinstance(model.loaded, AdjustableCapacity)):
+    if not (model.routes_depth and model.has_capacity):
         raise CheckpointError(f"{model.name}: no layer is routed by a capacity that could be swept")
-    if "dense" not in model.kinds:
+    if model.dense() is None:
         raise CheckpointError(
             f"{model.name}: has no dense baseline of its own, beside which every cell of a sweep is timed"
         )
@@ -63,11 +62,11 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
     capacities = _numbers("--capacity", axes.capacities, float, "a number above 0", problems)
     seqs = _numbers("--seq", axes.seqs, int, "a whole number of at least 1", problems)
     batches = _numbers("--batch", axes.batches, int, "a whole number of at least 1", problems)
-    longest = token_ids(model.loaded).max_positions
+    longest = token_ids(model).max_positions
     problems += [f"--seq {seq}: longer than the model's {longest} positions" for seq in seqs if seq > longest]
     for capacity in capacities:
         try:
-            model.loaded.with_capacity(capacity)
+            model.with_capacity(capacity)
         except ValueError as error:
             problems.append(f"--capacity {capacity:g}: {error}")
     if problems:

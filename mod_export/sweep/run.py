@@ -91,7 +91,7 @@ def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder
     cells = folder.absolute() / "cells"
     cell_config = _config_of(cell, config)
     depends: dict[str, Any] = {
-        "checkpoint_sha256": model.checkpoint_sha256,
+        "checkpoint_sha256": model.origin.checkpoint_sha256,
         "capacity": cell.capacity,
         "config": cell_config,
         "code": _code(model),
@@ -122,7 +122,7 @@ def _config_of(cell: Cell, config: BuildConfig) -> dict[str, Any]:
 
 
 def _code(model: Model) -> dict[str, str]:
-    return {package: source_digest(package) for package in ("mod_export", model.package)}
+    return {package: source_digest(package) for package in ("mod_export", model.origin.package)}
 
 
 def _notes(model: Model, axes: Axes) -> list[str]:
@@ -139,11 +139,11 @@ def _report(
         command=command,
         model=SweepModel(
             name=model.name,
-            architecture=model.architecture,
+            architecture=model.origin.architecture,
             parameters=model.parameters,
-            checkpoint_sha256=model.checkpoint_sha256,
+            checkpoint_sha256=model.origin.checkpoint_sha256,
             capacity=model.capacity,
-            spec=dict(model.loaded.spec),
+            spec=dict(model.spec),
         ),
         environment=describe_machine(),
         config=config.model_dump(mode="json", by_alias=True),
