@@ -153,7 +153,7 @@ def build_and_show(
     from mod_export.pipeline.stages import build as run
     from mod_export.report import print_report
     from mod_export.report.wording import printable
-    from mod_export.rows.failures import sentences
+    from mod_export.rows.base import sentences
     from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]

@@ -11,7 +11,7 @@ from mod_export.judge.inputs import Batch, text_ids
 from mod_export.model.model import token_ids
 from mod_export.model.protocol import ExportableModel, Text
 from mod_export.report.parity_figures import MOST_TOKENS
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.types import Bucket
 
 if TYPE_CHECKING:

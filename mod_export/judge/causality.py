@@ -21,7 +21,7 @@ from mod_export.judge.reference import Reference
 from mod_export.model.model import sample_of
 from mod_export.model.protocol import DeclaredRouting
 from mod_export.rows.base import setting_fields
-from mod_export.rows.structure import CausalityRow
+from mod_export.rows.correctness import CausalityRow
 from mod_export.types import Setting
 
 TRIES = 20

@@ -41,7 +41,7 @@ from mod_export.judge.padding import Padding, declared_padding
 from mod_export.judge.parity_row import fails_anyway, judge
 from mod_export.judge.reference import Reference, Traced
 from mod_export.model.protocol import SampledInputs
-from mod_export.rows.parity import ErrorNumbers, ParityRow
+from mod_export.rows.correctness import ErrorNumbers, ParityRow
 from mod_export.runtime.logits import negative_log_likelihood
 from mod_export.types import PRIMARY, DType, Setting, Site, routed_output
 

@@ -26,7 +26,7 @@ from mod_export.judge.compare import EMPTY, Judged
 from mod_export.judge.inputs import Batch, affordable_tokens
 from mod_export.model.model import output_names, sample_of
 from mod_export.model.protocol import ExportableModel, OutputHead, SampledInputs, Text
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.types import TOKEN_INPUTS, Bucket, Outputs, Site
 
 if TYPE_CHECKING:

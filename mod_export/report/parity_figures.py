@@ -26,9 +26,8 @@ from mod_export.report.charts import (
     upright,
 )
 from mod_export.report.wording import agreement_text, error_text
-from mod_export.rows.generation import GenerationReport
-from mod_export.rows.parity import ParityRow
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.rows.correctness import MapLayer, ParityRow, RoutingMap
+from mod_export.rows.speed import GenerationReport
 from mod_export.types import Site, is_expert
 
 MOST_TOKENS = 512

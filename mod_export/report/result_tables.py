@@ -19,10 +19,9 @@ from mod_export.report.wording import (
     ratio_text,
     share_text,
 )
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.generation import DecodeRow, StepsCompared
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict
-from mod_export.rows.parity import OutputParity, ParityRow
+from mod_export.rows.base import FailedRow
+from mod_export.rows.correctness import OutputParity, ParityRow
+from mod_export.rows.speed import DecodeRow, LatencyRow, PrecisionRow, SpeedupRow, SpeedVerdict, StepsCompared
 from mod_export.types import HasSetting, ModelKind
 
 Row = TypeVar("Row")

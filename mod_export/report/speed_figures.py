@@ -32,8 +32,7 @@ from mod_export.report.charts import (
 )
 from mod_export.report.summary import Found
 from mod_export.report.wording import interval_text, ms_text, ratio_text
-from mod_export.rows.generation import DecodeRow
-from mod_export.rows.latency import LatencyRow, SpeedupRow
+from mod_export.rows.speed import DecodeRow, LatencyRow, SpeedupRow
 from mod_export.types import ModelKind, Setting
 
 STRIP_PLACES = 500

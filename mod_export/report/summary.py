@@ -7,14 +7,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
 
-from mod_export.rows.base import PairRow, setting_fields
+from mod_export.rows.base import PairRow, reason_for, setting_fields
+from mod_export.rows.correctness import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
 from mod_export.rows.cost import not_counted_text
-from mod_export.rows.failures import reason_for
-from mod_export.rows.generation import Compared, DecodeRow, FirstTokenRow, GenerationReport, TextsRow
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
 from mod_export.rows.report import Artifact, BuildReport, Target
-from mod_export.rows.serving import ALONE, Served
+from mod_export.rows.speed import (
+    ALONE,
+    Compared,
+    DecodeRow,
+    FirstTokenRow,
+    GenerationReport,
+    LatencyRow,
+    PrecisionRow,
+    Served,
+    SpeedupRow,
+    TextsRow,
+)
 from mod_export.types import KINDS, Bucket, ModelKind, Role, Setting
 
 State = Literal["passed", "failed", "not run here", "portable"]

@@ -46,11 +46,17 @@ from mod_export.report.wording import (
     threads_text,
 )
 from mod_export.rows.base import PairRow
-from mod_export.rows.generation import DecodeRow, GenerationReport, QualityRow, TextsRow
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
 from mod_export.rows.report import BuildReport, Target, Verdict
-from mod_export.rows.structure import CausalityRow, StructureRow
+from mod_export.rows.speed import (
+    DecodeRow,
+    GenerationReport,
+    LatencyRow,
+    PrecisionRow,
+    QualityRow,
+    SpeedupRow,
+    TextsRow,
+)
 
 Cleaner = Callable[[str], str]
 Parts = list[Table | Text]

@@ -11,9 +11,9 @@ from typing import Literal
 from pydantic import JsonValue
 
 from mod_export.rows.base import Result
-from mod_export.rows.latency import SpeedupRow
-from mod_export.rows.parity import TextQuality
+from mod_export.rows.correctness import TextQuality
 from mod_export.rows.report import ReportedModel
+from mod_export.rows.speed import SpeedupRow
 from mod_export.types import DType, SiteKey
 
 SCHEMA_VERSION = 1

@@ -14,7 +14,7 @@ from observing import observed
 from mod_export.errors import UsageError
 from mod_export.inspect.routed_text import RoutedText, lane_lines, lanes_of, routed_text, token_marks
 from mod_export.model.model import Model
-from mod_export.rows.structure import RoutingMap
+from mod_export.rows.correctness import RoutingMap
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec

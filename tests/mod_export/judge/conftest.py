@@ -20,7 +20,7 @@ from mod_export.judge.candidates import Candidate
 from mod_export.judge.inputs import Batch, parity_batches
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Engine, Graph, Setting
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint

@@ -27,7 +27,7 @@ from mod_export.judge.findings import parity_of, ties_of_runs, zeroed_routers
 from mod_export.judge.inputs import Batch
 from mod_export.judge.near_ties import batches_of
 from mod_export.judge.reference import Reference, routing_map
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Graph
 from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint

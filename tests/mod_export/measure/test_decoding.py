@@ -16,7 +16,7 @@ from mod_export.measure.decoding import measure_prompts, measure_steps, read_tex
 from mod_export.model.model import Model
 from mod_export.model.protocol import GeneratingModel
 from mod_export.pipeline.build import Build, step_bytes
-from mod_export.rows.generation import StepBytes
+from mod_export.rows.speed import StepBytes
 from mod_export.types import KINDS, Bucket, Engine, ModelKind, Role, pairs_of
 
 SEQ = 16

@@ -32,8 +32,8 @@ from mod_export.model.model import Model
 from mod_export.model.request import Request
 from mod_export.pipeline.rerun import bench_folder, validate_folder
 from mod_export.pipeline.stages import build
-from mod_export.rows.generation import DecodeRow
 from mod_export.rows.report import BuildReport
+from mod_export.rows.speed import DecodeRow
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.types import KINDS
 from mod_models.architecture import MOD_TRANSFORMER

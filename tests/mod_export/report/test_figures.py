@@ -33,9 +33,9 @@ from mod_export.report.speed_figures import (
     step_figure,
 )
 from mod_export.report.summary import Found, settings_of
-from mod_export.rows.generation import DecodeRow
+from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.rows.report import BuildReport
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.rows.speed import DecodeRow
 
 
 def in_lanes(html: str, kind: str) -> list[dict[str, float]]:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from sample_rows import changed
 
-from mod_export.rows.parity import TextQuality
+from mod_export.rows.correctness import TextQuality
 from mod_export.sweep.schema import CellEntry, SweepReport
 from mod_export.sweep.text import SweepProgress, fidelity_text, perplexity_text, render_text
 
