@@ -10,7 +10,7 @@ from mod_export.errors import UsageError
 from mod_export.judge.inputs import Batch, text_ids
 from mod_export.model.model import token_ids
 from mod_export.model.protocol import ExportableModel, Text
-from mod_export.report.parity_figures import MOST_TOKENS
+from mod_export.report.figures import MOST_TOKENS
 from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.types import Bucket
 

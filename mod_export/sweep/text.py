@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rich.console import Console
 
-from mod_export.report.tables import Cell, Column, lines_of, table_of
+from mod_export.report.tables import Cell, Column, table_of
+from mod_export.report.text import render_parts
 from mod_export.report.wording import count_text, interval_text, ms_text, printable, ratio_text
 from mod_export.sweep.schema import (
     CapacityBreakEven,
@@ -62,17 +63,18 @@ class SweepProgress:
 def render_text(report: SweepReport, folder: str) -> str:
     """Returns the table, the failures, the findings and the outcome, without wrapping lines."""
     model = report.model
-    lines = [
-        f"{model.name}  {model.architecture}, {count_text(model.parameters)} parameters, "
-        f"checkpoint {model.checkpoint_sha256[:12]}",
-        "",
-        *lines_of(table_of(CELL_COLUMNS, lines_of_cells(report.cells))),
-        "",
-        *_failures(report.cells, folder),
-        *_findings(report),
-        _outcome(report, folder),
-    ]
-    return "".join(printable(line) + "\n" for line in lines)
+    return render_parts(
+        [
+            f"{model.name}  {model.architecture}, {count_text(model.parameters)} parameters, "
+            f"checkpoint {model.checkpoint_sha256[:12]}",
+            "",
+            table_of(CELL_COLUMNS, lines_of_cells(report.cells)),
+            "",
+            *_failures(report.cells, folder),
+            *_findings(report),
+            _outcome(report, folder),
+        ]
+    )
 
 
 def perplexity_text(perplexity: float) -> str:
