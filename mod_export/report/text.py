@@ -84,7 +84,7 @@ def _print(parts: Iterable[Part], console: Console, encoding: str) -> None:
     console.print(Group(*map(shown, parts)), highlight=False, markup=False, emoji=False)
 
 
-def _sections(*sections: Sequence[Part]) -> list[Part]:
+def sections(*sections: Sequence[Part]) -> list[Part]:
     """Returns the parts of all sections that are not empty, with an empty line after each."""
     return [part for section in sections if section for part in (*section, "")]
 
@@ -107,7 +107,7 @@ def _report(report: BuildReport, folder: str) -> list[Part]:
         f"FLOPs not counted: {names}; nothing is predicted from the others" for names in summary.uncounted(report)
     ]
     return [
-        *_sections(
+        *sections(
             [headline],
             _fitted((*tables.SETTING, *tables.JUDGED, *timed.whole), settings, timed.whole_stacks),
             _quiet(_conditions(report)) if settings else (),
@@ -118,7 +118,7 @@ def _report(report: BuildReport, folder: str) -> list[Part]:
             _fitted(tables.PRECISION, summary.precisions(report.precision, report.parity), tables.PRECISION_STACKS),
         ),
         *_generation(report, timed),
-        *_sections(
+        *sections(
             _quiet(f"served where no target is named: {wording.served_text(row)}" for row in summary.chosen(report)),
             *(_not_run(state, targets) for state, targets in summary.untried_targets(report).items()),
         ),
@@ -208,12 +208,12 @@ def _generation(report: BuildReport, timed: tables.Timed) -> list[Part]:
     if generation is None:
         return []
     if generation.window is None:
-        return _sections([(title, (f"  not built: {generation.reason}", ""))])
+        return sections([(title, (f"  not built: {generation.reason}", ""))])
     slots = wording.slots_text(generation.capacity or {})
     about = f"  texts of up to {generation.window:,} tokens, prompt and answer; "
     steps, prompts = summary.settings_of(report, "decode"), summary.settings_of(report, "prefill")
     failed = [row for row in summary.parity_of(report, forward=False) if not row.passed]
-    return _sections(
+    return sections(
         [(title, (about + (f"slots of a text: {slots}" if slots else "no routed layers"), ""))],
         _fitted((*tables.SETTING, *tables.STEPS_JUDGED, *timed.steps), steps, timed.steps_stacks),
         _fitted((*tables.PROMPT_SETTING, tables.OUTCOME, *timed.prompts), prompts, timed.prompts_stacks),
@@ -325,7 +325,7 @@ def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | 
         *_reasons([row for row in rows if isinstance(row, SpeedupRow)]),
         *_disturbances([row for row in rows if isinstance(row, LatencyRow)]),
     ]
-    parts = [*_sections([tables.table_of((*tables.SETTING, *timed.bench), whole)], remarks), *_outcome(verdict)]
+    parts = [*sections([tables.table_of((*tables.SETTING, *timed.bench), whole)], remarks), *_outcome(verdict)]
     narrow = summary.precisions(row for row in rows if isinstance(row, PrecisionRow))
     for title, table in (
         ("lower precision", tables.table_of(tables.PRECISION_TIMED, narrow)),

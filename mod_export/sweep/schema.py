@@ -262,6 +262,16 @@ class SweepReport(Result):
     findings: Findings
     """Findings from the cells."""
 
+    @property
+    def failed(self) -> list[CellEntry]:
+        """The cells that could not be built."""
+        return [cell for cell in self.cells if cell.failed]
+
+    @property
+    def missed(self) -> list[CellEntry]:
+        """The cells that were built but missed a gate."""
+        return [cell for cell in self.cells if cell.missed]
+
     def to_json(self) -> str:
         """Returns the text of sweep.json, indented, with a final newline."""
         return self.model_dump_json(indent=2) + "\n"
