@@ -118,7 +118,6 @@ check: install
 	$(BIN)/ruff format --check .
 	mkdir -p build/types && ln -sfn ../../models build/types/mod_models
 	$(BIN)/mypy
-	$(BIN)/mypy tests/mod_export/model/conformance.py
 	$(BIN)/lint-imports
 
 # Pages that are generated from the code; tests compare them with it.

@@ -18,7 +18,7 @@ a Hugging Face folder or as a GGUF file in float32. {models}
 * **mod-export**: `mod-export build` and `mod_export.load_generator`, window {window}, caches as long as the request, as
   in the other programs. In the Mixture-of-Depths model every other block is routed; its routers are random, and its
   predictors are calibrated so that as many tokens run as declared. Its text means nothing, so only its speed is shown
-  ([retrofit.md](retrofit.md) has the quality of such a model after training).
+  ([training](training.md#measured-on-smollm2-135m) has the quality of such a model after training).
 * **llama.cpp** through `llama-cpp-python`, compiled for this processor: F32, BF16, Q8_0 and Q4_0 of its own
   `llama_model_quantize`; the cache in float16, its default.
 * **onnxruntime-genai**: its model builder, `accuracy_level` 4 and blocks of 32 in int8 and int4.

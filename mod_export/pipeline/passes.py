@@ -129,7 +129,7 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
     session = session_from_onnx(path, build.root / "graphs", [CPU], 1, {})
     reference = build.reference(graph.model)
     ks = reference.k_by_layer(graph.bucket).values()
-    batches = parity_batches(reference.loaded, graph.bucket, ks, build.config.seed, 1)[:1]
+    batches = parity_batches(reference.model, graph.bucket, ks, build.config.seed, 1)[:1]
     setting = Setting(
         target=str(graph.target), dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket
     )

@@ -114,10 +114,10 @@ def unfollowed(build: Build) -> tuple[str, ...]:
     from mod_export.graph.unfollowed import unfollowed_selections  # PyTorch, which a benchmark does without.
     from mod_export.model.programs import ProgramModel
 
-    loaded = build.plan.model.loaded
-    if not isinstance(loaded, ProgramModel) or any(graph.k_by_layer for graph in build.graphs):
+    model = build.plan.model
+    if not isinstance(model, ProgramModel) or any(graph.k_by_layer for graph in build.graphs):
         return ()
-    program = loaded.programs[loaded.buckets[0]].program
+    program = model.programs[model.buckets[0]].program
     # Markers are sites, so a program without sites has none.
     return tuple(unfollowed_selections(program))
 
@@ -228,10 +228,10 @@ def _report(
         unfollowed=unfollowed(build),
         model=ReportedModel(
             name=model.name,
-            architecture=model.architecture,
+            architecture=model.origin.architecture,
             parameters=model.parameters,
-            checkpoint_sha256=model.checkpoint_sha256,
-            spec=dict(model.loaded.spec),
+            checkpoint_sha256=model.origin.checkpoint_sha256,
+            spec=dict(model.spec),
             reads_tokens=reads_tokens,
         ),
         environment=build.machine,

@@ -198,7 +198,7 @@ def _maps(build: Build) -> None:
         def make(bucket: Bucket = graph.bucket) -> list[RoutingMap]:
             reference = build.reference("mod")
             ks = reference.k_by_layer(bucket).values()
-            batches = parity_batches(reference.loaded, bucket, ks, build.config.seed, 1)
+            batches = parity_batches(reference.model, bucket, ks, build.config.seed, 1)
             found = routing_map(reference, bucket, batches)
             return [] if found is None else [found]
 

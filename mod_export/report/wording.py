@@ -75,7 +75,7 @@ def served_text(row: Served) -> str:
 
 def causality_text(looks_ahead: Sequence[str]) -> str:
     """Says whether a model can generate text, given the parts of its spec that look at later tokens
-    (`DeclaredRouting.looks_ahead`).
+    (`Model.looks_ahead`).
     """
     if not looks_ahead:
         return "causal: a token's logits depend on nothing after it, so texts can be generated token by token"

@@ -36,7 +36,6 @@ from mod_export.folder.manifest import open_folder
 from mod_export.judge.inputs import text_ids
 from mod_export.model.checkpoint import sha256_of
 from mod_export.model.model import Model, token_ids
-from mod_export.model.protocol import ExportableModel
 from mod_export.model.request import Request
 from mod_export.rows.report import BuildReport
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
@@ -245,22 +244,23 @@ def quality_of(model: Model, seq: int, seed: int) -> Quality | None:
     Every position predicts the next token, with the model's routing for a row of this length. Returns None if no
     held-out text suits the model's vocabulary.
     """
-    rows, loaded = math.ceil(QUALITY_TOKENS / seq), model.loaded
-    ids_RT = text_ids(loaded, rows, seq + 1, seed)
+    rows, dense = math.ceil(QUALITY_TOKENS / seq), model.dense()
+    assert dense is not None, "the grid has no cells for a model without a dense baseline"
+    ids_RT = text_ids(model, rows, seq + 1, seed)
     if ids_RT is None:
         return None
-    at_once = max(1, LOGITS_BYTES // (4 * seq * token_ids(loaded).vocab_size))
+    at_once = max(1, LOGITS_BYTES // (4 * seq * token_ids(model).vocab_size))
     return Quality(
         tokens=rows * seq,
-        perplexity=_perplexity(loaded, ids_RT, at_once),
-        dense_perplexity=_perplexity(model.of_kind("dense"), ids_RT, at_once),
+        perplexity=_perplexity(model, ids_RT, at_once),
+        dense_perplexity=_perplexity(dense, ids_RT, at_once),
     )
 
 
-def _perplexity(loaded: ExportableModel, ids_RT: np.ndarray, at_once: int) -> float:
+def _perplexity(model: Model, ids_RT: np.ndarray, at_once: int) -> float:
     import torch
 
-    module, text_RT = loaded.module(), torch.from_numpy(ids_RT)
+    module, text_RT = model.module(), torch.from_numpy(ids_RT)
     with torch.no_grad():
         nats = math.fsum(_nats(module, text_RT[first : first + at_once]) for first in range(0, len(text_RT), at_once))
     mean = nats / (text_RT.shape[0] * (text_RT.shape[1] - 1))

@@ -20,7 +20,6 @@ from mod_export.errors import COULD_NOT_BUILD, GATE_FAILED, BuildFolderError, Ch
 from mod_export.folder.files import write_whole
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model, token_ids
-from mod_export.model.protocol import AdjustableCapacity
 from mod_export.pipeline.plan import check_names
 from mod_export.sweep.cell import CellJob, finished_cell, run_locally
 from mod_export.sweep.cluster import run_on_cluster
@@ -69,9 +68,9 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
         ConfigError: values are not numbers, or the model does not accept them; it lists all of them.
         TargetError: a target is unknown, or cannot be measured on this machine.
     """
-    if not (model.routes_depth and isinstance(model.loaded, AdjustableCapacity)):
+    if not (model.routes_depth and model.has_capacity):
         raise CheckpointError(f"{model.name}: no layer is routed by a capacity that could be swept")
-    if "dense" not in model.kinds:
+    if model.dense() is None:
         raise CheckpointError(
             f"{model.name}: has no dense baseline of its own, beside which every cell of a sweep is timed"
         )
@@ -79,11 +78,11 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
     capacities = _numbers("--capacity", axes.capacities, float, "a number above 0", problems)
     seqs = _numbers("--seq", axes.seqs, int, "a whole number of at least 1", problems)
     batches = _numbers("--batch", axes.batches, int, "a whole number of at least 1", problems)
-    longest = token_ids(model.loaded).max_positions
+    longest = token_ids(model).max_positions
     problems += [f"--seq {seq}: longer than the model's {longest} positions" for seq in seqs if seq > longest]
     for capacity in capacities:
         try:
-            model.loaded.with_capacity(capacity)
+            model.with_capacity(capacity)
         except ValueError as error:
             problems.append(f"--capacity {capacity:g}: {error}")
     if problems:
@@ -194,10 +193,10 @@ def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder
     cells = folder.absolute() / "cells"
     cell_config = _config_of(cell, config)
     depends: dict[str, Any] = {
-        "checkpoint_sha256": model.checkpoint_sha256,
+        "checkpoint_sha256": model.origin.checkpoint_sha256,
         "capacity": cell.capacity,
         "config": cell_config,
-        "code": {package: source_digest(package) for package in ("mod_export", model.package)},
+        "code": {package: source_digest(package) for package in ("mod_export", model.origin.package)},
     }
     text = json.dumps({**depends, "versions": {name: package_version(name) for name in VERSIONS}}, sort_keys=True)
     return CellJob(
@@ -238,11 +237,11 @@ def _report(
         command=command,
         model=SweepModel(
             name=model.name,
-            architecture=model.architecture,
+            architecture=model.origin.architecture,
             parameters=model.parameters,
-            checkpoint_sha256=model.checkpoint_sha256,
+            checkpoint_sha256=model.origin.checkpoint_sha256,
             capacity=model.capacity,
-            spec=dict(model.loaded.spec),
+            spec=dict(model.spec),
         ),
         environment=describe_machine(),
         config=config.model_dump(mode="json", by_alias=True),

@@ -65,7 +65,7 @@ def test_what_is_returned_is_the_eager_models(returning: tuple[Outputs, Path, Bu
     padded_BS = np.zeros((2, 16), np.int64)
     padded_BS[:, :12] = ids_BS
     with torch.no_grad():
-        module = model_from_checkpoint(small_folder / "small.pt").loaded.module(outputs)
+        module = model_from_checkpoint(small_folder / "small.pt").module(outputs)
         expected = module(torch.from_numpy(padded_BS), torch.from_numpy(lengths_B))[0].numpy()
     assert found.shape == SHAPES[outputs]
     real = np.arange(12) < lengths_B[:, None]

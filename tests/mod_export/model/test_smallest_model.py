@@ -1,4 +1,4 @@
-"""A model with `ExportableModel` and no capability works in every command; its routing is read from the graph."""
+"""A model with only what `Model` requires works in every command; its routing is read from the graph."""
 
 from __future__ import annotations
 
@@ -160,7 +160,9 @@ def test_it_is_built_judged_and_validated_again(folder: Path, tmp_path: Path) ->
 def test_what_it_cannot_do_is_said(folder: Path, tmp_path: Path) -> None:
     model = model_from_checkpoint(folder / "mod.pt")
     with pytest.raises(ConfigError, match=r"capacity 8: that of mod cannot be changed without training"):
-        model.with_capacity(8)
+        Request.checkpoint(folder / "mod.pt", capacity=8).models()
+    with pytest.raises(ValueError, match=r"^this model cannot generate token by token: it only reads whole rows$"):
+        model.generating(16)
     with pytest.raises(CheckpointError, match="mod: no layer is routed by a capacity that could be swept"):
         cells_of(model, config_from_toml(None), Axes(), here=True)
     assert describe(folder / "mod.pt").endswith("its layers are not declared; build it, and inspect the build folder\n")

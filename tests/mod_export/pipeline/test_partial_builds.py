@@ -225,7 +225,7 @@ def test_where_nothing_can_be_built_the_first_reason_is_the_error(tmp_path: Path
 PLUGIN = '''
 """An architecture that cannot be captured at 32 tokens."""
 
-from mod_models.architecture import LoadedTransformer, ModTransformer
+from mod_export.model.transformer import TransformerModel, ModTransformer
 from mod_models.checkpoint import Checkpoint, read_plain
 from mod_models.spec import ModelSpec
 from mod_models.transformer import Transformer
@@ -237,7 +237,7 @@ class Long(Transformer):
         return super().forward(input_ids + more, lengths)
 
 
-class Loaded(LoadedTransformer):
+class Loaded(TransformerModel):
     def skeleton(self, outputs="logits"):
         module = super().skeleton(outputs)
         module.__class__ = Long

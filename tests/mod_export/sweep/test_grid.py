@@ -84,7 +84,7 @@ def test_a_capacity_of_an_absolute_rule_is_a_number_of_tokens(
     save_checkpoint(tmp_path / "m.pt", random_checkpoint(spec, 0))
     absolute = model_from_checkpoint(tmp_path / "m.pt")
     cells = cells_of(absolute, config, Axes(capacities=("16",), seqs=("64",)), here=True)
-    assert absolute.with_capacity(16).loaded.k_by_layer(64) == {1: 16, 3: 16}
+    assert absolute.with_capacity(16).k_by_layer(64) == {1: 16, 3: 16}
     assert cells[0].name == "c16-b1s64-ort-cpu"
     with pytest.raises(ConfigError, match=r"--capacity 0\.5: .*whole number of tokens"):
         cells_of(absolute, config, Axes(capacities=("0.5",)), here=True)
