@@ -29,7 +29,7 @@ from mod_export.judge.parity_row import failed_row
 from mod_export.judge.reference import Reference
 from mod_export.judge.undefined import origin_in_graph, origin_in_reference
 from mod_export.model.model import Model
-from mod_export.rows.parity import LeftOutRows, Located, ParityRow
+from mod_export.rows.correctness import LeftOutRows, Located, ParityRow
 from mod_export.types import QUANTIZED, Graph, Site, is_expert, routed_output
 
 MOST_REASONS = 4

@@ -23,7 +23,7 @@ from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.judge.values import AT_ONCE, opened, producers
 from mod_export.model.model import Model
-from mod_export.rows.parity import Located
+from mod_export.rows.correctness import Located
 from mod_export.types import Engine
 
 

@@ -40,7 +40,7 @@ from mod_export.judge.inputs import Batch, affordable_tokens, one_of_each_kind
 from mod_export.judge.padding import Padding, declared_padding
 from mod_export.judge.parity_row import fails_anyway, judge
 from mod_export.judge.reference import Reference, Traced
-from mod_export.rows.parity import ErrorNumbers, ParityRow
+from mod_export.rows.correctness import ErrorNumbers, ParityRow
 from mod_export.runtime.logits import negative_log_likelihood
 from mod_export.types import PRIMARY, DType, Setting, Site, routed_output
 

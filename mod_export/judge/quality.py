@@ -9,7 +9,7 @@ import numpy as np
 from mod_export.judge.inputs import Batch, TextOf, affordable_tokens, text_ids
 from mod_export.judge.reference import Reference
 from mod_export.model.model import GeneratingModel
-from mod_export.rows.generation import QualityRow
+from mod_export.rows.speed import QualityRow
 from mod_export.runtime.logits import negative_log_likelihood
 
 

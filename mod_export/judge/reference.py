@@ -25,7 +25,7 @@ from mod_export.errors import CaptureError, ConfigError
 from mod_export.judge.compare import EMPTY, Judged
 from mod_export.judge.inputs import Batch, affordable_tokens
 from mod_export.model.model import Model
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.types import TOKEN_INPUTS, Bucket, Outputs, Site
 
 if TYPE_CHECKING:

@@ -30,10 +30,9 @@ from mod_export.model.model import GeneratingModel, GraphSource, Model, token_id
 from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form
 from mod_export.pipeline.restore import as_built, restored_model
 from mod_export.pipeline.roles import ROLES
-from mod_export.rows.base import Result
+from mod_export.rows.base import ABOUT, FailedRow, Result, fields_of_graph, reason_for, sentences
 from mod_export.rows.cost import Work
-from mod_export.rows.failures import ABOUT, FailedRow, fields_of_graph, reason_for, sentences
-from mod_export.rows.generation import StepBytes
+from mod_export.rows.speed import StepBytes
 from mod_export.runtime.decoder import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.runtime.tokenizer import TokenizersFile

@@ -42,8 +42,8 @@ from mod_export.model.model import Model, stored_state
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.build import step_bytes as step_bytes_of
 from mod_export.pipeline.calibration import Calibration
+from mod_export.rows.base import fields_of_graph
 from mod_export.rows.cost import CostRow
-from mod_export.rows.failures import fields_of_graph
 from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
 
 SHOWN = 4

@@ -24,7 +24,7 @@ from mod_export.judge.parity import judge_runner
 from mod_export.measure.cost import attention_sizes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import save_graph
-from mod_export.rows.failures import fields_of_graph
+from mod_export.rows.base import fields_of_graph
 from mod_export.types import Dialect, DType, Graph, Setting
 
 

@@ -15,13 +15,23 @@ from mod_export.measure.verdict import judge
 from mod_export.pipeline.build import Build
 from mod_export.report import render_html
 from mod_export.rows.base import Result
+from mod_export.rows.correctness import CausalityRow, ParityRow, RoutingMap, StructureRow
 from mod_export.rows.cost import CostRow, PartRow, Roofline
-from mod_export.rows.generation import DecodeRow, FirstTokenRow, GenerationReport, QualityRow, TextsRow
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ParityRow
 from mod_export.rows.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
-from mod_export.rows.serving import Measured, Served, measured_from_rows, served_of
-from mod_export.rows.structure import CausalityRow, RoutingMap, StructureRow
+from mod_export.rows.speed import (
+    DecodeRow,
+    FirstTokenRow,
+    GenerationReport,
+    LatencyRow,
+    Measured,
+    PrecisionRow,
+    QualityRow,
+    Served,
+    SpeedupRow,
+    TextsRow,
+    measured_from_rows,
+    served_of,
+)
 from mod_export.types import is_expert
 
 ROWS: Mapping[str, type[Result]] = {

@@ -29,7 +29,7 @@ from mod_export.judge.near_ties import batches_of
 from mod_export.judge.reference import Reference, routing_map
 from mod_export.model.model import Model
 from mod_export.model.transformer import TransformerModel
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Graph
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ExpertsSpec, ModelSpec

@@ -26,7 +26,7 @@ from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import Reference
 from mod_export.judge.undefined import origin_in_graph, origin_in_reference
 from mod_export.model.module import model_from_module
-from mod_export.rows.parity import Located, ParityRow
+from mod_export.rows.correctness import Located, ParityRow
 from mod_export.types import Bucket
 
 D, BUCKET = 8, Bucket(2, 6)

@@ -14,7 +14,7 @@ from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
-from mod_export.sweep.grid import Axes, Cell, cells_of
+from mod_export.sweep.run import Axes, Cell, cells_of
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
