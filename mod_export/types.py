@@ -112,6 +112,16 @@ class Setting:
         return replace(self, model=model)
 
 
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Stands in place of something that a model or folder lacks, with the reason as a sentence for the user."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class HasSetting(Protocol):
     """An engine, or a result about one."""
 

@@ -36,7 +36,7 @@ from mod_export.rows.speed import StepBytes
 from mod_export.runtime.decoder import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.runtime.tokenizer import TokenizersFile
-from mod_export.types import Availability, Bucket, DType, Engine, Graph, ModelKind, Role, Variant, graph_of
+from mod_export.types import Availability, Bucket, DType, Engine, Graph, ModelKind, Role, Unavailable, Variant, graph_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,7 +86,7 @@ class Build:
         model: Callable[[ModelKind], Model],
         generating: Callable[[ModelKind], GeneratingModel],
         facts: Mapping[ModelKind, ModelFacts],
-        generation: GenerationFacts | str,
+        generation: GenerationFacts | Unavailable,
         buckets: Sequence[Bucket],
     ) -> None:
         """Takes what `start` and `open` differ in; call one of these."""
@@ -126,7 +126,7 @@ class Build:
             plan.models.__getitem__,
             plan.generating,
             {kind: _facts(plan, kind) for kind in plan.models},
-            plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
+            plan.generation if isinstance(plan.generation, Unavailable) else _generation_facts(plan),
             plan.buckets,
         )
         build._plan, build._announce = plan, announce

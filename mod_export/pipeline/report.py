@@ -32,7 +32,7 @@ from mod_export.rows.speed import (
     measured_from_rows,
     served_of,
 )
-from mod_export.types import is_expert
+from mod_export.types import Unavailable, is_expert
 
 ROWS: Mapping[str, type[Result]] = {
     "structure": StructureRow,
@@ -249,8 +249,8 @@ def _report(
 
 def _generation(build: Build) -> GenerationReport:
     facts = build.generation
-    if isinstance(facts, str):
-        return GenerationReport(reason=facts)
+    if isinstance(facts, Unavailable):
+        return GenerationReport(reason=facts.reason)
     return GenerationReport(
         window=facts.window,
         slots=build.config.generation.slots,

@@ -35,7 +35,7 @@ from mod_export.runtime.request import Prompt, RequestReader
 from mod_export.runtime.rows import Completion, Prefix, Rows, Text
 from mod_export.runtime.stream import Stream
 from mod_export.runtime.texts import vocabulary_of
-from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind
+from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable
 
 
 def load_generator(
@@ -54,7 +54,7 @@ def load_generator(
     """
     folder = Path(root)
     manifest = open_folder(folder, verify=False)
-    if isinstance(manifest.generation, str):
+    if isinstance(manifest.generation, Unavailable):
         raise UsageError(
             f"{folder}: cannot generate: {manifest.generation}\nprompts can be scored, as the checkpoint's spec routes "
             "them: mod-export generate --selection topk-prefill"
