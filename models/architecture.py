@@ -20,12 +20,12 @@ from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, ran
 from mod_models.convert import is_foreign, read_foreign
 from mod_models.convert.folder import write_folder
 from mod_models.convert.foreign import ForeignModel
-from mod_models.corpus import batch_at, read_split
 from mod_models.decoding import DecodingGraphs
 from mod_models.flops import LayerCost, layer_costs
 from mod_models.generate import generate_eager
 from mod_models.generation_spec import why_not
 from mod_models.spec import ModelSpec, RoutingSpec, Site, is_expert, layer_of
+from mod_models.train.corpus import batch_at, read_split
 from mod_models.transformer import Transformer
 
 BYTE_VOCABULARY = 256

@@ -14,10 +14,10 @@ from tiny_models import distinct_ids, lively_checkpoint, make_spec
 
 from mod_models.architecture import MOD_TRANSFORMER, LoadedTransformer
 from mod_models.checkpoint import Checkpoint, save_checkpoint
-from mod_models.corpus import read_split
 from mod_models.flops import layer_costs
 from mod_models.spec import ModelSpec, SpecError
 from mod_models.train import DEFAULT_SPEC
+from mod_models.train.corpus import read_split
 from mod_models.transformer import Transformer
 
 SPEC = make_spec(predictor_hidden=2)
