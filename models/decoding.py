@@ -12,10 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mod_models.cache import cache_layout, sites, slots_of_layer
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec, Site
-from mod_models.step import Prefill, Step, narrow_slots, prefill_outputs, slots_of_step, step_inputs, step_outputs
+from mod_models.step import (
+    Prefill,
+    Step,
+    cache_layout,
+    narrow_slots,
+    prefill_outputs,
+    sites,
+    slots_of_layer,
+    slots_of_step,
+    step_inputs,
+    step_outputs,
+)
 from mod_models.transformer import Transformer
 
 META = torch.device("meta")

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mod_models.conditions import either
 from mod_models.experts import Experts
 from mod_models.fixed_capacity import select_chosen
-from mod_models.layers import Attention, GatedMlp, RMSNorm, rope_tables
+from mod_models.layers import Attention, GatedMlp, RMSNorm, either, rope_tables
 from mod_models.routing import COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
 from mod_models.selection import (
     FIRST_COME,
