@@ -18,8 +18,7 @@ from torch import Tensor
 
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.convert import is_foreign, read_foreign
-from mod_models.convert.folder import write_folder
-from mod_models.convert.foreign import ForeignModel
+from mod_models.convert.foreign import ForeignModel, write_folder
 from mod_models.decoding import DecodingGraphs
 from mod_models.flops import LayerCost, layer_costs
 from mod_models.generate import generate_eager
