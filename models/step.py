@@ -192,10 +192,6 @@ class Past(NamedTuple):
     values_BGLE: Tensor
     count_B: Tensor
 
-    def of(self, row_R: Tensor) -> Past:
-        """Returns the cache of these rows only."""
-        return Past(*(torch.index_select(tensor, 0, row_R) for tensor in self))
-
 
 class Ran(NamedTuple):
     """The result of a layer.
