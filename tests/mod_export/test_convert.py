@@ -23,7 +23,7 @@ from mod_export.model import checkpoint
 from mod_export.model.checkpoint import convert, write_companions
 from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint
-from mod_models.convert.dialects import DIALECTS
+from mod_models.convert.implementations import IMPLEMENTATIONS
 
 WRITING_TOML = f"""
 buckets = [[1, 16]]
@@ -203,7 +203,7 @@ def test_a_dialect_is_declared(tmp_path: Path) -> None:
 def test_the_dialects_that_help_names_are_those_that_are_read() -> None:
     found = invoke("convert", "--help")
     named = " ".join(found.stdout.split()).partition("routers route: ")[2].partition(".")[0]
-    assert named.split(", ") == [name for name, dialect in DIALECTS.items() if dialect.read]
+    assert named.split(", ") == [name for name, dialect in IMPLEMENTATIONS.items() if dialect.read]
 
 
 @pytest.mark.slow

@@ -20,8 +20,8 @@ from mod_export.graph.nodes import branches_of
 from mod_export.graph.passes import run_passes
 from mod_export.graph.passes.cache_in_place import LOGITS, SLOTS, CacheInPlace, is_cache
 from mod_export.types import Dialect, DType
-from mod_models.cache import COUNTS, cache_layout, write_rows
-from mod_models.step import Step, slots_of_step, step_inputs, step_outputs
+from mod_models.generate import write_rows
+from mod_models.step import COUNTS, Step, cache_layout, slots_of_step, step_inputs, step_outputs
 
 IN_PLACE = ENGINES["tensorrt-rtx"].dialect
 ROWS_OUT = Dialect(name="rows out", max_opset=23, scatter_reduction=False, branches=True)

@@ -22,7 +22,7 @@ from mod_export.engines.ort_session import DTYPES
 from mod_export.graph.passes import run_passes
 from mod_export.graph.passes.cached_attention import CachedAttention
 from mod_export.types import DType
-from mod_models.cache import write_rows
+from mod_models.generate import write_rows
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
 from mod_models.step import Step, step_inputs, step_outputs

@@ -1,7 +1,8 @@
 """Training text as tokens: the standard library of the running Python, or any folder or file of text.
 
-Nothing is downloaded. A hash of the document's name (the path of the file, and a number in a file of many documents)
-decides its split, train or held-out. So the split is the same on every machine and does not depend on other documents.
+Nothing is downloaded. A text file is one document, a file of JSON lines or Parquet has many. A hash of the document's
+name (the path of the file, and a number in a file of many documents) decides its split, train or held-out. So the split
+is the same on every machine and does not depend on other documents.
 
 Documents are packed into one stream of tokens with an end-of-text token between them, and rows are cut anywhere. A row
 can hold parts of two documents. Attention sees across the boundary, as in the pre-training of most models; only the
@@ -15,20 +16,20 @@ numbers is the length of the text, even if the tokenizer joins, splits or drops 
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mod_models.documents import documents_of
-from mod_models.train_config import TrainError
+from mod_models.train import TrainError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -44,6 +45,13 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """Names of the token that ends a document. The first one in the vocabulary separates documents."""
 PIECE = 2**20
 """Approximate bytes for one call of the tokenizer, whose result takes about 100 times the memory of its ids."""
+COLUMN = "text"
+"""The field of a JSON line, and the column of a Parquet file, that holds a document."""
+JSON_LINES = {".jsonl", ".ndjson"}
+PARQUET = {".parquet"}
+HELD_OUT_SHARE = 0.05
+SOURCES = "this Python's sources"
+SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
 class TokenizedText(NamedTuple):
@@ -173,9 +181,58 @@ def _byte_ends(text: str) -> np.ndarray:
     return np.concatenate(([0], np.cumsum(size_C)))
 
 
-HELD_OUT_SHARE = 0.05
-SOURCES = "this Python's sources"
-SKIPPED = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
+def documents_of(path: Path, name: str) -> Iterator[tuple[str, bytes]]:
+    """Yields (name, content) of each document. In a file of many, the name ends with `#` and the document's number.
+
+    A file whose suffix is neither of JSON lines nor of Parquet is one document, even if its bytes are not text.
+
+    Raises:
+        TrainError: a line or a table has no text, or pyarrow is not installed and the file is Parquet.
+        OSError: the file cannot be read.
+    """
+    if path.suffix in JSON_LINES:
+        yield from ((f"{name}#{number}", text.encode()) for number, text in _lines(path))
+    elif path.suffix in PARQUET:
+        yield from ((f"{name}#{number}", text.encode()) for number, text in enumerate(_cells(path), 1))
+    else:
+        yield name, path.read_bytes()
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row: Any = json.loads(line)
+                text = row[COLUMN]
+                if not isinstance(text, str):
+                    raise TypeError(f"{COLUMN!r} is {type(text).__name__}")
+                text.encode()
+            except (ValueError, LookupError, TypeError, RecursionError) as error:
+                expected = f'expected an object with a text in "{COLUMN}"'
+                raise TrainError(f"{path}: line {number}: {expected} ({error})") from error
+            yield number, text
+
+
+def _cells(path: Path) -> Iterator[str]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise TrainError(f"{path}: Parquet needs the package pyarrow; pip install 'mod-export[train]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            if COLUMN not in file.schema_arrow.names:
+                raise TrainError(f"{path}: has the columns {', '.join(file.schema_arrow.names)}, expected {COLUMN!r}")
+            for batch in file.iter_batches(columns=[COLUMN]):
+                for cell in batch.column(0).to_pylist():
+                    if cell is not None and not isinstance(cell, str):
+                        raise TrainError(f"{path}: the column {COLUMN!r} holds {type(cell).__name__}, expected text")
+                    yield cell or ""
+    except (ArrowException, ValueError) as error:
+        if isinstance(error, TrainError):
+            raise
+        raise TrainError(f"{path}: not a readable Parquet file ({error})") from error
 
 
 @dataclass(frozen=True)
@@ -239,7 +296,7 @@ def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corp
     """Reads a text into memory, as tokens.
 
     Args:
-        data: a folder of UTF-8 text, JSON lines and Parquet, or one such file (`documents.py`); None for the standard
+        data: a folder of UTF-8 text, JSON lines and Parquet, or one such file; None for the standard
             library. Paths with a part that begins with a dot are ignored. If the hash puts all documents into one
             split, as it does with a single document, the last 5 % of the text are held out.
         tokenizer: a tokenizer.json of the package `tokenizers`; None for bytes.

@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from mod_models.corpus import Corpus, TokenizedText, batch_at, read_corpus
-from mod_models.losses import Losses, LossModule
-from mod_models.parallel import Workers
-from mod_models.train_config import TrainConfig
+from mod_models.train import TrainConfig
+from mod_models.train.corpus import Corpus, TokenizedText, batch_at, read_corpus
+from mod_models.train.losses import Losses, LossModule
+from mod_models.train.parallel import Workers
 from mod_models.transformer import Transformer
 
 EVAL_SEED = 10_000_000

@@ -1,4 +1,7 @@
-"""A training run in one of its processes: the model, the optimizer, one step, one evaluation, and the saved state.
+"""A training run in one of its processes: the loop over steps, one step, one evaluation, and the saved state.
+
+Every batch is a function of (seed, step), so a resumed run gets the batches of an uninterrupted run, and two processes
+get those of one process.
 
 state.pt does not depend on the number of processes or on sharding: it holds whole tensors by the name of their
 parameter. They are gathered one at a time, so a model that only fits on several devices can be saved, and another
@@ -12,23 +15,25 @@ import hashlib
 import math
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from mod_models.calibration import calibrate
 from mod_models.checkpoint import ROUTES, Checkpoint, read_plain, save_checkpoint, write_plain
-from mod_models.corpus import Corpus, batch_at
-from mod_models.evaluation import NATS_PER_BIT, held_out, parts, rows_at
-from mod_models.losses import Losses, LossModule
-from mod_models.parallel import Workers, accumulate, fill, whole
 from mod_models.spec import ModelSpec
-from mod_models.train_config import TrainConfig, TrainError
+from mod_models.train import TrainConfig, TrainError
+from mod_models.train.corpus import Corpus, batch_at, keep_tokenizer, read_corpus
+from mod_models.train.evaluation import NATS_PER_BIT, held_out, parts, rows_at, summary
+from mod_models.train.log import Event, Log
+from mod_models.train.losses import Losses, LossModule
+from mod_models.train.parallel import Workers, accumulate, fill, whole
+from mod_models.train.retrofit import LEAST_HIDDEN, calibrate
 from mod_models.transformer import Transformer
 
 CALIBRATION_SEED = 12_000_000
@@ -37,6 +42,139 @@ LAST_SHARE = 0.1
 """Share of the peak learning rate at the end of the run."""
 Identity = Mapping[str, object]
 """Name -> value of everything that identifies a run. A run with another identity cannot resume from its state."""
+
+
+def train(
+    spec: ModelSpec,
+    config: TrainConfig,
+    folder: Path,
+    *,
+    initial: Checkpoint | None = None,
+    corpus: Corpus | None = None,
+    workers: Workers | None = None,
+    log: str = "csv",
+    stop_after: int | None = None,
+) -> Iterator[Event]:
+    """Trains a model, resumes if `folder` holds a state of the same run, and yields an event after every step.
+
+    Args:
+        spec: spec of the model.
+        config: settings of the run.
+        folder: gets state.pt (to resume), model.pt (float16 weights), log.csv, and the tokenizer of the corpus.
+        initial: weights to start from, which fit the spec; None to draw weights from the seed.
+        corpus: the text; None for the source of the standard library as bytes.
+        workers: the processes of the run, from `launched`; None for this process on the CPU.
+        log: `csv`, or `tensorboard` to write the folder `tensorboard` as well.
+        stop_after: stop after this step of the run and save the state. A later call continues from there.
+
+    Raises:
+        TrainError: the model cannot read these rows, the rows do not divide among the processes, `folder` has the state
+            or the log of another run, or the gradient is no longer finite.
+        CheckpointError: the state is damaged.
+        OSError: `folder` is full or not writable.
+    """
+    corpus, workers = corpus or read_corpus(), workers or Workers()
+    _check(spec, config, corpus, workers, initial)
+    identity: dict[str, object] = {"spec": spec.to_dict(), **asdict(config), "data": corpus.fingerprint}
+    identity["initial weights"] = None if initial is None else fingerprint_of(initial)
+    if not workers.agree(identity):
+        raise TrainError(f"{corpus.name}: the processes do not have the same text, or not the same settings")
+    if corpus.skipped:
+        yield Event(0, config.steps, f"{corpus.name}: {corpus.files} files, {corpus.skipped} skipped as not UTF-8 text")
+    with reproducible(workers.device):
+        run = Run.start(spec, config, corpus, workers, initial)
+        folder.mkdir(parents=True, exist_ok=True)
+        if workers.first and corpus.tokenizer is not None:
+            keep_tokenizer(corpus.tokenizer, folder)
+        first = run.resume(folder, identity)
+        if first:
+            yield Event(first, config.steps, f"resumed at step {first}")
+        log_writer = Log(folder, first, log) if workers.first else None
+        try:
+            last = min(config.steps, config.steps if stop_after is None else stop_after)
+            yield from _steps(run, first, last, log_writer, folder, identity)
+        finally:
+            if log_writer is not None:
+                log_writer.close()
+
+
+def _steps(
+    run: Run, first: int, last: int, log_writer: Log | None, folder: Path, identity: Identity
+) -> Iterator[Event]:
+    """Runs the steps after `first` up to `last`; evaluates, logs and saves when due, and yields events."""
+    config = run.config
+    begin = time.perf_counter()
+    for step in range(first + 1, last + 1):
+        trained = run.step(step)
+        evaluated = None
+        if step % config.eval_every == 0 or step == config.steps:
+            run.calibrate()
+            evaluated = run.evaluate()
+        events = []
+        if step % config.log_every == 0 or evaluated is not None:
+            numbers, metrics = run.numbers(step, trained)
+            if log_writer is not None:
+                log_writer.write(step, numbers, metrics, evaluated)
+            rate = (step - first) / (time.perf_counter() - begin)
+            events.append(_progress(step, config, numbers["train_bits_per_byte"], rate))
+        if evaluated is not None:
+            events.append(Event(step, config.steps, f"step {step}/{config.steps}  held out: {summary(evaluated)}"))
+        if evaluated is not None or step == last:
+            run.save(folder, step, identity)
+        yield from events or [Event(step, config.steps)]
+
+
+def _progress(step: int, config: TrainConfig, bits: float, rate: float) -> Event:
+    brief = f"loss {bits:.3f} bits/byte  {rate * config.batch * config.seq:,.0f} tokens/s"
+    left = f"{(config.steps - step) / rate / 60:.0f} min left"
+    return Event(step, config.steps, f"step {step}/{config.steps}  {brief}  {left}", brief)
+
+
+def _check_routing(spec: ModelSpec, config: TrainConfig, given: bool) -> None:
+    if spec.routing is not None and spec.routing.selection == "threshold" and config.router_loss == 0:
+        raise TrainError(
+            "router_loss: where tokens choose (spec.routing.selection=threshold) it is what teaches them how many may, "
+            "and it is 0; give --router-loss 0.01"
+        )
+    if spec.routing is None and (config.train != "all" or config.anneal > 0):
+        name = "train" if config.train != "all" else "anneal"
+        raise TrainError(f"{name}: {getattr(config, name)} is for models that route, and this one does not")
+    if config.anneal > 0 and spec.routing is not None and spec.routing.capacity_rule == "absolute":
+        raise TrainError("anneal: lowers a share of the tokens, and spec.routing.capacity_rule is absolute")
+    if config.distill > 0 and not (given and spec.routing is not None):
+        raise TrainError("distill: the dense model to learn from is the one that --init and --route start from")
+
+
+def _check_calibration(spec: ModelSpec, workers: Workers) -> None:
+    routing = spec.routing
+    if routing is None or routing.predictor_hidden < LEAST_HIDDEN or not routing.router.startswith("linear"):
+        raise TrainError(
+            "calibrate: sets predictors of at least two hidden units to what linear routers say (spec.routing: "
+            "predictor_hidden, router=linear), and this model has none"
+        )
+    if workers.parallel == "fsdp":
+        raise TrainError("calibrate: needs whole routers and predictors, and --parallel fsdp cuts them")
+
+
+def _check(spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers, initial: Checkpoint | None) -> None:
+    if spec.vocab_size < corpus.vocab_size:
+        raise TrainError(
+            f"spec.vocab_size: the tokens of {corpus.name} need at least {corpus.vocab_size}, got {spec.vocab_size}"
+        )
+    _check_routing(spec, config, initial is not None)
+    if config.calibrate > 0:
+        _check_calibration(spec, workers)
+    if config.seq > spec.max_positions:
+        raise TrainError(f"seq: {config.seq} is more than spec.max_positions {spec.max_positions}")
+    shortest = min(len(corpus.train.id_N), len(corpus.held_out.id_N))
+    if shortest <= config.seq + 1:
+        lengths = f"{len(corpus.train.id_N)} to train on, {len(corpus.held_out.id_N)} held out"
+        raise TrainError(f"seq: {config.seq} tokens and the next are too long for {corpus.name} ({lengths})")
+    if config.batch % workers.size:
+        raise TrainError(f"batch: {config.batch} rows do not divide among {workers.size} processes")
+    share = config.batch // workers.size
+    if config.micro_batch and share % config.micro_batch:
+        raise TrainError(f"micro_batch: {config.micro_batch} does not divide the {share} rows of a process")
 
 
 @dataclass(frozen=True, slots=True)

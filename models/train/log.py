@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from mod_models.checkpoint import written_beside
-from mod_models.train_config import TrainError
+from mod_models.train import TrainError
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

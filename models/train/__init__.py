@@ -1,4 +1,4 @@
-"""Settings of a training run. Every field of `TrainConfig` is an option of `python -m mod_models.train`."""
+"""Training on text: the settings of a run. Each field of `TrainConfig` is an option of `python -m mod_models.train`."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from mod_models.losses import LossModule
-from mod_models.train_config import TrainError
+from mod_models.train import TrainError
+from mod_models.train.losses import LossModule
 from mod_models.transformer import RoutedBlock
 
 PARALLEL = ("ddp", "fsdp")
