@@ -26,7 +26,7 @@ from mod_export.model.protocol import (
     TokenIds,
 )
 from mod_export.pipeline.roles import ROLES, WRITING, RoleStages
-from mod_export.runtime.defaults import defaults_of
+from mod_export.runtime.request import defaults_of
 from mod_export.runtime.tokenizer import TokenizersFile
 from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Variant
 
