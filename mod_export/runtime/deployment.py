@@ -212,7 +212,8 @@ class Deployment:
         self.target, self.dtype, self.threads = engines[0].target, engines[0].dtype, threads
         self.vocab_size = manifest.models[engines[0].model].vocab_size
         self._root, self._config = root, manifest.config
-        self._graphs = {engine.bucket: graph_of(engine, manifest.graphs) for engine in engines}
+        graphs = {engine.bucket: graph_of(engine, manifest.graphs) for engine in engines}
+        self._graphs = {bucket: graph for bucket, graph in graphs.items() if graph is not None}
         self._engines = {engine.bucket: engine for engine in engines}
         self.buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
         self._unread = manifest.entries(path for engine in engines for path in engine.files)
@@ -224,12 +225,12 @@ class Deployment:
     @property
     def inputs(self) -> dict[Bucket, dict[str, tuple[str, tuple[int, ...]]]]:
         """Bucket -> input name -> dtype and shape, as `infer` expects them."""
-        return {bucket: dict(graph.inputs) for bucket, graph in self._graphs.items() if graph is not None}
+        return {bucket: dict(graph.inputs) for bucket, graph in self._graphs.items()}
 
     @property
     def outputs(self) -> dict[Bucket, dict[str, tuple[int, ...]]]:
         """Bucket -> output name -> shape, for the model's own outputs."""
-        return {bucket: dict(graph.results) for bucket, graph in self._graphs.items() if graph is not None}
+        return {bucket: dict(graph.results) for bucket, graph in self._graphs.items()}
 
     def __repr__(self) -> str:
         buckets = ", ".join(bucket.name for bucket in self.buckets)

@@ -43,9 +43,11 @@ MOST_JSON_NUMBERS = 1 << 20
 """Limit for an output. Writing more numbers as JSON takes seconds, during which the texts of other clients stop."""
 
 
-class _Tensor(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
+
+class _Tensor(_Strict):
     name: str
     shape: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=MOST_DIMENSIONS)]
     datatype: str
@@ -53,16 +55,12 @@ class _Tensor(BaseModel):
     data: list[Any] | None = None
 
 
-class _Wanted(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class _Wanted(_Strict):
     name: str
     parameters: dict[str, Any] = {}
 
 
-class _InferRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class _InferRequest(_Strict):
     id: str | None = None
     parameters: dict[str, Any] = {}
     inputs: Annotated[list[_Tensor], Field(max_length=MOST_TENSORS, fail_fast=True)]

@@ -82,8 +82,9 @@ class Metrics(Observer, Collector):
         self._all_read.inc(done.read)
         for site, count in done.ran.items():
             self._at_site.labels(str(site)).inc(count)
-            self._read[str(site)] = self._read.get(str(site), 0) + done.read
+            # In this order: a scrape on another thread looks up the selected tokens of every site in `_read`.
             self._selected[str(site)] = self._selected.get(str(site), 0) + count
+            self._read[str(site)] = self._read.get(str(site), 0) + done.read
 
     def failed(self, error: Exception, texts: int) -> None:
         self._ended.labels("failed").inc(texts)

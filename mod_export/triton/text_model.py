@@ -155,16 +155,15 @@ def texts_of(generator: Generator, given: Mapping[str, np.ndarray]) -> list[Text
     """
     if ("text" in given) == ("input_ids" in given):
         raise UsageError(f"expected either text or input_ids, got {'both' if 'text' in given else 'neither'}")
-    prompt = _string("text", given["text"][0]) if "text" in given else [given["input_ids"].tolist()]
+    prompt = _string("text", given["text"][0]) if "text" in given else given["input_ids"].tolist()
     options: dict[str, Any] = {name: kind(given[name][0]) for name, kind in SAMPLING.items() if name in given}
     options["seed"] = int(given["seed"][0]) if "seed" in given else secrets.randbits(31)
     options["stop"] = [_string("stop", value) for value in given.get("stop", ())]
-    if "max_tokens" in given:
-        return generator.texts(prompt, max_new_tokens=int(given["max_tokens"][0]), **options)
-    (text,) = generator.texts(prompt, max_new_tokens=1, **options)
+    ids = generator.ids([prompt])
     # The last new token is never read, so a text may have one more token than the window has room for.
-    room = generator.window - len(text.completion.prompt_ids) + 1
-    return generator.texts(prompt, max_new_tokens=min(MOST_NEW_TOKENS, room), **options)
+    room = max(1, generator.window - len(ids[0]) + 1)
+    new_tokens = int(given["max_tokens"][0]) if "max_tokens" in given else min(MOST_NEW_TOKENS, room)
+    return generator.texts(ids, new_tokens, **options)
 
 
 def _string(name: str, value: bytes) -> str:
