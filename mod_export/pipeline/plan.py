@@ -17,7 +17,7 @@ from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, Ta
 from mod_export.measure.speedup import GIVE_A_BASELINE
 from mod_export.model.model import GeneratingModel, Model, Origin, token_ids
 from mod_export.pipeline.roles import ROLES, WRITING, RoleStages
-from mod_export.runtime.defaults import defaults_of
+from mod_export.runtime.request import defaults_of
 from mod_export.runtime.tokenizer import TokenizersFile
 from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Unavailable, Variant
 

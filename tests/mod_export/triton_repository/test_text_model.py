@@ -13,7 +13,7 @@ from writing import WINDOW
 import mod_export
 from mod_export.errors import UsageError
 from mod_export.runtime.generator import Generator
-from mod_export.triton.text_request import texts_of
+from mod_export.triton.text_model import texts_of
 
 
 @pytest.fixture(scope="module")

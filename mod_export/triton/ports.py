@@ -1,16 +1,20 @@
-"""Reads the inputs and outputs of an ONNX file without the package `onnx`, which only a build needs.
+"""Inputs and outputs of models: read from an ONNX file, and merged over buckets.
 
-A protocol buffer is a list of fields: a number, a wire type and a value. Other fields are skipped. The field numbers
-are from onnx.proto.
+The file is read without the package `onnx`, which only a build needs. A protocol buffer is a list of fields: a number,
+a wire type and a value. Other fields are skipped. The field numbers are from onnx.proto.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mod_export.errors import BuildFolderError
-from mod_export.triton.config import Port
+from mod_export.types import PRIMARY, TOKEN_INPUTS
+
+ANY = -1
+"""Size of a dimension that may have any size."""
 
 TYPES = {
     1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 9: "BOOL", 10: "FP16",
@@ -24,6 +28,28 @@ NAME, TYPE = 1, 2
 TENSOR, ELEMENT, SHAPE, DIMENSION, SIZE = 1, 1, 2, 1, 1
 
 Fields = Iterator[tuple[int, int | memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output of a model.
+
+    Attributes:
+        name: name in requests and responses.
+        dtype: Triton's name of the data type, such as INT64 or BYTES.
+        dims: shape, with `ANY` for a dimension of any size.
+        optional: whether a request may leave the input out.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[int, ...]
+    optional: bool = False
+
+    @property
+    def data_type(self) -> str:
+        """Name of the data type in config.pbtxt."""
+        return "TYPE_STRING" if self.dtype == "BYTES" else f"TYPE_{self.dtype}"
 
 
 def ports_of(path: Path) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
@@ -101,3 +127,22 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         if byte < 128:
             return number, at
         shift += 7
+
+
+def any_rows(buckets: Sequence[Sequence[Port]]) -> tuple[Port, ...]:
+    """Ports of a model of token ids: any batch and length, padded to a bucket by the model; `lengths` is optional."""
+    ports = []
+    for port in buckets[0]:
+        free = 1 if port.name in (TOKEN_INPUTS[1], PRIMARY["last"]) else 2
+        dims = (ANY,) * free + port.dims[free:]
+        ports.append(Port(port.name, port.dtype, dims, optional=port.name == TOKEN_INPUTS[1]))
+    return tuple(ports)
+
+
+def any_size(buckets: Sequence[Sequence[Port]]) -> tuple[Port, ...]:
+    """Merges the ports of all buckets; a dimension is `ANY` if its sizes differ."""
+    return tuple(
+        Port(ports[0].name, ports[0].dtype, tuple(sizes[0] if len(set(sizes)) == 1 else ANY for sizes in dims))
+        for ports in zip(*buckets, strict=True)
+        for dims in [list(zip(*(port.dims for port in ports), strict=True))]
+    )
