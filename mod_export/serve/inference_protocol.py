@@ -22,7 +22,7 @@ from mod_export import __version__
 from mod_export.runtime.deployment import Deployment
 from mod_export.serve.endpoint import ApiError, read_body, service_of, unless_gone
 from mod_export.serve.service import Scoring, Service
-from mod_export.types import Bucket
+from mod_export.types import Bucket, Unavailable
 
 DTYPES: Mapping[str, str] = {
     "BOOL": "bool",
@@ -129,7 +129,7 @@ def _scoring(request: Request) -> tuple[Service, Scoring]:
         raise ApiError(404, f"model {name[:80]!r}: not served here; this server has {service.name!r}")
     if request.path_params.get("version", "1") != "1":
         raise ApiError(404, f"version {request.path_params['version'][:80]}: this server has version 1")
-    if isinstance(service.scoring, str):
+    if isinstance(service.scoring, Unavailable):
         raise ApiError(400, f"this server reads no whole rows: {service.scoring}")
     return service, service.scoring
 

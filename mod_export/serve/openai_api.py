@@ -29,6 +29,7 @@ from mod_export.serve.openai_formats import (
 )
 from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
 from mod_export.serve.service import Service
+from mod_export.types import Unavailable
 
 NEW_TOKENS = 16
 """Default number of new tokens of a completion, as in OpenAI's API."""
@@ -99,7 +100,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 def _model(service: Service) -> dict[str, Any]:
-    window = {} if isinstance(service.writing, str) else {"max_model_len": service.writing.generator.window}
+    window = {} if isinstance(service.writing, Unavailable) else {"max_model_len": service.writing.generator.window}
     return {"id": service.name, "object": "model", "created": service.created, "owned_by": "mod-export", **window}
 
 
@@ -126,7 +127,7 @@ def _check_model(service: Service, name: str | None) -> None:
 def _scheduler(service: Service, model: str | None, texts: int) -> Scheduler:
     """Returns the scheduler of the service. Refuses the request before any work if there is no room for its texts."""
     _check_model(service, model)
-    if isinstance(service.writing, str):
+    if isinstance(service.writing, Unavailable):
         raise ApiError(400, f"this model writes no text: {service.writing}", code="unsupported")
     scheduler = service.writing
     if texts > scheduler.most_texts:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mod_export.errors import TargetError, UsageError
-from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
+from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.runtime.deployment import Deployment, load
 from mod_export.runtime.generator import load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
 from mod_export.serve.metrics import Metrics
 from mod_export.serve.scheduler import ClosingError, QueueFullError, Scheduler
-from mod_export.types import ModelKind
+from mod_export.types import ModelKind, Unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +107,15 @@ class Service:
     name: str
     checkpoint: str
     created: int
-    writing: Scheduler | str
-    scoring: Scoring | str
+    writing: Scheduler | Unavailable
+    scoring: Scoring | Unavailable
     metrics: Metrics
     draining: bool = False
 
     @property
     def live(self) -> bool:
         """False if only a restart would help."""
-        return isinstance(self.writing, str) or self.draining or self.writing.healthy
+        return isinstance(self.writing, Unavailable) or self.draining or self.writing.healthy
 
     @property
     def ready(self) -> bool:
@@ -126,7 +126,7 @@ class Service:
         """Stops accepting requests, waits up to `within_s` for current ones, and then ends unfinished texts."""
         self.draining = True
         end = time.monotonic() + within_s
-        parts = [part for part in (self.scoring, self.writing) if not isinstance(part, str)]
+        parts = [part for part in (self.scoring, self.writing) if not isinstance(part, Unavailable)]
         for part in parts:
             part.drain(0.0)
         for part in parts:
@@ -166,7 +166,7 @@ def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
     with contextlib.ExitStack() as opened:
         scoring = _open_scoring(opened, folder, options)
         writing = _open_writing(opened, folder, manifest, options, metrics)
-        if isinstance(writing, str) and isinstance(scoring, str):
+        if isinstance(writing, Unavailable) and isinstance(scoring, Unavailable):
             raise TargetError(
                 f"{folder}: nothing of it can be served\nwriting text: {writing}\nwhole prompts: {scoring}"
             )
@@ -174,11 +174,11 @@ def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
         yield Service(options.name or facts.name, facts.checkpoint_sha256, int(time.time()), writing, scoring, metrics)
 
 
-def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOptions) -> Scoring | str:
+def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOptions) -> Scoring | Unavailable:
     try:
         deployment = load(folder, options.target, options.dtype, options.model, options.threads)
     except TargetError as error:
-        return str(error)
+        return Unavailable(str(error))
     scoring = Scoring(opened.enter_context(deployment), options.max_queue)
     opened.callback(scoring.pool.shutdown, cancel_futures=True)  # Runs before the engines are closed.
     return scoring
@@ -186,8 +186,8 @@ def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOp
 
 def _open_writing(
     opened: contextlib.ExitStack, folder: Path, manifest: Manifest, options: ServiceOptions, metrics: Metrics
-) -> Scheduler | str:
-    if not isinstance(manifest.generation, GenerationFacts):
+) -> Scheduler | Unavailable:
+    if isinstance(manifest.generation, Unavailable):
         if options.rows is not None:
             raise UsageError(f"rows: {folder} writes no text ({manifest.generation})")
         return manifest.generation
@@ -196,7 +196,7 @@ def _open_writing(
             warnings.simplefilter("ignore")  # Loading for whole prompts warns already.
             generator = load_generator(folder, options.target, options.dtype, options.model, options.threads)
     except TargetError as error:
-        return str(error)
+        return Unavailable(str(error))
     opened.enter_context(generator)
     scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, metrics)
     metrics.gauge("mod_export_rows", "Texts that can be written at once", lambda: scheduler.bucket.batch)

@@ -23,7 +23,19 @@ from mod_export.runtime.deployment import fastest_engines, served_engines, threa
 from mod_export.serve import MAX_QUEUE
 from mod_export.triton.config import FOLDER, TritonModel, Warmup, parameters_of
 from mod_export.triton.ports import ANY, Port, any_rows, any_size, ports_of
-from mod_export.types import PRIMARY, ROUTED, TOKEN_INPUTS, Bucket, DType, Engine, Graph, Role, graph_of, primary_output
+from mod_export.types import (
+    PRIMARY,
+    ROUTED,
+    TOKEN_INPUTS,
+    Bucket,
+    DType,
+    Engine,
+    Graph,
+    Role,
+    Unavailable,
+    graph_of,
+    primary_output,
+)
 
 Forward = Literal["python", "onnxruntime", "tensorrt"]
 VERSION = "1"
@@ -142,17 +154,17 @@ def _folder_model(request: RepositoryRequest) -> TritonModel:
     )
 
 
-def text_model(request: RepositoryRequest) -> TritonModel | str:
+def text_model(request: RepositoryRequest) -> TritonModel | Unavailable:
     """Returns a model that writes text with the engines of `mod_export.load_generator`, or the reason why it cannot."""
     manifest = request.manifest
-    if isinstance(manifest.generation, str):
+    if isinstance(manifest.generation, Unavailable):
         return manifest.generation
     # With --forward tensorrt, the dtype is that of the plans and not of the engines that write text.
     dtype = None if request.forward == "tensorrt" else request.dtype
     try:
         engines = served_engines(request.folder, manifest, "mod", request.target, dtype, texts=True)
     except ModExportError as error:
-        return str(error)
+        return Unavailable(str(error))
     ids, token = Port("input_ids", "INT64", (ANY,)), Port("token", "INT64", (1,))
     finish = Port("finish_reason", "BYTES", (1,))
     inputs: tuple[Port, ...] = (ids, *OPTIONS)

@@ -51,7 +51,7 @@ def write_repository(request: RepositoryRequest, root: Path) -> tuple[list[Trito
         for model in models:
             _write_model(stage / model.name, model)
         _put(stage, root, owned, request.model_name, [model.name for model in models])
-    return models, "" if isinstance(text, TritonModel) else text
+    return models, "" if isinstance(text, TritonModel) else text.reason
 
 
 def _check_place(folder: Path, root: Path) -> None:

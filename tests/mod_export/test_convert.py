@@ -13,6 +13,7 @@ from command_line import FEW_SAMPLES, invoke, refused
 from dialect_models import Astramind, Dlo, Ohara
 from gguf_files import as_gguf
 from hugging_face import change_config, saved
+from packages import OnlyReads
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 
@@ -141,7 +142,7 @@ def test_a_gguf_file_that_is_none(tmp_path: Path) -> None:
 
 
 def test_where_no_architecture_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "architectures", lambda: {"other": object()})
+    monkeypatch.setattr(checkpoint, "architectures", lambda: {"other": OnlyReads()})
     with pytest.raises(CheckpointError, match="source: no architecture that is installed here converts models of"):
         convert(tmp_path / "source", tmp_path / "out")
     assert write_companions(tmp_path / "source", tmp_path) is None
