@@ -1,6 +1,6 @@
 """Replaces operators that the ONNX exporter translates badly, or not at all, by others that compute the same.
 
-* `einsum` becomes matrix products, because it hides attention and weights from the passes.
+* `einsum` becomes matrix products, because it hides attention and weights from the rewrites.
 * The k-th value of a row becomes the last value of a top-k: ONNX has no operator for it.
 * Attention of any rank becomes attention of four dimensions, the only rank that is exported. Its mask has a row for
   each query. Keys and values have as many rows as queries, and as many heads or a number that divides it.

@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind
 
 from mod_export.errors import LimitError
 from mod_export.graph.program_nodes import add_node, argument_of
-from mod_export.graph.routing_sites import Marked, with_graph
+from mod_export.graph.sites import Marked, with_graph
 from mod_export.marker import MARKER
 from mod_export.types import DType
 

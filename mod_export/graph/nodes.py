@@ -1,6 +1,6 @@
 """Reads ONNX graphs and writes nodes into them.
 
-All passes and checks share these helpers: `made_by`, `only_reader`, `constant_array` and the like read a graph,
+All rewrites and checks share these helpers: `made_by`, `only_reader`, `constant_array` and the like read a graph,
 `NodeWriter` writes nodes, and `substitute` replaces an old value by a new one.
 """
 
@@ -30,7 +30,7 @@ NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
 REPLACED = "replaced by"
 """The metadata key under which a replaced value keeps its replacement."""
 NEWEST_OPSET = 24
-"""The newest opset of the operators that passes write."""
+"""The newest opset of the operators that rewrites write."""
 UNNUMBERED = -1
 """The layer number of modules that are not layers: it sorts before the first layer."""
 
@@ -239,7 +239,7 @@ class NodeWriter:
         if like is None:
             self._infer([value])
         else:
-            # Nothing is shared with `like`: a pass that casts one value would change both.
+            # Nothing is shared with `like`: a rewrite that casts one value would change both.
             assert like.dtype is not None
             value.dtype, value.shape = like.dtype, None if like.shape is None else like.shape.copy()
         return value
@@ -319,7 +319,7 @@ class NodeWriter:
 
 
 def _latest(value: ir.Value) -> ir.Value:
-    """The current replacement of a value: a pass may still hold a value that it has replaced."""
+    """The current replacement of a value: a rewrite may still hold a value that it has replaced."""
     while REPLACED in value.meta:
         value = value.meta[REPLACED]
     return value

@@ -15,9 +15,9 @@ from torch import fx
 from torch.export import ExportedProgram
 
 from mod_export.graph.find_sites import ARGSORTS, SELECTS, judged_selections
-from mod_export.graph.not_static import place_of
 from mod_export.graph.probing import is_pointwise, tensor_of
 from mod_export.graph.program_nodes import argument_of, behind, shape_of
+from mod_export.graph.refusals import place_of
 from mod_export.graph.token_flow import Flow
 
 NO_SELECTION = "the model has no top-k and no sort of scores"

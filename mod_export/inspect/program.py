@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mod_export.errors import CheckpointError
 from mod_export.graph.capture import with_found_sites
 from mod_export.graph.program_nodes import shape_of
-from mod_export.graph.routing_sites import Marked, routing_sites
+from mod_export.graph.sites import Marked, routing_sites
 from mod_export.graph.token_flow import flows_of, nodes_of
 from mod_export.graph.token_places import Selection
 from mod_export.graph.unfollowed import unfollowed_selections

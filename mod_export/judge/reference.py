@@ -32,7 +32,7 @@ from mod_export.types import TOKEN_INPUTS, Bucket, Outputs, Site
 if TYPE_CHECKING:
     import torch
 
-    from mod_export.graph.routing_sites import Around, Runnable
+    from mod_export.graph.sites import Around, Runnable
     from mod_export.judge.choices import Choice, Outcomes
 
 Found = TypeVar("Found")
@@ -193,7 +193,7 @@ def check_program(
     """
     import torch
 
-    from mod_export.graph.routing_sites import SiteRun, run_sites
+    from mod_export.graph.sites import SiteRun, run_sites
     from mod_export.graph.weights import state_of
 
     for feeds in samples:
@@ -283,7 +283,7 @@ class Reference:
 
     def k_by_layer(self, bucket: Bucket) -> dict[Site, int]:
         """Maps each routing site in the captured program of a shape to its slots, in the order of the decisions."""
-        from mod_export.graph.routing_sites import routing_sites
+        from mod_export.graph.sites import routing_sites
 
         return {site.name: site.k for site in routing_sites(self._programs.program(bucket))}
 
@@ -395,7 +395,7 @@ class Reference:
     ) -> Traced:
         import torch
 
-        from mod_export.graph.routing_sites import SiteRun, run_sites
+        from mod_export.graph.sites import SiteRun, run_sites
         from mod_export.judge.choices import Recorder
 
         choices = self.choices(batch.bucket)

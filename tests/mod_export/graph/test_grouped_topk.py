@@ -14,12 +14,12 @@ from small_graphs import TENSORRT, op_types, parsed, run
 
 from mod_export.engines import ENGINES
 from mod_export.engines.trt import SAVED_POSITIONS
-from mod_export.graph.passes import grouped_topk
-from mod_export.graph.passes.grouped_topk import GroupedTopk, group_length
-from mod_export.types import Dialect
+from mod_export.graph.rewrites import grouped_topk
+from mod_export.graph.rewrites.grouped_topk import GroupedTopk, group_length
+from mod_export.types import TargetLimits
 
 
-def saving(positions: int) -> Dialect:
+def saving(positions: int) -> TargetLimits:
     return dataclasses.replace(TENSORRT, topk_saving=positions)
 
 
@@ -119,8 +119,8 @@ def test_what_pays_in_tensorrt(S: int, k: int, group: int | None) -> None:
     """Axes that were measured elsewhere; and K of an eighth of a row, which pays at 16,384 tokens, not at 8,192."""
     model = topk((1, S), k)
     for name in ("tensorrt", "tensorrt-rtx"):
-        assert ENGINES[name].dialect.topk_saving == SAVED_POSITIONS
-    rewritten = GroupedTopk().run(model, ENGINES["tensorrt"].dialect, "float32")
+        assert ENGINES[name].limits.topk_saving == SAVED_POSITIONS
+    rewritten = GroupedTopk().run(model, ENGINES["tensorrt"].limits, "float32")
     assert (rewritten, op_types(model).count("TopK")) == ((1, 2) if group else (0, 1))
     if group:
         assert group_length(S, k) == group

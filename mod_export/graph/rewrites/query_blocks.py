@@ -25,7 +25,7 @@ from mod_export.graph.nodes import (
     require_static_shape,
     static_shape,
 )
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 Masks = dict[tuple[int, int], ir.Value]
 """(T, e) -> the mask of the block that ends at key e."""
@@ -36,23 +36,23 @@ LEAVES_A_KEY = "leaves every query a key"
 
 
 class QueryBlocks:
-    """Splits causal Attention over T tokens into Attentions over blocks of the size that the dialect has for T."""
+    """Splits causal Attention over T tokens into Attentions over blocks of the size that the target prefers for T."""
 
     name: ClassVar[str] = "query_blocks"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return bool(dialect.query_blocks)
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return bool(limits.query_blocks)
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        attentions = _unsplit(model, dialect)
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
+        attentions = _unsplit(model, limits)
         # A value of one branch is not visible in another.
         shared: defaultdict[ir.Graph, Masks] = defaultdict(dict)
         for node, block in attentions:
-            _split(node, block, shared[graph_around(node)], late=dialect.late_masks)
+            _split(node, block, shared[graph_around(node)], late=limits.late_masks)
         return len(attentions)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(node)} still computes scores that its mask hides" for node, _ in _unsplit(model, dialect)]
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        return [f"{label_of(node)} still computes scores that its mask hides" for node, _ in _unsplit(model, limits)]
 
 
 def splittable_tokens(node: ir.Node) -> int | None:
@@ -71,9 +71,9 @@ def splittable_tokens(node: ir.Node) -> int | None:
     return tokens.pop() if len(tokens) == 1 else None
 
 
-def _unsplit(model: ir.Model, dialect: Dialect) -> list[tuple[ir.Node, int]]:
+def _unsplit(model: ir.Model, limits: TargetLimits) -> list[tuple[ir.Node, int]]:
     """(node, queries of a block) of every Attention that must be split."""
-    block_of = dict(dialect.query_blocks)
+    block_of = dict(limits.query_blocks)
     tokens = [(node, splittable_tokens(node)) for node in model.graph.all_nodes()]
     return [(node, block_of[T]) for node, T in tokens if T is not None and block_of.get(T, T) < T]
 

@@ -29,7 +29,7 @@ from mod_export.graph.nodes import (
     static_shape,
     substitute,
 )
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 FIRST_OPSET = 23
 """The first opset with the operator RMSNormalization."""
@@ -42,10 +42,10 @@ class NormOperator:
 
     name: ClassVar[str] = "norm_operator"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
         return True
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         count = 0
         for norm in _written_out(model):
             # Each norm is replaced at once, because the next one may read its result.
@@ -59,7 +59,7 @@ class NormOperator:
             substitute(y, result, *norm.nodes)
         return count
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(norm.nodes[0])} still writes a norm out" for norm in _written_out(model)]
 
 

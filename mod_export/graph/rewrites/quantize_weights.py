@@ -8,7 +8,7 @@ rows as well. So int8 uses it everywhere for two kinds of weights: the head's, b
 errors (it has 8 bits in int4 too); and those that read the product of two activations, as in SwiGLU, whose few large
 elements would use up the range of a token's scale. If the head's weight is the embedding table too, both read blocks.
 
-An engine that rounds activations itself (`Dialect.rounds_activations`) gets int8 weights as DequantizeLinear and
+An engine that rounds activations itself (`TargetLimits.rounds_activations`) gets int8 weights as DequantizeLinear and
 MatMul, the head's too, if some product of the graph has many rows. OpenVINO rounds groups of a token's numbers, so its
 errors are close to those of blocks, at the speed of whole columns.
 
@@ -35,10 +35,10 @@ from mod_export.graph.nodes import (
     require_static_shape,
     substitute,
 )
-from mod_export.graph.passes.cast_floats import float32_island
-from mod_export.graph.passes.products import MICROSOFT, Product, product_of
+from mod_export.graph.rewrites.cast_floats import float32_island
+from mod_export.graph.rewrites.products import MICROSOFT, Product, product_of
 from mod_export.graph.weights import BELOW, BITS, BLOCKS, ONNX_TYPES, Form, forms_of, quantized_tensors
-from mod_export.types import QUANTIZED, Dialect, DType
+from mod_export.types import QUANTIZED, DType, TargetLimits
 
 FLOAT = ir.DataType.FLOAT
 VIEWS = ("Reshape", "Squeeze", "Transpose", "Unsqueeze")
@@ -73,17 +73,17 @@ class QuantizeWeights:
 
     name: ClassVar[str] = "quantize_weights"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
         return dtype in QUANTIZED
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        quantizable = list(_quantizable(model.graph, dialect, dtype))
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
+        quantizable = list(_quantizable(model.graph, limits, dtype))
         tables = {product.weight: form for product, form in quantizable if form in BITS and BITS[form] == 8}
-        tables = {} if dialect.rounds_activations else tables  # The engine's other graphs read the table as it is.
+        tables = {} if limits.rounds_activations else tables  # The engine's other graphs read the table as it is.
         lookups = [node for node in model.graph if _is_lookup(node) and node.inputs[0] in tables]
         rounded: dict[tuple[ir.Value, ir.Graph], _Rounded] = {}
         for products, form in _side_by_side(quantizable):
-            if form == "int8" and dialect.rounds_activations:
+            if form == "int8" and limits.rounds_activations:
                 _multiply_dequantized(model.graph, products[0])
             elif form == "int8":
                 _multiply_integers(model.graph, products[0], rounded)
@@ -96,19 +96,19 @@ class QuantizeWeights:
             _look_up(model.graph, node, tables[node.inputs[0]])
         return len(quantizable) + len(lookups)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        quantizable = _quantizable(model.graph, dialect, dtype)
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        quantizable = _quantizable(model.graph, limits, dtype)
         return [f"{label_of(product.node)} multiplies by a float32 weight" for product, _ in quantizable]
 
 
-def stored_forms(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, set[Form]]:
-    """Runs the pass, and returns the forms in which the graph then reads each of its weights."""
-    QuantizeWeights().run(model, dialect, dtype)
+def stored_forms(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[str, set[Form]]:
+    """Quantizes the graph, and returns the forms in which the graph then reads each of its weights."""
+    QuantizeWeights().run(model, limits, dtype)
     common.RemoveUnusedNodesPass()(model)
     return forms_of(model.graph.initializers)
 
 
-def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_Found]:
+def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterator[_Found]:
     island = float32_island(graph)
     # In int4 graphs only the head has 8 bits, and its errors are small there, also with longer blocks.
     in_blocks: Form = "int8_blocks64" if dtype == "int4" else "int8_blocks"
@@ -120,7 +120,7 @@ def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_F
         is_head = product.node.graph is graph and _is_head(product.node)
         if dtype == "int4" and not is_head:
             form: Form = "int4"
-        elif dialect.rounds_activations:
+        elif limits.rounds_activations:
             form = "int8" if most >= MANY else in_blocks
         else:
             form = in_blocks if is_head or _rows(product) < MANY or _is_gated(product.x) else "int8"

@@ -29,10 +29,10 @@ from mod_export.graph.nodes import (
     static_shape,
     substitute,
 )
-from mod_export.graph.passes.cache_in_place import SLOTS
-from mod_export.graph.passes.heads import flat_heads, heads_of
-from mod_export.graph.passes.products import MICROSOFT
-from mod_export.types import Dialect, DType
+from mod_export.graph.rewrites.cache_in_place import SLOTS
+from mod_export.graph.rewrites.heads import flat_heads, heads_of
+from mod_export.graph.rewrites.products import MICROSOFT
+from mod_export.types import DType, TargetLimits
 
 TURNED = [0, 1, 3, 2]
 WIDTHS = 8
@@ -77,10 +77,10 @@ class CachedAttention:
 
     name: ClassVar[str] = "cached_attention"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.cached_attention
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.cached_attention
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         graph = model.graph
         owners = {branch: node for node in graph.all_nodes() for branch in branches_of(node)}
         attentions = _attentions(graph)
@@ -94,7 +94,7 @@ class CachedAttention:
             graph.sort()
         return len(attentions)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(layer.result)} attends in primitive operators" for layer in _attentions(model.graph)]
 
 

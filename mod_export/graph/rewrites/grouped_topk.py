@@ -24,7 +24,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mod_export.graph.nodes import NodeWriter, constant_array, is_standard, is_used, label_of, static_shape, substitute
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 LAUNCH = 1024
 """Positions that take as long as starting another TopK, about 2 us: the cost of a group of another length."""
@@ -41,25 +41,25 @@ class Long(NamedTuple):
 
 
 class GroupedTopk:
-    """Selects in groups first if that saves at least `dialect.topk_saving` sequential positions."""
+    """Selects in groups first if that saves at least `limits.topk_saving` sequential positions."""
 
     name: ClassVar[str] = "grouped_topk"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.topk_saving is not None
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.topk_saving is not None
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         count = 0
         # Groups of a very long axis, and their winners, may be long enough to be split again.
-        while long_axes := list(_long(model, dialect)):
+        while long_axes := list(_long(model, limits)):
             for topk in long_axes:
                 write_groups(model.graph, topk)
             count += len(long_axes)
         return count
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [
-            f"{label_of(topk.node)} still looks at an axis of {topk.shape[topk.axis]}" for topk in _long(model, dialect)
+            f"{label_of(topk.node)} still looks at an axis of {topk.shape[topk.axis]}" for topk in _long(model, limits)
         ]
 
 
@@ -78,8 +78,8 @@ def _one_after_the_other(S: int, k: int, G: int) -> int:
     return S if G == S else G + left + N * min(k, G) + min(k, R)
 
 
-def _long(model: ir.Model, dialect: Dialect) -> Iterator[Long]:
-    assert dialect.topk_saving is not None
+def _long(model: ir.Model, limits: TargetLimits) -> Iterator[Long]:
+    assert limits.topk_saving is not None
     for node in model.graph:
         shape = static_shape(node.inputs[0]) if is_standard(node, "TopK") else None
         k = None if shape is None else constant_array(node.inputs[1])
@@ -87,10 +87,10 @@ def _long(model: ir.Model, dialect: Dialect) -> Iterator[Long]:
             continue
         axis = node.attributes.get_int("axis", -1) % len(shape)
         S, most = shape[axis], int(k.item())
-        if S - most < dialect.topk_saving:
+        if S - most < limits.topk_saving:
             continue
         G = group_length(S, most)
-        if S - _one_after_the_other(S, most, G) >= dialect.topk_saving:
+        if S - _one_after_the_other(S, most, G) >= limits.topk_saving:
             yield Long(node, shape, axis, most, G)
 
 

@@ -35,7 +35,7 @@ from mod_export.graph.nodes import (
     require_static_shape,
     substitute,
 )
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 INT32, INT64 = ir.DataType.INT32, ir.DataType.INT64
@@ -46,10 +46,10 @@ class SelectTopk:
 
     name: ClassVar[str] = "select_topk"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
         return True
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         sorts = list(_full_sorts(model))
         for sort, cut, k in sorts:
             writer = NodeWriter(model.graph, sort, "narrow")
@@ -64,7 +64,7 @@ class SelectTopk:
             sort.outputs[1].name = name
         return len(sorts)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(sort)} still sorts a whole axis of which {k} are kept" for sort, _, k in _full_sorts(model)]
 
 
@@ -107,7 +107,7 @@ class _Selection(NamedTuple):
 
 
 class ThresholdSelection:
-    """Replaces a selection whose k exceeds the dialect's limit by threshold and compaction, and any other such TopK by
+    """Replaces a selection whose k exceeds the target's limit by threshold and compaction, and any other such TopK by
     rounds.
 
     The result is exact, also on ties. In rows with fewer than k finite scores, tau is -inf, and the earliest tokens
@@ -116,34 +116,34 @@ class ThresholdSelection:
 
     name: ClassVar[str] = "threshold_selection"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.topk_limit is not None
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.topk_limit is not None
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         """Rewrites every TopK above the limit.
 
         Raises:
             GraphError: the length of such a TopK is unknown.
         """
-        large = [node for node, _ in _too_large(model, dialect)]
+        large = [node for node, _ in _too_large(model, limits)]
         selections = [_selection(node) for node in large if _ascends(node)]
         alone = set(large).difference(*({item.best, item.ascend} for item in selections))
         for selection in selections:
-            _select_by_threshold(model.graph, selection, dialect)
+            _select_by_threshold(model.graph, selection, limits)
         for node in large:
             if node in alone:
-                _select_by_rounds(model.graph, node, dialect)
+                _select_by_rounds(model.graph, node, limits)
         return len(selections) + len(alone)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        limit = dialect.topk_limit
-        return [f"{label_of(node)} still takes {k} of TopK's at most {limit}" for node, k in _too_large(model, dialect)]
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        limit = limits.topk_limit
+        return [f"{label_of(node)} still takes {k} of TopK's at most {limit}" for node, k in _too_large(model, limits)]
 
 
-def _too_large(model: ir.Model, dialect: Dialect) -> list[tuple[ir.Node, int]]:
+def _too_large(model: ir.Model, limits: TargetLimits) -> list[tuple[ir.Node, int]]:
     """(node, k) of every TopK with a constant k above the limit."""
     sizes = [(node, _integers(node, 1)) for node in model.graph if is_standard(node, "TopK")]
-    return [(node, k[0]) for node, k in sizes if k is not None and k[0] > (dialect.topk_limit or 0)]
+    return [(node, k[0]) for node, k in sizes if k is not None and k[0] > (limits.topk_limit or 0)]
 
 
 def _ascends(node: ir.Node) -> bool:
@@ -170,13 +170,13 @@ def _selection(ascend: ir.Node) -> _Selection:
     return _Selection(best, ascend, scores, require_static_shape(scores, best), k[0])
 
 
-def _select_by_rounds(graph: ir.Graph, node: ir.Node, dialect: Dialect) -> None:
+def _select_by_rounds(graph: ir.Graph, node: ir.Node, limits: TargetLimits) -> None:
     """Replaces a TopK by rounds that each select the next best: together they give the same values and indices.
 
     The scores that a round selected are replaced by the worst number of the dtype. A score that is the worst number
     itself, such as minus infinity, counts as the next one, so that no round selects its token again.
     """
-    original, limit, k = node.inputs[0], dialect.topk_limit or 0, _integers(node, 1)
+    original, limit, k = node.inputs[0], limits.topk_limit or 0, _integers(node, 1)
     shape = list(require_static_shape(original, node))
     assert original is not None
     assert original.dtype is not None
@@ -209,9 +209,9 @@ def _select_by_rounds(graph: ir.Graph, node: ir.Node, dialect: Dialect) -> None:
     substitute(node.outputs[1], index, node)
 
 
-def _select_by_threshold(graph: ir.Graph, selection: _Selection, dialect: Dialect) -> None:
+def _select_by_threshold(graph: ir.Graph, selection: _Selection, limits: TargetLimits) -> None:
     writer = NodeWriter(graph, selection.ascend, "threshold")
-    tau = _kth_largest(writer, selection, dialect.topk_limit or 0)
+    tau = _kth_largest(writer, selection, limits.topk_limit or 0)
     positions = _ascending_positions(writer, selection, _selected(writer, selection, tau))
     substitute(selection.ascend.outputs[0], positions, selection.ascend, selection.best)
 

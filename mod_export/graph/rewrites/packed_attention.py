@@ -19,8 +19,8 @@ import numpy as np
 import onnx_ir as ir
 
 from mod_export.graph.nodes import NodeWriter, made_by, require_static_shape, static_shape
-from mod_export.graph.passes.products import MICROSOFT
-from mod_export.types import Dialect, DType
+from mod_export.graph.rewrites.products import MICROSOFT
+from mod_export.types import DType, TargetLimits
 
 QUERY, KEY, VALUE, KEY_CACHE, TOTAL = 0, 1, 2, 3, 6
 """The indices of the operator's inputs."""
@@ -48,17 +48,17 @@ class PackedAttention:
 
     name: ClassVar[str] = "packed_attention"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.cached_attention
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.cached_attention
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         attentions = [(node, rotation) for node in model.graph.all_nodes() if (rotation := _rotation(node)) is not None]
         shared: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
         for node, rotation in attentions:
             _rotate_inside(node, rotation, shared)
         return len(attentions)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return []
 
 

@@ -4,9 +4,9 @@ A step returns one key row and one value row for each layer, and the owner of th
 cache and engine are on a device, that takes a round trip for every token. ONNX TensorScatter (opset 24) is such a write
 in the graph; TensorRT runs it as a layer whose input and output share their memory.
 
-Passes recognize a cache by the names of inputs and outputs: `keys_<layer>` and `values_<layer>` (B, G, L, E) as inputs
-of a step and outputs of a prefill, `keys_row_<layer>` and `values_row_<layer>` (B, G, E) as outputs of a step, and
-`present_keys_<layer>` and `present_values_<layer>` as outputs of a step that updates its cache itself.
+Rewrites recognize a cache by the names of inputs and outputs: `keys_<layer>` and `values_<layer>` (B, G, L, E) as
+inputs of a step and outputs of a prefill, `keys_row_<layer>` and `values_row_<layer>` (B, G, E) as outputs of a step,
+and `present_keys_<layer>` and `present_values_<layer>` as outputs of a step that updates its cache itself.
 
 Shape legend: B rows of text, G key/value heads, L slots, E head width.
 """
@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from mod_export.errors import GraphError
 from mod_export.graph.nodes import NodeWriter, late_zero, static_shape
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 OPSET = 24
 """The first opset with TensorScatter."""
@@ -69,10 +69,10 @@ class CacheInPlace:
 
     name: ClassVar[str] = "cache_in_place"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.cache_update
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.cache_update
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         """Rewrites every row that a step returns.
 
         Raises:
@@ -92,7 +92,7 @@ class CacheInPlace:
         graph.sort()
         return len(writes)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"output {row.string} is left for the caller to write" for _, row in _rows(model.graph)]
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar, NamedTuple
 import onnx_ir as ir
 
 from mod_export.graph.nodes import NodeWriter, graph_around, is_standard, label_of, made_by, static_shape
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 MICROSOFT = "com.microsoft"
 
@@ -68,10 +68,10 @@ class StoredWeights:
 
     name: ClassVar[str] = "stored_weights"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.stored_weights
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.stored_weights
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         products = _float_products(model)
         for node, x, weight, _ in products:
             writer = NodeWriter(graph_around(node), node, "stored")
@@ -79,7 +79,7 @@ class StoredWeights:
             model.opset_imports[MICROSOFT] = 1
         return len(products)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(product.node)} packs a copy of {product.weight.name}" for product in _float_products(model)]
 
 

@@ -30,8 +30,8 @@ from mod_export.graph.nodes import (
     require_static_shape,
     static_shape,
 )
-from mod_export.graph.passes.query_blocks import LEAVES_A_KEY
-from mod_export.types import Dialect, DType
+from mod_export.graph.rewrites.query_blocks import LEAVES_A_KEY
+from mod_export.types import DType, TargetLimits
 
 INT32, BOOL = ir.DataType.INT32, ir.DataType.BOOL
 MASK = 3
@@ -45,7 +45,7 @@ class DecomposeAttention:
     """Replaces Attention by MatMul, mask, Softmax, MatMul, the order that fusions of TensorRT and OpenVINO look for.
 
     The queries are scaled before the product, as these fusions expect. Grouped queries get an axis of their own, along
-    which keys and values are broadcast without a copy. In dialects with `grouped_rows` they become more rows instead,
+    which keys and values are broadcast without a copy. For targets with `grouped_rows` they become more rows instead,
     (B, G, R * T, E), because OpenVINO's fusion takes four dimensions, and masks repeat their rows. The causal mask
     compares two short ranges at run time: a stored mask of T * U would be larger than the weights. All attentions over
     the same lengths share the comparison. A query that sees no key gives zeros, as it does in the operator.
@@ -53,33 +53,33 @@ class DecomposeAttention:
 
     name: ClassVar[str] = "decompose_attention"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dtype not in dialect.attention_dtypes or dialect.attention_widths is not None
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return dtype not in limits.attention_dtypes or limits.attention_widths is not None
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        """Rewrites every Attention that the dialect has no kernel for.
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
+        """Rewrites every Attention that the target has no kernel for.
 
         Raises:
-            GraphError: an Attention with a cache, a soft cap or another feature that this pass cannot rewrite.
+            GraphError: an Attention with a cache, a soft cap or another feature that cannot be rewritten.
         """
-        attentions = [(node, _sizes(node)) for node in _unwanted(model, dialect, dtype)]
+        attentions = [(node, _sizes(node)) for node in _unwanted(model, limits, dtype)]
         # A value of one branch is not visible in another.
-        shared: defaultdict[ir.Graph, _Shared] = defaultdict(lambda: _Shared({}, {}, dialect.grouped_rows))
+        shared: defaultdict[ir.Graph, _Shared] = defaultdict(lambda: _Shared({}, {}, limits.grouped_rows))
         for node, sizes in attentions:
             _rewrite(node, sizes, shared[graph_around(node)])
         return len(attentions)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        return [f"{label_of(node)} is still one Attention" for node in _unwanted(model, dialect, dtype)]
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        return [f"{label_of(node)} is still one Attention" for node in _unwanted(model, limits, dtype)]
 
 
-def _unwanted(model: ir.Model, dialect: Dialect, dtype: DType) -> list[ir.Node]:
-    """The Attentions that the dialect has no kernel for, because of their dtype, the widths of a head, or two masks."""
+def _unwanted(model: ir.Model, limits: TargetLimits, dtype: DType) -> list[ir.Node]:
+    """The Attentions that the target has no kernel for, because of their dtype, the widths of a head, or two masks."""
     attentions = [node for node in model.graph.all_nodes() if is_standard(node, "Attention")]
-    if dtype not in dialect.attention_dtypes:
+    if dtype not in limits.attention_dtypes:
         return attentions
-    assert dialect.attention_widths is not None  # Otherwise this pass does not apply.
-    narrowest, widest = dialect.attention_widths
+    assert limits.attention_widths is not None  # Otherwise this rewrite does not apply.
+    narrowest, widest = limits.attention_widths
     widths = [{require_static_shape(value, node)[-1] for value in node.inputs[:3]} for node in attentions]
     return [
         node
@@ -138,7 +138,7 @@ class _Shared(NamedTuple):
     Attributes:
         visible: (T, U) -> bool (T, U), true where a query sees a key.
         rows: (mask, R, T) -> the mask with the rows of the R heads that share keys one after the other.
-        grouped_rows: `grouped_rows` of the dialect.
+        grouped_rows: `grouped_rows` of the target's limits.
     """
 
     visible: Masks

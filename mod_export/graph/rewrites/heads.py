@@ -32,7 +32,7 @@ from mod_export.graph.nodes import (
     static_shape,
     substitute,
 )
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 SWAPPED = [0, 2, 1, 3]
 ROW_BY_ROW = (
@@ -52,10 +52,10 @@ class RotaryEmbedding:
 
     name: ClassVar[str] = "rotary_embedding"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.rotary_embedding
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.rotary_embedding
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         rotations = list(_rotations(model))
         tables: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
         for node, x, raw in rotations:
@@ -66,7 +66,7 @@ class RotaryEmbedding:
             writer.replace(writer.op("RotaryEmbedding", x, *(tables[graph, value] for value in raw), like=x))
         return len(rotations)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} still rotates in primitive operators" for node, *_ in _rotations(model)]
 
 
@@ -219,10 +219,10 @@ class FlatHeads:
 
     name: ClassVar[str] = "flat_heads"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.flat_heads
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.flat_heads
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         attentions = list(_attentions(model))
         for node, inputs, result in attentions:
             # At the attention, all its inputs have been computed.
@@ -235,7 +235,7 @@ class FlatHeads:
             substitute(y, writer.op("Attention", *read, like=y, **attributes), *result, node)
         return len(attentions)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} still gets transposed heads" for node, *_ in _attentions(model)]
 
 

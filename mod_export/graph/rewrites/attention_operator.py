@@ -1,6 +1,6 @@
 """Replaces attention in primitive operators by the operator Attention, and a causal mask by the attribute `is_causal`.
 
-softmax(q k^T * scale + mask) v of user code reads and writes all T * T scores several times, and later passes improve
+softmax(q k^T * scale + mask) v of user code reads and writes all T * T scores several times, and later rewrites improve
 causal attention (blocks of queries without the hidden half, no stored mask) only in the form of the operator.
 
 Shape legend: B batch, H heads, T tokens of the queries, U of the keys, E head width.
@@ -28,7 +28,7 @@ from mod_export.graph.nodes import (
     only_reader,
     static_shape,
 )
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 FIRST_OPSET = 23
 """The first opset with the operator Attention."""
@@ -58,11 +58,11 @@ class AttentionOperator:
 
     name: ClassVar[str] = "attention_operator"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        # Blocks of queries keep their own masks. The portable graph went through this pass before it had blocks.
-        return not dialect.query_blocks
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        # Blocks of queries keep their own masks. The portable graph went through this rewrite before it had blocks.
+        return not limits.query_blocks
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         known: Known = {}
         count = 0
         for old in _written_out(model, known):
@@ -80,7 +80,7 @@ class AttentionOperator:
             node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
         return count + len(causal)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         known: Known = {}
         return [
             *(f"{label_of(attention.node)} still writes attention out" for attention in _written_out(model, known)),
