@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mod_export.engines.ort_session import CPU, session_from_onnx
-from mod_export.graph.rewrites.query_blocks import QueryBlocks
+from mod_export.graph.rewrites.attention import QueryBlocks
 from mod_export.types import TargetLimits
 
 if TYPE_CHECKING:

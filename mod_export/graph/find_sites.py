@@ -8,6 +8,9 @@ A marker is inserted right after the selection, so everything that the program d
 position, flat indices, one-hot rows) is derived from the marked indices. A top-k also returns values; they are replaced
 by a gather from the scores at the marked indices, which gives the same bits.
 
+A selection that cannot be followed may still select tokens, so saying that there is nothing to select would be wrong.
+`unfollowed_selections` describes the selections that are not sites: where their indices go, and in which line.
+
 Shape legend: B rows, T tokens that a site can select from, K slots.
 """
 
@@ -25,10 +28,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from mod_export.graph.probing import Known
+from mod_export.graph.probing import Known, arguments_of, is_pointwise, is_written, tensor_of
 from mod_export.graph.program_nodes import add_node, argument_of, behind, module_path, shape_of
-from mod_export.graph.token_flow import Flow, flows_of
-from mod_export.graph.token_places import Selection
+from mod_export.graph.refusals import place_of
+from mod_export.graph.token_flow import Flow, Selection, flows_of
 from mod_export.marker import MARKER, REORDERED
 from mod_export.types import BY_POSITION, BY_SCORE
 
@@ -38,6 +41,7 @@ ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
 SELECTS = SORTS | ARGSORTS | {ATEN.topk.default}
 OUTERMOST = "model"
 """The name that `module_path` gives to the outermost module."""
+NO_SELECTION = "the model has no top-k and no sort of scores"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,13 +64,8 @@ class FoundSite:
     of_row: bool = False
 
 
-def found_sites(program: ExportedProgram) -> list[FoundSite]:
-    """The sites of a program without markers, in the order in which it selects."""
-    return judged_selections(program)[0]
-
-
 def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[Flow]]:
-    """The sites of a program without markers, and the flows of its other selections."""
+    """The sites of a program without markers, in the order in which it selects, and the flows of other selections."""
     rows = _rows_of_inputs(program)
     flows, known = flows_of(program, list(selections(program.graph)))
     sites: list[FoundSite] = []
@@ -98,7 +97,7 @@ def _part_that_runs(flow: Flow) -> slice | None:
 
 def mark_found_sites(program: ExportedProgram) -> None:
     """Marks every site that it finds, and names it after the module that selects, gathers and puts back."""
-    sites = found_sites(program)
+    sites, _ = judged_selections(program)
     paths = [_path(site) for site in sites]
     counts = Counter(paths)
     names = {path for path, count in counts.items() if count == 1}
@@ -133,8 +132,8 @@ def _in_the_row(flow: Flow, order: slice | None, before: Sequence[FoundSite], kn
     outer = next((earlier for earlier in before if earlier.flow is inner), None)
     if outer is None:
         return site
-    row_BT = inner.positions_BT
-    row_BT = own_BT if row_BT is None else row_BT.gather(1, own_BT)
+    row_BT = flow.tables[-1]
+    assert row_BT is not None
     for table_BT, of_row in ((row_BT, True), (own_BT, False)):
         for node in known.forms(inner.selection.indices):
             value = known.value(node)
@@ -147,14 +146,10 @@ def _in_the_row(flow: Flow, order: slice | None, before: Sequence[FoundSite], kn
 
 def selections(graph: fx.Graph) -> Iterator[Selection]:
     """Yields every top-k and every sort of floating-point scores."""
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in SELECTS:
-            continue
-        scores = node.args[0]
-        if not scores.meta["val"].dtype.is_floating_point:
-            continue  # Sorting indices selects nothing.
+    for node in _selecting(graph, of_floats=True):  # Sorting indices selects nothing.
+        scores: Any = node.args[0]
         dim = argument_of(node, "dim") % max(1, len(shape_of(scores)))
-        values, indices = ([], [node]) if node.target in ARGSORTS else _items(node)
+        values, indices = _results(node)
         if node.target is ATEN.topk.default:
             largest = bool(argument_of(node, "largest"))
             yield from (
@@ -190,8 +185,20 @@ def _only_part(indices: Sequence[fx.Node]) -> fx.Node | None:
     return parts[0]
 
 
-def _items(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The `getitem` nodes of the values, and those of the indices, of an operation that returns both."""
+def _selecting(graph: fx.Graph, *, of_floats: bool) -> Iterator[fx.Node]:
+    """Yields every top-k and every sort, of floating-point scores or of anything else."""
+    for node in graph.nodes:
+        scores: Any = node.args[0] if node.args else None
+        if node.op != "call_function" or node.target not in SELECTS:
+            continue
+        if scores.meta["val"].dtype.is_floating_point == of_floats:
+            yield node
+
+
+def _results(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes of the values, and those of the indices, that a top-k or sort returns."""
+    if node.target in ARGSORTS:
+        return [], [node]
     users = [use for use in node.users if use.target is operator.getitem]
     return [use for use in users if use.args[1] == 0], [use for use in users if use.args[1] == 1]
 
@@ -215,12 +222,7 @@ def _is_changed(node: fx.Node) -> bool:
 
 def _writes_to(use: fx.Node, node: fx.Node) -> bool:
     """Whether `use` changes `node` in place. `out[rows, index] = y` only reads the index."""
-    schema = getattr(use.target, "_schema", None)
-    arguments = () if schema is None else schema.arguments
-    return any(
-        argument.alias_info is not None and argument.alias_info.is_write and argument_of(use, argument.name) is node
-        for argument in arguments
-    )
+    return any(is_written(argument) and argument_of(use, argument.name) is node for argument in arguments_of(use))
 
 
 def _path(site: FoundSite) -> str:
@@ -314,3 +316,77 @@ class _Marker:
         positions = self._rows(site.selection, table, site.selection.tokens)
         before = None if site.of_row else self._positions.get(site.outer.selection.indices)
         return positions if before is None else self._add(site.selection, ATEN.gather.default, before, 1, positions)
+
+
+# Selections that are not sites
+
+
+def unfollowed_selections(program: ExportedProgram) -> list[str]:
+    """Returns a sentence for each top-k and each sort of scores that is not a routing site. Equal sentences are merged.
+
+    A top-k that selects experts or words is included: the sentence says where its indices go, not what it is for.
+
+    Args:
+        program: a captured program without markers.
+    """
+    sites, other_flows = judged_selections(program)
+    flows = {flow.selection.node: flow for flow in other_flows}
+    site_nodes = {site.selection.node for site in sites}
+    selecting = [node for node in _selecting(program.graph, of_floats=True) if node not in site_nodes]
+    counts = Counter(_said(node, flows.get(node)) for node in selecting)
+    counts.update(f"{_named(node)}, which are whole numbers" for node in _of_whole_numbers(program.graph, selecting))
+    return [f"{text} ({count} times)" if count > 1 else text for text, count in counts.items()] or [NO_SELECTION]
+
+
+def _of_whole_numbers(graph: fx.Graph, selecting: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """Selections by integers or truth values, such as a sort of a threshold mask, but not sorts of selected indices."""
+    ordered = {user for node in selecting for user in behind(node)}
+    for node in _selecting(graph, of_floats=False):
+        if node not in ordered and _has_indices(node):
+            yield node
+
+
+def _has_indices(node: fx.Node) -> bool:
+    return any(item.users for item in _results(node)[1])
+
+
+def _named(node: fx.Node) -> str:
+    scores: Any = node.args[0]
+    shape = shape_of(scores)
+    if node.target is not ATEN.topk.default:
+        return f"a sort of {list(shape)} scores{_at(node)}"
+    total = shape[argument_of(node, "dim")] if shape else 1
+    return f"a top-k of {argument_of(node, 'k')} of {total} in {list(shape)} scores{_at(node)}"
+
+
+def _at(node: fx.Node) -> str:
+    return place_of(node).partition("\n")[0]
+
+
+def _said(node: fx.Node, flow: Flow | None) -> str:
+    name = _named(node)
+    if not _has_indices(node):
+        return f"{name}, of which no indices are used"
+    if flow is None:
+        return f"{name}, which is changed in place"
+    if not flow.selection.is_of_tokens:
+        return f"{name}, which is no choice of tokens for each row"
+    if flow.reads and flow.puts:
+        return f"{name}, by which tokens change places and run all alike"
+    if flow.reads:
+        read = flow.reads[0].node
+        return f"{name}, whose indices read at {_operator(read)}, and nothing is put back at the same places"
+    if flow.unknown:
+        first = flow.unknown[0]
+        value = tensor_of(first)
+        all_tokens = flow.selection.rows * flow.selection.tokens
+        runs = is_pointwise(first) and value is not None and value.numel() >= all_tokens
+        return f"{name}, whose indices go to {_operator(first)}, which {'runs for all' if runs else 'is not followed'}"
+    if flow.scores:
+        return f"{name}, whose indices read no more than one number for each ({_operator(flow.scores[0].node)})"
+    return f"{name}, whose indices read no tokens"
+
+
+def _operator(node: fx.Node) -> str:
+    name = str(getattr(node.target, "_overloadpacket", getattr(node.target, "__name__", node.target)))
+    return f"{name}{_at(node)}"

@@ -19,11 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mod_export.errors import CheckpointError
 from mod_export.graph.capture import with_found_sites
+from mod_export.graph.find_sites import unfollowed_selections
 from mod_export.graph.program_nodes import shape_of
 from mod_export.graph.sites import Marked, routing_sites
-from mod_export.graph.token_flow import flows_of, nodes_of
-from mod_export.graph.token_places import Selection
-from mod_export.graph.unfollowed import unfollowed_selections
+from mod_export.graph.token_flow import Selection, flows_of, nodes_of
 from mod_export.marker import MARKER, REORDERED
 from mod_export.model.pt2 import read_program
 from mod_export.report.tables import table_lines

@@ -24,7 +24,7 @@ from mod_export.graph.capture import captured, prove_static
 from mod_export.graph.nodes import graph_from_bytes, static_shape
 from mod_export.graph.onnx_export import assert_capacity, check_model, onnx_from_captured
 from mod_export.graph.rewrites import PORTABLE, apply_rewrites, needs_rewrite
-from mod_export.graph.rewrites.quantize_weights import stored_forms
+from mod_export.graph.rewrites.products import stored_forms
 from mod_export.graph.sites import RoutingSite
 from mod_export.graph.weights import (
     BELOW,

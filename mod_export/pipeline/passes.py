@@ -17,7 +17,7 @@ from mod_export.environment import free_bytes, package_version, versions
 from mod_export.errors import GraphError, LimitError
 from mod_export.graph.onnx_export import assert_capacity
 from mod_export.graph.rewrites import apply_rewrites, needs_rewrite
-from mod_export.graph.rewrites.query_blocks import splittable_tokens
+from mod_export.graph.rewrites.attention import splittable_tokens
 from mod_export.graph.target import check_limits
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import judge_runner

@@ -14,20 +14,14 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from mod_export.errors import GraphError
-from mod_export.graph.rewrites.attention_operator import AttentionOperator
-from mod_export.graph.rewrites.cache_in_place import CacheInPlace
-from mod_export.graph.rewrites.cached_attention import CachedAttention
+from mod_export.graph.rewrites.attention import AttentionOperator, DecomposeAttention, QueryBlocks
+from mod_export.graph.rewrites.cached_attention import CachedAttention, CacheInPlace, PackedAttention
 from mod_export.graph.rewrites.cast_floats import CastFloats
-from mod_export.graph.rewrites.decompose_attention import DecomposeAttention
-from mod_export.graph.rewrites.grouped_topk import GroupedTopk
 from mod_export.graph.rewrites.heads import FlatHeads, RotaryEmbedding
-from mod_export.graph.rewrites.norm_operator import NormOperator
-from mod_export.graph.rewrites.packed_attention import PackedAttention
+from mod_export.graph.rewrites.norms import NormOperator
 from mod_export.graph.rewrites.plain_scatter import PlainScatter
-from mod_export.graph.rewrites.products import StoredWeights
-from mod_export.graph.rewrites.quantize_weights import QuantizeWeights
-from mod_export.graph.rewrites.query_blocks import QueryBlocks
-from mod_export.graph.rewrites.selection import SelectTopk, ThresholdSelection
+from mod_export.graph.rewrites.products import QuantizeWeights, StoredWeights
+from mod_export.graph.rewrites.topk import GroupedTopk, SelectTopk, ThresholdSelection
 from mod_export.types import DType, TargetLimits
 
 

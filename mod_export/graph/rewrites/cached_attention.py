@@ -1,42 +1,187 @@
-"""Replaces attention of one token over a cache by com.microsoft::GroupQueryAttention, which writes the cache too.
+"""Makes a decode step update its cache in place, and attend to it with one operator.
+
+A step returns one key row and one value row for each layer, and the owner of the cache writes them into their slots. If
+cache and engine are on a device, that takes a round trip for every token. `CacheInPlace` writes ONNX TensorScatter
+(opset 24), which is such a write in the graph; TensorRT runs it as a layer whose input and output share their memory.
 
 In primitive operators the attention of a step is some twenty nodes, most of which move or reshape a few numbers, and it
-reads every slot of the cache, used or not. ONNX Runtime's operator reads the slots in use, adds the token's own key and
-value to them, and writes both into the cache, in place if the cache's input and output share their memory.
+reads every slot of the cache, used or not. `CachedAttention` replaces it by com.microsoft::GroupQueryAttention, which
+reads the slots in use, adds the token's own key and value to them, and writes both into the cache, in place if the
+cache's input and output share their memory. It writes a key and a value for every row, also for rows that keep none. So
+a cache has one slot more than tokens: such rows write to this last slot, and no row that has a token reads it.
 
-It writes a key and a value for every row, also for rows that keep none. So a cache has one slot more than tokens: such
-rows write to this last slot, and no row that has a token reads it.
+Then a step's attention is one node that attends and two nodes that rotate, each of a few hundred numbers, so that
+starting nodes and waiting threads take a part of the time. `PackedAttention` lets the operator rotate by tables that it
+indexes with the positions, and read queries, keys and values from one product that makes them (`quantize_weights`).
 
-Shape legend: B rows of text, H query heads, G key/value heads, M = H / G, L slots, E head width. `_1` is the one token.
+Rewrites recognize a cache by the names of inputs and outputs: `keys_<layer>` and `values_<layer>` (B, G, L, E) as
+inputs of a step and outputs of a prefill, `keys_row_<layer>` and `values_row_<layer>` (B, G, E) as outputs of a step,
+and `present_keys_<layer>` and `present_values_<layer>` as outputs of a step that updates its cache itself.
+
+Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
+
+Shape legend: B rows of text, H query heads, G key/value heads, M = H / G, L slots, E head width, P positions of a
+table. `_1` is the one token.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from mod_export.errors import GraphError
 from mod_export.graph.nodes import (
+    MICROSOFT,
     NodeWriter,
+    attributes_of,
+    before_transpose,
+    before_views,
     branches_of,
     constant_array,
+    constant_number,
+    graph_around,
     is_standard,
     label_of,
+    late_zero,
     made_by,
     only_reader,
+    require_static_shape,
     static_shape,
     substitute,
 )
-from mod_export.graph.rewrites.cache_in_place import SLOTS
 from mod_export.graph.rewrites.heads import flat_heads, heads_of
-from mod_export.graph.rewrites.products import MICROSOFT
 from mod_export.types import DType, TargetLimits
 
+LOGITS = "logits"
+"""The name of the output (B, V), which depends on every read of a cache."""
+SLOTS = "slots"
+"""The name of a step's output int64 (B, layers): the slots of its rows, or -1 for a row that is not kept."""
+
+_CACHE = re.compile(r"(?:present_)?(?:keys|values)(?:_row)?_(\d+)")
+_ROW = re.compile(r"(keys|values)_row_(\d+)")
+
+
+def is_cache(name: str | None) -> bool:
+    """Whether an input or output of this name holds keys or values, either a whole cache or one row."""
+    return name is not None and _CACHE.fullmatch(name) is not None
+
+
+# Writes in the graph
+
+OPSET = 24
+"""The first opset with TensorScatter."""
+SEQUENCE = -2
+"""The axis of slots, the only one that TensorRT accepts."""
+
+
+class _Write(NamedTuple):
+    """A row, which is output `number` of a step, and the cache (B, G, L, E) of `layer` that it belongs to."""
+
+    number: int
+    row: ir.Value
+    cache: ir.Value
+    layer: int
+    slots: ir.Value
+    logits: ir.Value
+    sizes: tuple[int, int]
+    """B and L."""
+
+    def writer(self, purpose: str) -> NodeWriter:
+        producer = self.row.producer()
+        assert producer is not None
+        return NodeWriter(graph_around(producer), producer, f"{self.cache.name}_{purpose}")
+
+
+class CacheInPlace:
+    """Replaces each output `keys_row_<layer>` by `present_keys_<layer>`, the cache with that row in its slot.
+
+    Every step writes, whether or not the token is kept. If it is not kept, the last slot is written with its own
+    content, since it may be in use. If it is kept, attention's mask hides its slot from the token. So neither write
+    changes a number that the step reads, in any order in which an engine reads and writes the same memory.
+
+    The writes still wait for the logits, because TensorRT-RTX 1.7.1 otherwise fuses the write of a key with the kernel
+    that computes it, which runs before the last read. It then reports "uses before defs", or crashes (docs/LOG.md).
+    """
+
+    name: ClassVar[str] = "cache_in_place"
+
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.cache_update
+
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
+        """Rewrites every row that a step returns.
+
+        Raises:
+            GraphError: a row has no cache, or no slots to write it to.
+        """
+        graph = model.graph
+        writes = [_write(graph, *row) for row in _rows(graph)]
+        if not writes:
+            return 0
+        graph.opset_imports[""] = max(OPSET, graph.opset_imports.get("", 0))
+        zero = late_zero(writes[0].writer("wait"), writes[0].logits, ir.DataType.INT64, (1,))
+        slots: dict[int, tuple[ir.Value, ir.Value]] = {}
+        for write in writes:
+            if write.layer not in slots:
+                slots[write.layer] = _slot(write, zero)
+            graph.outputs[write.number] = _present(write, *slots[write.layer])
+        graph.sort()
+        return len(writes)
+
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        return [f"output {row.string} is left for the caller to write" for _, row in _rows(model.graph)]
+
+
+def _rows(graph: ir.Graph) -> list[tuple[int, re.Match[str]]]:
+    """(number, match of the name) of each output that is a row."""
+    named = [(number, _ROW.fullmatch(value.name or "")) for number, value in enumerate(graph.outputs)]
+    return [(number, match) for number, match in named if match]
+
+
+def _write(graph: ir.Graph, number: int, found: re.Match[str]) -> _Write:
+    row, name, layer = graph.outputs[number], f"{found[1]}_{found[2]}", int(found[2])
+    cache = next((value for value in graph.inputs if value.name == name), None)
+    slots, logits = (next((value for value in graph.outputs if value.name == key), None) for key in (SLOTS, LOGITS))
+    shapes = [static_shape(value) for value in (row, cache, slots, logits)]
+    if cache is not None and slots is not None and logits is not None and row.producer() is not None:
+        match shapes:
+            case ((B, G, E), (_, _, L, _), (_, layers), (_, V)):
+                if shapes[1:] == [(B, G, L, E), (B, layers), (B, V)] and layer < layers:
+                    return _Write(number, row, cache, layer, slots, logits, (B, L))
+    raise GraphError(
+        f"{row.name}: no cache fits this row: row {shapes[0]}, input {name} {shapes[1]}, outputs {SLOTS} {shapes[2]} "
+        f"and {LOGITS} {shapes[3]}; expected (B, G, E), (B, G, L, E), (B, layers) and (B, V), "
+        "computed and of fixed sizes"
+    )
+
+
+def _slot(write: _Write, zero: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """The slots (B,) that the rows of one layer are written to, and whether each row is kept, (B, 1, 1, 1)."""
+    writer, (B, L) = write.writer("slot"), write.sizes
+    slot_B = writer.op("Gather", write.slots, np.array(write.layer), axis=1)
+    kept_B = writer.op("GreaterOrEqual", slot_B, zero)
+    return writer.op("Where", kept_B, slot_B, np.array(L - 1)), writer.op("Reshape", kept_B, [B, 1, 1, 1])
+
+
+def _present(write: _Write, slot_B: ir.Value, kept_B111: ir.Value) -> ir.Value:
+    writer, (_, L) = write.writer("write"), write.sizes
+    new_BG1E = writer.op("Unsqueeze", write.row, [2])
+    old_BG1E = writer.op("Slice", write.cache, [L - 1], [L], [2])
+    update_BG1E = writer.op("Where", kept_B111, new_BG1E, old_BG1E)
+    present = writer.op("TensorScatter", write.cache, update_BG1E, slot_B, axis=SEQUENCE)
+    present.name = f"present_{write.cache.name}"
+    return present
+
+
+# One operator that attends and writes
+
 TURNED = [0, 1, 3, 2]
-WIDTHS = 8
-"""The operator only takes heads whose width is a multiple of this."""
+WIDTHS, ROTATED_WIDTHS = 8, 16
+"""The operator only takes heads whose width is a multiple of the first, and only rotates multiples of the second."""
 PARTS = ("keys", "values")
 
 
@@ -87,8 +232,8 @@ class CachedAttention:
         slots: dict[ir.Value, ir.Value] = {}
         for attention in attentions:
             if attention.slot not in slots:
-                slots[attention.slot] = _seen(graph, attention, owners)
-            _rewrite(graph, attention, slots[attention.slot], owners)
+                slots[attention.slot] = _written_slot(graph, attention, owners)
+            _attend_in_place(graph, attention, slots[attention.slot], owners)
         if attentions:
             model.opset_imports[MICROSOFT] = 1
             graph.sort()
@@ -118,10 +263,7 @@ def _slots_by_layer(graph: ir.Graph) -> list[ir.Value]:
     """The slots of each layer, int64 (B,), which a step returns as the columns of one output."""
     output = next((value for value in graph.outputs if value.name == SLOTS), None)
     concat = made_by(output, "Concat")
-    if concat is None:
-        columns: Sequence[ir.Value | None] = [output]
-    else:
-        columns = concat.inputs
+    columns = [output] if concat is None else concat.inputs
     slots = []
     for column in columns:
         view = made_by(column, "Unsqueeze", "Reshape")
@@ -140,78 +282,60 @@ def _attention(
     shape = static_shape(keys)
     if product is None or weighted is None or shape is None or len(shape) != 4 or shape[3] % WIDTHS:
         return None
-    scores, own_scores = _two_of(made_by(_softmaxed(weighted), "Concat"))
-    biased = made_by(scores, "Add")
-    query = _query(product.inputs[1])
-    own_product = made_by(_turned(own_scores), "MatMul")
+    joined = made_by(_softmaxed(weighted.inputs[0]), "Concat") if is_standard(weighted, "MatMul") else None
+    if joined is None or len(joined.inputs) != 2:
+        return None
+    biased, query = made_by(joined.inputs[0], "Add"), _query(product.inputs[1])
+    own_product = made_by(before_transpose(joined.inputs[1], TURNED), "MatMul")
     if biased is None or query is None or own_product is None or own_product.inputs[1] is not product.inputs[1]:
         return None
-    if made_by(_turned(biased.inputs[0]), "MatMul") is not product or product.inputs[0] is not keys:
+    if made_by(before_transpose(biased.inputs[0], TURNED), "MatMul") is not product or product.inputs[0] is not keys:
         return None
-    total, value = _total(weighted, scores_of=made_by(_softmaxed(weighted), "Concat"))
+    total, value = _total(weighted, joined.outputs[0])
     result = None if total is None else only_reader(total)
     key, count = own_product.inputs[0], _count(biased.inputs[1])
     if result is None or value is None or key is None or count is None or _kept(slot) is not count:
         return None
-    heads = static_shape(query[0])
-    graph = result.graph
-    assert isinstance(graph, ir.Graph)
+    heads, graph = static_shape(query[0]), graph_around(result)
     expected = None if heads is None else (shape[0], 1, heads[1] * shape[3])
     if not is_standard(result, "Reshape") or expected is None or static_shape(result.outputs[0]) != expected:
         return None
     return _Attention(layer, graph, result, query[0], key, value, (keys, values), query[1], slot, outputs)
 
 
-def _softmaxed(weighted: ir.Node) -> ir.Value | None:
-    """The scores whose softmax is partly read by a product with the cached values."""
-    part = made_by(weighted.inputs[0], "Slice", "Split") if is_standard(weighted, "MatMul") else None
+def _softmaxed(value: ir.Value | None) -> ir.Value | None:
+    """The scores whose softmax a value is a part of."""
+    part = made_by(value, "Slice", "Split")
     softmax = None if part is None else made_by(part.inputs[0], "Softmax")
     return None if softmax is None else softmax.inputs[0]
 
 
-def _two_of(node: ir.Node | None) -> tuple[ir.Value | None, ir.Value | None]:
-    if node is None or len(node.inputs) != 2:
-        return None, None
-    return node.inputs[0], node.inputs[1]
-
-
-def _turned(value: ir.Value | None) -> ir.Value | None:
-    """x, if a value is x with its last two dimensions swapped."""
-    transpose = made_by(value, "Transpose")
-    swaps = transpose is not None and list(transpose.attributes.get_ints("perm", [])) == TURNED
-    return transpose.inputs[0] if transpose is not None and swaps else None
-
-
 def _query(value: ir.Value | None) -> tuple[ir.Value, float] | None:
     """(query (B, H, 1, E), its factor), if a value is their product as (B, G, E, M)."""
-    reshape = made_by(_turned(value), "Reshape")
+    reshape = made_by(before_transpose(value, TURNED), "Reshape")
     scaled = None if reshape is None else made_by(reshape.inputs[0], "Mul")
-    factor = None if scaled is None else constant_array(scaled.inputs[1])
-    if scaled is None or factor is None or factor.size != 1 or scaled.inputs[0] is None:
+    factor = None if scaled is None else constant_number(scaled.inputs[1])
+    if scaled is None or factor is None or scaled.inputs[0] is None:
         return None
     shape = static_shape(scaled.inputs[0])
-    return (scaled.inputs[0], float(factor.item())) if shape is not None and len(shape) == 4 else None
+    return (scaled.inputs[0], float(factor)) if shape is not None and len(shape) == 4 else None
 
 
-def _total(weighted: ir.Node, scores_of: ir.Node | None) -> tuple[ir.Value | None, ir.Value | None]:
+def _total(weighted: ir.Node, scores: ir.Value) -> tuple[ir.Value | None, ir.Value | None]:
     """(attention's result, the token's own value), if the result is the sum of a cached part and this value's part."""
     added = only_reader(weighted.outputs[0])
-    if added is None or not is_standard(added, "Add") or scores_of is None:
+    if added is None or not is_standard(added, "Add"):
         return None, None
     other = next((value for value in added.inputs if value is not weighted.outputs[0]), None)
     product = made_by(other, "Mul")
-    part = None if product is None else made_by(product.inputs[0], "Slice", "Split")
-    softmax = None if part is None else made_by(part.inputs[0], "Softmax")
-    if product is None or softmax is None or softmax.inputs[0] is not scores_of.outputs[0]:
+    if product is None or _softmaxed(product.inputs[0]) is not scores:
         return None, None
     return added.outputs[0], product.inputs[1]
 
 
 def _count(bias: ir.Value | None) -> ir.Value | None:
     """The number of slots in use, int64 (B,), if a bias hides the others."""
-    while (view := made_by(bias, "Unsqueeze", "Reshape")) is not None:
-        bias = view.inputs[0]
-    chosen = made_by(bias, "Where")
+    chosen = made_by(before_views(bias, "Unsqueeze", "Reshape"), "Where")
     if chosen is None:
         return None
     seen, hidden = (constant_array(value) for value in chosen.inputs[1:])
@@ -235,12 +359,11 @@ def _kept(slot: ir.Value) -> ir.Value | None:
     return chosen.inputs[1]
 
 
-def _seen(graph: ir.Graph, one: _Attention, owners: dict[ir.Graph, ir.Node]) -> ir.Value:
+def _written_slot(graph: ir.Graph, one: _Attention, owners: dict[ir.Graph, ir.Node]) -> ir.Value:
     """The slot that each row writes to, int32 (B,): the last one if the row keeps nothing."""
     anchor = one.result
     while anchor.graph is not graph:
-        assert isinstance(anchor.graph, ir.Graph)
-        anchor = owners[anchor.graph]
+        anchor = owners[graph_around(anchor)]
     shape = static_shape(one.caches[0])
     assert shape is not None
     writer = NodeWriter(graph, anchor, "slot")
@@ -249,7 +372,7 @@ def _seen(graph: ir.Graph, one: _Attention, owners: dict[ir.Graph, ir.Node]) -> 
     return writer.op("Cast", slot_B, to=ir.DataType.INT32)
 
 
-def _rewrite(graph: ir.Graph, one: _Attention, slot_B: ir.Value, owners: dict[ir.Graph, ir.Node]) -> None:
+def _attend_in_place(graph: ir.Graph, one: _Attention, slot_B: ir.Value, owners: dict[ir.Graph, ir.Node]) -> None:
     B, G, L, E = static_shape(one.caches[0]) or (0, 0, 0, 0)
     heads = static_shape(one.query)
     assert heads is not None
@@ -261,7 +384,7 @@ def _rewrite(graph: ir.Graph, one: _Attention, slot_B: ir.Value, owners: dict[ir
     attributes: dict[str, int | float] = {"num_heads": H, "kv_num_heads": G}
     if np.float32(one.scale) != np.float32(E**-0.5):
         attributes["scale"] = one.scale
-    y, *present = writer.many(
+    y, *present = writer.ops(
         "GroupQueryAttention",
         [one.result.outputs[0], *one.caches],
         *flat,
@@ -305,3 +428,109 @@ def _returned(
         other.outputs[index] = identity.outputs[0]
     row.shape = cache.shape
     return row
+
+
+# The operator rotates
+
+QUERY, KEY, VALUE, KEY_CACHE, TOTAL = 0, 1, 2, 3, 6
+"""The indices of the operator's inputs."""
+ATTRIBUTES = ("interleaved", "rotary_embedding_dim")
+"""The attributes of RotaryEmbedding besides the number of heads."""
+VIEWS = ("Reshape", "Unsqueeze", "Squeeze")
+
+
+class _Rotation(NamedTuple):
+    """The rotation of queries and keys: tables (P, E / 2), int64 positions of B elements, and if it is interleaved."""
+
+    cos: ir.Value
+    sin: ir.Value
+    positions: ir.Value
+    interleaved: int
+
+
+class PackedAttention:
+    """Moves RotaryEmbedding into GroupQueryAttention, and a Split into queries, keys and values likewise.
+
+    A rotation of only a part of a head, or by computed tables, stays as it is.
+    """
+
+    name: ClassVar[str] = "packed_attention"
+
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.cached_attention
+
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
+        attentions = [(node, rotation) for node in model.graph.all_nodes() if (rotation := _rotation(node)) is not None]
+        shared: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
+        for node, rotation in attentions:
+            _rotate_inside(node, rotation, shared)
+        return len(attentions)
+
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        return []
+
+
+def _rotation(node: ir.Node) -> _Rotation | None:
+    if node.domain != MICROSOFT or node.op_type != "GroupQueryAttention":
+        return None
+    query, key = (made_by(node.inputs[number], "RotaryEmbedding") for number in (QUERY, KEY))
+    cache = static_shape(node.inputs[KEY_CACHE])
+    if query is None or key is None or cache is None or list(query.inputs[1:]) != list(key.inputs[1:]):
+        return None
+    interleaved, partial = ({one.attributes.get_int(name, 0) for one in (query, key)} for name in ATTRIBUTES)
+    cos, sin = (_looked_up(value, cache) for value in query.inputs[1:3])
+    if len(query.inputs) != 3 or len(interleaved) > 1 or partial != {0} or cache[3] % ROTATED_WIDTHS:
+        return None
+    if cos is None or sin is None or cos[1] is not sin[1]:
+        return None
+    return _Rotation(cos[0], sin[0], cos[1], *interleaved)
+
+
+def _looked_up(value: ir.Value | None, cache: tuple[int, ...]) -> tuple[ir.Value, ir.Value] | None:
+    """(table, positions), if a value is a table's row for the one token of each row of text."""
+    gather = made_by(before_views(value, *VIEWS), "Gather")
+    if gather is None or gather.attributes.get_int("axis", 0) != 0:
+        return None
+    table, positions = gather.inputs[0], before_views(gather.inputs[1], *VIEWS)
+    rows, shape = static_shape(positions), static_shape(table)
+    B, _, _, E = cache
+    if table is None or positions is None or not table.is_initializer() or rows is None or int(np.prod(rows)) != B:
+        return None
+    return (table, positions) if shape is not None and len(shape) == 2 and shape[1] == E // 2 else None
+
+
+def _rotate_inside(node: ir.Node, rotation: _Rotation, shared: dict[tuple[ir.Graph, ir.Value], ir.Value]) -> None:
+    """Moves a rotation into its attention. `shared` holds tables and positions of earlier attentions of the graph."""
+    graph = graph_around(node)
+    writer = NodeWriter(graph, node, "packed")
+    B, _, slots, _ = require_static_shape(node.inputs[KEY_CACHE], node)
+    query, key = (made_by(node.inputs[number], "RotaryEmbedding") for number in (QUERY, KEY))
+    assert query is not None
+    assert key is not None
+    parts = [query.inputs[0], key.inputs[0], node.inputs[VALUE]]
+    split = made_by(parts[0], "Split")
+    if split is not None and list(split.outputs) == parts:
+        parts = [split.inputs[0], None, None]
+    if (graph, rotation.positions) not in shared:
+        shared[graph, rotation.positions] = writer.op("Reshape", rotation.positions, [B, 1])
+    for table in (rotation.cos, rotation.sin):
+        P, columns = require_static_shape(table, node)
+        missing = slots - P
+        if (graph, table) not in shared:
+            # The operator needs a table row for every slot, also for the last one, which has no position.
+            none = np.zeros((missing, columns), np.float32) if missing > 0 else None
+            shared[graph, table] = table if none is None else writer.op("Concat", table, none, axis=0)
+    results = writer.ops(
+        "GroupQueryAttention",
+        list(node.outputs),
+        *parts,
+        *node.inputs[KEY_CACHE : TOTAL + 1],
+        *(shared[graph, value] for value in (rotation.cos, rotation.sin, rotation.positions)),
+        domain=MICROSOFT,
+        **attributes_of(node),
+        do_rotary=1,
+        rotary_interleaved=rotation.interleaved,
+    )
+    for old, new in zip(node.outputs, results, strict=True):
+        substitute(old, new)
+    graph.remove(node, safe=True)

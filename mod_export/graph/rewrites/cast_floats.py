@@ -25,6 +25,7 @@ from mod_export.errors import GraphError, LimitError
 from mod_export.graph.nodes import (
     Branches,
     NodeWriter,
+    base_of_square,
     branches_of,
     constant_array,
     is_standard,
@@ -32,7 +33,7 @@ from mod_export.graph.nodes import (
     made_by,
     static_shape,
 )
-from mod_export.graph.rewrites.cache_in_place import is_cache
+from mod_export.graph.rewrites.cached_attention import is_cache
 from mod_export.types import QUANTIZED, DType, TargetLimits
 
 FLOAT = ir.DataType.FLOAT
@@ -216,16 +217,11 @@ def _sums_of_squares(nodes: Iterable[ir.Node]) -> set[ir.Node]:
     result: set[ir.Node] = set()
     for node in nodes:
         square = made_by(node.inputs[0], "Mul", "Pow") if is_standard(node, "ReduceMean", "ReduceSum") else None
-        if square is not None and (square.inputs[0] is square.inputs[1] or _is_two(square)):
+        if square is not None and base_of_square(node.inputs[0]) is not None:
             result |= {node, square}
         elif is_standard(node, "ReduceL2", "ReduceSumSquare"):
             result.add(node)
     return result
-
-
-def _is_two(power: ir.Node) -> bool:
-    exponent = constant_array(power.inputs[1]) if is_standard(power, "Pow") else None
-    return exponent is not None and exponent.size == 1 and exponent.item() == 2
 
 
 def _count(value: ir.Value | None) -> int | None:

@@ -17,7 +17,7 @@ from mod_export.engines import ENGINES
 from mod_export.errors import GraphError
 from mod_export.graph.nodes import branches_of
 from mod_export.graph.rewrites import apply_rewrites
-from mod_export.graph.rewrites.cache_in_place import LOGITS, SLOTS, CacheInPlace, is_cache
+from mod_export.graph.rewrites.cached_attention import LOGITS, SLOTS, CacheInPlace, is_cache
 from mod_export.graph.target import check_limits
 from mod_export.types import DType, TargetLimits
 from mod_models.cache import COUNTS, cache_layout, write_rows

@@ -15,7 +15,7 @@ from variants import VARIANTS
 
 from mod_export.errors import GraphError, LimitError
 from mod_export.graph.rewrites.cast_floats import CastFloats
-from mod_export.graph.rewrites.selection import SelectTopk
+from mod_export.graph.rewrites.topk import SelectTopk
 from mod_models.declarations import MLP_ROUTERS
 from mod_models.spec import ModelSpec
 

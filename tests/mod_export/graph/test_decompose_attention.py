@@ -10,7 +10,7 @@ from small_graphs import TENSORRT, attention, feeds, make_spec, op_types, parsed
 
 from mod_export.errors import GraphError
 from mod_export.graph.rewrites import apply_rewrites
-from mod_export.graph.rewrites.decompose_attention import DecomposeAttention
+from mod_export.graph.rewrites.attention import DecomposeAttention
 from mod_export.types import FLOAT_DTYPES, TargetLimits
 
 GROUPED = TargetLimits(

@@ -14,8 +14,7 @@ from small_graphs import TENSORRT, op_types, parsed, run
 
 from mod_export.engines import ENGINES
 from mod_export.engines.trt import SAVED_POSITIONS
-from mod_export.graph.rewrites import grouped_topk
-from mod_export.graph.rewrites.grouped_topk import GroupedTopk, group_length
+from mod_export.graph.rewrites.topk import GroupedTopk, Long, group_length, write_groups
 from mod_export.types import TargetLimits
 
 
@@ -39,7 +38,7 @@ def equal_in_groups(model: ir.Model, x: np.ndarray, k: int, group: int) -> None:
     before = run(model, {"x": x})
     (node,) = model.graph
     # Another test checks how long groups are.
-    grouped_topk.write_groups(model.graph, grouped_topk.Long(node, x.shape, x.ndim - 1, k, group))
+    write_groups(model.graph, Long(node, x.shape, x.ndim - 1, k, group))
     assert op_types(model).count("TopK") == (2 if x.shape[-1] % group == 0 else 3)
     for output, wanted in zip(run(model, {"x": x}), before, strict=True):
         np.testing.assert_array_equal(output, wanted)
@@ -77,7 +76,7 @@ def test_nothing_but_ties(S: int, k: int, group: int) -> None:
 def test_scores_that_are_no_numbers_give_positions_of_the_axis(group: int) -> None:
     model = topk((1, 300), 9)
     (node,) = model.graph
-    grouped_topk.write_groups(model.graph, grouped_topk.Long(node, (1, 300), 1, 9, group))
+    write_groups(model.graph, Long(node, (1, 300), 1, 9, group))
     (_, index) = run(model, {"x": np.full((1, 300), np.nan, np.float32)})
     assert len(set(index[0].tolist())) == 9
     assert 0 <= index.min() <= index.max() < 300

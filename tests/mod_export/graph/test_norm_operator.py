@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.rewrites import PORTABLE, apply_rewrites
-from mod_export.graph.rewrites.norm_operator import NormOperator
+from mod_export.graph.rewrites.norms import NormOperator
 from mod_export.graph.weights import state_of
 
 D = 8

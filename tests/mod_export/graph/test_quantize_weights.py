@@ -17,7 +17,7 @@ from mod_export.engines.openvino import OpenVino
 from mod_export.engines.ort import OrtCpu
 from mod_export.engines.ort_session import CPU, session_from_onnx
 from mod_export.graph.rewrites import apply_rewrites
-from mod_export.graph.rewrites.quantize_weights import QuantizeWeights, stored_forms
+from mod_export.graph.rewrites.products import QuantizeWeights, stored_forms
 from mod_export.graph.weights import BELOW, Form, WeightsFile, bind_weights, forms_of, state_of, write_weights
 from mod_export.types import QUANTIZED, Bucket, QuantizedDType, TargetLimits
 from mod_models.spec import ModelSpec, RoutingSpec

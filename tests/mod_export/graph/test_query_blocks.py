@@ -9,8 +9,8 @@ import onnx_ir as ir
 import pytest
 from small_graphs import attention, make_spec, op_types, parsed, portable_graph, random_feeds, run
 
-from mod_export.graph.rewrites import apply_rewrites, query_blocks
-from mod_export.graph.rewrites.query_blocks import QueryBlocks, splittable_tokens
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.rewrites.attention import QueryBlocks, splittable_tokens
 from mod_export.measure.cost import attention_sizes
 from mod_export.types import TargetLimits
 
@@ -37,7 +37,7 @@ def scores_of(model: ir.Model) -> int:
 )
 def test_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch, attributes: str, block: int, large: bool) -> None:
     if large:
-        monkeypatch.setattr(query_blocks, "SHARED_MASK_BYTES", 0)
+        monkeypatch.setattr("mod_export.graph.rewrites.attention.SHARED_MASK_BYTES", 0)
     model = attention(2, 4, 2, 17, 8, attributes)
     feeds = random_feeds(model)
     before = run(model, feeds)[0]

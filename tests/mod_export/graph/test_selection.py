@@ -13,7 +13,7 @@ from small_graphs import TENSORRT, op_types, parsed, run
 
 from mod_export.errors import GraphError
 from mod_export.graph.rewrites import PORTABLE
-from mod_export.graph.rewrites.selection import SelectTopk, ThresholdSelection
+from mod_export.graph.rewrites.topk import SelectTopk, ThresholdSelection
 from mod_export.types import TargetLimits
 
 INFINITY = float("inf")
