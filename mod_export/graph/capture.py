@@ -54,7 +54,7 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
         where: the name of the module in messages.
 
     Raises:
-        CaptureError: the model does not compile as one static graph, or fails by itself; `not_static.py` says why.
+        CaptureError: the model does not compile as one static graph, or fails by itself; `refusals.py` says why.
     """
     graphs: list[torch.fx.Graph] = []
 

@@ -254,7 +254,9 @@ class Known:
             value = None
         if value is not None:
             self._values[node], self._behind[node] = value, sources
-            self._write_through(node, value, sources)
+            # A write into a view changes the tensors that it is a view of.
+            for base, whole in bases_after_write(node, value, self.value):
+                self._values[base], self._behind[base] = whole, sources
 
     def _weighted(self, node: fx.Node) -> Any:
         """One-hot rows or a mask after a product with unknown gates, which count as 1; None for any other operation."""
@@ -270,11 +272,6 @@ class Known:
             return None
         with_noise = self.run(node, {}, None)
         return compact(with_zeros) if isinstance(with_noise, Tensor) and torch.equal(with_zeros, with_noise) else None
-
-    def _write_through(self, node: fx.Node, value: Any, sources: frozenset[fx.Node]) -> None:
-        """Applies a write into a view to the tensors that it is a view of."""
-        for base, whole in bases_after_write(node, value, self.value):
-            self._values[base], self._behind[base] = whole, sources
 
     def _constant(self, node: fx.Node) -> Any:
         if node in self._lifted:

@@ -164,11 +164,9 @@ def with_arguments(module: fx.GraphModule, replacements: Mapping[Any, Any]) -> f
             if node.op == "call_function":
                 node.args, node.kwargs = fx.node.map_aggregate(
                     (node.args, node.kwargs),
-                    lambda item: replacements.get(item, item) if _is_constant(item) else item,
+                    lambda item: (
+                        replacements.get(item, item) if isinstance(item, (torch.dtype, torch.device)) else item
+                    ),
                 )
         inner.recompile()
     return result
-
-
-def _is_constant(argument: Any) -> bool:
-    return isinstance(argument, (torch.dtype, torch.device))

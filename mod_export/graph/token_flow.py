@@ -50,7 +50,7 @@ from mod_export.graph.program_nodes import behind, behind_inputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class Selector:
     """A top-k, a sort that keeps k entries, or a marker.
 
     Attributes:
@@ -135,7 +135,7 @@ class Flow:
     """What a program does with the tokens of one selection.
 
     Attributes:
-        selection: the selection.
+        selector: the operation that selects the tokens.
         index_BK: int64, made-up indices that stand for the selected ones.
         reads: the operations that read tokens.
         scores: the operations that read one number of each token, such as a gate.
@@ -146,7 +146,7 @@ class Flow:
         follower: follows the tokens when `tokens` is first read; None afterwards, or if there is nothing to follow.
     """
 
-    selection: Selection
+    selector: Selector
     index_BK: Tensor
     reads: list[Read] = field(default_factory=list)
     scores: list[Read] = field(default_factory=list)
@@ -206,7 +206,7 @@ class Flow:
         """Whether the selected tokens run in ascending order of position."""
         first = self.pairs[0][0]
         read = next(entry for entry in self.reads if entry.node is first)
-        return are_in_order(read.labels, self.selection.tokens)
+        return are_in_order(read.labels, self.selector.tokens)
 
     def computing(self) -> list[fx.Node]:
         """The products that read the tokens; there are none if the tokens are only pooled or copied."""
@@ -217,51 +217,51 @@ class Flow:
         sets: list[set[int]] = []
         for node, labels in self.tokens.items():
             if isinstance(labels, Tensor) and any(is_product(use) for use in node.users):
-                tokens = tokens_by_row(labels, self.selection.tokens).get(0, set())
+                tokens = tokens_by_row(labels, self.selector.tokens).get(0, set())
                 sets += [] if tokens in sets else [tokens]
         return sets
 
 
-def flows_of(program: ExportedProgram, selections: Sequence[Selection]) -> tuple[list[Flow], Known]:
+def flows_of(program: ExportedProgram, selectors: Sequence[Selector]) -> tuple[list[Flow], Known]:
     """Returns the flow of each selection, in program order, and the values that depend on made-up indices."""
-    made_up = {selection.indices: selection.some_indices() for selection in selections if selection.is_of_tokens}
+    made_up = {selector.indices: selector.some_indices() for selector in selectors if selector.is_of_tokens}
     with unnoticed():
-        return _followed(program, selections, made_up)
+        return _followed(program, selectors, made_up)
 
 
 def _followed(
-    program: ExportedProgram, selections: Sequence[Selection], made_up: dict[fx.Node, Tensor]
+    program: ExportedProgram, selectors: Sequence[Selector], made_up: dict[fx.Node, Tensor]
 ) -> tuple[list[Flow], Known]:
     known, data = Known(program, made_up), behind_inputs(program)
     flows: list[Flow] = []
-    for selection in selections:
-        if selection.indices not in made_up:
-            flows.append(Flow(selection, torch.empty(0, 0, dtype=torch.int64)))
+    for selector in selectors:
+        if selector.indices not in made_up:
+            flows.append(Flow(selector, torch.empty(0, 0, dtype=torch.int64)))
             continue
-        flow = Flow(selection, selection.by_row(made_up[selection.indices]), is_from=_outer(selection, flows))
+        flow = Flow(selector, selector.by_row(made_up[selector.indices]), is_from=_outer(selector, flows))
         flow.follower = _Follower(program.graph, known, data, flow)
         flow.follower.run(None)
-        if selection.is_order or not flow.puts:
+        if selector.is_order or not flow.puts:
             _ = flow.tokens  # Only labels show whether tokens are put back or continue alone.
         flows.append(flow)
     return flows, known
 
 
-def _outer(selection: Selection, before: Sequence[Flow]) -> tuple[Flow, Tensor] | None:
+def _outer(selector: Selector, before: Sequence[Flow]) -> tuple[Flow, Tensor] | None:
     """The latest flow whose selected tokens have one score each here, and the numbers (B, T) of these tokens there."""
     for flow in reversed(before):
-        if selection.scores not in flow.between:
+        if selector.scores not in flow.between:
             continue
-        labels = flow.tokens.get(selection.scores)
-        if not isinstance(labels, Tensor) or flow.selection.rows != selection.rows:
+        labels = flow.tokens.get(selector.scores)
+        if not isinstance(labels, Tensor) or flow.selector.rows != selector.rows:
             continue
         number = labels.reshape(-1) - 1
-        if bool((number < 0).any()) or number.numel() != selection.rows * selection.tokens:
+        if bool((number < 0).any()) or number.numel() != selector.rows * selector.tokens:
             continue
-        token_BT = selection.by_row(number)
-        same_row = (token_BT // flow.selection.tokens == torch.arange(selection.rows)[:, None]).all()
+        token_BT = selector.by_row(number)
+        same_row = (token_BT // flow.selector.tokens == torch.arange(selector.rows)[:, None]).all()
         if bool(same_row):
-            return flow, token_BT % flow.selection.tokens
+            return flow, token_BT % flow.selector.tokens
     return None
 
 
@@ -271,7 +271,7 @@ class _Follower:
     def __init__(self, graph: fx.Graph, known: Known, data: set[fx.Node], flow: Flow) -> None:
         self._graph, self._known, self._data, self._flow = graph, known, data, flow
         self._after = set[fx.Node]()
-        self._forms = set(known.forms(flow.selection.indices))
+        self._forms = set(known.forms(flow.selector.indices))
         self._tokens: dict[fx.Node, Any] = {}
         self._follows = False
 
@@ -304,12 +304,12 @@ class _Follower:
             return True
         read = self._read(node)
         if read is not None:
-            selection = self._flow.selection
+            selector = self._flow.selector
             count = (narrowest(read.labels) > 0).sum()
             value = tensor_of(node)
             assert value is not None
             # Tokens have features, so a result as small as the indices holds scores or gates.
-            if value.numel() <= max(int(count), selection.rows * selection.k):
+            if value.numel() <= max(int(count), selector.rows * selector.k):
                 self._flow.scores.append(read)
             else:
                 self._flow.reads.append(read)
@@ -325,7 +325,7 @@ class _Follower:
             if value is None or source in self._forms or source in self._tokens or source not in self._data:
                 continue
             for layout in self._layouts(value.shape, value.stride()):
-                if layout.one_row and not _is_of_one_row(source, self._flow.selection.rows):
+                if layout.one_row and not _is_of_one_row(source, self._flow.selector.rows):
                     continue
                 narrow = narrowest(layout.labels)
                 numbers = narrow.float() if value.dtype.is_floating_point else narrow.to(value.dtype)
@@ -337,15 +337,15 @@ class _Follower:
         return None
 
     def _layouts(self, shape: Sequence[int], strides: Sequence[int] | None = None) -> Iterator[Layout]:
-        selection = self._flow.selection
-        return layouts(shape, [1] * len(shape) if strides is None else strides, selection.rows, selection.tokens)
+        selector = self._flow.selector
+        return layouts(shape, [1] * len(shape) if strides is None else strides, selector.rows, selector.tokens)
 
     def _tokens_at(self, places: Tensor | None, layout: Layout) -> Tensor | None:
         flow = self._flow
         if places is None or bool((narrowest(places) > len(flow.index_BK) * layout.places).any()):
             return None
         for index_BK in self._parts(narrowest(places), layout):
-            labels = tokens_at(places, layout, index_BK, flow.selection.tokens, flow.tables)
+            labels = tokens_at(places, layout, index_BK, flow.selector.tokens, flow.tables)
             if labels is not None:
                 return labels
         return None
@@ -353,7 +353,7 @@ class _Follower:
     def _parts(self, places: Tensor, layout: Layout) -> list[Tensor]:
         """The selected tokens; for a complete order, as many tokens at either end as there are labelled places."""
         index_BK = self._flow.index_BK
-        if not self._flow.selection.is_order:
+        if not self._flow.selector.is_order:
             return [index_BK]
         if places.numel() > 4 * len(index_BK) * layout.places:
             return []
@@ -401,7 +401,7 @@ class _Follower:
         if not bool(changed.any()) or bool(changed.all()):
             return False
         for layout in self._layouts(shape.shape):
-            if layout.one_row and not _is_of_one_row(node, self._flow.selection.rows):
+            if layout.one_row and not _is_of_one_row(node, self._flow.selector.rows):
                 continue
             if self._tokens_at((changed * narrowest(layout.labels)).expand(shape.shape), layout) is not None:
                 return True
@@ -444,8 +444,8 @@ class _Follower:
         return None if shape is None else kept_labels(tensors[0][1], shape.shape)
 
     def _moved(self, node: fx.Node, labels: Mapping[fx.Node, Tensor], indexed: bool) -> Any:
-        selection = self._flow.selection
-        last = selection.rows * selection.tokens + 1
+        selector = self._flow.selector
+        last = selector.rows * selector.tokens + 1
         result = self._run(node, {one: as_value_of(one, each) for one, each in labels.items()})
         if not is_view(node) and not indexed:
             mirrored = {one: as_value_of(one, reversed_labels(each, last)) for one, each in labels.items()}

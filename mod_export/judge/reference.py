@@ -5,7 +5,7 @@ A candidate is compared with the float32 run. The float64 run shows how much of 
 float32 candidate can be required to be closer to the reference than the reference is to the exact result.
 
 The captured program runs instead of the module, because every routing site can be observed and replaced there
-(`graph/routing_sites.py`). For every shape, the program is first compared with the module itself, bit for bit, so that
+(`graph/sites.py`). For every shape, the program is first compared with the module itself, bit for bit, so that
 parity with the program is parity with eager PyTorch.
 """
 

@@ -126,7 +126,8 @@ def _norm(node: ir.Node, over: ir.Value, radicand: ir.Value) -> _Norm | None:
     added = made_by(radicand, "Add")
     terms = () if added is None else ((added.inputs[0], added.inputs[1]), (added.inputs[1], added.inputs[0]))
     for variance, number in terms:
-        epsilon, squared = constant_number(number), _averaged_square(variance)
+        # The variance is the mean of squares, in any view of the same numbers.
+        epsilon, squared = constant_number(number), base_of_square(_averaged(before_views(variance, *VIEWS)))
         if epsilon is None or not epsilon > 0 or squared is None:
             continue
         # The root has one number for each row of x, not for each column.
@@ -147,11 +148,6 @@ def _norm(node: ir.Node, over: ir.Value, radicand: ir.Value) -> _Norm | None:
         x = squared if centre is None else centre
         return _Norm(x, weight, bias, epsilon, centre is not None, tuple(nodes))
     return None
-
-
-def _averaged_square(value: ir.Value | None) -> ir.Value | None:
-    """x, if a value is the mean of x * x over its last dimension, in any view of the same numbers."""
-    return base_of_square(_averaged(before_views(value, *VIEWS)))
 
 
 def _averaged(value: ir.Value | None) -> ir.Value | None:

@@ -59,30 +59,22 @@ class Product(NamedTuple):
 
 def product_of(node: ir.Node) -> Product | None:
     """The product that a node computes; None if it computes no product with a transposed weight."""
-    if not is_standard(node, "MatMul"):
-        return _stored_gemm(node)
-    x, right = node.inputs
-    transpose = made_by(right, "Transpose")
-    if x is None or transpose is None:
-        return None
-    weight, shape = transpose.inputs[0], static_shape(right)
-    # (0, 1), the permutation that changes nothing, is excluded; no exporter writes it.
-    swapped = list(transpose.attributes.get_ints("perm", [1, 0])) == [1, 0]
-    if weight is None or not weight.is_initializer() or shape is None or len(shape) != 2 or not swapped:
-        return None
-    return Product(node, x, weight, (shape[1], shape[0]))
-
-
-def _stored_gemm(node: ir.Node) -> Product | None:
-    """The product of rows and a stored weight that a Gemm without a bias computes; None for any other node."""
-    if not is_standard(node, "Gemm") or any(value is not None for value in node.inputs[2:]):
-        return None
-    x, weight = node.inputs[:2]
-    attributes = (node.attributes.get_float("alpha", 1.0), node.attributes.get_int("transA", 0))
-    if x is None or weight is None or not weight.is_initializer() or attributes != (1.0, 0):
+    if is_standard(node, "MatMul"):
+        x, right = node.inputs
+        transpose = made_by(right, "Transpose")
+        # (0, 1), the permutation that changes nothing, is excluded; no exporter writes it.
+        if transpose is None or list(transpose.attributes.get_ints("perm", [1, 0])) != [1, 0]:
+            return None
+        weight = transpose.inputs[0]
+    elif is_standard(node, "Gemm") and not any(value is not None for value in node.inputs[2:]):
+        x, weight = node.inputs[:2]
+        swapped = tuple(node.attributes.get_int(name, 0) for name in ("transA", "transB"))
+        if node.attributes.get_float("alpha", 1.0) != 1 or swapped != (0, 1):
+            return None
+    else:
         return None
     shape = static_shape(weight)
-    if shape is None or node.attributes.get_int("transB", 0) != 1:
+    if x is None or weight is None or not weight.is_initializer() or shape is None or len(shape) != 2:
         return None
     return Product(node, x, weight, (shape[0], shape[1]))
 
@@ -131,13 +123,6 @@ SMALLEST = 32
 """The fewest columns or summed elements of a product that gains anything: a router's projection has one column."""
 
 
-class _Found(NamedTuple):
-    """A product, and the form that its weight gets."""
-
-    product: Product
-    form: Form
-
-
 class _Rounded(NamedTuple):
     """Rows that are rounded to integers: x = scale (x_int + below)."""
 
@@ -161,7 +146,8 @@ class QuantizeWeights:
         quantizable = list(_quantizable(model.graph, limits, dtype))
         tables = {product.weight: form for product, form in quantizable if form in BITS and BITS[form] == 8}
         tables = {} if limits.rounds_activations else tables  # The engine's other graphs read the table as it is.
-        lookups = [node for node in model.graph if _is_lookup(node) and node.inputs[0] in tables]
+        gathers = [node for node in model.graph if is_standard(node, "Gather")]
+        lookups = [node for node in gathers if not node.attributes.get_int("axis", 0) and node.inputs[0] in tables]
         rounded: dict[tuple[ir.Value, ir.Graph], _Rounded] = {}
         for products, form in _side_by_side(quantizable):
             if form == "int8" and limits.rounds_activations:
@@ -189,7 +175,8 @@ def stored_forms(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[st
     return forms_of(model.graph.initializers)
 
 
-def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterator[_Found]:
+def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterator[tuple[Product, Form]]:
+    """Yields each product that is quantized, and the form that its weight gets."""
     island = float32_island(graph)
     # In int4 graphs only the head has 8 bits, and its errors are small there, also with longer blocks.
     in_blocks: Form = "int8_blocks64" if dtype == "int4" else "int8_blocks"
@@ -205,19 +192,19 @@ def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterato
             form = "int8" if most >= MANY else in_blocks
         else:
             form = in_blocks if is_head or _rows(product) < MANY or _is_gated(product.x) else "int8"
-        yield _Found(product, form)
+        yield product, form
 
 
 def _rows(product: Product) -> int:
     return math.prod(require_static_shape(product.x, product.node)[:-1])
 
 
-def _side_by_side(found: Sequence[_Found]) -> list[tuple[list[Product], Form]]:
+def _side_by_side(quantizable: Sequence[tuple[Product, Form]]) -> list[tuple[list[Product], Form]]:
     """Groups the products in blocks that read the same rows, such as queries, keys and values, or gate and up. As one
     product they round the rows once, and threads wait for each other once.
     """
     groups: dict[object, tuple[list[Product], Form]] = {}
-    for product, form in found:
+    for product, form in quantizable:
         key = (product.x, product.node.graph, form) if form in BITS else product.node
         groups.setdefault(key, ([], form))[0].append(product)
     return list(groups.values())
@@ -238,10 +225,6 @@ def _is_gated(x: ir.Value) -> bool:
     """Whether a value is the elementwise product of two computed values."""
     product = made_by(before_views(x, *VIEWS), "Mul")
     return product is not None and all(value is not None and value.producer() is not None for value in product.inputs)
-
-
-def _is_lookup(node: ir.Node) -> bool:
-    return is_standard(node, "Gather") and node.attributes.get_int("axis", 0) == 0
 
 
 def _round(writer: NodeWriter, product: Product) -> _Rounded:
