@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from mod_export.errors import LimitError
 from mod_export.graph.program_nodes import add_node, argument_of, infer
 from mod_export.graph.sites import Marked, with_graph
+from mod_export.graph.weights import beyond_range
 from mod_export.marker import MARKER
 from mod_export.types import DType
 
@@ -97,10 +97,7 @@ def _narrow_weight(name: str, tensor: Tensor, wanted: torch.dtype) -> Tensor:
     lost = tensor.isfinite() & ~narrow.isfinite()
     if bool(lost.any()):
         kind, largest = str(wanted).removeprefix("torch."), torch.finfo(wanted).max
-        raise LimitError(
-            f"{name}: contains {tensor[lost][0].item():g}, beyond the largest {kind} number {largest:g}; build this "
-            "model in bfloat16 or float32"
-        )
+        raise beyond_range(name, tensor[lost][0].item(), kind, largest)
     return narrow
 
 

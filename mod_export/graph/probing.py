@@ -183,19 +183,6 @@ def compact(value: Any) -> Any:
     return narrowest(value).expand(value.shape) if value.numel() > _REMEMBERED else value
 
 
-def moves(node: fx.Node) -> bool:
-    """Whether the result of an operation on one tensor consists of elements of that tensor, for any values."""
-    sources = node.all_input_nodes
-    if len(sources) != 1 or tensor_of(node) is None or (shape := tensor_of(sources[0])) is None:
-        return False
-    numbers = torch.arange(1, shape.numel() + 1).reshape(shape.shape)
-    numbers = numbers.float() if shape.dtype.is_floating_point else numbers
-    result, mirrored = ran(node, lambda _: numbers), ran(node, lambda _: shape.numel() + 1 - numbers)
-    if not isinstance(result, Tensor) or not isinstance(mirrored, Tensor) or result.shape != mirrored.shape:
-        return False
-    return bool(torch.isin(result, numbers).all()) and torch.equal(mirrored, shape.numel() + 1 - result)
-
-
 class Known:
     """Values of the nodes that depend only on constants and on selected indices, for made-up indices."""
 

@@ -21,7 +21,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from mod_export.errors import GraphError, LimitError
+from mod_export.errors import GraphError
 from mod_export.graph.nodes import (
     Branches,
     NodeWriter,
@@ -34,6 +34,7 @@ from mod_export.graph.nodes import (
     static_shape,
 )
 from mod_export.graph.rewrites.cached_attention import is_cache
+from mod_export.graph.weights import beyond_range
 from mod_export.types import QUANTIZED, DType, TargetLimits
 
 FLOAT = ir.DataType.FLOAT
@@ -303,10 +304,7 @@ def _narrowed(name: str, array: np.ndarray, narrow: ir.DataType) -> np.ndarray:
     lost = np.isfinite(array) & ~np.isfinite(result.astype(np.float32))
     if (np.abs(array, where=lost, out=np.full(array.shape, MASK, array.dtype)) < MASK).any():
         worst = array[lost & (np.abs(array) < MASK)].flat[0]
-        raise LimitError(
-            f"{name}: contains {worst:g}, beyond the largest {narrow.name.lower()} number {largest:g}; build this "
-            "model in bfloat16 or float32"
-        )
+        raise beyond_range(name, worst, narrow.name.lower(), largest)
     result[lost] = np.copysign(largest, array[lost]).astype(kind)
     return result
 
