@@ -118,13 +118,13 @@ check: install
 	$(BIN)/ruff format --check .
 	mkdir -p build/types && ln -sfn ../../models build/types/mod_models
 	$(BIN)/mypy
-	$(BIN)/mypy tests/mod_export/model/conformance.py
 	$(BIN)/lint-imports
 
 # Pages that are generated from the code; tests compare them with it.
 docs: install
 	$(BIN)/python -m mod_export.rows.docs docs
 	$(BIN)/mod-export config explain > docs/configuration.md
+	$(BIN)/python -m mod_export.cli.docs > docs/cli.md
 
 clean:
 	rm -rf build .venv

@@ -1,7 +1,7 @@
 """Mixture-of-Depths transformers in plain PyTorch (`mod_models`). They use only `mod_export.marker` of the exporter.
 
 Blocks of other models can use `tokens_of`, `select_tokens`, `select_chosen`, `forced_scores`, `gather_tokens` and
-`scatter_tokens` (docs/porting.md).
+`scatter_tokens` (docs/models.md).
 """
 
 from __future__ import annotations

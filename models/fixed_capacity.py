@@ -1,7 +1,7 @@
 """Selection, gather and scatter for routed blocks of fixed capacity, in any model.
 
 The functions need only torch, and each can be copied into another project. Their graphs are static, with one plain
-Gather and one plain Scatter of distinct rows, which every runtime supports. docs/porting.md shows how to use them.
+Gather and one plain Scatter of distinct rows, which every runtime supports. docs/models.md shows how to use them.
 
 Shape legend: B rows, S tokens of a row, K slots, D model width, N = B * K. `...` is (B,) or more leading dimensions.
 """

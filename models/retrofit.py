@@ -2,7 +2,7 @@
 
 Routers start so small that the gate, 1 + tanh(l), rounds to exactly 1. Their scores still differ, because small
 floating-point numbers keep their relative precision. So top-k starts from an arbitrary choice. With routers of zeros it
-would start from the first k tokens. docs/retrofit.md gives the reasons for each choice, and the methods of others.
+would start from the first k tokens. docs/training.md names the methods of others.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def _parser() -> argparse.ArgumentParser:
         help="log.csv, or tensorboard for TensorBoard's files beside it (%(default)s)",
     )
     add("--threads", type=int, default=0, metavar="N", help="CPU threads; 0 leaves PyTorch's choice")
-    _add_retrofit(parser.add_argument_group("from a trained model (docs/retrofit.md)"))
+    _add_retrofit(parser.add_argument_group("from a trained model (docs/training.md)"))
     run = parser.add_argument_group("the run; a resumed one needs the same values")
     for option in fields(TrainConfig):
         flag = {"nargs": "?", "const": option.metadata["const"]} if "const" in option.metadata else {}

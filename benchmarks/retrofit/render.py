@@ -1,4 +1,4 @@
-"""Writes the measured part of docs/retrofit.md and its figure from the results of `run.py`."""
+"""Writes the part of docs/training.md that `run.py` measures, and its figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-BEGIN, END = "<!-- measured by make retrofit: begin -->", "<!-- measured by make retrofit: end -->"
+from benchmarks.marked_part import replace_part
+
 FIGURE = "retrofit.svg"
 MARKERS = {"cheapest": "o", "deepest": "^"}
 """Which layers are routed -> marker of their points."""
@@ -25,18 +26,13 @@ COLUMNS = (
 
 
 def render(results: Path, docs: Path, names: Sequence[str], about: Mapping[str, Any]) -> None:
-    """Replaces the text between the two marks in `docs`/retrofit.md. Ways without a result are left out."""
+    """Replaces the text between the marks in `docs`/training.md. Ways without a result are left out."""
     paths = [results / name / "result.json" for name in names]
     rows = [json.loads(path.read_text(encoding="utf-8")) for path in paths if path.exists()]
     untouched = json.loads((results / "untouched.json").read_text(encoding="utf-8"))
     (docs / "figures").mkdir(parents=True, exist_ok=True)
     _draw(rows, untouched, docs / "figures" / FIGURE)
-    path = docs / "retrofit.md"
-    page = path.read_text(encoding="utf-8")
-    head, rest = page.split(BEGIN)
-    tail = rest.split(END)[1]
-    measured = "\n".join(_measured(rows, untouched, about))
-    path.write_text(f"{head}{BEGIN}\n{measured}\n{END}{tail}", encoding="utf-8")
+    replace_part(docs / "training.md", "make retrofit", _measured(rows, untouched, about))
 
 
 def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Retrofits a dense model in several ways, measures each, and writes its table into docs/retrofit.md: `make retrofit`.
+"""Retrofits a dense model in several ways, measures each, and writes its table into docs/training.md: `make retrofit`.
 
     python -m benchmarks.retrofit.run [--model DIR] [--data PATH] [--results DIR] [--docs DIR] [--steps N] ...
 

@@ -1,4 +1,4 @@
-"""The figures of docs/study.md."""
+"""The figures of docs/training.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes docs/study.md and its figures from the results of `run.py`."""
+"""Writes the part of docs/training.md that `run.py` measures, and its figures."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from benchmarks.marked_part import replace_part
 from benchmarks.study.figures import draw_all
 from benchmarks.study.models import BATCH, BUDGET, DENSE, SEEDS, SEQ, STUDIED, flops_of_row
 from mod_models.train_config import TrainConfig
@@ -15,12 +16,16 @@ Results = dict[str, list[dict[str, Any]]]
 
 
 def render(results: Path, docs: Path) -> None:
-    """Writes `docs`/study.md and `docs`/figures/study-*; models without a finished run in `results` are left out."""
+    """Replaces the text between the marks in `docs`/training.md, and `docs`/figures/study-*.
+
+    Models without a finished run in `results` are left out.
+    """
     runs = read_runs(results)
     times = json.loads((results / "step_times.json").read_text(encoding="utf-8"))
     (docs / "figures").mkdir(parents=True, exist_ok=True)
     draw_all(runs, docs / "figures")
-    (docs / "study.md").write_text(_page(runs, times), encoding="utf-8")
+    lines = [*_intro(runs), *_claims(runs), *_table(runs, times), *_figures()]
+    replace_part(docs / "training.md", "make study", lines)
 
 
 def read_runs(results: Path) -> Results:
@@ -30,29 +35,16 @@ def read_runs(results: Path) -> Results:
     return {name: sorted(many, key=lambda run: run["seed"]) for name, many in by_name.items() if many}
 
 
-def _page(runs: Results, times: dict[str, Any]) -> str:
-    return "\n".join([*_intro(runs), *_claims(runs), *_table(runs, times), *_figures()]) + "\n"
-
-
 def _intro(runs: Results) -> list[str]:
-    page = f"""\
-# The paper's comparison at small scale
-
-This page compares the models of the Mixture-of-Depths paper at equal training FLOPs. `make study` trains and measures
-them and writes the page (`benchmarks/study/render.py`); do not edit it.
-
-* **Equal FLOPs.** Each model is trained for {_flops(BUDGET)}, forward and backward. PyTorch's flop counter counts a
-  step with its auxiliary losses, and attention scores as the full square. A model with cheaper steps gets more steps
-  and more text. No model is near the end of its training at this budget, so this explains much of the differences.
-* **Models.** Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source,
-  {BATCH} rows of {SEQ} a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine. {len(runs)} models,
-  {len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters, so its results need not agree with these.
-* **Loss** is held-out bits per byte. *By predictor* uses the same weights, but the auxiliary predictor decides, first
-  come first served, instead of top-k. Only in this way can the model generate text.
-* **Times** are measured on one thread with all models interleaved in one process, relative to the dense model in the
-  same round: the median, and in brackets the smallest and the largest.
+    text = f"""\
+`make study` compares the models of the Mixture-of-Depths paper. Each is trained for {_flops(BUDGET)}, forward and
+backward, as PyTorch's flop counter counts a step with its auxiliary losses, and attention scores as the full square. A
+model with cheaper steps gets more of them, and more text. No model is near the end of its training, which explains
+much of the differences. Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source,
+{BATCH} rows of {SEQ} a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine; {len(runs)} models,
+{len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters, so its results need not agree with these.
 """
-    return [*page.splitlines(), ""]
+    return [*text.splitlines(), ""]
 
 
 def _table(runs: Results, times: dict[str, Any]) -> list[str]:
@@ -60,7 +52,12 @@ def _table(runs: Results, times: dict[str, Any]) -> list[str]:
         "model", "loss, each seed", "steps", "forward FLOPs", "forward time", "step time", "predictor accuracy",
         "by predictor",
     )  # fmt: skip
-    lines = ["## Loss at equal training FLOPs", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    about = (
+        "Loss is held-out bits per byte. *By predictor*: the predictor decides, first come first served, instead of\n"
+        "top-k, as at generation. FLOPs and times are relative to the dense model. Times: one thread, all models\n"
+        "interleaved in one process; the median, and in brackets the smallest and the largest."
+    )
+    lines = [about, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     dense = flops_of_row(DENSE, training=False)
     for name, many in runs.items():
         accuracies = [run["predictor_accuracy"] for run in many if run["predictor_accuracy"] is not None]
@@ -76,8 +73,11 @@ def _table(runs: Results, times: dict[str, Any]) -> list[str]:
             ", ".join(f"{value:.3f}" for value in causal),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    abouts = [f"* *{studied.name}*: {studied.about}." for studied in STUDIED if studied.name in runs]
-    return [*lines, "", "FLOPs and times are relative to the dense model.", "", *abouts, ""]
+    names: dict[str, list[str]] = {}
+    for studied in STUDIED:
+        if studied.name in runs:
+            names.setdefault(studied.about, []).append(f"*{studied.name}*")
+    return [*lines, "", *(f"* {', '.join(many)}: {what}." for what, many in names.items()), ""]
 
 
 def _ratio(times: dict[str, Any], name: str, kind: str) -> str:
@@ -86,10 +86,10 @@ def _ratio(times: dict[str, Any], name: str, kind: str) -> str:
 
 
 def _claims(runs: Results) -> list[str]:
-    lines = ["## The paper's claims here", "", "| claim | here |", "|---|---|"]
+    lines = ["| claim of the paper | here: bits per byte for each seed |", "|---|---|"]
     lines += [f"| {claim} | {answer} |" for claim, answer in _answers(runs) if answer]
     verdicts = (
-        "A difference is the loss of the first model minus that of the second. "
+        "A number is the loss of the first model minus that of the second. "
         "A claim holds if it is negative on every seed,\nand does not hold if it is negative on none."
     )
     return [*lines, "", verdicts, ""]
@@ -123,7 +123,7 @@ def _answers(runs: Results) -> list[tuple[str, str]]:
         ),
         (
             "deciding by the predictor costs little",
-            f"{min(gap):+.3f} to {max(gap):+.3f} bits per byte" if gap else "",
+            f"{min(gap):+.3f} to {max(gap):+.3f}" if gap else "",
         ),
         (
             "blocks run the tokens after which the next token is hard to predict",
@@ -143,7 +143,7 @@ def _against(runs: Results, one: str, other: str) -> str:
     differences = [a["bits_per_byte"] - b["bits_per_byte"] for a, b in pairs]
     better = sum(difference < 0 for difference in differences)
     verdict = {len(differences): "holds", 0: "does not hold"}.get(better, "undecided")
-    return f"{verdict}: {', '.join(f'{difference:+.3f}' for difference in differences)} bits per byte, seed by seed"
+    return f"{verdict}: {', '.join(f'{difference:+.3f}' for difference in differences)}"
 
 
 def _figures() -> list[str]:
@@ -153,7 +153,7 @@ def _figures() -> list[str]:
         ("study-entropy.svg", "Share of routed blocks that run a token, against the entropy of the next token"),
         ("study-map.png", "Which layers ran which byte of a text"),
     )
-    return ["## Figures", "", *(line for file, title in shown for line in (f"![{title}](figures/{file})", ""))]
+    return [line for file, title in shown for line in (f"![{title}](figures/{file})", "")][:-1]
 
 
 def _flops(value: float) -> str:

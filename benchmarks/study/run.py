@@ -1,4 +1,4 @@
-"""Trains every model of the study, measures it, and writes docs/study.md: what `make study` runs.
+"""Trains every model of the study, measures it, and writes docs/training.md: what `make study` runs.
 
     python -m benchmarks.study.run [--results DIR] [--docs DIR] [--budget FLOPS] [--workers N]
 

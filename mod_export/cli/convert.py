@@ -78,7 +78,7 @@ def convert(
             dialect,
             capacity,
         )
-    names = [path.name for path in converted.companions]
+    names = list(converted.companions)
     parts = [f"{out}  {converted.family}, {converted.parameters / 1e6:,.2f} M parameters"]
     parts += [f"copied {', '.join(names)}"] if names else []
     for note in converted.notes:

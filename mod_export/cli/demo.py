@@ -71,10 +71,8 @@ def timed_checkpoint() -> Iterator[Path]:
     from mod_export.model.checkpoint import architectures
 
     for architecture in architectures().values():
-        spec = architecture.timed_spec()
-        if spec is not None:
-            with tempfile.TemporaryDirectory() as folder:
-                architecture.random(spec, SEED, Path(folder) / "timed")
+        with tempfile.TemporaryDirectory() as folder:
+            if architecture.timed_checkpoint(SEED, Path(folder) / "timed"):
                 yield Path(folder) / "timed"
                 return
     raise CheckpointError("no installed architecture declares a size to be timed")

@@ -18,10 +18,9 @@ from mod_export.config import BuildConfig
 from mod_export.errors import BuildFolderError
 from mod_export.folder.files import FileEntry, verify_files
 from mod_export.folder.programs import PROGRAM, program_files
+from mod_export.rows.base import FailedRow
 from mod_export.rows.cost import CostRow, Work
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.generation import StepBytes
-from mod_export.rows.serving import Measured
+from mod_export.rows.speed import Measured, StepBytes
 from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, graph_of
 
 MANIFEST = "manifest.json"

@@ -215,7 +215,7 @@ def _untranslated(error: BaseException, program: torch.export.ExportedProgram) -
     place = "" if node is None else place_of(node)
     missing = "has no ONNX form in torch.onnx" if named["name"] else "cannot be translated by torch.onnx"
     reason = "" if named["name"] else f"\n{cause}"
-    return f"{name} {missing},{place}{reason}\nWrite it with other operators; docs/porting.md has static forms of many"
+    return f"{name} {missing},{place}{reason}\nWrite it with other operators; docs/models.md has static forms of many"
 
 
 def _node_of(program: torch.export.ExportedProgram, name: str) -> torch.fx.Node | None:

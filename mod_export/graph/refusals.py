@@ -3,7 +3,7 @@
 torch reports such a line in five ways: as an operation whose result is a number, or has a size, that is only known when
 the graph runs; as a condition that it cannot decide; as Python that it cannot capture; as a recompilation; and as an
 error of the line itself. An error that the model also raises without capture is its own, and gets no advice.
-docs/porting.md has a section for each pattern.
+docs/models.md has a section for each pattern.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Pattern:
     """A way of writing code that gives no static graph.
 
     Attributes:
-        section: the section of docs/porting.md.
+        section: the section of docs/models.md.
         seen: one sentence that says what such code does.
         instead: lines of code that do the same with fixed sizes.
     """
@@ -234,7 +234,7 @@ def _message(where: str, pattern: Pattern, line: _Line | None, others: Sequence[
             f"{pattern.seen}. Write instead:",
             *(f"    {code}" for code in pattern.instead),
             *further,
-            f'See "{pattern.section}" in docs/porting.md',
+            f'See "{pattern.section}" in docs/models.md',
         ]
     )
 

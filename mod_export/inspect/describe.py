@@ -17,8 +17,6 @@ from mod_export.inspect.layers import layer_lines, layers_of
 from mod_export.inspect.page import render_html
 from mod_export.inspect.routed_text import lane_lines, routed_text
 from mod_export.model.checkpoint import model_from_checkpoint
-from mod_export.model.model import token_ids
-from mod_export.model.protocol import DeclaredRouting, LayerCosts
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import causality_text
 from mod_export.rows.cost import CostRow, not_counted_text
@@ -63,20 +61,20 @@ def _model(path: Path, text: str | None, html: Path | None) -> str:
     if html is not None:
         check_place(html, "--html")  # Before the model is loaded and run.
     model = model_from_checkpoint(path)
-    loaded = model.loaded
+    origin, tokens, looks_ahead = model.origin, model.tokens, model.looks_ahead
     about = [
-        f"{model.name}  {model.architecture}  {model.parameters:,} parameters  sha256 {model.checkpoint_sha256[:16]}",
+        f"{model.name}  {origin.architecture}  {model.parameters:,} parameters  sha256 {origin.checkpoint_sha256[:16]}",
         "",
-        *_spec_lines(loaded.spec),
+        *_spec_lines(model.spec),
         "",
     ]
-    if not (isinstance(loaded, DeclaredRouting) and isinstance(loaded, LayerCosts)):
+    layers = None if tokens is None else layers_of(model, config_from_toml(None).bucket_list(tokens.max_positions))
+    if layers is None or looks_ahead is None:
         if options := _named([("--text", text), ("--html", html)]):
             raise UsageError(f"{options}: {path} does not declare its layers; build it, and look at its report")
         return "\n".join([*about, "its layers are not declared; build it, and inspect the build folder"]) + "\n"
-    layers = layers_of(model, config_from_toml(None).bucket_list(token_ids(loaded).max_positions))
-    routed = None if text is None and html is None else routed_text(loaded, text)
-    lines = [*about, causality_text(loaded.looks_ahead), "", *layer_lines(layers)]
+    routed = None if text is None and html is None else routed_text(model, text)
+    lines = [*about, causality_text(looks_ahead), "", *layer_lines(layers)]
     if text is not None:
         lines += ["", *(lane_lines(routed) if routed else ["no routing map: every layer runs every token"])]
     if html is not None:

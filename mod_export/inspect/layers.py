@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mod_export.measure.model_parts import PARTS
-from mod_export.model.model import Model
-from mod_export.model.protocol import ExportableModel, LayerCost, LayerCosts
+from mod_export.model.model import LayerCost, Model
 from mod_export.report.charts import part_text
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import bytes_text, count_text, flops_text, percent_text, ratio_text
@@ -110,18 +109,22 @@ class LayerTable:
         return table_lines(self.head, self.rows, numbers_from=self.numbers_from, total=self.total)
 
 
-def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers:
-    """Computes the costs of a model and its dense baseline for at least one bucket."""
-
-    def costs(of: ExportableModel) -> dict[Bucket, Costs]:
-        assert isinstance(of, LayerCosts)
-        return {bucket: Costs(rows=of.layers(bucket.batch, bucket.seq)) for bucket in buckets}
-
+def layers_of(model: Model, buckets: Sequence[Bucket]) -> Layers | None:
+    """Computes the costs of a model and its dense baseline for at least one bucket; None if they are not declared."""
+    mod, dense = _costs(model, buckets), model.dense()
+    if mod is None:
+        return None
     return Layers(
         buckets=tuple(sorted(buckets, key=lambda bucket: (bucket.batch * bucket.seq, bucket))),
-        mod=costs(model.loaded),
-        dense=costs(model.of_kind("dense")) if "dense" in model.kinds else None,
+        mod=mod,
+        dense=None if dense is None else _costs(dense, buckets),
     )
+
+
+def _costs(model: Model, buckets: Sequence[Bucket]) -> dict[Bucket, Costs] | None:
+    layers = {bucket: model.layers(bucket.batch, bucket.seq) for bucket in buckets}
+    costs = {bucket: Costs(rows=rows) for bucket, rows in layers.items() if rows is not None}
+    return costs if len(costs) == len(layers) else None
 
 
 def layer_lines(layers: Layers) -> list[str]:

@@ -17,8 +17,7 @@ from mod_export.inspect.layers import (
 )
 from mod_export.inspect.routed_text import RoutedText
 from mod_export.measure.model_parts import NODE_PARTS
-from mod_export.model.model import Model
-from mod_export.model.protocol import DeclaredRouting, LayerCost
+from mod_export.model.model import LayerCost, Model
 from mod_export.report.charts import (
     Lane,
     axis_from_zero,
@@ -29,8 +28,8 @@ from mod_export.report.charts import (
     part_class,
     stack,
 )
+from mod_export.report.figures import token_maps
 from mod_export.report.pages import render_page
-from mod_export.report.parity_figures import token_maps
 from mod_export.report.wording import causality_text, flops_text
 
 SCALES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))
@@ -41,13 +40,13 @@ MOST_SITES = 64
 
 def render_html(model: Model, layers: Layers, routed: RoutedText | None) -> str:
     """Returns the page. It shows the routing map of `routed`, if given."""
-    assert isinstance(model.loaded, DeclaredRouting)
+    assert model.looks_ahead is not None, "the caller asks for layers first"
     sites = routed.map.layers if routed else ()
     return render_page(
         __package__,
         "inspect.html.j2",
         model=model,
-        causality=causality_text(model.loaded.looks_ahead),
+        causality=causality_text(model.looks_ahead),
         layers=layers,
         own=layers.own,
         baseline=layers.baseline,
@@ -57,7 +56,7 @@ def render_html(model: Model, layers: Layers, routed: RoutedText | None) -> str:
         routed=routed,
         maps=token_maps([routed.map.model_copy(update={"layers": sites[:MOST_SITES]})]) if routed else (),
         hidden_sites=max(0, len(sites) - MOST_SITES),
-        spec_json=json.dumps(dict(model.loaded.spec), indent=2),
+        spec_json=json.dumps(dict(model.spec), indent=2),
     )
 
 

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 from mod_export.errors import UsageError
 from mod_export.judge.inputs import Batch, text_ids
-from mod_export.model.model import token_ids
-from mod_export.model.protocol import ExportableModel, Text
-from mod_export.report.parity_figures import MOST_TOKENS
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.model.model import Model, token_ids
+from mod_export.report.figures import MOST_TOKENS
+from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.types import Bucket
 
 if TYPE_CHECKING:
@@ -42,30 +41,30 @@ class RoutedText:
     map: RoutingMap
 
 
-def routed_text(loaded: ExportableModel, given: str | None) -> RoutedText | None:
+def routed_text(model: Model, given: str | None) -> RoutedText | None:
     """Runs the model on a text. Returns None if the model routes nothing, or no held-out text suits its vocabulary.
 
     Args:
-        loaded: the model.
+        model: the model.
         given: the name of a file that holds a text, or else the text itself; None for a held-out sample.
 
     Raises:
         UsageError: the text is empty or cannot be read, or the model's ids do not represent text.
     """
-    most = min(MOST_TOKENS, token_ids(loaded).max_positions)
+    most = min(MOST_TOKENS, token_ids(model).max_positions)
     if given is None:
-        sample_1S = text_ids(loaded, 1, most, 0)
-        return None if sample_1S is None else _routed(loaded, sample_1S[0], "held-out text", 0)
+        sample_1S = text_ids(model, 1, most, 0)
+        return None if sample_1S is None else _routed(model, sample_1S[0], "held-out text", 0)
     text, source = _read(given)
-    ids_S = loaded.ids_of_text(text) if isinstance(loaded, Text) else None
+    ids_S = model.ids_of_text(text)
     if ids_S is None:
         raise UsageError(
-            f"--text: this model's vocabulary of {token_ids(loaded).vocab_size:,} ids is not known to stand for text, "
+            f"--text: this model's vocabulary of {token_ids(model).vocab_size:,} ids is not known to stand for text, "
             "so a text cannot be given to it; leave --text out"
         )
     if len(ids_S) == 0:
         raise UsageError(f"--text: {source} is empty; give at least one character")
-    return _routed(loaded, ids_S[:most], source, max(0, len(ids_S) - most))
+    return _routed(model, ids_S[:most], source, max(0, len(ids_S) - most))
 
 
 def _read(given: str) -> tuple[str, str]:
@@ -85,13 +84,13 @@ def _names_a_file(given: str) -> bool:
         return False  # A text that is too long for a file name, or contains a null character.
 
 
-def _routed(loaded: ExportableModel, ids_S: np.ndarray, source: str, left_out: int) -> RoutedText | None:
+def _routed(model: Model, ids_S: np.ndarray, source: str, left_out: int) -> RoutedText | None:
     import numpy as np
 
     from mod_export.judge.reference import Reference, routing_map
 
     batch = Batch.of_tokens("text", ids_S[None], np.array([len(ids_S)], dtype=np.int64))
-    routing = routing_map(Reference(loaded), Bucket(1, len(ids_S)), [batch])
+    routing = routing_map(Reference(model), Bucket(1, len(ids_S)), [batch])
     if routing is None:
         return None
     return RoutedText(source=source, left_out=left_out, map=RoutingMap.model_validate(routing))

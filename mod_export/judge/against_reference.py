@@ -20,7 +20,7 @@ from mod_export.judge.compare import EMPTY, Slack
 from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import Reference
 from mod_export.judge.values import AT_ONCE, opened, producers
-from mod_export.rows.parity import Located
+from mod_export.rows.correctness import Located
 from mod_export.types import Site, routed_output
 
 if TYPE_CHECKING:

@@ -18,10 +18,8 @@ from mod_export.engines.protocol import Runner
 from mod_export.judge.candidates import Candidate
 from mod_export.judge.inputs import Batch, parity_batches, per_token
 from mod_export.judge.reference import Reference
-from mod_export.model.model import sample_of
-from mod_export.model.protocol import DeclaredRouting
 from mod_export.rows.base import setting_fields
-from mod_export.rows.structure import CausalityRow
+from mod_export.rows.correctness import CausalityRow
 from mod_export.types import Setting
 
 TRIES = 20
@@ -44,7 +42,7 @@ def causality_of(
     if reference.outputs == "last":
         return _unprobed(LAST, candidate.setting)
     bucket = candidate.setting.bucket
-    batch = parity_batches(reference.loaded, bucket, reference.k_by_layer(bucket).values(), config.seed, 1)[0]
+    batch = parity_batches(reference.model, bucket, reference.k_by_layer(bucket).values(), config.seed, 1)[0]
     if not per_token(batch.feeds, bucket):
         return _unprobed("no input has a place for each token", candidate.setting)
     with candidate.open(root, config) as runner:
@@ -103,7 +101,7 @@ def probe_causality(
         return _unprobed("its first output has no place for each token", setting)
     # With a single token in the vocabulary, no ending differs.
     other_feeds = next(
-        (sample for n in range(1, TRIES) if _differs(sample := sample_of(reference.loaded, bucket, seed + n), batch)),
+        (sample for n in range(1, TRIES) if _differs(sample := reference.model.sample(bucket, seed + n), batch)),
         None,
     )
     positions: Sequence[int] = cuts(bucket.seq, suffixes) if other_feeds is not None else []
@@ -127,7 +125,7 @@ def probe_causality(
         earliest_change=earliest,
         largest_change=largest,
         statement=_statement(earliest, len(positions), largest),
-        declared=isinstance(reference.loaded, DeclaredRouting) and not reference.loaded.looks_ahead,
+        declared=reference.model.looks_ahead is not None and not reference.model.looks_ahead,
     )
 
 
@@ -162,4 +160,4 @@ def _output(runner: Runner, reference: Reference, batch: Batch) -> np.ndarray:
     if reference.outputs != "none":
         return output.astype(np.float64) if output.dtype == bool else output
     B, S = batch.bucket.batch, batch.bucket.seq
-    return reference.output_head.head(output.reshape(B * S, -1)).reshape(B, S, -1)
+    return reference.logits_of(output.reshape(B * S, -1)).reshape(B, S, -1)

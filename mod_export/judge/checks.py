@@ -22,9 +22,7 @@ import numpy as np
 
 from mod_export.config import ParityGate
 from mod_export.judge.compare import SiteRouting
-from mod_export.rows.parity import (
-    ErrorNumbers,
-)
+from mod_export.rows.correctness import ErrorNumbers
 from mod_export.types import QUANTIZED, DType, Site
 
 MADE_OF_TIES = ("ties", "near_ties")

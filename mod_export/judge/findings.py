@@ -28,8 +28,8 @@ from mod_export.judge.parity import judge_runner, slack_of, undefined_in
 from mod_export.judge.parity_row import failed_row
 from mod_export.judge.reference import Reference
 from mod_export.judge.undefined import origin_in_graph, origin_in_reference
-from mod_export.model.protocol import DeclaredRouting, ExportableModel
-from mod_export.rows.parity import LeftOutRows, Located, ParityRow
+from mod_export.model.model import Model
+from mod_export.rows.correctness import LeftOutRows, Located, ParityRow
 from mod_export.types import QUANTIZED, Graph, Site, is_expert, routed_output
 
 MOST_REASONS = 4
@@ -147,7 +147,7 @@ def _ties(
     """Returns whether every tie goes to the earlier token, and the reasons if not. None if the candidate contains its
     weights, or if no router weights are declared.
     """
-    silenced = list(zeroed_routers(reference.loaded, candidate.setting.bucket.seq))
+    silenced = list(zeroed_routers(reference.model, candidate.setting.bucket.seq))
     if candidate.weights is None or not silenced:
         return None, []
     # Position and length alone decide here which tokens are selected, so one full batch is enough.
@@ -168,14 +168,12 @@ def _ties(
     return not reasons, list(dict.fromkeys(reasons))
 
 
-def zeroed_routers(model: ExportableModel, seq: int) -> Iterator[dict[str, np.ndarray]]:
+def zeroed_routers(model: Model, seq: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields zeros, float32, for every weight of routers that select some of `seq` tokens: idle routers are in no
     graph. Then, if there are other routers too, yields zeros for the routers of experts alone: zeros in front of
     experts may let no token reach them.
     """
-    if not isinstance(model, DeclaredRouting):
-        return
-    active = {site for site, k in model.k_by_layer(seq).items() if k}
+    active = {site for site, k in (model.k_by_layer(seq) or {}).items() if k}
     deciding = {name: sites for name, sites in model.router_weights().items() if active.intersection(sites)}
     zeros = {name: np.zeros(tuple(model.weights[name].shape), np.float32) for name in deciding}
     experts = {name: array for name, array in zeros.items() if all(map(is_expert, deciding[name]))}

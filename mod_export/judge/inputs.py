@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mod_export.errors import UsageError
-from mod_export.model.model import sample_of, token_ids
-from mod_export.model.protocol import ExportableModel, SampledInputs, Text
+from mod_export.model.model import Model, token_ids
 from mod_export.types import TOKEN_INPUTS, Bucket
 
 MOST_LENGTHS = 16
@@ -84,7 +83,7 @@ class Batch:
 
 
 def parity_batches(
-    model: ExportableModel,
+    model: Model,
     bucket: Bucket,
     ks: Iterable[int],
     seed: int,
@@ -103,9 +102,9 @@ def parity_batches(
         texts: least number of text batches; perplexity is averaged over them.
         text_of: source of text for a model that has none of its own.
     """
-    if isinstance(model, SampledInputs):
+    if model.tokens is None:
         return _samples(model, bucket, seed, per_kind)
-    rng, ks, vocab_size = np.random.default_rng(seed), sorted(set(ks)), token_ids(model).vocab_size
+    rng, ks, vocab_size = np.random.default_rng(seed), sorted(set(ks)), model.tokens.vocab_size
     full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
     batches = []
     for i in range(per_kind, texts):
@@ -125,12 +124,12 @@ def parity_batches(
     return batches
 
 
-def _samples(model: ExportableModel, bucket: Bucket, seed: int, per_kind: int) -> list[Batch]:
+def _samples(model: Model, bucket: Bucket, seed: int, per_kind: int) -> list[Batch]:
     """Returns samples, and `ties`, a sample with its first token repeated, if an input has a place for each token. An
     input of two values is not repeated: it may be a mask, which could then hide every token.
     """
     count = per_kind * max(1, min(MOST_SAMPLES, affordable_tokens(model) // (bucket.batch * bucket.seq)))
-    batches = [Batch("sample", bucket, sample_of(model, bucket, seed + i)) for i in range(count)]
+    batches = [Batch("sample", bucket, model.sample(bucket, seed + i)) for i in range(count)]
     feeds = batches[0].feeds
     rows = [name for name in per_token(feeds, bucket) if len(np.unique(feeds[name])) != 2]
     if rows:
@@ -152,9 +151,11 @@ def one_of_each_kind(batches: Iterable[Batch]) -> list[Batch]:
     return list(first_of.values())
 
 
-def text_ids(model: object, rows: int, length: int, seed: int, text_of: TextOf | None = None) -> np.ndarray | None:
+def text_ids(
+    model: Model | None, rows: int, length: int, seed: int, text_of: TextOf | None = None
+) -> np.ndarray | None:
     """Returns held-out text, int64 (rows, length), or else text from `text_of`; None if neither has that much text."""
-    held_out = model.sample_ids(rows, length, seed) if isinstance(model, Text) else None
+    held_out = None if model is None else model.sample_ids(rows, length, seed)
     return text_of(rows, length, seed) if held_out is None and text_of is not None else held_out
 
 
@@ -193,7 +194,7 @@ def documentation() -> str:
 
 
 def prompts_of(
-    model: ExportableModel | None, vocab_size: int, rows: int, length: int, seed: int, text_of: TextOf | None = None
+    model: Model | None, vocab_size: int, rows: int, length: int, seed: int, text_of: TextOf | None = None
 ) -> np.ndarray:
     """Returns prompts, int64 (rows, length): text of the model or of `text_of` if there is any, else random ids."""
     ids_BS = text_ids(model, rows, length, seed, text_of)
@@ -202,12 +203,12 @@ def prompts_of(
     return np.random.default_rng(seed).integers(0, vocab_size, (rows, length), dtype=np.int64)
 
 
-def affordable_tokens(model: ExportableModel) -> int:
+def affordable_tokens(model: Model) -> int:
     """Returns how many tokens of one kind of input a model may run on, at two FLOPs per parameter and token."""
     return int(MOST_FLOPS / (2 * sum(tensor.numel() for tensor in model.weights.values())))
 
 
-def _every_id(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) -> list[np.ndarray]:
+def _every_id(rng: np.random.Generator, bucket: Bucket, model: Model) -> list[np.ndarray]:
     """Returns batches of all ids in random order, filled up with random ids; a large vocabulary or model gets fewer."""
     size, vocab_size = bucket.batch * bucket.seq, token_ids(model).vocab_size
     most = min(MOST_RANDOM_TOKENS, affordable_tokens(model))
@@ -217,7 +218,7 @@ def _every_id(rng: np.random.Generator, bucket: Bucket, model: ExportableModel) 
     return list(np.concatenate([ids_N, more_N]).astype(np.int64).reshape(count, bucket.batch, bucket.seq))
 
 
-def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model: ExportableModel) -> list[np.ndarray]:
+def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model: Model) -> list[np.ndarray]:
     """Returns lengths around which a selection of k tokens behaves differently, and others, in batches of the bucket.
 
     First k - 1 and k + 1; then one token, all but one, k, half and a sixteenth of the bucket; then at least two random

@@ -22,8 +22,8 @@ from mod_export.judge.inputs import Batch
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.judge.values import AT_ONCE, opened, producers
-from mod_export.model.protocol import ExportableModel
-from mod_export.rows.parity import Located
+from mod_export.model.model import Model
+from mod_export.rows.correctness import Located
 from mod_export.types import Engine
 
 
@@ -91,7 +91,7 @@ def locate_by_depth(
     Raises:
         BuildError: the engine does not take other weights, or cannot be run.
     """
-    layers = _layers(reference.loaded)
+    layers = _layers(reference.model)
     if engine.weights is None or not layers:
         return None
     low, high = 0, len(layers)
@@ -123,7 +123,7 @@ def _fails(
     """
     zeros = {
         name: np.zeros(tuple(tensor.shape), np.float32)
-        for name, tensor in reference.loaded.weights.items()
+        for name, tensor in reference.model.weights.items()
         if (layer := numbered_layer(name)) is not None and layer[1] in silenced
     }
     gate = config.parity.gate(engine.dtype)
@@ -131,7 +131,7 @@ def _fails(
         return not judge_runner(runner, reference.with_weights(zeros), batches, gate, engine.setting).passed
 
 
-def _layers(model: ExportableModel) -> list[str]:
+def _layers(model: Model) -> list[str]:
     """Returns the module paths of the layers, in order."""
     layers = {numbered_layer(name) for name in model.weights}
     return [name for _, name in sorted(layer for layer in layers if layer is not None)]

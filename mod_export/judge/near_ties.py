@@ -13,7 +13,6 @@ from mod_export.config import BuildConfig
 from mod_export.judge.compare import FIRST_COME, Judged
 from mod_export.judge.inputs import Batch, TextOf, affordable_tokens, parity_batches
 from mod_export.judge.reference import Reference
-from mod_export.model.model import sample_of
 from mod_export.types import Bucket, Site
 
 SEARCHED_TOKENS = 2**14
@@ -27,7 +26,7 @@ def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig, text_o
     """Returns all inputs of a bucket, of every kind. `text_of` is a source of text for a model that has none."""
     per_kind, texts = config.parity.batches_per_kind, config.parity.text_batches
     ks = reference.k_by_layer(bucket).values()
-    batches = parity_batches(reference.loaded, bucket, ks, config.seed, per_kind, texts, text_of)
+    batches = parity_batches(reference.model, bucket, ks, config.seed, per_kind, texts, text_of)
     return batches + reference.remembered(
         f"near-ties of {bucket.name}, seed {config.seed}", lambda: near_tie_batches(reference, bucket, config.seed)
     )
@@ -40,10 +39,10 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
     """
     # This reference keeps no runs: they are not needed again.
     passing = reference.with_weights({})
-    tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.loaded))
+    tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.model))
     # In batches of the bucket's own shape, because another shape would have to be captured first.
     count = max(2, min(SEARCHED_ROWS, tokens // bucket.seq) // bucket.batch)
-    samples = [sample_of(reference.loaded, bucket, seed * SEARCHED_ROWS + i) for i in range(count)]
+    samples = [reference.model.sample(bucket, seed * SEARCHED_ROWS + i) for i in range(count)]
     margins: dict[Site, list[float]] = {}
     for feeds in samples:
         traced = passing.free(Batch("near_ties", bucket, feeds))

@@ -24,8 +24,6 @@ import numpy as np
 
 from mod_export.judge.inputs import Batch, per_token
 from mod_export.judge.reference import Reference
-from mod_export.model.model import sample_of
-from mod_export.model.protocol import SampledInputs
 
 HIDDEN = -10_000
 """Values of an additive mask at or below this one hide a position: their exp is zero in every dtype."""
@@ -51,7 +49,7 @@ def declared_padding(reference: Reference, batch: Batch) -> Padding | None:
 
     Costs up to four runs of the reference for each reading of a mask that hides some tokens, but no whole row.
     """
-    if not isinstance(reference.loaded, SampledInputs):
+    if reference.model.tokens is not None:
         return None
     for name, array in batch.feeds.items():
         for real_BS, lifted in _readings(array, batch):
@@ -97,7 +95,7 @@ def _holds(reference: Reference, batch: Batch, mask: str, real_BS: np.ndarray, l
 
 def _filled(reference: Reference, batch: Batch, mask: str, real_BS: np.ndarray) -> Mapping[str, np.ndarray] | None:
     """Returns the inputs with the content of another sample at padded positions; None if that changes nothing."""
-    sample = sample_of(reference.loaded, batch.bucket, OTHER)
+    sample = reference.model.sample(batch.bucket, OTHER)
     feeds = dict(batch.feeds)
     for name in per_token(feeds, batch.bucket):
         # An input with two values is another mask and not content.

@@ -40,8 +40,7 @@ from mod_export.judge.inputs import Batch, affordable_tokens, one_of_each_kind
 from mod_export.judge.padding import Padding, declared_padding
 from mod_export.judge.parity_row import fails_anyway, judge
 from mod_export.judge.reference import Reference, Traced
-from mod_export.model.protocol import SampledInputs
-from mod_export.rows.parity import ErrorNumbers, ParityRow
+from mod_export.rows.correctness import ErrorNumbers, ParityRow
 from mod_export.runtime.logits import negative_log_likelihood
 from mod_export.types import PRIMARY, DType, Setting, Site, routed_output
 
@@ -133,7 +132,7 @@ def slack_of(gate: ParityGate, dtype: DType) -> Slack:
 def _affordable(batches: Sequence[Batch], reference: Reference) -> list[Batch]:
     """Returns the first batches, as many as a large model can be run on in float64, at least one."""
     tokens = list(itertools.accumulate(batch.bucket.batch * batch.bucket.seq for batch in batches))
-    most = affordable_tokens(reference.loaded)
+    most = affordable_tokens(reference.model)
     return [batch for n, batch in enumerate(batches) if n == 0 or tokens[n] <= most]
 
 
@@ -300,7 +299,7 @@ def _compared_tokens(
     """Returns bool (B, S), the tokens to compare: those with logits from the candidate, without padding. None for an
     output of a `SampledInputs` model if it has no padded rows; all its rows are then compared.
     """
-    if isinstance(reference.loaded, SampledInputs):
+    if reference.model.tokens is None:
         has_rows = padding is not None and output.shape[:2] == padding.real_BS.shape
         return padding.real_BS if padding is not None and has_rows else None
     position_S = np.arange(batch.ids_BS.shape[1])
@@ -325,7 +324,7 @@ def _values_of(
     if kind == "last":
         shape = (shape[0], shape[2])
     elif kind == "none":
-        shape = (*shape[:2], reference.output_head.d_model)
+        shape = (*shape[:2], reference.model.d_model)
     array = outputs.get(name)
     if array is None or array.shape != shape:
         actual = f"no {name}" if array is None else f"{name} of shape {list(array.shape)}"
@@ -334,7 +333,7 @@ def _values_of(
     if kind == "last":
         return array, ()
     rows_NV = _rows(array, tokens_BS)
-    return (reference.output_head.head(rows_NV) if kind == "none" else rows_NV), ()
+    return (reference.logits_of(rows_NV) if kind == "none" else rows_NV), ()
 
 
 def _foreign(outputs: Mapping[str, np.ndarray], free: Traced, reference: Reference) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from mod_export.judge.checks import (
 )
 from mod_export.judge.compare import SiteRouting, smallest
 from mod_export.rows.base import setting_fields
-from mod_export.rows.parity import (
+from mod_export.rows.correctness import (
     ErrorNumbers,
     Gate,
     InputAgreement,

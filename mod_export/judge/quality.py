@@ -8,8 +8,8 @@ import numpy as np
 
 from mod_export.judge.inputs import Batch, TextOf, affordable_tokens, text_ids
 from mod_export.judge.reference import Reference
-from mod_export.model.protocol import GeneratingModel
-from mod_export.rows.generation import QualityRow
+from mod_export.model.model import GeneratingModel
+from mod_export.rows.speed import QualityRow
 from mod_export.runtime.logits import negative_log_likelihood
 
 
@@ -34,9 +34,9 @@ def quality_of(
     Returns:
         None if there is no text for the model, or if its window is a single token.
     """
-    affordable = max(1, min(texts, affordable_tokens(own.loaded) // model.window))
-    held_out = text_ids(own.loaded, affordable, model.window, seed) is not None
-    ids_NS = text_ids(own.loaded, affordable, model.window, seed, text_of)
+    affordable = max(1, min(texts, affordable_tokens(own.model) // model.window))
+    held_out = text_ids(own.model, affordable, model.window, seed) is not None
+    ids_NS = text_ids(own.model, affordable, model.window, seed, text_of)
     if ids_NS is None or model.window < 2:
         return None
     nll = own_nll = 0.0

@@ -24,9 +24,8 @@ from mod_export.environment import free_bytes
 from mod_export.errors import CaptureError, ConfigError
 from mod_export.judge.compare import EMPTY, Judged
 from mod_export.judge.inputs import Batch, affordable_tokens
-from mod_export.model.model import output_names, sample_of
-from mod_export.model.protocol import ExportableModel, OutputHead, SampledInputs, Text
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.model.model import Model
+from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.types import TOKEN_INPUTS, Bucket, Outputs, Site
 
 if TYPE_CHECKING:
@@ -108,8 +107,8 @@ class Programs:
 
     _numbers = itertools.count()
 
-    def __init__(self, loaded: ExportableModel) -> None:
-        self._loaded = loaded
+    def __init__(self, model: Model) -> None:
+        self._model = model
         self.number = next(self._numbers)
         """Distinguishes its runs from those of other models."""
         self._programs: dict[tuple[Bucket, Precision], Runnable] = {}
@@ -118,12 +117,12 @@ class Programs:
     @cached_property
     def module(self) -> torch.nn.Module:
         """The eager module in float32."""
-        return self._loaded.module()
+        return self._model.module()
 
     @cached_property
     def has_room(self) -> bool:
         """Whether memory has room for the largest weight in float64 too: weights are widened one by one."""
-        needed = FLOAT64_BYTES * max((tensor.numel() for tensor in self._loaded.weights.values()), default=0)
+        needed = FLOAT64_BYTES * max((tensor.numel() for tensor in self._model.weights.values()), default=0)
         return needed < free_bytes() // 2
 
     def program(self, bucket: Bucket, precision: Precision = "float32") -> Runnable:
@@ -148,11 +147,11 @@ class Programs:
     def _captured(self, bucket: Bucket) -> torch.export.ExportedProgram:
         from mod_export.graph.capture import exported
 
-        samples = [sample_of(self._loaded, bucket, seed) for seed in range(2)]
-        if not isinstance(self._loaded, SampledInputs):
+        samples = [self._model.sample(bucket, seed) for seed in range(2)]
+        if self._model.tokens is not None:
             lengths_B = np.random.default_rng(0).integers(1, bucket.seq + 1, bucket.batch)
             samples[1] = {**samples[1], TOKEN_INPUTS[1]: lengths_B}
-        if RUNS_OF_CHECK * bucket.batch * bucket.seq > affordable_tokens(self._loaded):
+        if RUNS_OF_CHECK * bucket.batch * bucket.seq > affordable_tokens(self._model):
             samples = samples[1:]
         program = exported(self.module, tensors_of(samples[0]), f"the reference at {bucket.name}")
         check_program(program, self.module, bucket, samples)
@@ -233,7 +232,7 @@ class Reference:
 
     def __init__(
         self,
-        loaded: ExportableModel,
+        model: Model,
         outputs: Outputs = "logits",
         programs: Programs | None = None,
         replaced: Mapping[str, np.ndarray] | None = None,
@@ -245,13 +244,13 @@ class Reference:
         Raises:
             ConfigError: candidates return hidden states, and the model cannot turn them into logits.
         """
-        if outputs == "none" and not isinstance(loaded, OutputHead):
+        if outputs == "none" and model.d_model is None:
             raise ConfigError(
                 ["outputs: none, but this model has no head that makes logits of hidden states; build it with logits"]
             )
-        self.loaded = loaded
+        self.model = model
         self.outputs: Outputs = outputs
-        self._programs = Programs(loaded) if programs is None else programs
+        self._programs = Programs(model) if programs is None else programs
         self._replaced = dict(replaced or {})
         self._moved: list[dict[str, torch.Tensor]] | None = None
         self._kept = KeptRuns() if kept is None else kept
@@ -264,22 +263,22 @@ class Reference:
 
     def with_weights(self, replaced: Mapping[str, np.ndarray]) -> Reference:
         """Returns a reference with other values of some weights, by name; its runs are not kept."""
-        return Reference(self.loaded, self.outputs, self._programs, {**self._replaced, **replaced}, KeptRuns(0))
+        return Reference(self.model, self.outputs, self._programs, {**self._replaced, **replaced}, KeptRuns(0))
 
     def returning(self, outputs: Outputs) -> Reference:
         """Returns a reference of the same model for candidates that return other outputs."""
-        return Reference(self.loaded, outputs, self._programs, self._replaced, self._kept)
+        return Reference(self.model, outputs, self._programs, self._replaced, self._kept)
 
-    @property
-    def output_head(self) -> OutputHead:
-        """The head that turns hidden states into logits, for candidates that return hidden states."""
-        assert isinstance(self.loaded, OutputHead)
-        return self.loaded
+    def logits_of(self, hidden_ND: np.ndarray) -> np.ndarray:
+        """Turns hidden states (N, D) into logits (N, V), for candidates that return hidden states."""
+        logits_NV = self.model.head(hidden_ND)
+        assert logits_NV is not None, "refused above for a model without a head"
+        return logits_NV
 
     @property
     def output_names(self) -> tuple[str, ...]:
         """Names of the outputs of candidates, in order."""
-        return output_names(self.loaded, self.outputs)
+        return self.model.output_names(self.outputs)
 
     def k_by_layer(self, bucket: Bucket) -> dict[Site, int]:
         """Maps each routing site in the captured program of a shape to its slots, in the order of the decisions."""
@@ -442,11 +441,10 @@ def routing_map(reference: Reference, bucket: Bucket, batches: Sequence[Batch]) 
     traced = reference.free(batch)
     if not traced.routed:
         return None
-    loaded = reference.loaded
-    if isinstance(loaded, SampledInputs):
+    if reference.model.tokens is None:
         texts: Sequence[str] | None = [str(position) for position in range(bucket.seq)]
-    elif batch.kind == "text" and isinstance(loaded, Text):
-        texts = loaded.token_texts(batch.ids_BS[0])
+    elif batch.kind == "text":
+        texts = reference.model.token_texts(batch.ids_BS[0])
     else:
         texts = None
     return RoutingMap(

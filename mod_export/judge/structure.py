@@ -25,7 +25,7 @@ from mod_export.graph.rewrites.cast_floats import NARROW
 from mod_export.graph.target import check_limits
 from mod_export.graph.weights import ONNX_TYPES, WeightsFile, digests_of_file, is_in_graph, is_of_quantized
 from mod_export.model.program_files import changed_files
-from mod_export.rows.structure import StructureRow
+from mod_export.rows.correctness import StructureRow
 from mod_export.types import Graph, ModelKind, TargetLimits, routed_output
 
 SHOWN = 4

@@ -31,11 +31,10 @@ from mod_export.judge.inputs import (
 from mod_export.judge.parity import judge_runner, judge_runners
 from mod_export.judge.parity_row import failed_row
 from mod_export.judge.reference import Reference
-from mod_export.model.model import token_ids
-from mod_export.model.protocol import GeneratingModel
+from mod_export.model.model import GeneratingModel, token_ids
 from mod_export.rows.base import setting_fields
-from mod_export.rows.generation import TextsRow
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
+from mod_export.rows.speed import TextsRow
 from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts, kept_from_prefill
 from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
 
@@ -102,7 +101,7 @@ def _texts(
     reference: Reference, rows: int, length: int, count: int, config: BuildConfig, text_of: TextOf | None
 ) -> list[Batch]:
     """Returns `count` batches of text, empty if the model has none; these are other texts than in `_given_texts`."""
-    texts = (text_ids(reference.loaded, rows, length, config.seed + 1 + i, text_of) for i in range(count))
+    texts = (text_ids(reference.model, rows, length, config.seed + 1 + i, text_of) for i in range(count))
     whole = np.full(rows, length, dtype=np.int64)
     return [Batch.of_tokens("text", text_BS, whole) for text_BS in texts if text_BS is not None]
 
@@ -122,7 +121,7 @@ def decoding_parts(
     tokens up to the last slot. For a large model, the first texts are shorter, and the prompts use the last row only.
     """
     in_turns = config.generation.slots == "fair"
-    most = affordable_tokens(reference.loaded)
+    most = affordable_tokens(reference.model)
     affordable = max(LEAST_TOKENS, most // (KINDS_OF_INPUT * decoder.batch))
     first = min(decoder.length, config.generation.judged_tokens)
     if affordable < first:
@@ -148,8 +147,8 @@ def _given_texts(
     reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int, text_of: TextOf | None
 ) -> list[Batch]:
     """Returns a batch of every kind; a large model gets no `ties`, on which its graphs of whole rows are judged."""
-    batches = one_of_each_kind(parity_batches(reference.loaded, bucket, ks, seed, 1, text_of=text_of))
-    if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.loaded):
+    batches = one_of_each_kind(parity_batches(reference.model, bucket, ks, seed, 1, text_of=text_of))
+    if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.model):
         return batches
     return [batch for batch in batches if batch.kind in (*FULL_ROWS, "padded")]
 
@@ -301,13 +300,13 @@ def texts_of_decoding(
         found: all engines of the folder.
         engine: the engine to judge.
         model: the eager model.
-        reference: reference of `model.loaded`; it remembers what the eager model wrote.
+        reference: reference of `model.whole_rows`; it remembers what the eager model wrote.
         text_of: source of text for a model that has none of its own.
 
     Raises:
         EngineError: the engine failed.
     """
-    options, loaded = found.config.generation, model.loaded
+    options, loaded = found.config.generation, model.whole_rows
     longest = max(prefill.bucket.seq for prefill in found.prefills(engine.model, engine.target, engine.dtype))
     start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
     wanted = max(options.compared_tokens, NARROW_TOKENS) if engine.dtype in QUANTIZED else options.compared_tokens

@@ -16,7 +16,7 @@ from mod_export.graph.nodes import graph_from_file, module_of
 from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import Reference
 from mod_export.judge.values import AT_ONCE, opened, producers
-from mod_export.rows.parity import Located
+from mod_export.rows.correctness import Located
 
 if TYPE_CHECKING:
     import torch

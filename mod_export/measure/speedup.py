@@ -19,7 +19,7 @@ from mod_export.measure.sampling import RUNS_PER_ROUND, balanced_rounds, planned
 from mod_export.measure.statistics import Comparison, compare, gate_reached
 from mod_export.rows.base import pair_fields
 from mod_export.rows.cost import CostRow, PartRow
-from mod_export.rows.latency import LatencyRow, SpeedupRow
+from mod_export.rows.speed import LatencyRow, SpeedupRow
 from mod_export.types import Bucket, ModelKind, Setting, Site, pairs_of
 
 GIVE_A_BASELINE = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import psutil
 
-from mod_export.rows.latency import Conditions
+from mod_export.rows.speed import Conditions
 
 TICK_S = 0.01
 """Coarsest unit in which operating systems count CPU time."""

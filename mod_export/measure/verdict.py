@@ -6,12 +6,10 @@ import math
 from collections.abc import Collection, Sequence
 
 from mod_export.measure.speedup import gated_bucket
-from mod_export.rows.base import setting_fields
-from mod_export.rows.failures import FailedRow, reason_for, sentences
-from mod_export.rows.latency import SpeedupRow
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.base import FailedRow, reason_for, sentences, setting_fields
+from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
 from mod_export.rows.report import Verdict
-from mod_export.rows.structure import CausalityRow, StructureRow
+from mod_export.rows.speed import SpeedupRow
 from mod_export.types import KINDS, Bucket, ModelKind, Setting
 
 QUIETER = "take more samples (latency.max_samples, latency.max_seconds), or a quieter machine"

@@ -17,9 +17,9 @@ from mod_export.environment import extra_of_import
 from mod_export.errors import BuildFolderError, CheckpointError
 from mod_export.folder.files import sha256_of_file
 from mod_export.folder.manifest import MANIFEST, read_manifest
+from mod_export.model.architecture import GROUP, Architecture, Converted
 from mod_export.model.hub import name_of
-from mod_export.model.model import GROUP, Model
-from mod_export.model.protocol import Architecture, Converted, Converter
+from mod_export.model.model import Model, Origin
 
 if TYPE_CHECKING:
     import torch
@@ -99,14 +99,19 @@ def model_from_checkpoint(path: Path) -> Model:
     foreign = ""
     for name, architecture in architectures().items():
         try:
-            loaded = architecture.read(path)
+            model = architecture.read(path)
         except LookupError as error:
             foreign = str(error.args[0]) if error.args else str(error)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         else:
-            model_name = name_of(path).removesuffix(".pt").removesuffix(GGUF)
-            return Model(name=model_name, architecture=name, loaded=loaded, checkpoint_sha256=sha256_of(path))
+            model.origin = Origin(
+                name=name_of(path).removesuffix(".pt").removesuffix(GGUF),
+                architecture=name,
+                package=architecture.package,
+                checkpoint_sha256=sha256_of(path),
+            )
+            return model
     known = ", ".join(architectures())
     raise CheckpointError(
         f"{path}: names the architecture {foreign!r}, which nothing here provides; known: {known}. "
@@ -123,18 +128,19 @@ def convert(
     dialect: str | None = None,
     capacity: float | None = None,
 ) -> Converted:
-    """Writes a model in another format as a checkpoint folder; see `protocol.Converter`.
+    """Writes a model in another format as a checkpoint folder; see `Architecture.convert`.
 
     Raises:
         CheckpointError: no installed architecture converts models, or the model cannot be converted.
     """
-    converters = [architecture for architecture in architectures().values() if isinstance(architecture, Converter)]
-    if not converters:
-        raise CheckpointError(f"{source}: no architecture that is installed here converts models of other formats")
-    try:
-        return converters[0].convert(source, out, max_positions, ignored, written, dialect, capacity)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from error
+    for architecture in architectures().values():
+        try:
+            converted = architecture.convert(source, out, max_positions, ignored, written, dialect, capacity)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        if converted is not None:
+            return converted
+    raise CheckpointError(f"{source}: no architecture that is installed here converts models of other formats")
 
 
 def write_companions(source: Path, folder: Path) -> Converted | None:
@@ -147,20 +153,18 @@ def write_companions(source: Path, folder: Path) -> Converted | None:
         CheckpointError: the model cannot be converted.
     """
     for architecture in architectures().values():
-        if isinstance(architecture, Converter):
-            try:
-                converted = architecture.look(source)
-            except ValueError as error:
-                raise CheckpointError(str(error)) from error
-            for companion in converted.companions:
-                (folder / companion.name).write_bytes(companion.read_bytes())
+        try:
+            converted = architecture.look(source)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        if converted is not None:
+            for name, content in converted.companions.items():
+                (folder / name).write_bytes(content())
             return converted
     return None
 
 
-def model_from_weights(
-    name: str, architecture: str, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor], sha256: str
-) -> Model:
+def model_from_weights(architecture: str, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Model:
     """Restores the model of a build folder from its spec and weights.
 
     Raises:
@@ -170,10 +174,9 @@ def model_from_weights(
     if architecture not in known:
         raise CheckpointError(f"architecture {architecture!r} is not installed here; known: {', '.join(known)}")
     try:
-        loaded = known[architecture].restore(spec, weights)
+        return known[architecture].restore(spec, weights)
     except ValueError as error:
         raise CheckpointError(f"the build folder's spec cannot be restored: {error}") from error
-    return Model(name=name, architecture=architecture, loaded=loaded, checkpoint_sha256=sha256)
 
 
 def sha256_of(path: Path) -> str:

@@ -31,11 +31,11 @@ ATEN = torch.ops.aten
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}
 INSTEAD = (
     "Write rotary positions with cos and sin, or as a product of torch.view_as_complex(...) and torch.polar(...)\n"
-    'See "Complex numbers and float64" in docs/porting.md'
+    'See "Complex numbers and float64" in docs/models.md'
 )
 IN_PARTS = (
     "Write it with torch.fft.rfft and irfft of fixed length, or as a product with a matrix of cosines and sines\n"
-    'See "Complex numbers and float64" in docs/porting.md'
+    'See "Complex numbers and float64" in docs/models.md'
 )
 CLOSE = 1e-5
 """Tolerance of a trial with numbers below LARGEST: two roundings differ by less, a wrong rule is off by more."""

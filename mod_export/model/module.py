@@ -27,7 +27,7 @@ from mod_export.graph.refusals import NotCompiledError, StateError, refusal, ref
 from mod_export.graph.weights import digests_of_tensors
 from mod_export.model.fixed_sizes import with_fixed_sizes
 from mod_export.model.functional_programs import functional_program
-from mod_export.model.model import Model
+from mod_export.model.model import Origin
 from mod_export.model.module_state import as_it_was, attributes_kept, attributes_read, same_values
 from mod_export.model.plain_programs import plain_program
 from mod_export.model.programs import ProgramModel
@@ -47,7 +47,7 @@ Inputs: TypeAlias = "Given | Callable[..., Given]"
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucket], name: str) -> Model:
+def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucket], name: str) -> ProgramModel:
     """Captures a module on the CPU. Afterwards the module is unchanged, and it shares its weights with the model.
 
     `inputs` is called several times, each time with another seed in torch's generator, so it may simply draw random
@@ -87,17 +87,14 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             _compare_runs(program, module, calls, where)
             plain[bucket] = plain_program(program, where)
             samples[bucket] = _different([sample_tensors(program, *call) for call in calls])
-    loaded = ProgramModel(plain, samples)
-    digests = digests_of_tensors(loaded.weights, "float32")
+    model = ProgramModel(plain, samples)
+    digests = digests_of_tensors(model.weights, "float32")
     text = "\n".join(
-        [*(f"{key} {digest}" for key, digest in digests.items()), *map(str, loaded.spec["programs"].items())]
+        [*(f"{key} {digest}" for key, digest in digests.items()), *map(str, model.spec["programs"].items())]
     )
-    return Model(
-        name=name,
-        architecture=PROGRAM,
-        loaded=loaded,
-        checkpoint_sha256=hashlib.sha256(text.encode()).hexdigest(),
-    )
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    model.origin = Origin(name=name, architecture=PROGRAM, checkpoint_sha256=sha256)
+    return model
 
 
 def _different(samples: Sequence[list[torch.Tensor]]) -> list[list[torch.Tensor]]:

@@ -20,6 +20,7 @@ from torch.fx import traceback
 from mod_export.environment import let_go
 from mod_export.errors import CheckpointError
 from mod_export.graph.program_nodes import argument_of
+from mod_export.model.model import Model
 from mod_export.model.plain_programs import NARROW, PlainProgram, input_values, without_tensors
 from mod_export.types import Bucket, Outputs
 
@@ -32,8 +33,8 @@ SAME_IDS = {
 """Operators that leave token ids unchanged on their way to an embedding."""
 
 
-class ProgramModel:
-    """An `ExportableModel` with `SampledInputs`, made of programs (`plain_programs.py`).
+class ProgramModel(Model):
+    """A model made of programs (`plain_programs.py`), with any inputs at the shapes at which it was captured.
 
     Its weights keep the dtype in which they are stored; its module computes in float32.
     """
@@ -46,11 +47,10 @@ class ProgramModel:
         Raises:
             CheckpointError: the programs do not belong to one model.
         """
-        self.buckets = tuple(sorted(programs))
-        self.programs = {bucket: programs[bucket] for bucket in self.buckets}
-        self.weights: Mapping[str, torch.Tensor] = _one_model(self.programs)
-        first = self.programs[self.buckets[0]]
-        self.input_names, self.output_names = first.inputs, first.outputs
+        self.programs = {bucket: programs[bucket] for bucket in sorted(programs)}
+        self._weights: Mapping[str, torch.Tensor] = _one_model(self.programs)
+        first = next(iter(self.programs.values()))
+        self.input_names, self._output_names = first.inputs, first.outputs
         self.samples = {
             bucket: [
                 {name: _array(tensor) for name, tensor in zip(self.input_names, sample, strict=True)}
@@ -58,6 +58,17 @@ class ProgramModel:
             ]
             for bucket in self.buckets
         }
+
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]:
+        return self._weights
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        return tuple(self.programs)
+
+    def output_names(self, outputs: Outputs = "logits") -> tuple[str, ...]:
+        return self._output_names
 
     @cached_property
     def spec(self) -> Mapping[str, Any]:
@@ -74,7 +85,7 @@ class ProgramModel:
                 ]
                 for bucket in self.buckets
             },
-            "outputs": list(self.output_names),
+            "outputs": list(self._output_names),
             "programs": {bucket.name: hashlib.sha256(self.graph_texts[bucket]).hexdigest() for bucket in self.buckets},
             "constants": digest_of_arrays(self.constants),
             "samples": digest_of_arrays(self.named_samples),

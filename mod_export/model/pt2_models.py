@@ -19,7 +19,7 @@ from mod_export.folder.programs import PROGRAM
 from mod_export.graph.capture import with_found_sites
 from mod_export.graph.sites import selected_from
 from mod_export.model.functional_programs import functional_program
-from mod_export.model.model import Model
+from mod_export.model.model import Model, Origin
 from mod_export.model.plain_programs import PlainProgram, copied, input_values, plain_program
 from mod_export.model.programs import ProgramModel
 from mod_export.model.pt2 import first_line, read_program
@@ -28,7 +28,7 @@ from mod_export.types import Bucket
 Sample = dict[str, torch.Tensor]
 
 
-def model_from_pt2(paths: Sequence[Path], samples: Path | None = None, like: Model | None = None) -> Model:
+def model_from_pt2(paths: Sequence[Path], samples: Path | None = None, like: Model | None = None) -> ProgramModel:
     """Returns the model whose programs these files hold.
 
     A program's bucket has as many rows as its first input, and as many tokens as its routing selects from. A program
@@ -68,7 +68,9 @@ def model_from_pt2(paths: Sequence[Path], samples: Path | None = None, like: Mod
                 f"{_expected(plain[bucket])}"
             )
     digest = hashlib.sha256("".join(sha256_of_file(path) for path in paths).encode()).hexdigest()
-    return Model(name=paths[0].stem, architecture=PROGRAM, loaded=ProgramModel(plain, inputs), checkpoint_sha256=digest)
+    model = ProgramModel(plain, inputs)
+    model.origin = Origin(name=paths[0].stem, architecture=PROGRAM, checkpoint_sha256=digest)
+    return model
 
 
 def bucket_of(plain: PlainProgram, like: ProgramModel | None = None) -> Bucket:
@@ -90,7 +92,7 @@ def _checked(program: ExportedProgram, path: Path, like: Model | None) -> tuple[
         args, kwargs = program.example_inputs or ((), {})
         samples = [sample_tensors(program, args, kwargs)] if program.example_inputs else []
         plain = plain_program(functional_program(program, str(path), samples), str(path))
-        return plain, bucket_of(plain, like.loaded if like and isinstance(like.loaded, ProgramModel) else None)
+        return plain, bucket_of(plain, like if isinstance(like, ProgramModel) else None)
     except ModExportError:
         raise
     except Exception as error:  # Any type of error: the user's file may hold any graph.

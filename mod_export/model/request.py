@@ -78,19 +78,26 @@ class Request:
         way, capacity = way_of(sources), self.capacity if like is None else None
         if way == "checkpoint":
             model = model_from_checkpoint(Path(sources[0]))
-            model = model if capacity is None else model.with_capacity(capacity)
-            let_go(model.loaded.weights.values())
+            model = _at_capacity(model, capacity)
+            let_go(model.weights.values())
             return model, None
         if way == "programs":
             from mod_export.model.pt2_models import model_from_pt2
 
             model = model_from_pt2([Path(path) for path in sources], self.samples if like is None else None, like)
-            return (model if capacity is None else model.with_capacity(capacity)), None
+            return _at_capacity(model, capacity), None
         from mod_export.model.factory import model_from_factory
 
         if not buckets:
             raise ConfigError([f"{sources[0]}: at which shapes? Name them, such as --buckets 1x128,1x512"])
         return model_from_factory(sources[0], buckets, capacity)
+
+
+def _at_capacity(model: Model, capacity: float | None) -> Model:
+    try:
+        return model if capacity is None else model.with_capacity(capacity)
+    except ValueError as error:
+        raise ConfigError([f"capacity {capacity:g}: {error}"]) from error
 
 
 def way_of(sources: Sequence[str]) -> Way:

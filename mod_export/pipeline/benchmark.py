@@ -16,7 +16,7 @@ from mod_export.pipeline.build import Build
 from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import setting_fields
 from mod_export.rows.cost import Work
-from mod_export.rows.latency import PrecisionRow
+from mod_export.rows.speed import PrecisionRow
 from mod_export.types import Engine, by_setting
 
 

@@ -26,15 +26,13 @@ from mod_export.folder.programs import first_sample
 from mod_export.folder.workspace import FinishedFolder, Make, Step, Workspace
 from mod_export.judge.inputs import TextOf, documentation_of, prompts_of
 from mod_export.judge.reference import KeptRuns, Reference, tensors_of
-from mod_export.model.model import sample_of, token_ids, tokens_sample
-from mod_export.model.protocol import ExportableModel, GeneratingModel, TokenIds
+from mod_export.model.model import GeneratingModel, GraphSource, Model, token_ids, tokens_sample
 from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form
 from mod_export.pipeline.restore import as_built, restored_model
 from mod_export.pipeline.roles import ROLES
-from mod_export.rows.base import Result
+from mod_export.rows.base import ABOUT, FailedRow, Result, fields_of_graph, reason_for, sentences
 from mod_export.rows.cost import Work
-from mod_export.rows.failures import ABOUT, FailedRow, fields_of_graph, reason_for, sentences
-from mod_export.rows.generation import StepBytes
+from mod_export.rows.speed import StepBytes
 from mod_export.runtime.decoder import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.runtime.tokenizer import TokenizersFile
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     import torch
 
     from mod_export.judge.candidates import Candidate
-    from mod_export.model.protocol import GraphSource
 
 MOST_NOTES = 4
 """Largest number of further reasons named where nothing could be built."""
@@ -86,7 +83,7 @@ class Build:
         self,
         store: Workspace | FinishedFolder,
         config: BuildConfig,
-        model: Callable[[ModelKind], ExportableModel],
+        model: Callable[[ModelKind], Model],
         generating: Callable[[ModelKind], GeneratingModel],
         facts: Mapping[ModelKind, ModelFacts],
         generation: GenerationFacts | str,
@@ -95,7 +92,7 @@ class Build:
         """Takes what `start` and `open` differ in; call one of these."""
         self.config, self.facts, self.generation = config, facts, generation
         self.buckets = tuple(buckets)
-        self.model: Callable[[ModelKind], ExportableModel] = cache(model)
+        self.model: Callable[[ModelKind], Model] = cache(model)
         """Returns the model in the form that reads whole rows."""
         self.generating: Callable[[ModelKind], GeneratingModel] = cache(generating)
         """Returns the model in the form that decides about one token at a time."""
@@ -126,9 +123,9 @@ class Build:
         build = cls(
             workspace,
             plan.config,
-            plan.loaded.__getitem__,
+            plan.models.__getitem__,
             plan.generating,
-            {kind: _facts(plan, kind) for kind in plan.loaded},
+            {kind: _facts(plan, kind) for kind in plan.models},
             plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
             plan.buckets,
         )
@@ -236,7 +233,7 @@ class Build:
         from mod_export.graph.capture import captured
 
         model = self.model(graph.model)
-        example = tensors_of(sample_of(model, graph.bucket, 0))
+        example = tensors_of(model.sample(graph.bucket, 0))
         return captured(model.module(graph.outputs), example, graph.stem, dtype=dtype).program
 
     # Steps, results and failures.
@@ -330,7 +327,7 @@ class Build:
     def identity(self, kind: ModelKind) -> dict[str, Any]:
         """Returns which weights and which spec a model is made of, as an input of steps."""
         about = self.facts[kind].model_dump(include={"checkpoint_sha256", "architecture", "spec"})
-        code = {} if self._plan is None else {"code": self._plan.source_of(kind).code_sha256}
+        code = {} if self._plan is None else {"code": self._plan.origin_of(kind).code_sha256}
         return {**about, "kind": kind, **code}
 
     def source_inputs(self, graph: Graph) -> dict[str, Any]:
@@ -338,7 +335,7 @@ class Build:
         about: dict[str, Any] = {"role": graph.role, "bucket": asdict(graph.bucket), "outputs": graph.outputs}
         if graph.writes_text:
             model = self.generating(graph.model)
-            about["generation"] = [model.loaded.spec, model.window, self.config.generation.slots]
+            about["generation"] = [model.whole_rows.spec, model.window, self.config.generation.slots]
         return {**self.identity(graph.model), **about}
 
     def runnable(self, *roles: Role) -> list[Engine]:
@@ -464,15 +461,15 @@ def engine_step(engine: Engine) -> str:
 
 
 def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
-    source, loaded = plan.source_of(kind), plan.loaded[kind]
+    origin, model = plan.origin_of(kind), plan.models[kind]
     return ModelFacts(
-        name=source.name,
-        architecture=source.architecture,
-        checkpoint_sha256=source.checkpoint_sha256,
-        spec=dict(loaded.spec),
-        vocab_size=loaded.vocab_size if isinstance(loaded, TokenIds) else None,
+        name=origin.name,
+        architecture=origin.architecture,
+        checkpoint_sha256=origin.checkpoint_sha256,
+        spec=dict(model.spec),
+        vocab_size=None if model.tokens is None else model.tokens.vocab_size,
         weights=plan.weights_path(kind, "float32"),
-        tensors=tuple(sorted(loaded.weights)),
+        tensors=tuple(sorted(model.weights)),
     )
 
 

@@ -16,8 +16,6 @@ from mod_export.errors import GraphError
 from mod_export.graph.sites import SiteRun, run_sites
 from mod_export.judge.inputs import Batch, prompts_of
 from mod_export.judge.reference import tensors_of
-from mod_export.model.model import sample_of, token_ids
-from mod_export.model.protocol import SampledInputs
 from mod_export.pipeline.build import Build
 from mod_export.types import Graph, ModelKind
 
@@ -95,8 +93,8 @@ class Calibration:
         build, (B, S) = self._build, (graph.bucket.batch, graph.bucket.seq)
         model, seed = build.model(self._kind), build.config.seed + OTHER_TEXT
         for number in range(-(-TOKENS // (B * S))):
-            if isinstance(model, SampledInputs):
-                yield Batch("sample", graph.bucket, sample_of(model, graph.bucket, seed + number))
+            if model.tokens is None:
+                yield Batch("sample", graph.bucket, model.sample(graph.bucket, seed + number))
                 continue
-            ids_BS = prompts_of(model, token_ids(model).vocab_size, B, S, seed + number, build.text_of)
+            ids_BS = prompts_of(model, model.tokens.vocab_size, B, S, seed + number, build.text_of)
             yield Batch.of_tokens("text", ids_BS, np.full(B, S, dtype=np.int64))

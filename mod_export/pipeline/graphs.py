@@ -38,13 +38,12 @@ from mod_export.graph.weights import (
     write_weights,
 )
 from mod_export.measure.cost import cost_row
-from mod_export.model.model import stored_state
-from mod_export.model.protocol import DeclaredRouting, ExportableModel
+from mod_export.model.model import Model, stored_state
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.build import step_bytes as step_bytes_of
 from mod_export.pipeline.calibration import Calibration
+from mod_export.rows.base import fields_of_graph
 from mod_export.rows.cost import CostRow
-from mod_export.rows.failures import fields_of_graph
 from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
 
 SHOWN = 4
@@ -142,7 +141,7 @@ def _with_stored_bytes(build: Build, facts: GenerationFacts, dtypes: Sequence[DT
             continue
         files = {kind: WeightsFile.open(build.root / build.weights_path(kind, dtype)) for kind in kinds}
         models = {kind: build.generating(kind) for kind in files}
-        stored = {kind: file.quantized_bytes(models[kind].loaded.weights) for kind, file in files.items()}
+        stored = {kind: file.quantized_bytes(models[kind].whole_rows.weights) for kind, file in files.items()}
         step_bytes[bucket][dtype] = {
             kind: step_bytes_of(models[kind], Bucket.named(bucket), stored[kind]) for kind in files
         }
@@ -187,16 +186,17 @@ def _portable(build: Build, graph: Graph) -> tuple[ir.Model, dict[str, int], tup
     return model, applied, found.sites
 
 
-def _check_routing(model: ExportableModel, graph: Graph, k_by_layer: Mapping[Site, int]) -> None:
+def _check_routing(model: Model, graph: Graph, k_by_layer: Mapping[Site, int]) -> None:
     """Checks that a model routes as it declares, and that no token skips anything in a dense baseline.
 
     Raises:
         GraphError: the captured program has other routing sites, or other numbers of slots.
     """
-    if isinstance(model, DeclaredRouting):
-        declared = {site: k for site, k in model.k_by_layer(graph.bucket.seq).items() if k}
-        if k_by_layer != declared:
-            raise GraphError(f"{graph.path}: marks the routing sites {k_by_layer}, and the spec declares {declared}")
+    declared = model.k_by_layer(graph.bucket.seq)
+    if declared is not None:
+        expected = {site: k for site, k in declared.items() if k}
+        if k_by_layer != expected:
+            raise GraphError(f"{graph.path}: marks the routing sites {k_by_layer}, and the spec declares {expected}")
     elif graph.model == "dense":
         skipping = [f"{site} selects {k}" for site, k in k_by_layer.items() if k < graph.bucket.seq]
         if skipping:
@@ -283,7 +283,7 @@ def fresh_graph(build: Build, graph: Graph) -> bytes:
 def _write_weights(build: Build, kind: ModelKind, dtype: DType, forms: Forms = NO_FORMS) -> None:
     path = build.weights_path(kind, dtype)
 
-    tensors = stored_state(build.plan.loaded[kind])
+    tensors = stored_state(build.plan.models[kind])
     in_int4 = [part for name, some in forms.items() if "int4" in some for part in name.split(BELOW)]
     few_bits = {name: tuple(tensors[name].shape) for name in in_int4}
 

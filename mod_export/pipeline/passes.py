@@ -24,7 +24,7 @@ from mod_export.judge.parity import judge_runner
 from mod_export.measure.cost import attention_sizes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import save_graph
-from mod_export.rows.failures import fields_of_graph
+from mod_export.rows.base import fields_of_graph
 from mod_export.types import DType, Graph, Setting, TargetLimits
 
 
@@ -129,7 +129,7 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
     session = session_from_onnx(path, build.root / "graphs", [CPU], 1, {})
     reference = build.reference(graph.model)
     ks = reference.k_by_layer(graph.bucket).values()
-    batches = parity_batches(reference.loaded, graph.bucket, ks, build.config.seed, 1)[:1]
+    batches = parity_batches(reference.model, graph.bucket, ks, build.config.seed, 1)[:1]
     setting = Setting(
         target=str(graph.target), dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket
     )

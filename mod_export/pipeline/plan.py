@@ -15,16 +15,7 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
 from mod_export.measure.speedup import GIVE_A_BASELINE
-from mod_export.model.model import Model, token_ids
-from mod_export.model.protocol import (
-    DeclaredRouting,
-    ExportableModel,
-    GeneratingModel,
-    Generation,
-    SampledInputs,
-    Text,
-    TokenIds,
-)
+from mod_export.model.model import GeneratingModel, Model, Origin, token_ids
 from mod_export.pipeline.roles import ROLES, WRITING, RoleStages
 from mod_export.runtime.defaults import defaults_of
 from mod_export.runtime.tokenizer import TokenizersFile
@@ -53,7 +44,7 @@ class Plan:
         model: the Mixture-of-Depths model.
         baseline: the dense model of --baseline; None if the dense baseline has the model's own weights, or if there is
             no dense baseline.
-        loaded: the model and, if there is one, its dense baseline.
+        models: the model and, if there is one, its dense baseline.
         buckets: shapes of the forward graphs, ascending.
         graphs: the portable graph of every model, role and bucket. Every stage loops over this table.
         targets: the targets to build, by name.
@@ -64,7 +55,7 @@ class Plan:
 
     model: Model
     baseline: Model | None
-    loaded: Mapping[ModelKind, ExportableModel]
+    models: Mapping[ModelKind, Model]
     config: BuildConfig
     buckets: tuple[Bucket, ...]
     graphs: tuple[Graph, ...]
@@ -78,9 +69,9 @@ class Plan:
         """Number of stored weights."""
         return self.model.parameters + (self.baseline.parameters if self.baseline else 0)
 
-    def source_of(self, kind: ModelKind) -> Model:
-        """Returns the checkpoint that a model comes from."""
-        return (self.baseline if kind == "dense" else None) or self.model
+    def origin_of(self, kind: ModelKind) -> Origin:
+        """Returns where a model comes from; a dense baseline of the model's own weights comes from its checkpoint."""
+        return ((self.baseline if kind == "dense" else None) or self.model).origin
 
     def generating(self, kind: ModelKind) -> GeneratingModel:
         """Returns a model in the token-by-token form; only for plans that generate."""
@@ -100,14 +91,13 @@ class Plan:
                     yield builder, variant, graph
 
 
-def generating_form(loaded: ExportableModel, kind: ModelKind, window: int, config: BuildConfig) -> GeneratingModel:
+def generating_form(model: Model, kind: ModelKind, window: int, config: BuildConfig) -> GeneratingModel:
     """Returns a model in the token-by-token form. A dense baseline gets no slack: it has no slots to run out of.
 
     Raises:
         ValueError: it cannot generate, or not in this window.
     """
-    assert isinstance(loaded, Generation)
-    return loaded.generating(window, config.generation.slack if kind == "mod" else 0)
+    return model.generating(window, config.generation.slack if kind == "mod" else 0)
 
 
 def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequence[Variant]:
@@ -132,9 +122,10 @@ def make_plan(
     """
     if baseline is not None:
         _check_baseline(model, baseline)
-    loaded: dict[ModelKind, ExportableModel] = {"mod": model.loaded}
-    if baseline is not None or "dense" in model.kinds:
-        loaded["dense"] = baseline.loaded if baseline is not None else model.of_kind("dense")
+    models: dict[ModelKind, Model] = {"mod": model}
+    dense = model.dense() if baseline is None else baseline
+    if dense is not None:
+        models["dense"] = dense
     else:
         config = without_speed_gate(config)
     buckets = _buckets(model, config)
@@ -145,26 +136,26 @@ def make_plan(
     if config.outputs == "auto":
         large = max(_logits_bytes(model, bucket) for bucket in buckets) > MOST_LOGITS_BYTES
         config = config.model_copy(update={"outputs": "last" if large else "logits"})
-    if config.outputs != "logits" and not isinstance(model.loaded, TokenIds):
+    if config.outputs != "logits" and model.tokens is None:
         problems.append(f"outputs: {config.outputs}, but {model.name} is no model of token ids; leave `outputs` out")
     if tokenizer is not None:
         problems += _problems_of_tokenizer(tokenizer, model)
     generation: GenerationPlan | str = ""
     try:
-        generation = _generation(loaded, config, targets)
+        generation = _generation(models, config, targets)
     except ConfigError as error:
         problems += error.problems
     plan = Plan(
         model=model,
         baseline=baseline,
-        loaded=loaded,
+        models=models,
         config=config,
         buckets=buckets,
-        graphs=tuple(_graphs(config, loaded.keys(), buckets, generation)),
+        graphs=tuple(_graphs(config, models.keys(), buckets, generation)),
         targets=targets,
         availability=availability,
         generation=generation,
-        tokenizer=tokenizer or _own_tokenizer(model.loaded),
+        tokenizer=tokenizer or _own_tokenizer(model),
     )
     problems += _beyond_budget(plan)
     if problems:
@@ -179,10 +170,9 @@ def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
     Raises:
         ConfigError: one of them is not possible.
     """
-    if isinstance(model.loaded, TokenIds):
-        return config.bucket_list(model.loaded.max_positions)
-    assert isinstance(model.loaded, SampledInputs)
-    captured = tuple(model.loaded.buckets)
+    if model.tokens is not None:
+        return config.bucket_list(model.tokens.max_positions)
+    captured = tuple(model.buckets)
     wanted = tuple(sorted({Bucket(*pair) for pair in config.buckets})) or captured
     if missing := [bucket.name for bucket in wanted if bucket not in captured]:
         known = ", ".join(bucket.name for bucket in captured)
@@ -191,9 +181,9 @@ def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
 
 
 def _problems_of_tokenizer(tokenizer: Path, model: Model) -> list[str]:
-    if not isinstance(model.loaded, TokenIds):
+    if model.tokens is None:
         return [f"{tokenizer}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"]
-    file, vocab_size = TokenizersFile(tokenizer), model.loaded.vocab_size
+    file, vocab_size = TokenizersFile(tokenizer), model.tokens.vocab_size
     size = file.size
     defaults_of(tokenizer.parent, file.end)  # A file that serving would refuse is refused here.
     if size <= vocab_size:
@@ -231,8 +221,8 @@ def check_names(targets: Sequence[str]) -> None:
             raise TargetError(f"unknown target {name!r}{hint}; known: {', '.join(ENGINES)}")
 
 
-def _own_tokenizer(loaded: ExportableModel) -> str | None:
-    return "bytes" if isinstance(loaded, Text) and loaded.ids_of_text("") is not None else None
+def _own_tokenizer(model: Model) -> str | None:
+    return "bytes" if model.ids_of_text("") is not None else None
 
 
 def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> dict[str, EngineBuilder]:
@@ -247,16 +237,16 @@ def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> d
     return {name: ENGINES[name] for name in ENGINES if name in wanted}
 
 
-def _why_not_generating(loaded: Mapping[ModelKind, ExportableModel]) -> str | None:
-    for kind, model in loaded.items():
-        reason = model.why_not_generating() if isinstance(model, Generation) else "it only reads whole rows"
+def _why_not_generating(models: Mapping[ModelKind, Model]) -> str | None:
+    for kind, model in models.items():
+        reason = model.why_not_generating()
         if reason is not None:
             return reason if kind == "mod" else f"its dense baseline cannot: {reason}"
     return None
 
 
 def _generation(
-    loaded: Mapping[ModelKind, ExportableModel], config: BuildConfig, targets: Mapping[str, EngineBuilder]
+    models: Mapping[ModelKind, Model], config: BuildConfig, targets: Mapping[str, EngineBuilder]
 ) -> GenerationPlan | str:
     """Returns the models that write text, or the reason why there are none.
 
@@ -266,14 +256,14 @@ def _generation(
     options = config.generation
     if options.build == "never":
         return "it was built with generation.build = never; build it again with auto"
-    reason = _why_not_generating(loaded)
+    reason = _why_not_generating(models)
     if reason is None and targets.keys().isdisjoint(options.targets):
         reason = f"it was built for {', '.join(targets)}, and generation.targets are {', '.join(options.targets)}"
     if reason is not None:
         if options.build == "always":
             raise ConfigError([f"generation.build: always, but this model cannot generate token by token: {reason}"])
         return reason
-    window = options.window_of(token_ids(loaded["mod"]).max_positions)
+    window = options.window_of(token_ids(models["mod"]).max_positions)
     problems = [
         f"generation.{name}: {length} is longer than the window of {window}; shorten it, or give a longer window"
         for name, lengths in (("prompts", options.prompts), ("caches", options.caches))
@@ -283,10 +273,10 @@ def _generation(
     if problems:
         raise ConfigError(problems)
     try:
-        models = {kind: generating_form(one, kind, window, config) for kind, one in loaded.items()}
+        writing = {kind: generating_form(model, kind, window, config) for kind, model in models.items()}
     except ValueError as error:
         raise ConfigError([f"generation: {error}"]) from error
-    return GenerationPlan(models=models, window=window)
+    return GenerationPlan(models=writing, window=window)
 
 
 def _graphs(
@@ -324,7 +314,7 @@ def _too_large(model: Model, buckets: Sequence[Bucket]) -> list[str]:
 
 def _logits_bytes(model: Model, bucket: Bucket) -> int:
     """Size of the logits of a model of token ids; 0 for other models, which ran at their shapes during capture."""
-    vocab_size = model.loaded.vocab_size if isinstance(model.loaded, TokenIds) else 0
+    vocab_size = 0 if model.tokens is None else model.tokens.vocab_size
     return FLOAT32_BYTES * bucket.batch * bucket.seq * vocab_size
 
 
@@ -347,26 +337,25 @@ def _beyond_budget(plan: Plan) -> list[str]:
 
 
 def _check_baseline(model: Model, baseline: Model) -> None:
-    if isinstance(baseline.loaded, DeclaredRouting) and baseline.loaded.routes_depth:
+    if baseline.routes_depth:
         raise CheckpointError(f"baseline {baseline.name}: has routed layers; a baseline is a dense model")
-    ours, found = _job_of(model.loaded), _job_of(baseline.loaded)
+    ours, found = _job_of(model), _job_of(baseline)
     problems = [f"{what} {found.get(what)} instead of {one}" for what, one in ours.items() if found.get(what) != one]
     if problems:
         raise CheckpointError(f"baseline {baseline.name}: has {' and '.join(problems)}, so it does not do the same job")
 
 
-def _job_of(model: ExportableModel) -> dict[str, str]:
+def _job_of(model: Model) -> dict[str, str]:
     """Returns what a baseline must have in common with the model, as name -> value."""
-    if isinstance(model, TokenIds):
-        return {"a vocabulary of": str(model.vocab_size), "positions up to": str(model.max_positions)}
-    assert isinstance(model, SampledInputs)
+    if model.tokens is not None:
+        return {"a vocabulary of": str(model.tokens.vocab_size), "positions up to": str(model.tokens.max_positions)}
     inputs = {
         f"at {bucket.name} the inputs": ", ".join(
             f"{name} {array.dtype} {list(array.shape)}" for name, array in model.sample(bucket, 0).items()
         )
         for bucket in model.buckets
     }
-    return {**inputs, "the outputs": ", ".join(model.output_names)}
+    return {**inputs, "the outputs": ", ".join(model.output_names())}
 
 
 def _check_room(plan: Plan, root: Path) -> None:

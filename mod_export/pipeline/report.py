@@ -15,13 +15,23 @@ from mod_export.measure.verdict import judge
 from mod_export.pipeline.build import Build
 from mod_export.report import render_html
 from mod_export.rows.base import Result
+from mod_export.rows.correctness import CausalityRow, ParityRow, RoutingMap, StructureRow
 from mod_export.rows.cost import CostRow, PartRow, Roofline
-from mod_export.rows.generation import DecodeRow, FirstTokenRow, GenerationReport, QualityRow, TextsRow
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ParityRow
 from mod_export.rows.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
-from mod_export.rows.serving import Measured, Served, measured_from_rows, served_of
-from mod_export.rows.structure import CausalityRow, RoutingMap, StructureRow
+from mod_export.rows.speed import (
+    DecodeRow,
+    FirstTokenRow,
+    GenerationReport,
+    LatencyRow,
+    Measured,
+    PrecisionRow,
+    QualityRow,
+    Served,
+    SpeedupRow,
+    TextsRow,
+    measured_from_rows,
+    served_of,
+)
 from mod_export.types import is_expert
 
 ROWS: Mapping[str, type[Result]] = {
@@ -104,10 +114,10 @@ def unfollowed(build: Build) -> tuple[str, ...]:
     from mod_export.graph.find_sites import unfollowed_selections  # PyTorch, which a benchmark does without.
     from mod_export.model.programs import ProgramModel
 
-    loaded = build.plan.model.loaded
-    if not isinstance(loaded, ProgramModel) or any(graph.k_by_layer for graph in build.graphs):
+    model = build.plan.model
+    if not isinstance(model, ProgramModel) or any(graph.k_by_layer for graph in build.graphs):
         return ()
-    program = loaded.programs[loaded.buckets[0]].program
+    program = model.programs[model.buckets[0]].program
     # Markers are sites, so a program without sites has none.
     return tuple(unfollowed_selections(program))
 
@@ -218,10 +228,10 @@ def _report(
         unfollowed=unfollowed(build),
         model=ReportedModel(
             name=model.name,
-            architecture=model.architecture,
+            architecture=model.origin.architecture,
             parameters=model.parameters,
-            checkpoint_sha256=model.checkpoint_sha256,
-            spec=dict(model.loaded.spec),
+            checkpoint_sha256=model.origin.checkpoint_sha256,
+            spec=dict(model.spec),
             reads_tokens=reads_tokens,
         ),
         environment=build.machine,

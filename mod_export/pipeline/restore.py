@@ -12,14 +12,14 @@ from mod_export.folder.manifest import MANIFEST, ModelFacts
 from mod_export.folder.programs import PROGRAM
 from mod_export.folder.workspace import FinishedFolder
 from mod_export.model.checkpoint import model_from_checkpoint, model_from_weights
-from mod_export.model.protocol import ExportableModel
+from mod_export.model.model import Model
 from mod_export.types import ModelKind
 
 if TYPE_CHECKING:
     import torch
 
 
-def restored_model(folder: FinishedFolder, kind: ModelKind, checkpoint: Path | None) -> ExportableModel:
+def restored_model(folder: FinishedFolder, kind: ModelKind, checkpoint: Path | None) -> Model:
     """Returns a model of the folder, with the weights of `checkpoint` if one is named.
 
     Raises:
@@ -32,15 +32,15 @@ def restored_model(folder: FinishedFolder, kind: ModelKind, checkpoint: Path | N
         from mod_export.model.program_files import read_graphs
 
         return read_graphs(folder.root, kind, facts.spec, weights)
-    loaded = model_from_weights(facts.name, facts.architecture, facts.spec, weights, facts.checkpoint_sha256).loaded
+    model = model_from_weights(facts.architecture, facts.spec, weights)
     try:
-        loaded.module()
+        model.module()
     except RuntimeError as error:  # What torch raises for weights that do not fit the model.
         raise BuildFolderError(
             f"{folder.root / MANIFEST}: the reference cannot be rebuilt from spec and weights "
             f"({str(error).splitlines()[0]}); build again"
         ) from error
-    return loaded
+    return model
 
 
 def _checkpoint_weights(folder: FinishedFolder, kind: ModelKind, checkpoint: Path | None) -> Mapping[str, torch.Tensor]:
@@ -50,13 +50,15 @@ def _checkpoint_weights(folder: FinishedFolder, kind: ModelKind, checkpoint: Pat
     if checkpoint is None or expected != models["mod"].checkpoint_sha256:
         return {}
     model = model_from_checkpoint(checkpoint)
-    if model.checkpoint_sha256 != expected:
+    if model.origin.checkpoint_sha256 != expected:
         raise CheckpointError(
             f"{checkpoint}: is not the checkpoint that {folder.root} was built from (SHA-256 "
-            f"{model.checkpoint_sha256[:12]}, expected {expected[:12]})"
+            f"{model.origin.checkpoint_sha256[:12]}, expected {expected[:12]})"
         )
     # The spec is the folder's all the same: its capacity may differ from the checkpoint's own.
-    return model.of_kind(kind).weights
+    built = model if kind == "mod" else model.dense()
+    assert built is not None, "the same checkpoint gave a dense baseline when it was built"
+    return built.weights
 
 
 def _weights_of_folder(root: Path, facts: ModelFacts) -> dict[str, torch.Tensor]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mod_export.config import BuildConfig, GenerationOptions
@@ -18,20 +17,15 @@ from mod_export.measure.decoding import measure_prompts, measure_steps
 from mod_export.measure.latency import measure_latency
 from mod_export.measure.roofline import cached_roofline
 from mod_export.measure.speedup import gate_of
-from mod_export.model.model import output_names, sample_of
-from mod_export.rows.generation import DecodeRow, FirstTokenRow, TextsRow
-from mod_export.rows.latency import LatencyRow
-from mod_export.rows.parity import ParityRow
-from mod_export.rows.structure import CausalityRow
+from mod_export.model.model import GraphSource
+from mod_export.rows.correctness import CausalityRow, ParityRow
+from mod_export.rows.speed import DecodeRow, FirstTokenRow, LatencyRow, TextsRow
 from mod_export.runtime.decoder import DecodingEngines
 from mod_export.types import QUANTIZED, Bucket, Engine, Graph, ModelKind, Outputs, Role, Setting
 
 if TYPE_CHECKING:
-    import torch
-
     from mod_export.judge.candidates import Candidate
     from mod_export.judge.findings import Fresh
-    from mod_export.model.protocol import GraphSource
     from mod_export.pipeline.build import Build
 
 Engines = Mapping[ModelKind, Engine]
@@ -75,17 +69,6 @@ class RoleStages(ABC):
         """Times the engines of one setting, interleaved."""
 
 
-@dataclass(frozen=True, slots=True)
-class _RowsSource:
-    """A `GraphSource` of whole rows."""
-
-    module: torch.nn.Module
-    examples: tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    conditions: bool = False
-
-
 class Forward(RoleStages):
     """Graphs of whole rows: parity of every output, causality, latency."""
 
@@ -96,10 +79,10 @@ class Forward(RoleStages):
 
     def source(self, build: Build, graph: Graph) -> GraphSource:
         model = build.model(graph.model)
-        samples = [sample_of(model, graph.bucket, seed) for seed in range(2)]
+        samples = [model.sample(graph.bucket, seed) for seed in range(2)]
         first, second = (tuple(tensor.to("meta") for tensor in tensors_of(feeds)) for feeds in samples)
         module = model.skeleton(graph.outputs).to("meta")
-        return _RowsSource(module, (first, second), tuple(samples[0]), output_names(model, graph.outputs))
+        return GraphSource(module, (first, second), tuple(samples[0]), model.output_names(graph.outputs))
 
     def reference(self, build: Build, kind: ModelKind) -> Reference:
         return Reference(build.model(kind), build.config.returned, kept=build.kept_runs)
@@ -211,10 +194,10 @@ class Decode(Writing):
         return build.generating(graph.model).step(batch, length, build.config.generation.slots)
 
     def reference(self, build: Build, kind: ModelKind) -> Reference:
-        if build.generating(kind).loaded.spec == build.model(kind).spec:
+        if build.generating(kind).whole_rows.spec == build.model(kind).spec:
             # Nothing is decided differently, so programs and runs of whole rows hold here as well.
             return build.reference(kind).returning("logits")
-        return Reference(build.generating(kind).loaded, kept=build.kept_runs)
+        return Reference(build.generating(kind).whole_rows, kept=build.kept_runs)
 
     def beside(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
         # Steps are judged after prompts, so the engines that read these count as well.

@@ -32,7 +32,7 @@ from mod_export.pipeline.passes import passes
 from mod_export.pipeline.plan import make_plan
 from mod_export.pipeline.report import write_report
 from mod_export.pipeline.validate import check_structure, validate
-from mod_export.rows.failures import FailedRow
+from mod_export.rows.base import FailedRow
 from mod_export.rows.report import BuildReport, Stage
 from mod_export.types import ModelKind
 
@@ -130,15 +130,15 @@ def _write_files(contents: Sequence[bytes], paths: Sequence[Path]) -> None:
 
 def _keep_programs(build: Build) -> None:
     """Keeps the programs of a captured model, from which its reference is rebuilt."""
-    for kind, loaded in build.plan.loaded.items():
-        if isinstance(loaded, ProgramModel):
-            files = program_files(kind, [bucket.name for bucket in loaded.buckets])
-            build.step(f"programs/{kind}", build.identity(kind), files, partial(_write_programs, loaded, kind))
+    for kind, model in build.plan.models.items():
+        if isinstance(model, ProgramModel):
+            files = program_files(kind, [bucket.name for bucket in model.buckets])
+            build.step(f"programs/{kind}", build.identity(kind), files, partial(_write_programs, model, kind))
 
 
-def _write_programs(loaded: ProgramModel, kind: ModelKind, paths: Sequence[Path]) -> None:
+def _write_programs(model: ProgramModel, kind: ModelKind, paths: Sequence[Path]) -> None:
     # The temporary folder has the layout of the build folder.
-    write_graphs(loaded, kind, paths[0].parents[1])
+    write_graphs(model, kind, paths[0].parents[1])
 
 
 @contextlib.contextmanager

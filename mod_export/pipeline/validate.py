@@ -25,11 +25,9 @@ from mod_export.judge.structure import (
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import fresh_graph
 from mod_export.pipeline.roles import ROLES
-from mod_export.rows.base import setting_fields
-from mod_export.rows.failures import fields_of_graph
-from mod_export.rows.generation import QualityRow
-from mod_export.rows.parity import ParityRow
-from mod_export.rows.structure import RoutingMap, StructureRow
+from mod_export.rows.base import fields_of_graph, setting_fields
+from mod_export.rows.correctness import ParityRow, RoutingMap, StructureRow
+from mod_export.rows.speed import QualityRow
 from mod_export.types import DTYPES, KINDS, Bucket, Graph, Setting
 
 QUALITY_TEXTS = 4
@@ -200,7 +198,7 @@ def _maps(build: Build) -> None:
         def make(bucket: Bucket = graph.bucket) -> list[RoutingMap]:
             reference = build.reference("mod")
             ks = reference.k_by_layer(bucket).values()
-            batches = parity_batches(reference.loaded, bucket, ks, build.config.seed, 1)
+            batches = parity_batches(reference.model, bucket, ks, build.config.seed, 1)
             found = routing_map(reference, bucket, batches)
             return [] if found is None else [found]
 

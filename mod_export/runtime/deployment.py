@@ -23,11 +23,11 @@ from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UnverifiedWarning, UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import Manifest, open_folder
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.serving import served_of
+from mod_export.rows.base import FailedRow
+from mod_export.rows.speed import served_of
 from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output, writes_text
 
-NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
+NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/text.md#tensorrt"
 
 
 def runnable_engines(

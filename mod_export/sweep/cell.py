@@ -36,7 +36,6 @@ from mod_export.folder.manifest import open_folder
 from mod_export.judge.inputs import text_ids
 from mod_export.model.checkpoint import sha256_of
 from mod_export.model.model import Model, token_ids
-from mod_export.model.protocol import ExportableModel
 from mod_export.model.request import Request
 from mod_export.rows.report import BuildReport
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
@@ -71,14 +70,14 @@ class CellJob(CellKey):
     row: Path
     """Absolute path of the file for the result."""
 
+    @property
+    def log(self) -> Path:
+        """Path of the file that receives the standard error of the cell."""
+        return self.row.with_suffix(".log")
+
 
 CellRunner = Callable[[Sequence[CellJob]], Generator[CellEntry]]
 """Runs cells, and yields the row of each cell when it ends, in any order."""
-
-
-def log_of(job: CellJob) -> Path:
-    """Path of the file that receives the standard error of a cell."""
-    return job.row.with_name(job.row.name.removesuffix(".json") + ".log")
 
 
 def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
@@ -107,13 +106,13 @@ def run_cell(job: CellJob) -> CellEntry:
 
     The process leads its own process group. The whole group is killed when this function returns or is interrupted.
     """
-    job_file = job.row.with_name(job.row.name.removesuffix(".json") + ".job.json")
+    job_file = job.row.with_suffix(".job.json")
     write_whole(job_file, job.model_dump_json(indent=1) + "\n", "-o")
     job.row.unlink(missing_ok=True)
     begin = time.perf_counter()
     # -P: files of the current folder must not be imported in place of packages.
     arguments = [sys.executable, "-P", "-m", "mod_export.sweep.cell", str(job_file)]
-    with log_of(job).open("wb") as log:
+    with job.log.open("wb") as log:
         process = subprocess.Popen(  # noqa: S603
             arguments, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
@@ -121,7 +120,7 @@ def run_cell(job: CellJob) -> CellEntry:
             code = process.wait()
         finally:
             _stop(process)
-    entry = _row(job) or failed_cell(job, code, _how_it_ended(code, log_of(job)))
+    entry = _row(job) or failed_cell(job, code, _how_it_ended(code, job.log))
     entry = entry.model_copy(update={"seconds": round(time.perf_counter() - begin, 3)})
     write_whole(job.row, entry.model_dump_json(indent=1) + "\n", "-o")
     return entry
@@ -245,22 +244,23 @@ def quality_of(model: Model, seq: int, seed: int) -> Quality | None:
     Every position predicts the next token, with the model's routing for a row of this length. Returns None if no
     held-out text suits the model's vocabulary.
     """
-    rows, loaded = math.ceil(QUALITY_TOKENS / seq), model.loaded
-    ids_RT = text_ids(loaded, rows, seq + 1, seed)
+    rows, dense = math.ceil(QUALITY_TOKENS / seq), model.dense()
+    assert dense is not None, "the grid has no cells for a model without a dense baseline"
+    ids_RT = text_ids(model, rows, seq + 1, seed)
     if ids_RT is None:
         return None
-    at_once = max(1, LOGITS_BYTES // (4 * seq * token_ids(loaded).vocab_size))
+    at_once = max(1, LOGITS_BYTES // (4 * seq * token_ids(model).vocab_size))
     return Quality(
         tokens=rows * seq,
-        perplexity=_perplexity(loaded, ids_RT, at_once),
-        dense_perplexity=_perplexity(model.of_kind("dense"), ids_RT, at_once),
+        perplexity=_perplexity(model, ids_RT, at_once),
+        dense_perplexity=_perplexity(dense, ids_RT, at_once),
     )
 
 
-def _perplexity(loaded: ExportableModel, ids_RT: np.ndarray, at_once: int) -> float:
+def _perplexity(model: Model, ids_RT: np.ndarray, at_once: int) -> float:
     import torch
 
-    module, text_RT = loaded.module(), torch.from_numpy(ids_RT)
+    module, text_RT = model.module(), torch.from_numpy(ids_RT)
     with torch.no_grad():
         nats = math.fsum(_nats(module, text_RT[first : first + at_once]) for first in range(0, len(text_RT), at_once))
     mean = nats / (text_RT.shape[0] * (text_RT.shape[1] - 1))

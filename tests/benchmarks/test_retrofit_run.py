@@ -1,4 +1,4 @@
-"""`make retrofit` on a tiny model that is trained for this test; docs/retrofit.md has the results of a real one."""
+"""`make retrofit` on a tiny model that is trained for this test; docs/training.md has the results of a real one."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.marked_part import marks
 from benchmarks.retrofit import run as run_retrofit
-from benchmarks.retrofit.render import BEGIN, COLUMNS, END, render
+from benchmarks.retrofit.render import COLUMNS, render
 from benchmarks.retrofit.run import DENSE, GRID, Way, main
 from mod_models.checkpoint import load_checkpoint
 from mod_models.spec import ModelSpec
@@ -18,6 +19,7 @@ from mod_models.train_config import TrainConfig
 SPEC = ModelSpec(vocab_size=256, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, max_positions=64)
 SMALL = (DENSE, Way("mlp", "cheapest:{half}", 0.5))
 QUICK = ["--steps", "4", "--batch", "2", "--seq", "32", "--eval-batches", "2", "--probe-rows", "1"]
+BEGIN, END = marks("make retrofit")
 PAGE = f"# Before\n\n{BEGIN}\nnot run yet\n{END}\n\nafter\n"
 
 
@@ -31,7 +33,7 @@ def row(parts: str, loss: float, speed: float | None = None, status: str = "pass
 
 
 def test_the_page(tmp_path: Path) -> None:
-    (tmp_path / "retrofit.md").write_text(PAGE)
+    (tmp_path / "training.md").write_text(PAGE)
     (tmp_path / "untouched.json").write_text('{"perplexity": 12.5, "bits_per_byte": 1.5}')
     found = {"dense": row("dense", 2.0), "mlp": row("mlp", 2.1, 1.2), "block": row("block", 2.3, 1.4, "fail")}
     for name, result in found.items():
@@ -40,7 +42,7 @@ def test_the_page(tmp_path: Path) -> None:
     about = {"model": "m", "text": "t", "steps": 10, "batch": 2, "seq": 50}
     for _ in range(2):  # The second pass writes over an existing page.
         render(tmp_path, tmp_path, [*found, "not trained"], about)
-    page = (tmp_path / "retrofit.md").read_text()
+    page = (tmp_path / "training.md").read_text()
     assert page.startswith("# Before\n")
     assert page.endswith(f"{END}\n\nafter\n")
     assert "not run yet" not in page
@@ -87,7 +89,7 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     config = TrainConfig(steps=40, batch=4, seq=32, warmup=4, eval_every=40, eval_batches=1, learning_rate=1e-2)
     list(train(SPEC, config, Path("dense")))
     Path("docs").mkdir()
-    Path("docs/retrofit.md").write_text(PAGE)
+    Path("docs/training.md").write_text(PAGE)
     command = ["--model", "dense/model.pt", "--results", "results", *QUICK]
     assert main(command, SMALL) == 0
     result = json.loads(Path("results/mlp-cheapest-0.5/result.json").read_text())
@@ -96,7 +98,7 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert result["speed"]["status"] == "pass"
     assert result["speed"]["predicted_flops"] > 1
     assert result["speed"]["measured"] > 0
-    page = Path("docs/retrofit.md").read_text()
+    page = Path("docs/training.md").read_text()
     assert "| mlp | 2 cheapest | 0.5 |" in page
     capsys.readouterr()
     assert main(command, SMALL) == 0

@@ -1,4 +1,4 @@
-"""The code of the study, run for a few steps; its results are in docs/study.md."""
+"""The code of the study, run for a few steps; its results are in docs/training.md."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from observing import observed
 
+from benchmarks.marked_part import marks
 from benchmarks.study import measure as measure_study
 from benchmarks.study import step_times
 from benchmarks.study.measure import trained_model
@@ -71,8 +72,11 @@ def test_the_model_that_is_measured_is_the_one_that_was_trained(results: Path) -
 
 
 def test_the_page(results: Path, tmp_path: Path) -> None:
+    (tmp_path / "training.md").write_text("\n".join(["# Before", *marks("make study"), "after"]), encoding="utf-8")
     render(results, tmp_path)
-    page = (tmp_path / "study.md").read_text(encoding="utf-8")
+    page = (tmp_path / "training.md").read_text(encoding="utf-8")
+    assert page.startswith("# Before\n")
+    assert page.endswith("\nafter")
     assert all(f"| {name} |" in page for name in NAMES)
     assert "| learned routing is better than stochastic routing | " in page
     # The page leaves out models that were not trained.

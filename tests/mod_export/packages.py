@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mod_models.architecture import LoadedTransformer
+from mod_export.model.transformer import TransformerModel
 
 
-class WithoutBaseline(LoadedTransformer):
-    """A model with every capability but `DenseBaseline`; None marks it as absent."""
+class WithoutBaseline(TransformerModel):
+    """A model with everything but a dense baseline."""
 
-    dense = None
+    def dense(self) -> None:
+        return None
 
 
 def register(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, module: str, code: str | None) -> None:

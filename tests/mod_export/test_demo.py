@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,14 +13,16 @@ from observing import observed
 from mod_export.cli import cli
 from mod_export.cli.demo import demo_checkpoint, next_steps, timed_checkpoint
 from mod_export.errors import CheckpointError
-from mod_export.model import checkpoint as model
+from mod_export.model import checkpoint as reading
+from mod_export.model.architecture import Architecture
 from mod_export.model.checkpoint import model_from_checkpoint
+from mod_export.model.model import Model
 
 
 def test_the_shipped_checkpoint_is_trained() -> None:
     path = demo_checkpoint()
     assert path.stat().st_size < 8 * 2**20
-    loaded = model_from_checkpoint(path).loaded
+    loaded = model_from_checkpoint(path)
     ids = loaded.sample_ids(2, 257, seed=5)
     assert ids is not None
     inputs, targets = torch.from_numpy(ids[:, :-1]), torch.from_numpy(ids[:, 1:])
@@ -36,7 +39,7 @@ def test_the_timed_checkpoint_is_large_and_temporary() -> None:
     with timed_checkpoint() as path:
         found = model_from_checkpoint(path)
         assert found.parameters > 30e6
-        assert len(found.loaded.k_by_layer(512)) == 6
+        assert len(found.k_by_layer(512)) == 6
     assert not path.exists()
 
 
@@ -57,15 +60,19 @@ def test_the_demo_ends_with_what_to_look_at_and_what_to_try() -> None:
     assert commands <= set(cli.commands)
 
 
-class Silent:
+class Silent(Architecture):
     """An architecture without demo models."""
 
-    demo_checkpoint = timed_spec = lambda self: None
+    def read(self, path: Path) -> Model:
+        raise LookupError
+
+    def restore(self, spec: Any, weights: Any) -> Model:
+        raise LookupError
 
 
 def test_nothing_to_show_or_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # The installed architectures are the environment of these functions, not the code under test.
-    monkeypatch.setattr(model, "architectures", lambda: {"silent": Silent()})
+    monkeypatch.setattr(reading, "architectures", lambda: {"silent": Silent()})
     with pytest.raises(CheckpointError, match="no installed architecture ships a trained checkpoint; build your own"):
         demo_checkpoint()
     with pytest.raises(CheckpointError, match="no installed architecture declares a size to be timed"):

@@ -22,7 +22,7 @@ PLUGIN = '''
 """An architecture that fails where it is told to."""
 
 import torch
-from mod_models.architecture import LoadedTransformer, ModTransformer
+from mod_export.model.transformer import TransformerModel, ModTransformer
 from mod_models.checkpoint import load_checkpoint, read_plain
 from mod_models.spec import ModelSpec
 from mod_models.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ class Uncapturable(torch.nn.Module):
         return self.inner(input_ids + int(lengths.sum()) * 0, lengths)
 
 
-class Loaded(LoadedTransformer):
+class Loaded(TransformerModel):
     def skeleton(self, outputs="logits"):
         return Uncapturable(super().skeleton(outputs))
 

@@ -21,8 +21,8 @@ from mod_export.pipeline.rerun import validate_folder
 from mod_export.pipeline.stages import build
 from mod_export.report import render_html
 from mod_export.report.summary import samplings
+from mod_export.rows.correctness import CausalityRow
 from mod_export.rows.report import BuildReport
-from mod_export.rows.structure import CausalityRow
 from mod_export.types import Outputs
 
 SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 12, 16)}
@@ -65,7 +65,7 @@ def test_what_is_returned_is_the_eager_models(returning: tuple[Outputs, Path, Bu
     padded_BS = np.zeros((2, 16), np.int64)
     padded_BS[:, :12] = ids_BS
     with torch.no_grad():
-        module = model_from_checkpoint(small_folder / "small.pt").loaded.module(outputs)
+        module = model_from_checkpoint(small_folder / "small.pt").module(outputs)
         expected = module(torch.from_numpy(padded_BS), torch.from_numpy(lengths_B))[0].numpy()
     assert found.shape == SHAPES[outputs]
     real = np.arange(12) < lengths_B[:, None]

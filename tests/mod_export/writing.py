@@ -9,8 +9,7 @@ import numpy as np
 from command_line import FEW_SAMPLES
 from tiny_models import lively_checkpoint
 
-from mod_export.model.model import Model
-from mod_export.model.protocol import GeneratingModel
+from mod_export.model.model import GeneratingModel, Model
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -51,7 +50,7 @@ def writing_checkpoint(seed: int = 6) -> Checkpoint:
 
 def eager(model: Model) -> GeneratingModel:
     """The reference for the engines."""
-    return model.loaded.generating(WINDOW)
+    return model.generating(WINDOW)
 
 
 def prompts_of_lengths(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:

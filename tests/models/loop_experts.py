@@ -1,4 +1,4 @@
-"""Experts and noise routing in slow loops, for one token at a time. Written from docs/semantics.md and, like
+"""Experts and noise routing in slow loops, for one token at a time. Written from docs/models.md and, like
 `loop_reference`, without code of `mod_models`.
 """
 

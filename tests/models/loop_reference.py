@@ -1,6 +1,6 @@
 """The whole transformer, slow and explicit: float64, Python loops over batch, token and head.
 
-It reads the spec and the weights and shares no code with `mod_models`. Every formula of docs/semantics.md is written
+It reads the spec and the weights and shares no code with `mod_models`. Every formula of docs/models.md is written
 here a second time, for one token and one head at a time, as a reference for batched models.
 
 Vectors are numpy arrays of float64; `x[t]` is the residual stream of token t of one row.

@@ -186,9 +186,10 @@ def test_families_of_the_help() -> None:
 
 
 def test_families_of_the_page() -> None:
-    """docs/converting.md has a row for each family."""
-    page = (Path(__file__).parents[2] / "docs" / "converting.md").read_text(encoding="utf-8")
-    folders, files = page.split("\n## GGUF files\n")
+    """docs/models.md has a row for each family."""
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    section = page.split("\n## Convert a dense model\n")[1].split("\n### Models of the hub\n")[0]
+    folders, files = section.split("\n### GGUF files\n")
     assert tuple(re.findall(r"^\| `(\w+)` \|", folders, re.MULTILINE)) == ("model_type", *FAMILIES)
     rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", files, re.MULTILINE)
     assert re.findall(r"\w+", " ".join(rows)) == [*gguf_model.FAMILIES]

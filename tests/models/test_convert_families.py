@@ -12,7 +12,7 @@ import transformers
 from hugging_face import CONFIGS, change_config, of, saved
 from safetensors.torch import load_file
 
-from mod_models.architecture import MOD_TRANSFORMER
+from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.convert import read_foreign
 from mod_models.convert.config_json import Config

@@ -376,7 +376,7 @@ def sparse(source: Path, megabytes: int) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_does_not_grow_with_the_model(copy: Callable[[str], Path], tmp_path: Path) -> None:
-    """A large tensor is read in pieces; torch's modules need the rest (docs/converting.md has 7 B)."""
+    """A large tensor is read in pieces; torch's modules need the rest (docs/models.md has 7 B)."""
     source = copy("whole")
     sparse(source, 512)
     command = [sys.executable, "-c", CONVERT, str(source), str(tmp_path / "out")]

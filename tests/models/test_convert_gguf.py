@@ -18,7 +18,7 @@ from gguf_files import as_gguf, metadata_of, tensors_of, write_gguf
 from hugging_face import CONFIGS, LLAMA3, made, of
 from transformers import LlamaConfig, Qwen3Config
 
-from mod_models.architecture import MOD_TRANSFORMER
+from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.convert import foreign, gguf_file, read_foreign
 from mod_models.convert.folder import write_folder

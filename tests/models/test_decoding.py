@@ -10,9 +10,8 @@ from loop_reference import reference
 from observing import observed
 from torch import Tensor
 
-from mod_models.architecture import MOD_TRANSFORMER
+from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.cache import routed_sites, sites, slots_of_layer
-from mod_models.decoding import DecodingGraphs
 from mod_models.generate import Session, generate_eager
 from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.spec import Site
@@ -152,12 +151,13 @@ def test_a_short_cache_and_a_long_one_agree(name: str) -> None:
 
 
 def test_keys_and_values_of_a_routed_layer_are_its_share() -> None:
-    checkpoint = MOD_TRANSFORMER.read(MOD_TRANSFORMER.demo_checkpoint()).checkpoint
-    routed, dense = (DecodingGraphs(spec, 2048) for spec in (checkpoint.spec, checkpoint.spec.dense()))
+    model = MOD_TRANSFORMER.read(MOD_TRANSFORMER.demo_checkpoint())
+    spec = for_generation(model.checkpoint.spec, 2048)
+    routed, dense = (version.generating(2048) for version in (model, model.dense()))
     assert set(dense.kv_bytes(2048).values()) == {2 * 2 * 2048 * 32 * 4}  # Keys and values, heads, slots, width, bytes.
     for layer, size in routed.kv_bytes(2048).items():
-        assert size == dense.kv_bytes(2048)[layer] * (0.125 if layer in routed.spec.routed_layers else 1)
-    tensors = empty_cache(routed.spec, 3, 2048)
+        assert size == dense.kv_bytes(2048)[layer] * (0.125 if layer in spec.routed_layers else 1)
+    tensors = empty_cache(spec, 3, 2048)
     numbers = sum(tensor.numel() for name, tensor in tensors.items() if name != "counts")
     assert 4 * numbers == 3 * sum(routed.kv_bytes(2048).values())
 

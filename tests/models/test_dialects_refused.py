@@ -12,7 +12,7 @@ import torch
 from dialect_models import Astramind, DLlm, Dlo, Ohara, Sramshetty
 from safetensors.torch import load_file, save_file
 
-from mod_models.architecture import MOD_TRANSFORMER
+from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert import read_foreign
 from mod_models.convert.dialects import DIALECTS

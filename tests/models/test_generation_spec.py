@@ -10,7 +10,7 @@ from generating import GENERATING
 from tiny_models import make_spec
 from variants import VARIANTS, experts
 
-from mod_models.architecture import MOD_TRANSFORMER
+from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.cache import routed_sites, sites, slots_of_layer
 from mod_models.generation_spec import GenerationError, check_generates, for_generation, why_not
 from mod_models.spec import ModelSpec

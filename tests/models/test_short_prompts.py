@@ -8,7 +8,8 @@ from generating import GENERATING, WINDOW, generating_model, texts
 from test_decoding import assert_split
 from torch import Tensor
 
-from mod_models.decoding import DecodingGraphs
+from mod_export.model.transformer import GeneratingTransformer
+from mod_models.checkpoint import Checkpoint
 from mod_models.generation_spec import for_generation
 from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -120,5 +121,5 @@ def test_layers_with_experts_compute_all_of_their_slots() -> None:
 
 @pytest.mark.parametrize(("name", "seq"), [("predictor", 6), ("dense", 6), ("predictor", WINDOW)])
 def test_a_source_says_whether_it_has_conditions(name: str, seq: int) -> None:
-    source = DecodingGraphs(GENERATING[name], WINDOW).prefill(1, seq)
+    source = GeneratingTransformer(Checkpoint(spec=GENERATING[name], weights={}), WINDOW).prefill(1, seq)
     assert source.conditions == (name == "predictor" and seq < WINDOW)

@@ -161,9 +161,10 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    known = set(training._parser()._option_string_actions)
+    known = set(training._parser()._option_string_actions) | set(probe._parser()._option_string_actions)
     torchruns = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
-    assert set(re.findall(r"--[a-z][a-z-]+", page)) <= known | torchruns
+    others = {"--model", "--chat"}  # Options of `make retrofit`, and of `mod-export generate`.
+    assert set(re.findall(r"--[a-z][a-z-]+", page)) <= known | torchruns | others
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     shutil.copy(Path(__file__).parents[2] / "README.md", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -172,13 +173,6 @@ def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_
     command = ["--data", "README.md", "--tokenizer", "build/tokenizer.json", "--spec", "build/spec.json"]
     command += ["--out", "out", "--steps", "1"]
     assert training.main([*command, *QUICK]) == 0
-
-
-def test_the_page_of_retrofits_names_options_that_exist() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "retrofit.md").read_text(encoding="utf-8")
-    known = set(training._parser()._option_string_actions) | set(probe._parser()._option_string_actions)
-    others = {"--model", "--chat"}  # Options of `make retrofit`, and of `mod-export generate`.
-    assert set(re.findall(r"--[a-z][a-z-]+", page)) <= known | others
 
 
 @pytest.fixture

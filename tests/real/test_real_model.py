@@ -3,7 +3,7 @@ transformers saved.
 
     make real MODEL=SmolLM2-135M-Instruct.Q4_1.gguf TEXT=english.txt
 
-Nothing is downloaded. The measurements are printed, and docs/converting.md quotes them.
+Nothing is downloaded. The measurements are printed, and docs/models.md quotes them.
 """
 
 from __future__ import annotations

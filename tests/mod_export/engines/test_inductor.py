@@ -25,8 +25,8 @@ from mod_export.judge.parity import compare_runner, slack_of
 from mod_export.judge.parity_row import judge
 from mod_export.judge.reference import Reference
 from mod_export.measure.model_parts import ms_by_part, part_of_kernel
+from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, Engine, Graph, Variant
-from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -37,16 +37,16 @@ WEIGHTS = "graphs/weights-float32.data"
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedTransformer:
+def loaded() -> TransformerModel:
     spec = ModelSpec(
         vocab_size=256, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_head=8, d_ff=24, max_positions=64,
         routing=RoutingSpec(layers=(0,), capacity=0.25),
     )  # fmt: skip
-    return LoadedTransformer(random_checkpoint(spec, 0))
+    return TransformerModel(random_checkpoint(spec, 0))
 
 
 @pytest.fixture(scope="module")
-def root(loaded: LoadedTransformer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def root(loaded: TransformerModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with an engine for the first bucket, and one weights file."""
     root = tmp_path_factory.mktemp("inductor")
     for folder in ("graphs", "engines"):
@@ -59,7 +59,7 @@ def root(loaded: LoadedTransformer, tmp_path_factory: pytest.TempPathFactory) ->
     torch.set_num_threads(threads)
 
 
-def compiled(root: Path, loaded: LoadedTransformer, bucket: Bucket) -> None:
+def compiled(root: Path, loaded: TransformerModel, bucket: Bucket) -> None:
     graph = Graph(
         path="",
         model="mod",
@@ -89,7 +89,7 @@ def feeds(bucket: Bucket) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("bucket", [BUCKETS[0], pytest.param(BUCKETS[1], marks=pytest.mark.slow)])
-def test_every_bucket_equals_the_eager_model(bucket: Bucket, root: Path, loaded: LoadedTransformer) -> None:
+def test_every_bucket_equals_the_eager_model(bucket: Bucket, root: Path, loaded: TransformerModel) -> None:
     if bucket != BUCKETS[0]:
         compiled(root, loaded, bucket)
     with Inductor().load(root, engine_of(bucket), CONFIG, 1) as runner:
@@ -112,7 +112,7 @@ def test_a_package_holds_code_and_nothing_of_the_machine_it_was_built_on(root: P
         assert [name for name, content in files.items() if folder in content] == []
 
 
-def test_weights_are_those_of_the_file_or_given_in_their_place(root: Path, loaded: LoadedTransformer) -> None:
+def test_weights_are_those_of_the_file_or_given_in_their_place(root: Path, loaded: TransformerModel) -> None:
     bucket = BUCKETS[0]
     state = {name: tensor * 2 for name, tensor in state_of(loaded.module()).items()}
     write_weights(root / "graphs/other.data", state, "float32")
@@ -148,7 +148,7 @@ def test_a_runner_knows_its_inputs_and_outputs(root: Path) -> None:
     assert (outputs["routed_0"].dtype, outputs["routed_0"].shape) == (np.int64, (1, 8))
 
 
-def test_weights_that_are_missing_are_named(root: Path, loaded: LoadedTransformer) -> None:
+def test_weights_that_are_missing_are_named(root: Path, loaded: TransformerModel) -> None:
     state = {name: tensor for name, tensor in state_of(loaded.module()).items() if name != "norm.weight"}
     write_weights(root / "graphs/less.data", state, "float32")
     with pytest.raises(EngineError, match=r"the weights file holds no norm\.weight; build again"):

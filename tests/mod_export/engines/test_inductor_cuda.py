@@ -29,8 +29,8 @@ from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import compare_runner, slack_of
 from mod_export.judge.parity_row import judge
 from mod_export.judge.reference import Reference
+from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, Engine, Graph, Variant
-from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -44,16 +44,16 @@ ENGINE = Engine(
 
 
 @pytest.fixture(scope="module")
-def loaded() -> LoadedTransformer:
+def loaded() -> TransformerModel:
     spec = ModelSpec(
         vocab_size=256, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_head=8, d_ff=24, max_positions=64,
         routing=RoutingSpec(layers=(0,), capacity=0.25),
     )  # fmt: skip
-    return LoadedTransformer(random_checkpoint(spec, 0))
+    return TransformerModel(random_checkpoint(spec, 0))
 
 
 @pytest.fixture(scope="module")
-def root(loaded: LoadedTransformer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(loaded: TransformerModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a package in bfloat16 for this CPU, and the two weights files that it reads."""
     root = tmp_path_factory.mktemp("inductor")
     for folder in ("graphs", "engines"):
@@ -74,7 +74,7 @@ def feeds(seed: int = 0) -> dict[str, np.ndarray]:
     return {"input_ids": np.random.default_rng(seed).integers(0, 256, (2, 24)), "lengths": np.array([24, 24])}
 
 
-def test_bfloat16_meets_its_gates(root: Path, loaded: LoadedTransformer) -> None:
+def test_bfloat16_meets_its_gates(root: Path, loaded: TransformerModel) -> None:
     with Inductor().load(root, ENGINE, CONFIG, 1) as runner:
         comparison = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1), SLACK)
         row = judge(comparison, CONFIG.parity.bfloat16, ENGINE.setting)
@@ -198,7 +198,7 @@ def test_a_run_that_fails_is_an_error_of_ours(root: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_of_a_program_stays_on_the_processor(loaded: LoadedTransformer, dtype: Any) -> None:
+def test_nothing_of_a_program_stays_on_the_processor(loaded: TransformerModel, dtype: Any) -> None:
     """The program is moved to meta, a device that refuses to compute with tensors of another device."""
     module = loaded.module()
     program = placed(captured_module(module, BUCKET, "", dtype).program, "meta")

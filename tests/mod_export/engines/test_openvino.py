@@ -28,8 +28,8 @@ from mod_export.graph.weights import WeightsFile
 from mod_export.judge.near_ties import batches_of
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
+from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, DType, Engine, Role, Variant
-from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -355,7 +355,7 @@ def test_gates_are_met_on_every_kind_of_input(dtype: DType, request: pytest.Fixt
     folder = request.getfixturevalue("root" if dtype == "float32" else "narrow_root")
     spec = make_spec()
     weights = {name: tensor.detach() for name, tensor in make_model(spec).named_parameters()}
-    loaded = LoadedTransformer(replace(random_checkpoint(spec, 0), weights=weights))
+    loaded = TransformerModel(replace(random_checkpoint(spec, 0), weights=weights))
     reference = Reference(loaded)
     batches = batches_of(reference, BUCKET, CONFIG)
     with OpenVino().load(folder, engine_of(dtype), CONFIG, 1) as runner:

@@ -1,6 +1,6 @@
 """Mixture-of-Depths blocks in the styles of public code, none of which marks its selection.
 
-docs/porting.md describes these styles. Each block has D = 16, k = S / 4, and causal attention inside.
+docs/models.md describes these styles. Each block has D = 16, k = S / 4, and causal attention inside.
 """
 
 from __future__ import annotations

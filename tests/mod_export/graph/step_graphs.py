@@ -13,7 +13,9 @@ from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.rewrites import PORTABLE, apply_rewrites
 from mod_export.graph.weights import state_of
-from mod_models.decoding import DecodingGraphs, GraphSource
+from mod_export.model.model import GraphSource
+from mod_export.model.transformer import GeneratingTransformer
+from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec
 
 
@@ -39,12 +41,16 @@ def prefill_graph_of(spec: ModelSpec, seq: int = WINDOW, rows: int = 1) -> ir.Mo
 
 @functools.cache
 def _step(spec: ModelSpec, rows: int, slots: str, skip: bool) -> onnx.ModelProto:
-    return _proto(spec, DecodingGraphs(spec, WINDOW).step(rows, WINDOW, slots, skip=skip))
+    return _proto(spec, _writer(spec).step(rows, WINDOW, slots, skip=skip))
 
 
 @functools.cache
 def _prefill(spec: ModelSpec, seq: int, rows: int) -> onnx.ModelProto:
-    return _proto(spec, DecodingGraphs(spec, WINDOW).prefill(rows, seq))
+    return _proto(spec, _writer(spec).prefill(rows, seq))
+
+
+def _writer(spec: ModelSpec) -> GeneratingTransformer:
+    return GeneratingTransformer(Checkpoint(spec=spec, weights={}), WINDOW)
 
 
 def _proto(spec: ModelSpec, source: GraphSource) -> onnx.ModelProto:

@@ -50,7 +50,7 @@ def proved(module: torch.nn.Module, bucket: Bucket, name: str) -> CaptureProof:
 
 @pytest.mark.parametrize(("kind", "bucket"), [("mod", Bucket(3, 7)), ("dense", Bucket(1, 64))])
 def test_a_model_is_one_static_graph(model: Model, kind: Any, bucket: Bucket) -> None:
-    module = model.of_kind(kind).module()
+    module = {"mod": model, "dense": model.dense()}[kind].module()
     assert proved(module, bucket, kind) == CaptureProof(graphs=1, graph_breaks=0, recompiles=0)
 
 
@@ -76,7 +76,7 @@ def test_what_is_not_one_static_graph_is_refused(module: torch.nn.Module, words:
 def test_without_torch_compile_nothing_is_proven(model: Model) -> None:
     message = r"mod at b2s8: expected 1 graph, no breaks and no recompiles, got CaptureProof\(graphs=0"
     with torch.compiler.set_stance("force_eager"), pytest.raises(CaptureError, match=message):
-        proved(model.loaded.module(), BUCKET, "mod")
+        proved(model.module(), BUCKET, "mod")
 
 
 def test_the_selection_and_every_size_are_captured_as_they_are() -> None:

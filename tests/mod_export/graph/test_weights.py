@@ -80,7 +80,7 @@ def test_initializers_are_bound_by_name_and_dtype(file: Path) -> None:
 
 
 def test_the_state_holds_all_buffers(model: Model) -> None:
-    module = model.loaded.module()
+    module = model.module()
     assert set(state_of(module)) == {*module.state_dict(), "rope_cos", "rope_sin"}
 
 

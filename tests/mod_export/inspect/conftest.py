@@ -10,7 +10,7 @@ import pytest
 
 from mod_export.inspect.layers import Layers, layers_of
 from mod_export.model.checkpoint import model_from_weights
-from mod_export.model.model import Model
+from mod_export.model.model import Model, Origin
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec
@@ -38,7 +38,9 @@ def loaded(tiny_spec: ModelSpec) -> Loaded:
             experts=experts if kind in ("experts", "staged MoDE") else None,
         )
         weights = random_checkpoint(spec, 0).weights
-        return model_from_weights(kind, "mod_transformer", spec.to_dict(), weights, "0" * 64)
+        model = model_from_weights("mod_transformer", spec.to_dict(), weights)
+        model.origin = Origin(name=kind, architecture="mod_transformer", checkpoint_sha256="0" * 64)
+        return model
 
     return load
 

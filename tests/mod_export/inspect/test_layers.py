@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +41,7 @@ def test_tables_of_every_kind(loaded: Callable[[str], Model], layers: Callable[[
         assert sum(costs.flops_by_part.values()) == costs.flops == sum(map(flops_of, costs.rows))
         assert 0 < costs.needed_flops < costs.flops
         assert costs.kv_bytes == sum(row.kv_bytes for row in costs.rows)
-    stored = sum(tensor.numel() * 4 for tensor in loaded(kind).loaded.weights.values())
+    stored = sum(tensor.numel() * 4 for tensor in loaded(kind).weights.values())
     assert found.mod[Bucket(1, 128)].weight_bytes == stored
 
 
@@ -62,8 +61,8 @@ def test_routed_layers_are_held_against_the_dense_baseline(layers: Callable[[str
 
 def test_a_model_without_a_baseline_is_shown_alone(loaded: Callable[[str], Model]) -> None:
     routed: Any = loaded("routed")
-    alone: Any = WithoutBaseline(routed.loaded.checkpoint)
-    found = layers_of(dataclasses.replace(routed, loaded=alone), [Bucket(1, 128)])
+    alone: Any = WithoutBaseline(routed.checkpoint)
+    found = layers_of(alone, [Bucket(1, 128)])
     assert found.dense is None
     assert not any("dense" in line for line in layer_lines(found))
 

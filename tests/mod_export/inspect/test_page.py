@@ -22,7 +22,7 @@ ALL = ["dense", "experts", "routed", "routed apart", "staged MoDE", "threshold"]
 
 def page_of(loaded: Loaded, layers: Found, kind: str) -> str:
     model = loaded(kind)
-    return render_html(model, layers(kind), routed_text(model.loaded, "import <b>this</b> & that"))
+    return render_html(model, layers(kind), routed_text(model, "import <b>this</b> & that"))
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -67,7 +67,7 @@ def test_without_dense_baseline_and_map(loaded: Loaded, layers: Found) -> None:
 
 def test_where_a_text_is_from_and_what_was_cut(loaded: Loaded, layers: Found) -> None:
     model = loaded("routed")
-    routed = routed_text(model.loaded, "y" * 300)
+    routed = routed_text(model, "y" * 300)
     assert routed is not None
     assert "44 more tokens at its end are left out" in render_html(model, layers("routed"), routed)
     named = RoutedText(source="notes.txt", left_out=0, map=routed.map)
@@ -76,7 +76,7 @@ def test_where_a_text_is_from_and_what_was_cut(loaded: Loaded, layers: Found) ->
 
 def test_more_routing_sites_than_can_be_read(loaded: Loaded, layers: Found) -> None:
     model = loaded("routed")
-    routed = routed_text(model.loaded, "abc")
+    routed = routed_text(model, "abc")
     assert routed is not None
     many = [routed.map.layers[0].model_copy(update={"layer": f"0.expert{e}"}) for e in range(MOST_SITES + 5)]
     routed = RoutedText(source="s", left_out=0, map=routed.map.model_copy(update={"layers": tuple(many)}))

@@ -14,8 +14,8 @@ from observing import observed
 from mod_export.errors import UsageError
 from mod_export.inspect.routed_text import RoutedText, lane_lines, lanes_of, routed_text, token_marks
 from mod_export.model.model import Model
-from mod_export.rows.structure import RoutingMap
-from mod_models.architecture import LoadedTransformer
+from mod_export.model.transformer import TransformerModel
+from mod_export.rows.correctness import RoutingMap
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -24,7 +24,7 @@ Loaded = Callable[[str], Model]
 
 def test_the_map_is_what_the_model_decides(loaded: Loaded) -> None:
     text = "import this, and that"
-    model = loaded("routed").loaded
+    model = loaded("routed")
     found = routed_text(model, text)
     assert found is not None
     assert (found.source, found.left_out, found.map.bucket) == ("the text that was given", 0, "b1s21")
@@ -46,13 +46,13 @@ def test_a_text_or_a_file_of_any_bytes_is_cut_where_it_is_too_long(loaded: Loade
         ("a\0b", given, "a\0b", 0),  # No path can contain a null character.
         ("x" * 5000, given, "x" * 256, 5000 - 256),
     ):
-        found = routed_text(loaded("routed").loaded, text)
+        found = routed_text(loaded("routed"), text)
         assert found is not None
         assert (found.source, found.map.tokens, found.left_out) == (source, tuple(tokens), left_out)
 
 
 def test_without_a_text_it_is_held_out_text(loaded: Loaded) -> None:
-    model = loaded("threshold").loaded
+    model = loaded("threshold")
     found = routed_text(model, None)
     assert found is not None
     assert found.source == "held-out text"
@@ -62,8 +62,8 @@ def test_without_a_text_it_is_held_out_text(loaded: Loaded) -> None:
 
 
 def test_nothing_to_show(loaded: Loaded, tiny_spec: ModelSpec) -> None:
-    assert routed_text(loaded("dense").loaded, "a") is None
-    other = LoadedTransformer(random_checkpoint(dataclasses.replace(tiny_spec, vocab_size=300), 0))
+    assert routed_text(loaded("dense"), "a") is None
+    other = TransformerModel(random_checkpoint(dataclasses.replace(tiny_spec, vocab_size=300), 0))
     assert routed_text(other, None) is None
     with pytest.raises(UsageError, match=r"^--text: this model's vocabulary of 300 ids is not known to stand for text"):
         routed_text(other, "a")
@@ -73,7 +73,7 @@ def test_what_is_no_text_is_refused(loaded: Loaded, tmp_path: Path, monkeypatch:
     def refuse(_: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    path, model = tmp_path / "some.txt", loaded("routed").loaded
+    path, model = tmp_path / "some.txt", loaded("routed")
     path.touch()
     with pytest.raises(UsageError, match=r"^--text: .*some\.txt is empty; give at least one character$"):
         routed_text(model, str(path))

@@ -20,9 +20,9 @@ from mod_export.judge.candidates import Candidate
 from mod_export.judge.inputs import Batch, parity_batches
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
-from mod_export.rows.parity import ParityRow
+from mod_export.model.transformer import TransformerModel
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Engine, Graph, Setting
-from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec
 
@@ -47,17 +47,17 @@ def bucket() -> Bucket:
 
 
 @pytest.fixture(scope="session")
-def loaded() -> LoadedTransformer:
-    return LoadedTransformer(Checkpoint(spec=SPEC, weights=make_model(SPEC).state_dict()))
+def loaded() -> TransformerModel:
+    return TransformerModel(Checkpoint(spec=SPEC, weights=make_model(SPEC).state_dict()))
 
 
 @pytest.fixture(scope="session")
-def reference(loaded: LoadedTransformer) -> Reference:
+def reference(loaded: TransformerModel) -> Reference:
     return Reference(loaded)
 
 
 @pytest.fixture(scope="session")
-def batches(loaded: LoadedTransformer) -> list[Batch]:
+def batches(loaded: TransformerModel) -> list[Batch]:
     return parity_batches(loaded, BUCKET, loaded.k_by_layer(BUCKET.seq).values(), 0, 1, 2)
 
 
@@ -81,7 +81,7 @@ def row_of(reference: Reference, batches: list[Batch]) -> Judge:
 
 
 @pytest.fixture(scope="session")
-def candidate(loaded: LoadedTransformer) -> Candidate:
+def candidate(loaded: TransformerModel) -> Candidate:
     """The engine of `folder`."""
     graph = Graph(
         path="graphs/mod-b2s16.onnx", model="mod", bucket=BUCKET, dtype="float32", target=None,

@@ -11,13 +11,13 @@ from mod_export.engines.ort_session import OrtRunner
 from mod_export.judge.causality import cuts, probe_causality
 from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import Reference
-from mod_export.rows.structure import CausalityRow
+from mod_export.model.transformer import TransformerModel
+from mod_export.rows.correctness import CausalityRow
 from mod_export.types import Bucket, Setting
-from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(2, 16))
-REFERENCE = Reference(LoadedTransformer(random_checkpoint(replace(make_spec(), vocab_size=256), seed=0)))
+REFERENCE = Reference(TransformerModel(random_checkpoint(replace(make_spec(), vocab_size=256), seed=0)))
 TEXT = Batch.of_tokens("text", np.random.default_rng(0).integers(0, 256, (2, 16)), np.array([16, 16]))
 
 
@@ -46,7 +46,7 @@ def test_a_routed_model_looks_ahead(graph: ir.Model) -> None:
     )
 
 
-def test_its_dense_baseline_does_not(loaded: LoadedTransformer) -> None:
+def test_its_dense_baseline_does_not(loaded: TransformerModel) -> None:
     row = probe(portable_graph(loaded.dense().checkpoint.spec, 2, 16))
     assert row.causal
     assert row.earliest_change is None
@@ -99,7 +99,7 @@ def test_cuts_are_spread_and_leave_something_on_both_sides(seq: int, count: int,
 @pytest.mark.parametrize(("seq", "vocabulary", "tried"), [(16, 256, 9), (2, 256, 1), (1, 256, 0), (4, 1, 0)])
 def test_a_row_says_how_many_endings_were_tried(seq: int, vocabulary: int, tried: int) -> None:
     """A single token has nothing before a change, and a vocabulary of one token has no other endings."""
-    loaded = LoadedTransformer(random_checkpoint(replace(make_spec(), vocab_size=vocabulary), seed=0))
+    loaded = TransformerModel(random_checkpoint(replace(make_spec(), vocab_size=vocabulary), seed=0))
     batch = Batch.of_tokens("text", np.zeros((1, seq), np.int64), np.array([seq]))
     with OrtRunner(session(running("y = Identity (x)", 1, seq)), "candidate", 1) as runner:
         assert runner.inputs == ("input_ids",)  # An engine that reads no lengths gets none.

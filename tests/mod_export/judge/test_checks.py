@@ -24,7 +24,7 @@ from mod_export.judge.checks import (
     check_routing,
 )
 from mod_export.judge.parity_row import failed_row, fails_anyway, judge
-from mod_export.rows.parity import Gate, InputAgreement, LayerAgreement, ParityRow
+from mod_export.rows.correctness import Gate, InputAgreement, LayerAgreement, ParityRow
 from mod_export.types import DTYPES, Bucket, DType, Setting
 
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(2, 16))

@@ -33,7 +33,7 @@ from mod_export.judge.near_ties import batches_of
 from mod_export.judge.parity import compare_runner, judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.module import model_from_module
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Setting
 
 BUCKET = Bucket(*SHAPE)
@@ -53,7 +53,7 @@ ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for na
 
 @functools.cache
 def reference_of(name: str) -> Reference:
-    return Reference(model_from_module(chooser(name), ids_of, [BUCKET], name).loaded)
+    return Reference(model_from_module(chooser(name), ids_of, [BUCKET], name))
 
 
 def graph_of(module: nn.Module, outputs: tuple[str, ...]) -> onnx.ModelProto:
@@ -177,7 +177,7 @@ def near_edge() -> NearEdge:
 
 
 def test_a_row_near_an_edge_is_left_out_and_the_others_are_judged() -> None:
-    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near").loaded)
+    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near"))
     row = judged(near_edge(), reference, [with_zeros(*SHAPE, 0.25)])
     (left,) = row.left_out
     assert (row.passed, left.rows, left.total, row.tokens) == (True, 12, 48, 36)
@@ -189,7 +189,7 @@ def test_a_row_near_an_edge_is_left_out_and_the_others_are_judged() -> None:
 
 
 def test_a_gate_that_cannot_be_evaluated_fails() -> None:
-    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near").loaded)
+    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near"))
     row = judged(near_edge(), reference, [with_zeros(*SHAPE, 0.8)])
     (reason,) = row.reasons
     assert reason.startswith("logits: could not be evaluated: rounding decides what aten.ge.Tensor in model at ")
@@ -201,7 +201,7 @@ def test_a_gate_that_cannot_be_evaluated_fails() -> None:
 
 def test_the_allowance_does_not_grow_where_the_reference_jumps() -> None:
     """There float64 and float32 decide differently, far beyond rounding, so both get the same decisions."""
-    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near").loaded)
+    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near"))
     row = judged(near_edge(), reference, [with_zeros(*SHAPE, 0.8)])
     assert row.rounding_error < 1e-5
 

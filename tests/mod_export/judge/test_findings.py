@@ -27,9 +27,10 @@ from mod_export.judge.findings import parity_of, ties_of_runs, zeroed_routers
 from mod_export.judge.inputs import Batch
 from mod_export.judge.near_ties import batches_of
 from mod_export.judge.reference import Reference, routing_map
-from mod_export.rows.parity import ParityRow
+from mod_export.model.model import Model
+from mod_export.model.transformer import TransformerModel
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Graph
-from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ExpertsSpec, ModelSpec
 
@@ -81,7 +82,7 @@ def test_a_sound_engine(judged: Parity) -> None:
 def test_ties_where_routers_are_missing(
     tmp_path: Path, judged: Parity, candidate: Candidate, spec: ModelSpec, kind: str, ties: bool | None
 ) -> None:
-    loaded = LoadedTransformer(Checkpoint(spec=spec, weights=make_model(spec).state_dict()))
+    loaded = TransformerModel(Checkpoint(spec=spec, weights=make_model(spec).state_dict()))
     job = write_graph(tmp_path, spec, Bucket(2, 16), PORTABLE, "float32")
     setting = replace(candidate.setting, model=kind)
     changed = replace(
@@ -164,13 +165,13 @@ def test_causality(folder: Path, candidate: Candidate, reference: Reference, con
 @pytest.mark.parametrize("router", ["linear", "linear_bias", "mlp", "norm_mlp"])
 def test_a_router_of_zeros_scores_all_tokens_alike(router: str) -> None:
     spec = routed_spec(router=router)
-    loaded = LoadedTransformer(lively_checkpoint(spec))
+    loaded = TransformerModel(lively_checkpoint(spec))
     zeros = next(zeroed_routers(loaded, 16))
     assert {name: array.shape for name, array in zeros.items()} == {
         name: tuple(loaded.weights[name].shape) for name in loaded.weights if ".router." in name
     }
     weights = {name: tensor * (name not in zeros) for name, tensor in loaded.weights.items()}
-    silenced = LoadedTransformer(Checkpoint(spec=spec, weights=weights))
+    silenced = TransformerModel(Checkpoint(spec=spec, weights=weights))
     ids_BS = torch.arange(16)[None].expand(2, -1)
     _, decided = observed(silenced.module(), ids_BS, torch.tensor([16, 9]))
     for routing in decided.values():
@@ -206,7 +207,7 @@ EXPERTS = ExpertsSpec(n_experts=2, layers=(0, 2))
     ],
 )
 def test_which_routers_are_silenced(spec: ModelSpec, seq: int, routers: list[list[str]]) -> None:
-    zeroed = zeroed_routers(LoadedTransformer(lively_checkpoint(spec)), seq)
+    zeroed = zeroed_routers(TransformerModel(lively_checkpoint(spec)), seq)
     expected = [[f"layers.{name}.projection.weight" for name in names] for names in routers]
     assert [sorted(zeros) for zeros in zeroed] == expected
 
@@ -233,17 +234,18 @@ def test_slots_that_go_to_other_tokens_are_counted(rule: str, routed: list[list[
     assert ties_of_runs(runs, [batch] * 2, [judged] * 2) == ([message] if wrong else [])
 
 
-class Bare:
+class Bare(Model):
     """A model with only what export needs, like a module of a user."""
 
-    def __init__(self, loaded: LoadedTransformer) -> None:
-        self.spec, self.weights = loaded.spec, loaded.weights
-        self.vocab_size, self.max_positions = loaded.vocab_size, loaded.max_positions
+    spec = weights = tokens = module = skeleton = None
+
+    def __init__(self, loaded: TransformerModel) -> None:
+        self.spec, self.weights, self.tokens = loaded.spec, loaded.weights, loaded.tokens
         self.module, self.skeleton = loaded.module, loaded.skeleton
 
 
 def test_a_model_without_text_and_declarations_is_judged_too(
-    folder: Path, judged: Parity, candidate: Candidate, loaded: LoadedTransformer, config: BuildConfig
+    folder: Path, judged: Parity, candidate: Candidate, loaded: TransformerModel, config: BuildConfig
 ) -> None:
     bare = Reference(Bare(loaded))
     row = judged(by=bare)
@@ -259,7 +261,7 @@ def test_a_model_without_text_and_declarations_is_judged_too(
     assert judged(by=bare).located.layer == "layers.1"
 
 
-def test_hidden_states_of_a_model_without_a_head_cannot_be_judged(loaded: LoadedTransformer) -> None:
+def test_hidden_states_of_a_model_without_a_head_cannot_be_judged(loaded: TransformerModel) -> None:
     with pytest.raises(ConfigError, match="outputs: none, but this model has no head") as caught:
         Reference(Bare(loaded), "none")
     assert "build it with logits" in str(caught.value)

@@ -20,8 +20,8 @@ from mod_export.judge.near_ties import NEAR_TIE_BATCHES, near_tie_batches
 from mod_export.judge.reference import Reference
 from mod_export.model.model import Model
 from mod_export.model.module import model_from_module
+from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket
-from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -30,7 +30,7 @@ buckets = st.builds(Bucket, st.integers(1, 4), st.integers(1, 200))
 
 @given(bucket=buckets, seed=st.integers(0, 2**31 - 1), per_kind=st.integers(1, 3))
 def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: int) -> None:
-    batches = parity_batches(model.loaded, bucket, [8], seed, per_kind)
+    batches = parity_batches(model, bucket, [8], seed, per_kind)
     # Only a reference can find rows with near-ties: `near_tie_batches` makes them.
     assert {batch.kind for batch in batches} == set(KINDS) - {"sample", "near_ties"}
     assert sum(batch.kind in ("text", "ties") for batch in batches) == 2 * per_kind
@@ -39,22 +39,21 @@ def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: in
         assert batch.lengths_B.shape == (bucket.batch,)
         assert batch.ids_BS.dtype == batch.lengths_B.dtype == np.int64
         assert batch.ids_BS.min() >= 0
-        assert batch.ids_BS.max() < model.loaded.vocab_size
+        assert batch.ids_BS.max() < model.vocab_size
         assert batch.lengths_B.min() >= 1
         assert batch.lengths_B.max() <= bucket.seq
 
 
 def test_the_same_seed_gives_the_same_batches_and_another_gives_others(model: Model) -> None:
     first, again, different = (
-        [batch.ids_BS.tolist() for batch in parity_batches(model.loaded, Bucket(2, 64), [8], seed, 2)]
-        for seed in (1, 1, 2)
+        [batch.ids_BS.tolist() for batch in parity_batches(model, Bucket(2, 64), [8], seed, 2)] for seed in (1, 1, 2)
     )
     assert first == again != different
 
 
 @pytest.mark.parametrize(("per_kind", "texts", "expected"), [(1, 4, 4), (2, 4, 4), (3, 2, 3), (1, 0, 1)])
 def test_perplexity_gets_its_text(model: Model, per_kind: int, texts: int, expected: int) -> None:
-    batches = parity_batches(model.loaded, Bucket(1, 32), [4], 0, per_kind, texts)
+    batches = parity_batches(model, Bucket(1, 32), [4], 0, per_kind, texts)
     text_ids = [batch.ids_BS for batch in batches if batch.kind == "text"]
     assert len(text_ids) == expected
     assert len({ids_BS.tobytes() for ids_BS in text_ids}) == expected
@@ -62,7 +61,7 @@ def test_perplexity_gets_its_text(model: Model, per_kind: int, texts: int, expec
 
 
 def test_each_kind_is_what_it_says(model: Model) -> None:
-    text, random, second, *padded, ties = parity_batches(model.loaded, Bucket(3, 64), [8], 0, 1)
+    text, random, second, *padded, ties = parity_batches(model, Bucket(3, 64), [8], 0, 1)
     assert [batch.kind for batch in (text, random, second, ties)] == ["text", "random", "random", "ties"]
     # Every id of the vocabulary occurs.
     assert set(np.concatenate([random.ids_BS, second.ids_BS]).ravel().tolist()) == set(range(256))
@@ -76,7 +75,7 @@ def test_each_kind_is_what_it_says(model: Model) -> None:
 
 def test_a_vocabulary_without_text_gets_random_ids_only(tiny_spec: ModelSpec) -> None:
     spec = ModelSpec.from_dict({**tiny_spec.to_dict(), "vocab_size": 100})
-    loaded = LoadedTransformer(random_checkpoint(spec, 0))
+    loaded = TransformerModel(random_checkpoint(spec, 0))
     batches = parity_batches(loaded, Bucket(1, 32), [4], 0, 1, 4)
     assert {batch.kind for batch in batches} == {"random", "padded", "ties"}
     assert max(batch.ids_BS.max() for batch in batches) < 100
@@ -84,10 +83,10 @@ def test_a_vocabulary_without_text_gets_random_ids_only(tiny_spec: ModelSpec) ->
 
 
 def test_prompts_are_held_out_text_or_random_ids(model: Model) -> None:
-    np.testing.assert_array_equal(prompts_of(model.loaded, 256, 2, 9, 3), model.loaded.sample_ids(2, 9, 3))
+    np.testing.assert_array_equal(prompts_of(model, 256, 2, 9, 3), model.sample_ids(2, 9, 3))
     random_ids = prompts_of(None, 256, 2, 9, 3)
     assert (random_ids.shape, random_ids.dtype) == ((2, 9), np.dtype(np.int64))
-    assert not np.array_equal(random_ids, model.loaded.sample_ids(2, 9, 3))
+    assert not np.array_equal(random_ids, model.sample_ids(2, 9, 3))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
@@ -95,7 +94,7 @@ def test_padded_rows_have_the_lengths_at_which_selection_changes(model: Model, b
     # k is 8 of 64.
     shortest = set()
     for seed in range(4):
-        batches = parity_batches(model.loaded, Bucket(batch, 64), [8], seed, 1)
+        batches = parity_batches(model, Bucket(batch, 64), [8], seed, 1)
         padded = [item.lengths_B for item in batches if item.kind == "padded"]
         lengths = np.concatenate(padded).tolist()
         assert {1, 4, 7, 8, 9, 32, 63} <= set(lengths)
@@ -107,9 +106,9 @@ def test_padded_rows_have_the_lengths_at_which_selection_changes(model: Model, b
 
 def test_a_large_model_is_run_on_fewer_inputs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = Bucket(1, 64)
-    usual = Counter(batch.kind for batch in parity_batches(model.loaded, bucket, [8], 0, 1))
+    usual = Counter(batch.kind for batch in parity_batches(model, bucket, [8], 0, 1))
     monkeypatch.setattr(inputs, "MOST_FLOPS", 1.0)
-    batches = parity_batches(model.loaded, bucket, [8], 0, 1)
+    batches = parity_batches(model, bucket, [8], 0, 1)
     few = Counter(batch.kind for batch in batches)
     assert few == {"text": 1, "random": 1, "padded": inputs.LEAST_LENGTHS, "ties": 1}
     assert few < usual
@@ -119,7 +118,7 @@ def test_a_large_model_is_run_on_fewer_inputs(model: Model, monkeypatch: pytest.
 
 def test_a_schedule_of_many_capacities_does_not_take_forever(tiny_spec: ModelSpec) -> None:
     routing = {**tiny_spec.to_dict()["routing"], "layers": [0, 1, 2, 3], "capacity": [0.1, 0.3, 0.5, 0.7]}
-    loaded = LoadedTransformer(random_checkpoint(ModelSpec.from_dict({**tiny_spec.to_dict(), "routing": routing}), 0))
+    loaded = TransformerModel(random_checkpoint(ModelSpec.from_dict({**tiny_spec.to_dict(), "routing": routing}), 0))
     batches = parity_batches(loaded, Bucket(1, 200), loaded.k_by_layer(200).values(), 0, 1)
     assert 10 < sum(batch.kind == "padded" for batch in batches) <= 18
 
@@ -177,7 +176,7 @@ def test_rounding_scores_to_a_shorter_float_takes_other_tokens(reference: Refere
 
 
 def test_the_rows_that_were_looked_at_are_not_kept(
-    loaded: LoadedTransformer, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    loaded: TransformerModel, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched = Reference(loaded)
     (batch, *_) = near_tie_batches(searched, bucket, 0)
@@ -199,14 +198,14 @@ def test_sites_may_have_other_rows_than_the_batch() -> None:
     torch.manual_seed(0)
     module = Routes(Windows)
     module.blocks[3] = FlatBatch()
-    loaded = model_from_module(module, token_ids, [Bucket(2, 16)], "mine").loaded
+    loaded = model_from_module(module, token_ids, [Bucket(2, 16)], "mine")
     traced = Reference(loaded)
     batches = near_tie_batches(traced, Bucket(2, 16), 0)
     assert len(batches) == NEAR_TIE_BATCHES
     assert [index_BK.shape for index_BK in traced.free(batches[0]).routed.values()] == [(4, 2), (1, 8)]
 
 
-def test_other_batches_and_models(reference: Reference, loaded: LoadedTransformer, bucket: Bucket) -> None:
+def test_other_batches_and_models(reference: Reference, loaded: TransformerModel, bucket: Bucket) -> None:
     batches = near_tie_batches(reference, Bucket(5, 4), 0)
     assert batches
     assert all(batch.ids_BS.shape == (5, 4) for batch in batches)

@@ -19,7 +19,7 @@ from mod_export.judge.candidates import Candidate
 from mod_export.judge.inputs import Batch
 from mod_export.judge.locate import locate_by_depth, locate_in_graph
 from mod_export.judge.reference import Reference
-from mod_export.rows.parity import Located
+from mod_export.rows.correctness import Located
 from mod_export.types import Engine
 
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"

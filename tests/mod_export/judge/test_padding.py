@@ -21,9 +21,8 @@ from mod_export.judge.near_ties import batches_of
 from mod_export.judge.padding import declared_padding
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
-from mod_export.model.model import sample_of
 from mod_export.model.module import model_from_module
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Setting
 
 D, V, B, S = 16, 40, 2, 12
@@ -121,11 +120,11 @@ def made(kind: type[Encoder], form: str = "counts", *, causal: bool = False) -> 
 
 def reference_of(module: nn.Module, form: str = "counts", counts: list[list[int]] = LEFT) -> Reference:
     torch.manual_seed(0)
-    return Reference(model_from_module(module, inputs_of(form, counts), [BUCKET], "masked").loaded)
+    return Reference(model_from_module(module, inputs_of(form, counts), [BUCKET], "masked"))
 
 
 def padding(reference: Reference) -> list[list[int]] | None:
-    declared = declared_padding(reference, Batch("sample", BUCKET, sample_of(reference.loaded, BUCKET, 0)))
+    declared = declared_padding(reference, Batch("sample", BUCKET, reference.model.sample(BUCKET, 0)))
     assert declared is None or declared.declared_by == "mask"
     return None if declared is None else declared.real_BS.astype(int).tolist()
 

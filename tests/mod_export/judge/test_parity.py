@@ -18,9 +18,9 @@ from mod_export.engines.ort_session import OrtRunner
 from mod_export.judge.inputs import Batch, parity_batches
 from mod_export.judge.parity import compare_runner, slack_of
 from mod_export.judge.reference import Reference
-from mod_export.rows.parity import ParityRow
+from mod_export.model.transformer import TransformerModel
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket
-from mod_models.architecture import LoadedTransformer
 from mod_models.spec import ModelSpec
 
 Judge = Callable[..., ParityRow]
@@ -202,7 +202,7 @@ def test_padding_is_not_compared(graph: ir.Model, row_of: Judge) -> None:
     assert row.passed, row.reasons
 
 
-def test_a_dense_engine_has_no_routing_and_reads_no_lengths(row_of: Judge, loaded: LoadedTransformer) -> None:
+def test_a_dense_engine_has_no_routing_and_reads_no_lengths(row_of: Judge, loaded: TransformerModel) -> None:
     dense = loaded.dense()
     model = portable_graph(dense.checkpoint.spec, 2, 16)
     for name, value in model.graph.initializers.items():
@@ -215,7 +215,7 @@ def test_a_dense_engine_has_no_routing_and_reads_no_lengths(row_of: Judge, loade
     assert (row.routing.layers, row.routing.routed, row.routing.min_margin) == ((), 0, None)
 
 
-def test_rows_of_a_single_token_have_no_perplexity(row_of: Judge, loaded: LoadedTransformer, spec: ModelSpec) -> None:
+def test_rows_of_a_single_token_have_no_perplexity(row_of: Judge, loaded: TransformerModel, spec: ModelSpec) -> None:
     row = row_of(portable_graph(spec, 1, 1), on=parity_batches(loaded, Bucket(1, 1), [1], 0, 1, 2))
     assert row.passed, row.reasons
     assert "text" in row.inputs

@@ -15,8 +15,8 @@ from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import KeptRuns, Reference, check_program, routing_map
 from mod_export.model.model import tokens_sample
 from mod_export.model.module import model_from_module
+from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket
-from mod_models.architecture import LoadedTransformer
 
 
 def test_a_run_is_plain_arrays_of_the_eager_module(reference: Reference, batches: list[Batch]) -> None:
@@ -30,7 +30,7 @@ def test_a_run_is_plain_arrays_of_the_eager_module(reference: Reference, batches
         np.testing.assert_array_equal(run.logits_BSV, logits_BSV.numpy())
 
 
-def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+def test_runs_are_kept_by_content(loaded: TransformerModel, batches: list[Batch]) -> None:
     kept, batch = Reference(loaded), batches[0]
     again = Batch.of_tokens("another", batch.ids_BS.copy(), batch.lengths_B.copy())
     assert kept.free(batch) is kept.free(again)
@@ -42,7 +42,7 @@ def test_runs_are_kept_by_content(loaded: LoadedTransformer, batches: list[Batch
     assert kept.exact(batch, routing) is not kept.forced(batch, routing)
 
 
-def test_no_more_runs_are_kept_than_there_is_room_for(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+def test_no_more_runs_are_kept_than_there_is_room_for(loaded: TransformerModel, batches: list[Batch]) -> None:
     nothing = Reference(loaded, kept=KeptRuns(0))
     first, second = nothing.free(batches[0]), nothing.free(batches[0])
     assert first is not second
@@ -58,7 +58,7 @@ def test_no_more_runs_are_kept_than_there_is_room_for(loaded: LoadedTransformer,
 
 
 def test_references_that_share_room_do_not_take_each_others_runs(
-    loaded: LoadedTransformer, batches: list[Batch]
+    loaded: TransformerModel, batches: list[Batch]
 ) -> None:
     shared = KeptRuns()
     routed, dense = Reference(loaded, kept=shared), Reference(loaded.dense(), kept=shared)
@@ -111,7 +111,7 @@ def test_what_has_the_default_dtype_is_float64_too() -> None:
     torch.manual_seed(0)
     bucket = Bucket(2, 16)
     model = model_from_module(NamesNoDtype(), lambda batch, seq: torch.randn(batch, seq, 8), [bucket], "mine")
-    used, x = Reference(model.loaded), np.random.default_rng(0).standard_normal((2, 16, 8), np.float32)
+    used, x = Reference(model), np.random.default_rng(0).standard_normal((2, 16, 8), np.float32)
     batch = Batch("sample", bucket, {"x": x})
     free = used.free(batch)
     exact = used.exact(batch, free.routed)
@@ -135,11 +135,11 @@ def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Bat
         assert run.logits_BSV.dtype == np.float32
         for layer, index_BK in free.routed.items():
             np.testing.assert_array_equal(run.routed[layer], index_BK)
-    again = Reference(reference.loaded).shaken(batch, free.routed)
+    again = Reference(reference.model).shaken(batch, free.routed)
     np.testing.assert_array_equal(again[0].logits_BSV, runs[1].logits_BSV)
 
 
-def test_the_float32_model_stays_what_it_is(loaded: LoadedTransformer, batches: list[Batch]) -> None:
+def test_the_float32_model_stays_what_it_is(loaded: TransformerModel, batches: list[Batch]) -> None:
     used = Reference(loaded)
     before = used.free(batches[0]).logits_BSV
     used.exact(batches[0], {})
@@ -149,7 +149,7 @@ def test_the_float32_model_stays_what_it_is(loaded: LoadedTransformer, batches: 
 
 
 def test_no_float64_where_the_model_does_not_fit_twice(
-    loaded: LoadedTransformer, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+    loaded: TransformerModel, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Free memory is part of the environment, so the test replaces it.
     memory = psutil.virtual_memory()._replace(available=1000)
@@ -158,7 +158,7 @@ def test_no_float64_where_the_model_does_not_fit_twice(
     assert Reference(loaded).shaken(batches[0], {}) == []
 
 
-def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> None:
+def test_what_was_found_out_is_remembered_by_name(loaded: TransformerModel) -> None:
     remembers, answers = Reference(loaded), iter("abc")
     assert [remembers.remembered(name, answers.__next__) for name in ("one", "one", "other")] == ["a", "a", "b"]
     assert Reference(loaded).remembered("one", answers.__next__) == "c"
@@ -167,7 +167,7 @@ def test_what_was_found_out_is_remembered_by_name(loaded: LoadedTransformer) -> 
 def test_weights_are_replaced_and_put_back_nowhere(reference: Reference, batches: list[Batch]) -> None:
     name, batch = "layers.0.mlp.down_proj.weight", batches[0]
     before = reference.free(batch).logits_BSV
-    changed = reference.with_weights({name: np.zeros(reference.loaded.weights[name].shape, np.float32)})
+    changed = reference.with_weights({name: np.zeros(reference.model.weights[name].shape, np.float32)})
     run = changed.free(batch)
     assert not np.array_equal(run.logits_BSV, before)
     exact = changed.exact(batch, run.routed)
@@ -212,7 +212,7 @@ def test_a_map_shows_which_token_went_through_which_layer(
 
 
 def test_other_maps(
-    loaded: LoadedTransformer,
+    loaded: TransformerModel,
     reference: Reference,
     bucket: Bucket,
     batches: list[Batch],

@@ -27,7 +27,7 @@ from mod_export.judge.structure import (
     structure_of_graph,
     structure_of_weights,
 )
-from mod_export.rows.structure import StructureRow
+from mod_export.rows.correctness import StructureRow
 from mod_export.types import Bucket, Graph
 
 WEIGHTS = "graphs/weights-float32.data"

@@ -25,9 +25,9 @@ from mod_export.judge.parity_row import failed_row
 from mod_export.judge.quality import quality_of
 from mod_export.judge.reference import Reference
 from mod_export.judge.texts import PromptRunner, decoding_parts, texts_of
-from mod_export.model.model import Model
-from mod_export.model.protocol import GeneratingModel
-from mod_export.rows.parity import ParityRow
+from mod_export.model.model import GeneratingModel, Model
+from mod_export.model.transformer import TransformerModel
+from mod_export.rows.correctness import ParityRow
 from mod_export.runtime.decoder import Decoder, Prompts
 from mod_export.runtime.texts import Bytes
 from mod_export.types import Bucket, Engine, Setting
@@ -41,12 +41,12 @@ Judge = Callable[..., ParityRow]
 
 @pytest.fixture(scope="module")
 def writer(writing_model: Model) -> GeneratingModel:
-    return writing_model.loaded.generating(WINDOW)
+    return writing_model.generating(WINDOW)
 
 
 @pytest.fixture(scope="module")
 def reference(writer: GeneratingModel) -> Reference:
-    return Reference(writer.loaded)
+    return Reference(writer.whole_rows)
 
 
 def engine_of(role: str, bucket: Bucket) -> Engine:
@@ -80,7 +80,7 @@ def judged(
 ) -> Judge:
     """Judges engines as usual for a model of this size, or as for a large model, on fewer tokens."""
     if request.param == "large":
-        weights = sum(tensor.numel() for tensor in writer.loaded.weights.values())
+        weights = sum(tensor.numel() for tensor in writer.whole_rows.weights.values())
         monkeypatch.setattr(inputs, "MOST_FLOPS", AFFORDABLE * 2 * weights)
 
     def judge(folder: Path, kind: type[Decoder] = Decoder, bucket: Bucket = BUCKET) -> ParityRow:
@@ -296,8 +296,8 @@ def test_prompts_are_judged_by_their_last_token(
     written: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
 ) -> None:
     bucket = Bucket(1, seq)
-    batches = one_of_each_kind(parity_batches(writer.loaded, bucket, [], 0, 1))
-    reference = Reference(writer.loaded, outputs="last")
+    batches = one_of_each_kind(parity_batches(writer.whole_rows, bucket, [], 0, 1))
+    reference = Reference(writer.whole_rows, outputs="last")
     engine = engine_of("prefill", bucket)
     with ENGINES["ort-cpu"].load(written, engine, writing_config, 1) as runner:
         found = PromptRunner(runner)
@@ -315,7 +315,7 @@ def test_logits_of_steps_are_those_of_prompts(
     """They are equal at every position that both can read, and equal to those of the eager model."""
     ids_S = np.random.default_rng(4).integers(0, 256, WINDOW)
     with torch.no_grad():
-        expected_SV = observed(writer.loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([WINDOW]))[0][
+        expected_SV = observed(writer.whole_rows.module(), torch.from_numpy(ids_S)[None], torch.tensor([WINDOW]))[0][
             0
         ].numpy()
     with opened(written, writing_config, bucket=Bucket(1, WINDOW)) as (prompts, decoder):
@@ -337,13 +337,13 @@ def test_logits_of_steps_are_those_of_prompts(
 def test_texts_and_where_they_differ(
     written: Path, writing_config: BuildConfig, writer: GeneratingModel, writing_model: Model
 ) -> None:
-    prompt_NS = prompts_of(writer.loaded, 256, 4, 8, 1)
+    prompt_NS = prompts_of(writer.whole_rows, 256, 4, 8, 1)
     assert prompt_NS.shape == (4, 8)
     setting = Setting(target="ort-cpu", dtype="float32", model="mod", role="decode", bucket=Bucket(3, 48))
     with opened(written, writing_config) as (prompts, decoder):
         expected, twin = (
             [model.write(ids_S.tolist(), 10) for ids_S in prompt_NS]
-            for model in (writer, writing_model.of_kind("dense").generating(WINDOW))
+            for model in (writer, writing_model.dense().generating(WINDOW))
         )
         same = texts_of(expected, prompts, decoder, prompt_NS, 3, setting)
         different = texts_of(twin, prompts, decoder, prompt_NS, 3, setting)
@@ -354,7 +354,7 @@ def test_texts_and_where_they_differ(
 
 
 def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
-    causal, original = Reference(writer.loaded), Reference(writing_model.loaded)
+    causal, original = Reference(writer.whole_rows), Reference(writing_model)
     row = quality_of(writer, causal, original, 2, 0)
     assert (row.tokens, row.window) == (2 * (WINDOW - 1), WINDOW)
     assert row.perplexity != row.own_perplexity
@@ -365,21 +365,18 @@ def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, wri
     assert same.perplexity == same.own_perplexity == row.perplexity
 
 
-class _WithoutText:
+class _WithoutText(TransformerModel):
     """Hides that the ids of a model represent text."""
 
-    def __init__(self, loaded: Any) -> None:
-        self._loaded = loaded
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("sample_ids", "token_texts", "ids_of_text"):
-            raise AttributeError(name)
-        return getattr(self._loaded, name)
+    sample_ids, token_texts, ids_of_text = Model.sample_ids, Model.token_texts, Model.ids_of_text
 
 
 def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingModel, writing_model: Model) -> None:
     """It needs its tokenizer; one that fails, or gives too few tokens or too large ids, leaves quality out."""
-    causal, full = Reference(writer.loaded), Reference(cast("Any", _WithoutText(writing_model.loaded)))
+    causal, full = (
+        Reference(writer.whole_rows),
+        Reference(_WithoutText(cast("TransformerModel", writing_model).checkpoint)),
+    )
     assert len(documentation()) > 100_000
     text_of = documentation_of(Bytes().ids, 256)
     assert quality_of(writer, causal, full, 2, 0) is None
@@ -387,7 +384,7 @@ def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingM
     assert row is not None
     assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
     assert quality_of(writer, causal, full, 2, 0, text_of) == row
-    held_out = quality_of(writer, causal, Reference(writing_model.loaded), 2, 0, text_of)
+    held_out = quality_of(writer, causal, Reference(writing_model), 2, 0, text_of)
     assert held_out is not None
     assert held_out.text == "held_out"
 

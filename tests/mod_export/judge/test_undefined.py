@@ -26,7 +26,7 @@ from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import Reference
 from mod_export.judge.undefined import origin_in_graph, origin_in_reference
 from mod_export.model.module import model_from_module
-from mod_export.rows.parity import Located, ParityRow
+from mod_export.rows.correctness import Located, ParityRow
 from mod_export.types import Bucket
 
 D, BUCKET = 8, Bucket(2, 6)
@@ -70,7 +70,7 @@ def embeddings(batch: int, seq: int) -> Tensor:
 
 def reference_of(kind: type[nn.Module]) -> Reference:
     torch.manual_seed(0)
-    return Reference(model_from_module(kind().eval(), embeddings, [BUCKET], "undefined").loaded)
+    return Reference(model_from_module(kind().eval(), embeddings, [BUCKET], "undefined"))
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def ids(batch: int, seq: int) -> Tensor:
 
 def located(root: Path) -> Located | None:
     torch.manual_seed(0)
-    reference = Reference(model_from_module(SmallEpsilon().eval(), ids, [BUCKET], "epsilon").loaded)
+    reference = Reference(model_from_module(SmallEpsilon().eval(), ids, [BUCKET], "epsilon"))
     path = next((root / "graphs").glob("mod-b2s6*.onnx")).relative_to(root)
     batch = Batch("sample", BUCKET, {"ids": ids(2, 6).numpy()})
     return locate_against_reference(root, str(path), reference, [batch], SLACK)

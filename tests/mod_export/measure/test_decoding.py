@@ -13,10 +13,9 @@ from writing import SPEC, WINDOW
 
 from mod_export.config import BuildConfig
 from mod_export.measure.decoding import measure_prompts, measure_steps, read_text
-from mod_export.model.model import Model
-from mod_export.model.protocol import GeneratingModel
+from mod_export.model.model import GeneratingModel, Model
 from mod_export.pipeline.build import Build, step_bytes
-from mod_export.rows.generation import StepBytes
+from mod_export.rows.speed import StepBytes
 from mod_export.types import KINDS, Bucket, Engine, ModelKind, Role, pairs_of
 
 SEQ = 16
@@ -31,7 +30,7 @@ def context(written: Path, writing_config: BuildConfig) -> Build:
 
 @pytest.fixture(scope="module")
 def models(writing_model: Model) -> dict[ModelKind, GeneratingModel]:
-    return {kind: writing_model.of_kind(kind).generating(WINDOW) for kind in KINDS}
+    return {kind: {"mod": writing_model, "dense": writing_model.dense()}[kind].generating(WINDOW) for kind in KINDS}
 
 
 def pair_of(context: Build, role: Role, bucket: Bucket) -> dict[ModelKind, Engine]:
@@ -47,7 +46,7 @@ def decided(model: GeneratingModel, ids_BS: np.ndarray) -> dict[int | str, np.nd
     """Masks of the tokens that run at each site of the eager model."""
     ran = {}
     with torch.no_grad():
-        _, found = observed(model.loaded.module(), torch.from_numpy(ids_BS), torch.full((len(ids_BS),), SEQ))
+        _, found = observed(model.whole_rows.module(), torch.from_numpy(ids_BS), torch.full((len(ids_BS),), SEQ))
     for site, selection in found.items():
         ran[site] = np.zeros(ids_BS.shape, dtype=bool)
         for row, (index_K, live_K) in enumerate(zip(selection.index_BK, selection.live_BK, strict=True)):
@@ -151,6 +150,6 @@ def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, Generating
     assert found["mod"].sites["0"] - narrow.sites["0"] == up - 200
     assert found["mod"].sites["2"] == narrow.sites["2"]
     # If all tokens run, routers are read as well, and a routed layer's cache is shorter.
-    model, twin = models["mod"].loaded.weights, models["dense"].loaded.weights
+    model, twin = models["mod"].whole_rows.weights, models["dense"].whole_rows.weights
     routers = sum(4 * weight.numel() for name, weight in model.items() if name not in twin)
     assert everything - routers == found["dense"].of({}) - 3 * 2 * (WINDOW - 18) * 2 * 2 * 8 * 4

@@ -6,12 +6,14 @@ The tests install it as a package of its own. A checkpoint holds `k` beside the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from mod_export.model.architecture import Architecture
+from mod_export.model.model import Model, TokenIds
 
 VOCABULARY, WIDTH, POSITIONS = 32, 16, 64
 
@@ -47,12 +49,13 @@ class Plain(nn.Module):
         return (self.head(self.block(self.embedding(input_ids), real_BS)),)
 
 
-@dataclass(frozen=True)
-class LoadedPlain:
-    spec: Mapping[str, Any]
-    weights: Mapping[str, Tensor]
-    vocab_size: int = VOCABULARY
-    max_positions: int = POSITIONS
+class PlainModel(Model):
+    spec: Mapping[str, Any] = {}
+    weights: Mapping[str, Tensor] = {}
+    tokens = TokenIds(VOCABULARY, POSITIONS)
+
+    def __init__(self, spec: Mapping[str, Any], weights: Mapping[str, Tensor]) -> None:
+        self.spec, self.weights = spec, weights
 
     def module(self, outputs: str = "logits") -> nn.Module:
         module = Plain(self.spec["k"])
@@ -63,20 +66,17 @@ class LoadedPlain:
         return Plain(self.spec["k"]).eval()
 
 
-class PlainArchitecture:
+class PlainArchitecture(Architecture):
     name = "plain_mod"
 
-    def read(self, path: Path) -> LoadedPlain:
+    def read(self, path: Path) -> PlainModel:
         data = torch.load(path, weights_only=True)
         if data["architecture"] != self.name:
             raise LookupError(data["architecture"])
         return self.restore(data["spec"], data["weights"])
 
-    def restore(self, spec: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LoadedPlain:
-        return LoadedPlain(spec, weights)
-
-    def demo_checkpoint(self) -> None: ...
-    def timed_spec(self) -> None: ...
+    def restore(self, spec: Mapping[str, Any], weights: Mapping[str, Tensor]) -> PlainModel:
+        return PlainModel(spec, weights)
 
     def random(self, spec: Mapping[str, Any], seed: int, path: Path) -> None:
         torch.manual_seed(seed)

@@ -14,7 +14,7 @@ from packages import register
 from mod_export.environment import source_digest
 from mod_export.errors import CheckpointError
 from mod_export.folder.workspace import Workspace
-from mod_export.model import protocol
+from mod_export.model.architecture import Architecture
 from mod_export.model.checkpoint import (
     architectures,
     look_at_checkpoint,
@@ -23,7 +23,7 @@ from mod_export.model.checkpoint import (
     sha256_of,
 )
 from mod_export.model.model import Model
-from mod_models.architecture import ModTransformer
+from mod_export.model.transformer import ModTransformer
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -36,20 +36,12 @@ def folder_checkpoint(shared_folder: Path, tiny_spec: ModelSpec, tmp_path_factor
     return path
 
 
-CAPABILITIES = (
-    protocol.DeclaredRouting, protocol.DenseBaseline, protocol.OutputHead, protocol.LayerCosts,
-    protocol.AdjustableCapacity, protocol.Text, protocol.Generation,
-)  # fmt: skip
-
-
-def test_the_registered_architectures_keep_the_protocol_and_capabilities_can_be_asked_for(model: Model) -> None:
-    """mypy checks that the implementation conforms (`conformance.py`)."""
+def test_the_registered_architectures() -> None:
     registered = architectures()
     assert "mod_transformer" in registered
     for name, architecture in registered.items():
-        assert isinstance(architecture, protocol.Architecture)
+        assert isinstance(architecture, Architecture)
         assert architecture.name == name
-    assert all(isinstance(model.loaded, kind) and not isinstance(object(), kind) for kind in CAPABILITIES)
 
 
 def test_no_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +53,7 @@ def test_no_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_architecture_of_another_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    code = "from mod_models.architecture import ModTransformer\nARCHITECTURE = ModTransformer()\n"
+    code = "from mod_export.model.transformer import ModTransformer\nARCHITECTURE = ModTransformer()\n"
     register(monkeypatch, tmp_path, "other", "other_architecture", code)
     assert isinstance(architectures()["other"], ModTransformer)
 
@@ -83,37 +75,36 @@ def test_a_broken_package_is_named(
 
 def test_a_file_and_a_folder_give_the_same_model(model: Model, folder_checkpoint: Path) -> None:
     restored = model_from_checkpoint(folder_checkpoint)
-    assert (restored.name, restored.architecture) == (model.name, model.architecture) == ("tiny", "mod_transformer")
-    assert restored.parameters == model.parameters == sum(t.numel() for t in model.loaded.weights.values())
-    assert restored.loaded.spec == model.loaded.spec
-    assert all(torch.equal(restored.loaded.weights[name], tensor) for name, tensor in model.loaded.weights.items())
-    assert restored.checkpoint_sha256 != model.checkpoint_sha256
-    assert model.code_sha256 == source_digest("mod_models")
+    assert (restored.name, model.name) == ("tiny", "tiny")
+    assert restored.origin.architecture == model.origin.architecture == "mod_transformer"
+    assert restored.parameters == model.parameters == sum(t.numel() for t in model.weights.values())
+    assert restored.spec == model.spec
+    assert all(torch.equal(restored.weights[name], tensor) for name, tensor in model.weights.items())
+    assert restored.origin.checkpoint_sha256 != model.origin.checkpoint_sha256
+    assert model.origin.code_sha256 == source_digest("mod_models")
 
 
 def test_a_model_that_routes_no_depth_has_no_dense_baseline_but_itself(
     model: Model, tiny_spec: ModelSpec, tmp_path: Path
 ) -> None:
     save_checkpoint(tmp_path / "dense.pt", random_checkpoint(tiny_spec.dense(), 0))
-    assert (model.kinds, model_from_checkpoint(tmp_path / "dense.pt").kinds) == (("mod", "dense"), ("mod",))
+    assert model.dense() is not None
+    assert model_from_checkpoint(tmp_path / "dense.pt").dense() is None
 
 
-def test_kinds(model: Model) -> None:
-    assert model.of_kind("mod") is model.loaded
-    dense = model.of_kind("dense")
-    assert model.loaded.k_by_layer(64) == {1: 8, 3: 8}
+def test_the_dense_baseline_has_the_same_weights_without_routers(model: Model) -> None:
+    dense = model.dense()
+    assert dense is not None
+    assert model.k_by_layer(64) == {1: 8, 3: 8}
     assert dense.k_by_layer(64) == {}
-    assert set(model.loaded.weights) - set(dense.weights) == {
-        f"layers.{layer}.router.projection.weight" for layer in (1, 3)
-    }
+    assert set(model.weights) - set(dense.weights) == {f"layers.{layer}.router.projection.weight" for layer in (1, 3)}
 
 
 def test_weights_restore_the_model(model: Model) -> None:
-    again = model_from_weights("tiny", "mod_transformer", model.loaded.spec, model.loaded.weights, "0" * 64)
-    assert again.checkpoint_sha256 == "0" * 64
+    again = model_from_weights("mod_transformer", model.spec, model.weights)
     ids_BS, lengths_B = torch.arange(32)[None] * 7 % 256, torch.tensor([30])
     with torch.no_grad():
-        expected, restored = (source.loaded.module()(ids_BS, lengths_B) for source in (model, again))
+        expected, restored = (source.module()(ids_BS, lengths_B) for source in (model, again))
     assert all(torch.equal(a, b) for a, b in zip(expected, restored, strict=True))
 
 
@@ -123,7 +114,7 @@ def test_weights_that_restore_nothing(model: Model) -> None:
         ("mod_transformer", {"n_heads": 0}, r"the build folder's spec cannot be restored: spec\.n_heads: expected"),
     ):
         with pytest.raises(CheckpointError, match=message):
-            model_from_weights("tiny", name, {**model.loaded.spec, **changes}, model.loaded.weights, "0")
+            model_from_weights(name, {**model.spec, **changes}, model.weights)
 
 
 def test_an_unknown_architecture_is_named(tmp_path: Path, checkpoint: Path, folder_checkpoint: Path) -> None:

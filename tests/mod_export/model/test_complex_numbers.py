@@ -88,8 +88,8 @@ def test_what_is_captured_computes_what_the_module_does(kind: type[Rotated]) -> 
     torch.manual_seed(0)
     module = kind().eval()
     model = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine")
-    assert isinstance(model.loaded, ProgramModel)
-    restored = model.loaded.module()
+    assert isinstance(model, ProgramModel)
+    restored = model.module()
     x = torch.randn(B, S, D)
     with torch.no_grad():
         expected = module(x)
@@ -176,8 +176,8 @@ def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: s
     module = Calling(function).eval()
     x = torch.randn(B, S, WIDTH, 2, generator=torch.Generator().manual_seed(0))
     model = model_from_module(module, x, [Bucket(B, S)], "mine")
-    assert isinstance(model.loaded, ProgramModel)
-    restored = model.loaded.module()
+    assert isinstance(model, ProgramModel)
+    restored = model.module()
     with torch.no_grad():
         (output,) = restored(x)
     torch.testing.assert_close(output, function(x), rtol=1e-5, atol=1e-5)

@@ -86,13 +86,13 @@ def test_a_function_of_a_file(code: Path) -> None:
     assert model.name == "my_model"
     assert baseline is not None
     assert baseline.name == "my_model-dense"
-    assert set(baseline.loaded.weights) == {"weight", "bias"}
+    assert set(baseline.weights) == {"weight", "bias"}
 
 
 def test_the_same_function_without_skipping_is_the_baseline(code: Path) -> None:
     model, baseline = model_from_factory(f"{code}:make_model", [BUCKET])
     assert baseline is not None
-    assert set(baseline.loaded.weights) == set(model.loaded.weights)
+    assert set(baseline.weights) == set(model.weights)
     assert baseline.checkpoint_sha256 != model.checkpoint_sha256
 
 
@@ -100,7 +100,7 @@ def test_another_capacity(code: Path) -> None:
     default, _ = model_from_factory(f"{code}:make_model", [BUCKET])
     same, _ = model_from_factory(f"{code}:make_model", [BUCKET], 0.25)
     half, _ = model_from_factory(f"{code}:make_model", [BUCKET], 0.5)
-    assert default.loaded.spec["programs"] == same.loaded.spec["programs"] != half.loaded.spec["programs"]
+    assert default.spec["programs"] == same.spec["programs"] != half.spec["programs"]
     with pytest.raises(UsageError, match=r"make_pair: capacity 0.5: make_pair has no parameter `capacity`"):
         model_from_factory(f"{code}:make_pair", [BUCKET], 0.5)
 

@@ -71,9 +71,9 @@ def test_what_is_selected_is_of_a_fixed_size(case: str) -> None:
     torch.manual_seed(0)
     module = Made({**FIXED, **STRIDED}[case]).eval().requires_grad_(False)
     model = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine")
-    assert isinstance(model.loaded, ProgramModel)
+    assert isinstance(model, ProgramModel)
     x = torch.randn(B, S, D)
-    restored = model.loaded.module()
+    restored = model.module()
     torch.testing.assert_close(restored(x)[0], module(x), rtol=1e-5, atol=1e-6)
     graph = graph_of(captured(restored, (x,), case), restored)
     np.testing.assert_allclose(run(graph, {"x": x.numpy()})[0], module(x).numpy(), rtol=1e-5, atol=1e-5)
@@ -83,9 +83,9 @@ def test_tokens_that_a_mask_selects_are_a_site() -> None:
     torch.manual_seed(0)
     module = Made(routed_by_a_mask).eval().requires_grad_(False)
     model = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine")
-    assert isinstance(model.loaded, ProgramModel)
+    assert isinstance(model, ProgramModel)
     meta_input = torch.empty(B, S, D, device="meta")
-    sites = routing_sites(exported(model.loaded.skeleton().to("meta"), (meta_input,), "mine"))
+    sites = routing_sites(exported(model.skeleton().to("meta"), (meta_input,), "mine"))
     assert [site.k for site in sites] == [K]
 
 

@@ -175,7 +175,7 @@ class Unset(Expanded):
 
 def captured(module: nn.Module) -> ProgramModel:
     torch.manual_seed(0)
-    loaded = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine").loaded
+    loaded = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine")
     assert isinstance(loaded, ProgramModel)
     return loaded
 
@@ -196,5 +196,5 @@ def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Mod
 
 @pytest.mark.parametrize("kind", [Warming, Popping, InDictionary, InObject])
 def test_what_a_later_call_reads_is_refused(kind: type[nn.Module]) -> None:
-    with pytest.raises(CaptureError, match=r'^mine at b2s4: .*(\n.*)*See "State that changes" in docs/porting.md'):
+    with pytest.raises(CaptureError, match=r'^mine at b2s4: .*(\n.*)*See "State that changes" in docs/models.md'):
         captured(kind())

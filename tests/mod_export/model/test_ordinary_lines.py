@@ -243,13 +243,13 @@ def test_what_people_write_is_captured_and_has_its_site(line: str) -> None:
     module = LINES[line]().eval().requires_grad_(False)
     x = torch.randn(B, S, D)
     model = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine")
-    assert isinstance(model.loaded, ProgramModel)
-    restored = model.loaded.module()
+    assert isinstance(model, ProgramModel)
+    restored = model.module()
     with torch.compiler.set_stance("force_eager"):
         expected = module(x)
     torch.testing.assert_close(restored(x)[0], expected, rtol=1e-5, atol=1e-6)
     # Graphs are captured without values.
-    skeleton, meta_x = model.loaded.skeleton().to("meta"), x.to("meta")
+    skeleton, meta_x = model.skeleton().to("meta"), x.to("meta")
     assert [site.k for site in routing_sites(exported(skeleton, (meta_x,), line))] == [K]
     graph = graph_of(captured(restored, (x,), line), restored)
     computed = run(graph, {"x": x.numpy()})[0]

@@ -123,7 +123,7 @@ CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], tuple[str, ...]]] 
 
 
 def captured(module: nn.Module, given: Any) -> ProgramModel:
-    loaded = model_from_module(module, given, [BUCKET], "mine").loaded
+    loaded = model_from_module(module, given, [BUCKET], "mine")
     assert isinstance(loaded, ProgramModel)
     return loaded
 
@@ -134,7 +134,7 @@ def test_names_of_inputs_and_outputs(case: str) -> None:
     torch.manual_seed(0)
     module = kind()
     loaded = captured(module, arguments)
-    assert (loaded.input_names, loaded.output_names) == (inputs, outputs)
+    assert (loaded.input_names, loaded.output_names()) == (inputs, outputs)
     args = arguments if isinstance(arguments, tuple) else (arguments,)
     with torch.no_grad():
         expected = module(**arguments) if isinstance(arguments, dict) else module(*args)
@@ -154,7 +154,7 @@ def in_float32(module: nn.Module, x: Tensor) -> Tensor:
 def test_dataclasses_that_torch_does_not_know_are_returned_too() -> None:
     module = Unregistered()
     loaded = captured(module, X)
-    assert loaded.output_names == (
+    assert loaded.output_names() == (
         "0_logits", "0_layers_0_hidden", "0_layers_1_hidden", "1_last_hidden"
     )  # fmt: skip
     expected = [module.linear(X) + number for number in (1, 2, 3, 4)]

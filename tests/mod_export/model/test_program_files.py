@@ -27,7 +27,7 @@ SHORT, LONG = Bucket(2, 8), Bucket(2, 16)
 
 
 def model_of(kind: Any, inputs: Any, buckets: list[Bucket], dtype: torch.dtype = torch.float32) -> ProgramModel:
-    loaded = model_from_module(made(kind).to(dtype), inputs, buckets, "mine").loaded
+    loaded = model_from_module(made(kind).to(dtype), inputs, buckets, "mine")
     assert isinstance(loaded, ProgramModel)
     return loaded
 
@@ -71,7 +71,7 @@ def test_a_restored_model_gives_the_same_graphs(case: str, tmp_path: Path) -> No
     spec = json.loads(json.dumps(model.spec))
     restored = read_graphs(tmp_path, "mod", spec, as_stored(model))
     assert restored.spec == model.spec
-    assert (restored.input_names, restored.output_names) == (model.input_names, model.output_names)
+    assert (restored.input_names, restored.output_names()) == (model.input_names, model.output_names())
     for bucket in buckets:
         for seed in range(6):
             first, second = (found.sample(bucket, seed) for found in (model, restored))
@@ -126,7 +126,7 @@ def test_the_same_graphs_are_the_same_bytes_in_another_process(tmp_path: Path) -
         "from mod_export.model.program_files import write_graphs\n"
         "from mod_export.types import Bucket\n"
         "model = model_from_module(made(Masked), masked_inputs, [Bucket(2, 8)], 'mine')\n"
-        "write_graphs(model.loaded, 'mod', Path(sys.argv[1]))\n"
+        "write_graphs(model, 'mod', Path(sys.argv[1]))\n"
     )
     here, elsewhere = tmp_path / "own", tmp_path / "other"
     here.mkdir()

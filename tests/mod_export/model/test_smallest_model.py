@@ -1,4 +1,4 @@
-"""A model with `ExportableModel` and no capability works in every command; its routing is read from the graph."""
+"""A model with only what `Model` requires works in every command; its routing is read from the graph."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.request import Request
 from mod_export.pipeline.rerun import validate_folder
 from mod_export.pipeline.stages import build
+from mod_export.rows.correctness import StructureRow
 from mod_export.rows.report import BuildReport
-from mod_export.rows.structure import StructureRow
-from mod_export.sweep.grid import Axes, cells_of
+from mod_export.sweep.run import Axes, cells_of
 
 TOML = """
 buckets = [[1, 32]]
@@ -160,7 +160,9 @@ def test_it_is_built_judged_and_validated_again(folder: Path, tmp_path: Path) ->
 def test_what_it_cannot_do_is_said(folder: Path, tmp_path: Path) -> None:
     model = model_from_checkpoint(folder / "mod.pt")
     with pytest.raises(ConfigError, match=r"capacity 8: that of mod cannot be changed without training"):
-        model.with_capacity(8)
+        Request.checkpoint(folder / "mod.pt", capacity=8).models()
+    with pytest.raises(ValueError, match=r"^this model cannot generate token by token: it only reads whole rows$"):
+        model.generating(16)
     with pytest.raises(CheckpointError, match="mod: no layer is routed by a capacity that could be swept"):
         cells_of(model, config_from_toml(None), Axes(), here=True)
     assert describe(folder / "mod.pt").endswith("its layers are not declared; build it, and inspect the build folder\n")

@@ -30,13 +30,13 @@ from mod_export.measure.speedup import DENSE_ITSELF
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
 from mod_export.model.request import Request
+from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_export.pipeline.rerun import bench_folder, validate_folder
 from mod_export.pipeline.stages import build
-from mod_export.rows.generation import DecodeRow
 from mod_export.rows.report import BuildReport
+from mod_export.rows.speed import DecodeRow
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.types import KINDS
-from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.checkpoint import save_checkpoint
 
 DECODES = [f"{kind}-decode-b{rows}s48-float32" for kind in KINDS for rows in (1, 3)]
@@ -162,9 +162,9 @@ def test_a_dense_checkpoint_is_built_once_and_writes(writing_config: BuildConfig
     again = bench_folder(tmp_path / "out", None, ())
     assert (again.not_compared, again.verdict.status) == (DENSE_ITSELF, "pass")
     assert [list(row.ms) for row in again.rows(DecodeRow)] == [["mod"]]
-    ids = prompts_of(model.loaded, 256, 1, 9, 0).tolist()[0]
+    ids = prompts_of(model, 256, 1, 9, 0).tolist()[0]
     with load_generator(tmp_path / "out") as generator:
-        assert generator.generate([ids], 20)[0].ids == model.loaded.generating(WRITING_WINDOW).write(ids, 20)
+        assert generator.generate([ids], 20)[0].ids == model.generating(WRITING_WINDOW).write(ids, 20)
 
 
 KINDS_THAT_DIFFER = [
@@ -195,7 +195,7 @@ def test_every_kind_of_model_writes(name: str, writing_config: BuildConfig, tmp_
     prompts = np.random.default_rng(0).integers(0, 16, (3, 5)).tolist()
     model = model_from_checkpoint(tmp_path / "kind.pt")
     for kind in model.kinds:
-        eager = model.of_kind(kind).generating(WINDOW)
+        eager = {"mod": model, "dense": model.dense()}[kind].generating(WINDOW)
         with load_generator(tmp_path / "out", model=kind) as generator:
             found = generator.generate(prompts, WINDOW - 4)
         assert [completion.ids for completion in found] == [eager.write(prompt, WINDOW - 4) for prompt in prompts]
@@ -233,8 +233,8 @@ def test_the_shipped_checkpoint(tmp_path: Path) -> None:
 
 def check_texts(generator: Generator, shipped: Model) -> None:
     """Two hundred tokens after each of several held-out prompts equal the eager model's."""
-    eager = shipped.loaded.generating(512)
-    prompt_NS = prompts_of(shipped.loaded, 256, 6, 32, 0)
+    eager = shipped.generating(512)
+    prompt_NS = prompts_of(shipped, 256, 6, 32, 0)
     found = generator.generate(prompt_NS.tolist(), 200)
     expected = [eager.write(prompt, 200) for prompt in prompt_NS.tolist()]
     assert [completion.ids for completion in found] == expected
@@ -243,8 +243,8 @@ def check_texts(generator: Generator, shipped: Model) -> None:
 
 def check_steps(generator: Generator, shipped: Model) -> None:
     """Logits after some positions of a held-out text agree when read by steps, as a prompt, and by the eager model."""
-    ids_S = prompts_of(shipped.loaded, 256, 1, 300, 3)[0]
-    loaded = shipped.loaded.generating(512).loaded
+    ids_S = prompts_of(shipped, 256, 1, 300, 3)[0]
+    loaded = shipped.generating(512).whole_rows
     with torch.no_grad():
         logits_SV = observed(loaded.module(), torch.from_numpy(ids_S)[None], torch.tensor([300]))[0][0].numpy()
     reads = generator._reads()
@@ -283,7 +283,7 @@ def test_fair_slots_are_judged_in_turns_and_counted(
     assert report.generation.slots == "fair"
     assert [row.reasons for row in report.parity if not row.passed] == []
     assert {(row.texts, row.identical) for row in report.generation.texts} == {(2, 2)}
-    prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt").loaded, 256, 4, 9, 0).tolist()
+    prompts: list[Any] = prompts_of(model_from_checkpoint(writing_folder / "writing.pt"), 256, 4, 9, 0).tolist()
     with load_generator(written_copy) as generator:
         together = generator.generate(prompts, 30)
         alone = [generator.generate([prompt], 30)[0] for prompt in prompts]

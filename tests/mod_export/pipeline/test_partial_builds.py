@@ -28,7 +28,7 @@ from mod_export.pipeline.rerun import bench_folder, validate_folder
 from mod_export.pipeline.stages import build
 from mod_export.report import render_html
 from mod_export.report.text import render_text
-from mod_export.rows.failures import FailedRow
+from mod_export.rows.base import FailedRow
 from mod_export.rows.report import BuildReport, report_from_json
 from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint
@@ -225,7 +225,7 @@ def test_where_nothing_can_be_built_the_first_reason_is_the_error(tmp_path: Path
 PLUGIN = '''
 """An architecture that cannot be captured at 32 tokens."""
 
-from mod_models.architecture import LoadedTransformer, ModTransformer
+from mod_export.model.transformer import TransformerModel, ModTransformer
 from mod_models.checkpoint import Checkpoint, read_plain
 from mod_models.spec import ModelSpec
 from mod_models.transformer import Transformer
@@ -237,7 +237,7 @@ class Long(Transformer):
         return super().forward(input_ids + more, lengths)
 
 
-class Loaded(LoadedTransformer):
+class Loaded(TransformerModel):
     def skeleton(self, outputs="logits"):
         module = super().skeleton(outputs)
         module.__class__ = Long

@@ -18,6 +18,7 @@ from mod_export.errors import GraphError, LimitError
 from mod_export.folder.workspace import Step, Workspace
 from mod_export.graph.rewrites import PORTABLE
 from mod_export.model.model import Model
+from mod_export.model.transformer import TransformerModel
 from mod_export.pipeline import graphs
 from mod_export.pipeline import passes as stage
 from mod_export.pipeline.build import Build
@@ -25,7 +26,6 @@ from mod_export.pipeline.graphs import capture, onnx, save_graph
 from mod_export.pipeline.passes import check_memory, passes
 from mod_export.pipeline.plan import make_plan
 from mod_export.types import Bucket, Graph, Site, TargetLimits
-from mod_models.architecture import LoadedTransformer
 
 TARGET = "ort-cuda"
 """A target that has its own float16 graphs, and needs no GPU before the stage that builds engines."""
@@ -131,12 +131,12 @@ def test_every_target_starts_from_the_portable_graph() -> None:
 
 
 def test_sites_that_the_spec_does_not_declare_are_refused(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OtherSpec(LoadedTransformer):
+    class OtherSpec(TransformerModel):
         def k_by_layer(self, seq: int) -> dict[Site, int]:
             return {1: 8}
 
     loaded = context.model("mod")
-    assert isinstance(loaded, LoadedTransformer)
+    assert isinstance(loaded, TransformerModel)
     monkeypatch.setattr(context, "model", lambda kind: OtherSpec(loaded.checkpoint))
     message = r"mod-b1s64\.onnx: marks the routing sites \{1: 8, 3: 8\}, and the spec declares \{1: 8\}$"
     with pytest.raises(GraphError, match=message):

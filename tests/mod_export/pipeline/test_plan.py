@@ -14,10 +14,10 @@ from packages import WithoutBaseline
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import BuildFolderError, ConfigError, TargetError
-from mod_export.model.model import Model
+from mod_export.model.model import Model, Origin
+from mod_export.model.transformer import TransformerModel
 from mod_export.pipeline.plan import GenerationPlan, Plan, _targets, make_plan
 from mod_export.types import Availability, Bucket
-from mod_models.architecture import LoadedTransformer
 from mod_models.checkpoint import Checkpoint, random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -27,8 +27,9 @@ def model_of(spec: ModelSpec, name: str = "m") -> Model:
 
 
 def model_with(checkpoint: Checkpoint, name: str = "m") -> Model:
-    loaded: Any = LoadedTransformer(checkpoint)  # An entry point returns Any: neither package knows the other's types.
-    return Model(name=name, architecture="mod_transformer", loaded=loaded, checkpoint_sha256="0" * 64)
+    model = TransformerModel(checkpoint)
+    model.origin = Origin(name=name, architecture="mod_transformer", checkpoint_sha256="0" * 64)
+    return model
 
 
 def updated(config: BuildConfig, **fields: Any) -> BuildConfig:
@@ -47,7 +48,7 @@ def test_a_plan(model: Model, config: BuildConfig, tmp_path: Path) -> None:
         ("ort-cpu", "float32", graph) for graph in plan.graphs
     ]
     assert plan.weights_path("mod", "int8") == plan.weights_path("dense", "int8") == "graphs/weights-int8.data"
-    assert plan.loaded["dense"].k_by_layer(64) == {}
+    assert plan.models["dense"].k_by_layer(64) == {}
     assert not (tmp_path / "out").exists()
 
 
@@ -111,10 +112,9 @@ def test_why_nothing_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_
 
 def test_without_a_baseline_it_writes_alone(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
     checkpoint = random_checkpoint(replace(tiny_spec, routing=WRITES), 0)
-    alone: Any = WithoutBaseline(checkpoint)
-    model = replace(model_with(checkpoint), loaded=alone)
+    model = WithoutBaseline(checkpoint)
     plan = make_plan(model, None, config, tmp_path)
-    assert (list(plan.loaded), {graph.model for graph in plan.graphs}) == (["mod"], {"mod"})
+    assert (list(plan.models), {graph.model for graph in plan.graphs}) == (["mod"], {"mod"})
     assert isinstance(plan.generation, GenerationPlan)
     assert list(plan.generation.models) == ["mod"]
     beside = make_plan(model, model_of(checkpoint.spec.dense(), "base"), config, tmp_path).generation
@@ -174,11 +174,11 @@ def test_a_baseline_has_weights_of_its_own_and_writes_with_them(
 ) -> None:
     baseline = model_of(tiny_spec.dense(), "base")
     plan = make_plan(model_of(replace(tiny_spec, routing=WRITES)), baseline, config, tmp_path)
-    assert plan.loaded["dense"] is baseline.loaded
+    assert plan.models["dense"] is baseline
     assert plan.weights_path("mod", "float32") == "graphs/weights-float32.data"
     assert plan.weights_path("dense", "float32") == "graphs/weights-baseline-float32.data"
-    weights = plan.generating("dense").loaded.weights
-    assert weights["norm.weight"] is baseline.loaded.weights["norm.weight"]
+    weights = plan.generating("dense").whole_rows.weights
+    assert weights["norm.weight"] is baseline.weights["norm.weight"]
 
 
 def test_no_targets_named_takes_all_that_build_here(model: Model, config: BuildConfig, tmp_path: Path) -> None:
@@ -192,10 +192,10 @@ def test_a_model_without_depth_routing_is_built_once_and_has_no_gain_to_reach(
     """Its dense baseline would be the model itself. With another model as its baseline, there is a gain to reach."""
     dense, demanding = model_of(tiny_spec.dense()), updated(config, latency={"min_speedup": 1.1})
     alone = make_plan(dense, None, config, tmp_path)
-    assert (list(alone.loaded), {graph.model for graph in alone.graphs}) == (["mod"], {"mod"})
+    assert (list(alone.models), {graph.model for graph in alone.graphs}) == (["mod"], {"mod"})
     assert alone.config.latency.min_speedup == 0
     beside = make_plan(dense, dense, demanding, tmp_path)
-    assert (list(beside.loaded), beside.config.latency.min_speedup) == (["mod", "dense"], 1.1)
+    assert (list(beside.models), beside.config.latency.min_speedup) == (["mod", "dense"], 1.1)
     with pytest.raises(
         ConfigError, match=r"latency\.min_speedup: a speed-up of 1\.1 is demanded, and there is no dense"
     ):

@@ -1,4 +1,4 @@
-"""Routed layers in the styles of published code, in their static forms. docs/porting.md has a table of them.
+"""Routed layers in the styles of published code, in their static forms. docs/models.md has a table of them.
 
 They were written from facts about the originals, and no code is copied. Where the published code is not static,
 `published_originals.py` has it in plain Python.

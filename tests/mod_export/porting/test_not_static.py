@@ -22,7 +22,7 @@ from mod_export.graph import not_static
 from mod_export.graph.capture import captured, exported, prove_static
 
 HERE = Path(__file__).parent
-DOCS = HERE.parents[2] / "docs/porting.md"
+DOCS = HERE.parents[2] / "docs/models.md"
 Way = Callable[[nn.Module, Sequence[Tensor]], object]
 
 
@@ -56,40 +56,40 @@ TOP_K = """\
     wide_BKD = index_BK[..., None].expand(-1, -1, x_BSD.shape[-1])  # all rows at once, without a loop
     x_BSD = x_BSD.scatter(1, wide_BKD, self.block(x_BSD.gather(1, wide_BKD)))
 """
-MASKS = 'See "Boolean masks" in docs/porting.md'
+MASKS = 'See "Boolean masks" in docs/models.md'
 MASK = f"A boolean mask picks tokens, and how many depends on the data. Write instead:\n{TOP_K}"
 NONZERO = """\
 `nonzero`, or `torch.where` with a condition alone, returns as many indices as are true. Write instead:
     rank_BS = chosen_BS.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
     index_BK = rank_BS[:, :k]  # the first k that are true, then others; live_BK = chosen_BS.gather(1, index_BK)
-See "Indices of what is true" in docs/porting.md"""
+See "Indices of what is true" in docs/models.md"""
 CONDITION = """\
 Python chooses its way by a value that depends on the data. Write instead:
     x_BSD = torch.where(condition, changed_BSD, x_BSD)  # both are computed
     index_BK = scores_BS.topk(k).indices  # or no condition: there are always k tokens, never none or too many
-See "Numbers and conditions" in docs/porting.md"""
+See "Numbers and conditions" in docs/models.md"""
 LOOP = f"""\
 Python chooses its way by a value that depends on the data, for one row or token after the other. Write instead:
-{TOP_K}See "Loops over rows" in docs/porting.md"""
+{TOP_K}See "Loops over rows" in docs/models.md"""
 K_FROM_DATA = """\
 An integer is computed from the data, such as a number of tokens. Write instead:
     k = max(1, int(capacity * x_BSD.shape[1]))  # a Python number, from a shape and constants
     index_BK = scores_BS.topk(k).indices.sort().values  # the same k for all rows
-See "k from data" in docs/porting.md"""
+See "k from data" in docs/models.md"""
 NUMBER = """\
 A number is read out of a tensor, and Python computes with it. Write instead:
     weight = scores_BS.mean()  # without .item(), float() or bool(): a tensor multiplies as a number does
-See "Numbers and conditions" in docs/porting.md"""
+See "Numbers and conditions" in docs/models.md"""
 LIST = """\
 Numbers are read out of a tensor, one by one, and used as indices or sizes. Write instead:
     wide_BKD = index_BK[..., None].expand(-1, -1, x_BSD.shape[-1])  # all rows at once, without a loop
     x_BSD = x_BSD.scatter(1, wide_BKD, self.block(x_BSD.gather(1, wide_BKD)))
-See "Loops over rows" in docs/porting.md"""
+See "Loops over rows" in docs/models.md"""
 MESSAGE = """\
 The forward pass writes a message, which a graph cannot. Write instead:
     if not torch.compiler.is_compiling():  # or leave it out
         print(...)
-See "Prints and other side effects" in docs/porting.md"""
+See "Prints and other side effects" in docs/models.md"""
 
 REFUSED: dict[str, tuple[Sequence[Way], str, str]] = {
     "RowMasks": (BOTH, "chosen = x[row][mask]", MASK + MASKS),
@@ -111,7 +111,7 @@ REFUSED: dict[str, tuple[Sequence[Way], str, str]] = {
 A check looks at values while the model runs. Write instead:
     if not torch.compiler.is_compiling():  # or leave it out; parity finds NaN and infinity
         ...
-See "Numbers and conditions" in docs/porting.md""",
+See "Numbers and conditions" in docs/models.md""",
     ),
     "Item": (BOTH, "weight = self.router(x).mean().item()", NUMBER),
     "Float": (BOTH, "strength = float(self.router(x).mean())", NUMBER),
@@ -134,7 +134,7 @@ See "Numbers and conditions" in docs/porting.md""",
 A slice has an end that depends on the data, such as the length of a row. Write instead:
     real_BS = torch.arange(x_BSD.shape[1], device=x_BSD.device) < lengths_B[:, None]
     scores_BS = scores_BS.masked_fill(~real_BS, -torch.inf)  # padding is selected last; no row is cut
-See "Loops over rows" in docs/porting.md""",
+See "Loops over rows" in docs/models.md""",
     ),
     "OneByOne": (BOTH, "return x + self.block(x[:, self.router(x)[0, :, 0].argmax().item()])[:, None]", LIST),
     "BestToken": ([export], "best = int(self.router(x)[0, :, 0].argmax())", LIST),
@@ -146,7 +146,7 @@ See "Loops over rows" in docs/porting.md""",
         """\
 `unique` returns as many entries as differ. Write instead:
     index_BK = scores_BS.topk(k).indices.sort().values  # those of one row differ already
-See "Indices of what is true" in docs/porting.md""",
+See "Indices of what is true" in docs/models.md""",
     ),
     "MaskedSelect": (
         BOTH,
@@ -177,7 +177,7 @@ The size of what `repeat_interleave` returns depends on the data. Write instead:
 The graph holds only while `self.step == 0`, and the next call finds something else. Write instead:
     if self.training:  # counters and schedules of training have no place in inference
         self.step += 1
-See "State that changes" in docs/porting.md""",
+See "State that changes" in docs/models.md""",
     ),
     # Here only torch.export refuses, because torch.compile supports numpy.
     "Numpy": (
@@ -186,7 +186,7 @@ See "State that changes" in docs/porting.md""",
         """\
 The forward pass leaves PyTorch for numpy. Write instead:
     rank_BS = scores_BS.argsort(dim=1, descending=True, stable=True)  # the operation of torch, not numpy's
-See "Prints and other side effects" in docs/porting.md""",
+See "Prints and other side effects" in docs/models.md""",
     ),
 }
 

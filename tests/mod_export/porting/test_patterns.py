@@ -1,4 +1,4 @@
-"""Runs every pair of code blocks in docs/porting.md: the original and the static form."""
+"""Runs every pair of code blocks in docs/models.md: the original and the static form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mod_export import mark_selection
 from mod_export.errors import CaptureError
 from mod_export.graph.capture import captured, prove_static
 
-PAGE = Path(__file__).parents[3] / "docs/porting.md"
+PAGE = Path(__file__).parents[3] / "docs/models.md"
 S, TEXTS = 16, 4
 
 
@@ -90,7 +90,7 @@ def sections() -> dict[str, tuple[Any, Any]]:
         end = following.start() if following else len(page)
         blocks = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL).finditer(page, title.end(), end)
         code = [compile("\n" * page.count("\n", 0, block.start(1)) + block[1], str(PAGE), "exec") for block in blocks]
-        if title[0].startswith("### "):
+        if title[0].startswith("### ") and code:
             original, static = code
             pairs[title[1]] = (original, static)
     return pairs
@@ -138,7 +138,7 @@ def test_the_original_is_refused_or_has_another_site(pair: tuple[nn.Module, nn.M
         prove_static(original, examples, "mine")
         assert [site.k for site in captured(original, examples[0], "mine").sites] == case.original
         return
-    message = f'See "{SECTION_OF_MESSAGE.get(section, section)}" in docs/porting.md'
+    message = f'See "{SECTION_OF_MESSAGE.get(section, section)}" in docs/models.md'
     with pytest.raises(CaptureError, match=f"^mine: no static graph because of {PAGE}:(.|\n)*{message}"):
         prove_static(original, examples, "mine")
 

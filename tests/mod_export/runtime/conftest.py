@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from writing import eager
 
-from mod_export.model.model import Model
-from mod_export.model.protocol import GeneratingModel
+from mod_export.model.model import GeneratingModel, Model
 from mod_export.runtime.generator import Generator, load_generator
 
 

@@ -9,7 +9,7 @@ import pytest
 from writing import prompts_of_lengths
 
 from mod_export.errors import EngineError, UsageError
-from mod_export.model.protocol import GeneratingModel
+from mod_export.model.model import GeneratingModel
 from mod_export.runtime.generator import Generator, load_generator
 
 

@@ -64,7 +64,7 @@ def eager(model: Model, kind: Any, bucket: Bucket, ids_BS: np.ndarray, lengths_B
     padded_B = torch.ones(bucket.batch, dtype=torch.int64)
     padded_B[:B] = torch.from_numpy(lengths_B)
     with torch.no_grad():
-        logits_BSV: torch.Tensor = model.of_kind(kind).module()(padded_BS, padded_B)[0]
+        logits_BSV: torch.Tensor = {"mod": model, "dense": model.dense()}[kind].module()(padded_BS, padded_B)[0]
     found: np.ndarray = logits_BSV[:B, :S].numpy()
     return found
 

@@ -15,8 +15,7 @@ from writing import WINDOW, prompts_of_lengths
 
 from mod_export.errors import UsageError
 from mod_export.folder.manifest import GenerationFacts, open_folder
-from mod_export.model.model import Model
-from mod_export.model.protocol import GeneratingModel
+from mod_export.model.model import GeneratingModel, Model
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.runtime.texts import Bytes
 from mod_export.types import Bucket, Engine
@@ -63,7 +62,7 @@ def test_what_ran_is_counted(generator: Generator, writing_model: Model, writer:
     assert any(found.overflow.values())
     ids_1S = torch.tensor([[*prompt, *found.ids[:-1]]])
     with torch.no_grad():
-        _, decided = observed(writer.loaded.module(), ids_1S, torch.tensor([ids_1S.shape[1]]))
+        _, decided = observed(writer.whole_rows.module(), ids_1S, torch.tensor([ids_1S.shape[1]]))
     assert found.ran == {site: int(selection.live_BK.sum()) for site, selection in decided.items()}
     wanted = {site: int((selection.score_BS > 0).sum()) for site, selection in decided.items()}
     assert {site: found.ran[site] + found.overflow[site] for site in found.ran} == wanted
@@ -160,7 +159,7 @@ def test_text_is_its_bytes_and_ids_are_of_any_whole_type(generator: Generator) -
 
 
 def test_the_dense_baseline(written: Path, writing_model: Model, generator: Generator) -> None:
-    baseline = writing_model.of_kind("dense").generating(WINDOW)
+    baseline = writing_model.dense().generating(WINDOW)
     prompts = prompts_of_lengths([3, 12])
     with load_generator(written, model="dense") as dense:
         found = dense.generate(prompts, 12)

@@ -8,7 +8,7 @@ import torch
 from writing import WINDOW, prompts_of_lengths
 
 from mod_export.errors import TooLongError, UsageError
-from mod_export.model.protocol import GeneratingModel
+from mod_export.model.model import GeneratingModel
 from mod_export.runtime.generator import Generator
 from mod_export.runtime.logits import log_softmax, logprob_of
 
@@ -19,7 +19,7 @@ def eager_logprobs(writer: GeneratingModel, ids: list[int]) -> np.ndarray:
     """Log probabilities of the token after each position, float64 (S, V)."""
     ids_1S = torch.tensor([ids])
     with torch.no_grad():
-        logits_1SV, *_ = writer.loaded.module()(ids_1S, torch.tensor([len(ids)]))
+        logits_1SV, *_ = writer.whole_rows.module()(ids_1S, torch.tensor([len(ids)]))
     return log_softmax(logits_1SV[0].numpy())
 
 

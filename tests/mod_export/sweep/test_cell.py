@@ -20,16 +20,15 @@ from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
 from mod_export.folder.files import write_whole
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
+from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
     finished_cell,
-    log_of,
     machine_name,
     quality_of,
     run_cell,
 )
 from mod_export.sweep.schema import CellEntry
-from mod_models.architecture import MOD_TRANSFORMER
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -86,7 +85,7 @@ def test_a_crash_shows_its_last_line(checkpoint: Path, fast: Path, tmp_path: Pat
     entry = run_cell(job)
     assert entry.exit_code == 1
     assert str(entry.error).startswith("ended with exit code 1 and no result; its last line: ")
-    assert "Traceback" in log_of(job).read_text()
+    assert "Traceback" in job.log.read_text()
 
 
 SCRIPT = """
@@ -123,10 +122,10 @@ def test_perplexity_by_the_definition(model: Model) -> None:
     found = quality_of(model, 100, seed=3)
     assert found is not None
     assert found.tokens == 8200 >= QUALITY_TOKENS
-    ids_RT = model.loaded.sample_ids(82, 101, 3)
+    ids_RT = model.sample_ids(82, 101, 3)
     assert ids_RT is not None
     text_RT = torch.from_numpy(ids_RT)
-    logits_RSV = model.loaded.module()(text_RT[:, :-1], torch.full((82,), 100))[0]
+    logits_RSV = model.module()(text_RT[:, :-1], torch.full((82,), 100))[0]
     probability = torch.softmax(logits_RSV.double(), -1).gather(-1, text_RT[:, 1:, None])
     assert found.perplexity == pytest.approx(float(torch.exp(-probability.log().mean())), rel=1e-6)
     assert found == quality_of(model, 100, seed=3)

@@ -1,8 +1,9 @@
-"""What an exporter finds at the entry point; this package needs no exporter."""
+"""The transformer as a model to export."""
 
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from importlib.metadata import entry_points
 from pathlib import Path
 
@@ -12,19 +13,18 @@ import torch
 from observing import observed
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 
-from mod_models.architecture import MOD_TRANSFORMER, LoadedTransformer
+from mod_export.model.model import TokenIds
+from mod_export.model.transformer import MOD_TRANSFORMER, ModTransformer, TransformerModel
 from mod_models.checkpoint import Checkpoint, save_checkpoint
 from mod_models.corpus import read_split
 from mod_models.flops import layer_costs
-from mod_models.spec import ModelSpec, SpecError
 from mod_models.train import DEFAULT_SPEC
-from mod_models.transformer import Transformer
 
 SPEC = make_spec(predictor_hidden=2)
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> LoadedTransformer:
+def loaded(tmp_path: Path) -> TransformerModel:
     save_checkpoint(tmp_path / "model.pt", lively_checkpoint(SPEC))
     return MOD_TRANSFORMER.read(tmp_path / "model.pt")
 
@@ -35,30 +35,29 @@ def test_entry_point() -> None:
     assert MOD_TRANSFORMER.name == "mod_transformer"
 
 
-def test_imports_nothing_of_the_exporter() -> None:
-    code = "import sys, mod_models.architecture, mod_models.train; print(*sys.modules)"
+def test_the_models_import_nothing_of_the_exporter() -> None:
+    code = "import sys, mod_models.convert, mod_models.train; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert {name.split(".")[0] for name in modules}.isdisjoint({"onnx", "onnx_ir", "onnxruntime", "onnxscript"})
     assert {name for name in modules if name.startswith("mod_export")} == {"mod_export", "mod_export.marker"}
 
 
-def test_what_was_read(loaded: LoadedTransformer) -> None:
+def test_what_was_read(loaded: TransformerModel) -> None:
     assert loaded.spec == SPEC.to_dict() == json.loads(json.dumps(loaded.spec))
     assert loaded.weights.keys() == lively_checkpoint(SPEC).weights.keys()
-    assert loaded.vocab_size == 16
-    assert loaded.max_positions == 16
+    assert loaded.tokens == TokenIds(vocab_size=16, max_positions=16)
     assert loaded.k_by_layer(8) == {0: 3, 2: 3}
     assert loaded.dense().k_by_layer(8) == {}
-    assert loaded.layers(2, 8) == layer_costs(SPEC, 2, 8)
+    assert [asdict(cost) for cost in loaded.layers(2, 8)] == [asdict(cost) for cost in layer_costs(SPEC, 2, 8)]
 
 
-def test_restore_is_the_inverse(loaded: LoadedTransformer) -> None:
+def test_restore_is_the_inverse(loaded: TransformerModel) -> None:
     again = MOD_TRANSFORMER.restore(json.loads(json.dumps(loaded.spec)), loaded.weights)
     assert again.checkpoint.spec == SPEC
     assert again.weights is loaded.weights
 
 
-def test_sites_are_observed_and_forced(loaded: LoadedTransformer) -> None:
+def test_sites_are_observed_and_forced(loaded: TransformerModel) -> None:
     module, ids_BS, lengths_B = loaded.module(), distinct_ids(SPEC, 2, 8), torch.tensor([8, 2])
     (logits_BSV,) = module(ids_BS, lengths_B)
     again_BSV, free = observed(module, ids_BS, lengths_B)
@@ -71,8 +70,8 @@ def test_sites_are_observed_and_forced(loaded: LoadedTransformer) -> None:
     assert not torch.equal(forced_BSV, logits_BSV)
 
 
-def test_text_of_a_vocabulary_of_bytes(loaded: LoadedTransformer) -> None:
-    bytes_model = LoadedTransformer(Checkpoint(spec=make_spec(vocab_size=256), weights={}))
+def test_text_of_a_vocabulary_of_bytes(loaded: TransformerModel) -> None:
+    bytes_model = TransformerModel(Checkpoint(spec=make_spec(vocab_size=256), weights={}))
     ids_BS = bytes_model.sample_ids(3, 64, seed=5)
     assert (ids_BS.shape, ids_BS.dtype) == ((3, 64), np.int64)
     held_out = bytes(read_split("held_out").numpy())
@@ -98,7 +97,7 @@ def test_text_of_a_vocabulary_of_bytes(loaded: LoadedTransformer) -> None:
 )
 def test_weights_of_routers(router: str, parts: list[str]) -> None:
     """Weights of the predictors, which decide nothing here, are not included."""
-    loaded = LoadedTransformer(lively_checkpoint(make_spec(router=router, predictor_hidden=2)))
+    loaded = TransformerModel(lively_checkpoint(make_spec(router=router, predictor_hidden=2)))
     assert any(".predictor." in name for name in loaded.weights)
     assert sorted(loaded.router_weights()) == sorted(f"layers.{i}.router.{part}" for i in (0, 2) for part in parts)
     assert {name: sites for name, sites in loaded.router_weights().items() if sites not in ((0,), (2,))} == {}
@@ -108,7 +107,7 @@ def test_weights_of_routers(router: str, parts: list[str]) -> None:
 def test_a_float64_model_routes_and_gates_in_float64() -> None:
     """Its distance from float32 measures the rounding error, so nothing in it may be rounded to float32."""
     spec = make_spec(router="mlp")
-    loaded = LoadedTransformer(lively_checkpoint(spec))
+    loaded = TransformerModel(lively_checkpoint(spec))
     ids_BS, lengths_B = distinct_ids(spec, 2, 8), torch.tensor([8, 5])
     logits_BSV, decided = observed(loaded.module().double(), ids_BS, lengths_B)
     assert logits_BSV.dtype == torch.float64
@@ -124,24 +123,17 @@ def test_a_float64_model_routes_and_gates_in_float64() -> None:
     assert 0 < error < 1e-5
 
 
-def test_random(tmp_path: Path) -> None:
-    spec = SPEC.to_dict()
-    for name in ("a.pt", "b.pt"):
-        MOD_TRANSFORMER.random(spec, 7, tmp_path / name)
-    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
-    assert MOD_TRANSFORMER.read(tmp_path / "a.pt").spec == spec
-    del spec["n_layers"]
-    with pytest.raises(SpecError, match=r"^spec\.n_layers: missing$"):
-        MOD_TRANSFORMER.random(spec, 0, tmp_path / "c.pt")
-    assert not (tmp_path / "c.pt").exists()
+def test_a_checkpoint_that_is_large_enough_to_be_timed(tmp_path: Path) -> None:
+    assert MOD_TRANSFORMER.timed_checkpoint(7, tmp_path / "timed")
+    model = MOD_TRANSFORMER.read(tmp_path / "timed")
+    assert model.parameters == 39_599_616
+    assert model.k_by_layer(512) == dict.fromkeys((1, 3, 5, 7, 9, 11), 64)
 
 
-def test_timed_spec() -> None:
-    spec = ModelSpec.from_dict(MOD_TRANSFORMER.timed_spec())
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in Transformer(spec).parameters())
-    assert size == 39_599_616
-    assert spec.k_by_layer(512) == dict.fromkeys((1, 3, 5, 7, 9, 11), 64)
+def test_code_that_graphs_depend_on() -> None:
+    """A subclass in another package has modules of its own."""
+    assert MOD_TRANSFORMER.package == "mod_models"
+    assert type("Other", (ModTransformer,), {"__module__": "other.models"})().package == "other"
 
 
 def test_demo_checkpoint() -> None:

@@ -10,8 +10,10 @@ from generating import GENERATING, WINDOW
 from tiny_models import lively_checkpoint, make_spec
 from variants import experts
 
+from mod_export.model.transformer import GeneratingTransformer
 from mod_models.cache import cache_layout
-from mod_models.decoding import DecodingGraphs
+from mod_models.checkpoint import Checkpoint
+from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
 from mod_models.step import prefill_outputs, step_inputs, step_outputs
 
@@ -25,8 +27,9 @@ SLOT = 2 * 4 * 2 * 4
 PLACES = int(0.375 * WINDOW)
 
 
-def graphs_of(spec: ModelSpec) -> tuple[DecodingGraphs, dict[str, torch.Tensor]]:
-    return DecodingGraphs(spec, WINDOW), dict(lively_checkpoint(spec).weights)
+def graphs_of(spec: ModelSpec) -> tuple[GeneratingTransformer, dict[str, torch.Tensor]]:
+    checkpoint = lively_checkpoint(spec)
+    return GeneratingTransformer(checkpoint, WINDOW), dict(checkpoint.weights)
 
 
 def routers(weights: dict[str, torch.Tensor]) -> int:
@@ -35,15 +38,10 @@ def routers(weights: dict[str, torch.Tensor]) -> int:
     return sum(weight.numel() for weight in found)
 
 
-def sizes(weights: dict[str, torch.Tensor]) -> dict[str, int]:
-    """Bytes of each weight."""
-    return {name: weight.nbytes for name, weight in weights.items()}
-
-
 def test_dense() -> None:
-    graphs, weights = graphs_of(make_spec(routing=None))
+    graphs, _ = graphs_of(make_spec(routing=None))
     assert graphs.sites == ()
-    found = graphs.step_bytes(sizes(weights), 2, WINDOW, {})
+    found = graphs.least_bytes(2, WINDOW, {})
     assert found == 4 * (3 * (ATTENTION + MLP) + HEAD) + 2 * 3 * WINDOW * SLOT
 
 
@@ -55,7 +53,7 @@ def test_dense() -> None:
 def test_routed_parts(parts: str, routed: int, always: int, slots: int, executed: float) -> None:
     """Layers 0 and 2 are routed. If only the MLP is routed, every token is in the cache."""
     graphs, weights = graphs_of(make_spec(parts=parts, selection="threshold"))
-    found = graphs.step_bytes(sizes(weights), 3, WINDOW, dict.fromkeys(graphs.sites, executed))
+    found = graphs.least_bytes(3, WINDOW, dict.fromkeys(graphs.sites, executed))
     numbers = ATTENTION + MLP + HEAD + routers(weights) + 2 * (always + executed * routed)
     share = 1.0 if parts == "mlp" else executed
     assert found == round(4 * numbers + 3 * SLOT * (WINDOW + 2 * slots * share))
@@ -65,7 +63,7 @@ def test_parts_that_are_routed_apart() -> None:
     graphs, weights = graphs_of(make_spec(parts="separate", selection="predictor", predictor_hidden=2))
     assert graphs.sites == ("0.attention", "0.mlp", "2.attention", "2.mlp")
     executed = dict(zip(graphs.sites, (0.5, 0.25, 0.0, 1.0), strict=True))
-    found = graphs.step_bytes(sizes(weights), 1, WINDOW, executed)
+    found = graphs.least_bytes(1, WINDOW, executed)
     numbers = ATTENTION + MLP + HEAD + routers(weights) + 0.5 * ATTENTION + 0.25 * MLP + 0.0 * ATTENTION + 1.0 * MLP
     assert found == round(4 * numbers + SLOT * (WINDOW + 0.5 * PLACES))
 
@@ -75,30 +73,30 @@ def test_experts_are_read_as_rows_can_take_them(rows: int, share: float) -> None
     """Each row runs one of four experts, so at most as many experts as rows are read."""
     graphs, weights = graphs_of(make_spec(routing=None, experts=experts()))
     every = sum(weight.numel() for name, weight in weights.items() if ".experts." in name and "router" not in name)
-    found = graphs.step_bytes(sizes(weights), rows, WINDOW, dict.fromkeys(graphs.sites, 1.0))
+    found = graphs.least_bytes(rows, WINDOW, dict.fromkeys(graphs.sites, 1.0))
     norms_and_mlp = 2 * 8 + MLP
     numbers = 3 * ATTENTION + norms_and_mlp + HEAD + routers(weights) + share * every
     assert found == round(4 * numbers + rows * SLOT * 3 * WINDOW)
-    assert found == graphs.step_bytes(sizes(weights), rows, WINDOW, dict.fromkeys(graphs.sites, 0.0))
+    assert found == graphs.least_bytes(rows, WINDOW, dict.fromkeys(graphs.sites, 0.0))
 
 
 def test_an_embedding_that_is_no_head_is_read_in_one_row() -> None:
-    tied, tied_weights = graphs_of(make_spec(routing=None))
-    apart, weights = graphs_of(dataclasses.replace(make_spec(routing=None), tie_embeddings=False))
-    assert tied.step_bytes(sizes(tied_weights), 1, WINDOW, {}) == apart.step_bytes(sizes(weights), 1, WINDOW, {})
+    tied, _ = graphs_of(make_spec(routing=None))
+    apart, _ = graphs_of(dataclasses.replace(make_spec(routing=None), tie_embeddings=False))
+    assert tied.least_bytes(1, WINDOW, {}) == apart.least_bytes(1, WINDOW, {})
 
 
 @pytest.mark.parametrize("name", GENERATING)
 def test_sources(name: str) -> None:
     """Sources are on the meta device, with the cache's names and shapes; no tensor occurs twice in the examples."""
     spec = GENERATING[name]
-    graphs = DecodingGraphs(spec, WINDOW)
+    graphs, generating = GeneratingTransformer(Checkpoint(spec=spec, weights={}), WINDOW), for_generation(spec, WINDOW)
     assert list(graphs.capacity) == list(graphs.sites)
     prefill, step = graphs.prefill(2, 9), graphs.step(3, 12)
     assert prefill.inputs == ("input_ids", "lengths")
-    assert prefill.outputs == tuple(prefill_outputs(graphs.spec, 9))
-    assert step.inputs == tuple(step_inputs(graphs.spec, 12))
-    assert step.outputs == tuple(step_outputs(graphs.spec))
+    assert prefill.outputs == tuple(prefill_outputs(generating, 9))
+    assert step.inputs == tuple(step_inputs(generating, 12))
+    assert step.outputs == tuple(step_outputs(generating))
     for source in (prefill, step):
         assert not source.module.training
         assert all(tensor.is_meta for tensor in source.module.state_dict().values())
@@ -108,5 +106,5 @@ def test_sources(name: str) -> None:
             assert (example.shape, example.dtype) == (again.shape, again.dtype)
         assert len({id(tensor) for example in source.examples for tensor in example}) == 2 * len(source.examples[0])
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in step.examples[0][2:]]
-    assert shapes == [(item.shape, item.dtype) for item in cache_layout(graphs.spec, 3, 12)]
+    assert shapes == [(item.shape, item.dtype) for item in cache_layout(generating, 3, 12)]
     assert [tuple(tensor.shape) for tensor in prefill.examples[0]] == [(2, 9), (2,)]
