@@ -111,7 +111,7 @@ def not_compared(build: Build) -> str | None:
 
 def unfollowed(build: Build) -> tuple[str, ...]:
     """Describes the selections of a captured model in which no routing site was found; empty for other models."""
-    from mod_export.graph.unfollowed import unfollowed_selections  # PyTorch, which a benchmark does without.
+    from mod_export.graph.find_sites import unfollowed_selections  # PyTorch, which a benchmark does without.
     from mod_export.model.programs import ProgramModel
 
     model = build.plan.model

@@ -19,7 +19,7 @@ from benchmarks.faults.fault_table import f32
 from benchmarks.faults.graph_surgery import plant
 from mod_export.config import BuildConfig
 from mod_export.errors import ConfigError, EngineError
-from mod_export.graph.passes import PORTABLE
+from mod_export.graph.rewrites import PORTABLE
 from mod_export.judge.candidates import Candidate
 from mod_export.judge.causality import causality_of
 from mod_export.judge.compare import Judged

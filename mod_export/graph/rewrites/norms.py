@@ -20,16 +20,20 @@ import onnx_ir as ir
 
 from mod_export.graph.nodes import (
     NodeWriter,
-    constant_array,
+    base_of_square,
+    before_views,
+    constant_integers,
+    constant_number,
     graph_around,
     is_standard,
     label_of,
     made_by,
+    nodes_from_opset,
     only_reader,
     static_shape,
     substitute,
 )
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 FIRST_OPSET = 23
 """The first opset with the operator RMSNormalization."""
@@ -42,10 +46,10 @@ class NormOperator:
 
     name: ClassVar[str] = "norm_operator"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
         return True
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         count = 0
         for norm in _written_out(model):
             # Each norm is replaced at once, because the next one may read its result.
@@ -59,7 +63,7 @@ class NormOperator:
             substitute(y, result, *norm.nodes)
         return count
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(norm.nodes[0])} still writes a norm out" for norm in _written_out(model)]
 
 
@@ -78,7 +82,7 @@ class _Norm(NamedTuple):
 
 
 def _written_out(model: ir.Model) -> Iterator[_Norm]:
-    for node in model.graph.all_nodes() if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
+    for node in nodes_from_opset(model, FIRST_OPSET):
         for over, root in _quotient(node):
             norm = _norm(node, over, root)
             if norm is not None:
@@ -100,7 +104,9 @@ def _quotient(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
 def _root(value: ir.Value | None) -> ir.Value | None:
     """The radicand of a value that is a root; None for any other value."""
     node = made_by(value, "Sqrt", "Pow")
-    return node.inputs[0] if node is not None and (node.op_type == "Sqrt" or _is(node.inputs[1], 0.5)) else None
+    if node is None or (node.op_type == "Pow" and constant_number(node.inputs[1]) != 0.5):
+        return None
+    return node.inputs[0]
 
 
 def _inverse_root(value: ir.Value | None) -> ir.Value | None:
@@ -111,8 +117,8 @@ def _inverse_root(value: ir.Value | None) -> ir.Value | None:
     if node.op_type == "Reciprocal":
         return _root(node.inputs[0])
     if node.op_type == "Div":
-        return _root(node.inputs[1]) if _is(node.inputs[0], 1) else None
-    return node.inputs[0] if _is(node.inputs[1], -0.5) else None
+        return _root(node.inputs[1]) if constant_number(node.inputs[0]) == 1 else None
+    return node.inputs[0] if constant_number(node.inputs[1]) == -0.5 else None
 
 
 def _norm(node: ir.Node, over: ir.Value, radicand: ir.Value) -> _Norm | None:
@@ -120,8 +126,9 @@ def _norm(node: ir.Node, over: ir.Value, radicand: ir.Value) -> _Norm | None:
     added = made_by(radicand, "Add")
     terms = () if added is None else ((added.inputs[0], added.inputs[1]), (added.inputs[1], added.inputs[0]))
     for variance, number in terms:
-        epsilon, squared = constant_array(number), _averaged_square(variance)
-        if epsilon is None or epsilon.size != 1 or not epsilon.item() > 0 or squared is None:
+        # The variance is the mean of squares, in any view of the same numbers.
+        epsilon, squared = constant_number(number), base_of_square(_averaged(before_views(variance, *VIEWS)))
+        if epsilon is None or not epsilon > 0 or squared is None:
             continue
         # The root has one number for each row of x, not for each column.
         sizes = static_shape(squared)
@@ -139,19 +146,8 @@ def _norm(node: ir.Node, over: ir.Value, radicand: ir.Value) -> _Norm | None:
         if centre is not None:
             bias = _followed_by("Add", nodes, sizes[-1])
         x = squared if centre is None else centre
-        return _Norm(x, weight, bias, epsilon.item(), centre is not None, tuple(nodes))
+        return _Norm(x, weight, bias, epsilon, centre is not None, tuple(nodes))
     return None
-
-
-def _averaged_square(value: ir.Value | None) -> ir.Value | None:
-    """x, if a value is the mean of x * x over its last dimension, in any view of the same numbers."""
-    while (view := made_by(value, *VIEWS)) is not None:
-        value = view.inputs[0]
-    square = made_by(_averaged(value), "Mul", "Pow")
-    if square is None:
-        return None
-    a, b = square.inputs
-    return a if (_is(b, 2) if square.op_type == "Pow" else a is b) else None
 
 
 def _averaged(value: ir.Value | None) -> ir.Value | None:
@@ -159,8 +155,8 @@ def _averaged(value: ir.Value | None) -> ir.Value | None:
     node = made_by(value, "ReduceMean")
     if node is None or node.inputs[0] is None:
         return None
-    sizes, axes = static_shape(node.inputs[0]), constant_array(node.inputs[1]) if len(node.inputs) > 1 else None
-    return node.inputs[0] if sizes and axes is not None and axes.tolist() in ([-1], [len(sizes) - 1]) else None
+    sizes = static_shape(node.inputs[0])
+    return node.inputs[0] if sizes and constant_integers(node, 1) in ([-1], [len(sizes) - 1]) else None
 
 
 def _centred(value: ir.Value) -> ir.Value | None:
@@ -183,12 +179,8 @@ def _with_vector(node: ir.Node, D: int) -> tuple[ir.Value | None, ir.Value | Non
     """(vector, other input) of a node with one input (D,) and one of another shape."""
     a, b = node.inputs
     for vector, other in ((a, b), (b, a)):
-        if (
-            static_shape(vector) == (D,)
-            and static_shape(other) != (D,)
-            and vector is not None
-            and vector.dtype == FLOAT
-        ):
+        fits = static_shape(vector) == (D,) and static_shape(other) != (D,)
+        if vector is not None and vector.dtype == FLOAT and fits:
             return vector, other
     return None, None
 
@@ -204,8 +196,3 @@ def _followed_by(op_type: str, nodes: list[ir.Node], D: int) -> ir.Value | None:
     if other is nodes[0].outputs[0]:
         nodes.insert(0, reader)
     return vector if nodes[0] is reader else None
-
-
-def _is(value: ir.Value | None, number: float) -> bool:
-    array = constant_array(value)
-    return array is not None and array.size == 1 and array.item() == number

@@ -1,14 +1,19 @@
-"""Quantizes weights to 8 or 4 bits in forms that are fast on a CPU. The rounding of a token depends on no other token.
+"""Multiplies by weights as they are stored: float weights without a transposed copy, or integers of 8 or 4 bits.
 
-For products of many rows, int8 rounds activations to 8 bits too, with a scale and a zero point for each token that are
-computed at run time, and multiplies integers. For products of few rows, as in a step of text, every weight is read once
-and little is computed, so the number of bytes counts: both dtypes store blocks with one scale each, and the kernel of
-MatMulNBits rounds activations block by block. This form has the smallest errors, and it is faster than float32 for many
-rows as well. So int8 uses it everywhere for two kinds of weights: the head's, because no later layer averages its
-errors (it has 8 bits in int4 too); and those that read the product of two activations, as in SwiGLU, whose few large
-elements would use up the range of a token's scale. If the head's weight is the embedding table too, both read blocks.
+PyTorch stores a linear layer's weight as (out, in), and ONNX MatMul wants (in, out), so an export transposes every
+weight, and a runtime computes the transposed copies while loading: the whole model is in memory twice. ONNX Runtime's
+FusedMatMul reads a weight as it is stored, so the weight stays in the file that all buckets map (`StoredWeights`).
 
-An engine that rounds activations itself (`Dialect.rounds_activations`) gets int8 weights as DequantizeLinear and
+`QuantizeWeights` uses forms that are fast on a CPU. The rounding of a token depends on no other token. For products of
+many rows, int8 rounds activations to 8 bits too, with a scale and a zero point for each token that are computed at run
+time, and multiplies integers. For products of few rows, as in a step of text, every weight is read once and little is
+computed, so the number of bytes counts: both dtypes store blocks with one scale each, and the kernel of MatMulNBits
+rounds activations block by block. This form has the smallest errors, and it is faster than float32 for many rows as
+well. So int8 uses it everywhere for two kinds of weights: the head's, because no later layer averages its errors (it
+has 8 bits in int4 too); and those that read the product of two activations, as in SwiGLU, whose few large elements
+would use up the range of a token's scale. If the head's weight is the embedding table too, both read blocks.
+
+An engine that rounds activations itself (`TargetLimits.rounds_activations`) gets int8 weights as DequantizeLinear and
 MatMul, the head's too, if some product of the graph has many rows. OpenVINO rounds groups of a token's numbers, so its
 errors are close to those of blocks, at the speed of whole columns.
 
@@ -26,19 +31,87 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from mod_export.graph.nodes import (
+    MICROSOFT,
     NodeWriter,
+    before_views,
     graph_around,
     is_standard,
     label_of,
     made_by,
     only_reader,
     require_static_shape,
+    static_shape,
     substitute,
 )
-from mod_export.graph.passes.cast_floats import float32_island
-from mod_export.graph.passes.products import MICROSOFT, Product, product_of
+from mod_export.graph.rewrites.cast_floats import float32_island
 from mod_export.graph.weights import BELOW, BITS, BLOCKS, ONNX_TYPES, Form, forms_of, quantized_tensors
-from mod_export.types import QUANTIZED, Dialect, DType
+from mod_export.types import QUANTIZED, DType, TargetLimits
+
+
+class Product(NamedTuple):
+    """x (..., K) times the transpose of a weight (N, K)."""
+
+    node: ir.Node
+    x: ir.Value
+    weight: ir.Value
+    sizes: tuple[int, int]
+
+
+def product_of(node: ir.Node) -> Product | None:
+    """The product that a node computes; None if it computes no product with a transposed weight."""
+    if is_standard(node, "MatMul"):
+        x, right = node.inputs
+        transpose = made_by(right, "Transpose")
+        # (0, 1), the permutation that changes nothing, is excluded; no exporter writes it.
+        if transpose is None or list(transpose.attributes.get_ints("perm", [1, 0])) != [1, 0]:
+            return None
+        weight = transpose.inputs[0]
+    elif is_standard(node, "Gemm") and not any(value is not None for value in node.inputs[2:]):
+        x, weight = node.inputs[:2]
+        swapped = tuple(node.attributes.get_int(name, 0) for name in ("transA", "transB"))
+        if node.attributes.get_float("alpha", 1.0) != 1 or swapped != (0, 1):
+            return None
+    else:
+        return None
+    shape = static_shape(weight)
+    if x is None or weight is None or not weight.is_initializer() or shape is None or len(shape) != 2:
+        return None
+    return Product(node, x, weight, (shape[0], shape[1]))
+
+
+# Float weights
+
+
+class StoredWeights:
+    """Replaces MatMul with a transposed weight by com.microsoft::FusedMatMul, which transposes while it packs.
+
+    It also replaces a Gemm that does the same for rows without a batch, such as the head of a prompt's last token,
+    because ONNX Runtime's sessions share packed weights only among operators of one type.
+    """
+
+    name: ClassVar[str] = "stored_weights"
+
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.stored_weights
+
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
+        products = _float_products(model)
+        for node, x, weight, _ in products:
+            writer = NodeWriter(graph_around(node), node, "stored")
+            writer.replace(writer.op("FusedMatMul", x, weight, domain=MICROSOFT, like=node.outputs[0], transB=1))
+            model.opset_imports[MICROSOFT] = 1
+        return len(products)
+
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        return [f"{label_of(product.node)} packs a copy of {product.weight.name}" for product in _float_products(model)]
+
+
+def _float_products(model: ir.Model) -> list[Product]:
+    """The products with transposed weights, also in branches, which use the weights of the whole graph."""
+    return [product for product in map(product_of, model.graph.all_nodes()) if product is not None]
+
+
+# Quantized weights
 
 FLOAT = ir.DataType.FLOAT
 VIEWS = ("Reshape", "Squeeze", "Transpose", "Unsqueeze")
@@ -48,13 +121,6 @@ MANY = 32
 """The fewest rows for which a product in integers is worth the rounding of its activations."""
 SMALLEST = 32
 """The fewest columns or summed elements of a product that gains anything: a router's projection has one column."""
-
-
-class _Found(NamedTuple):
-    """A product, and the form that its weight gets."""
-
-    product: Product
-    form: Form
 
 
 class _Rounded(NamedTuple):
@@ -73,17 +139,18 @@ class QuantizeWeights:
 
     name: ClassVar[str] = "quantize_weights"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
         return dtype in QUANTIZED
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
-        quantizable = list(_quantizable(model.graph, dialect, dtype))
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
+        quantizable = list(_quantizable(model.graph, limits, dtype))
         tables = {product.weight: form for product, form in quantizable if form in BITS and BITS[form] == 8}
-        tables = {} if dialect.rounds_activations else tables  # The engine's other graphs read the table as it is.
-        lookups = [node for node in model.graph if _is_lookup(node) and node.inputs[0] in tables]
+        tables = {} if limits.rounds_activations else tables  # The engine's other graphs read the table as it is.
+        gathers = [node for node in model.graph if is_standard(node, "Gather")]
+        lookups = [node for node in gathers if not node.attributes.get_int("axis", 0) and node.inputs[0] in tables]
         rounded: dict[tuple[ir.Value, ir.Graph], _Rounded] = {}
         for products, form in _side_by_side(quantizable):
-            if form == "int8" and dialect.rounds_activations:
+            if form == "int8" and limits.rounds_activations:
                 _multiply_dequantized(model.graph, products[0])
             elif form == "int8":
                 _multiply_integers(model.graph, products[0], rounded)
@@ -96,19 +163,20 @@ class QuantizeWeights:
             _look_up(model.graph, node, tables[node.inputs[0]])
         return len(quantizable) + len(lookups)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        quantizable = _quantizable(model.graph, dialect, dtype)
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        quantizable = _quantizable(model.graph, limits, dtype)
         return [f"{label_of(product.node)} multiplies by a float32 weight" for product, _ in quantizable]
 
 
-def stored_forms(model: ir.Model, dialect: Dialect, dtype: DType) -> dict[str, set[Form]]:
-    """Runs the pass, and returns the forms in which the graph then reads each of its weights."""
-    QuantizeWeights().run(model, dialect, dtype)
+def stored_forms(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[str, set[Form]]:
+    """Quantizes the graph, and returns the forms in which the graph then reads each of its weights."""
+    QuantizeWeights().run(model, limits, dtype)
     common.RemoveUnusedNodesPass()(model)
     return forms_of(model.graph.initializers)
 
 
-def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_Found]:
+def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterator[tuple[Product, Form]]:
+    """Yields each product that is quantized, and the form that its weight gets."""
     island = float32_island(graph)
     # In int4 graphs only the head has 8 bits, and its errors are small there, also with longer blocks.
     in_blocks: Form = "int8_blocks64" if dtype == "int4" else "int8_blocks"
@@ -120,23 +188,23 @@ def _quantizable(graph: ir.Graph, dialect: Dialect, dtype: DType) -> Iterator[_F
         is_head = product.node.graph is graph and _is_head(product.node)
         if dtype == "int4" and not is_head:
             form: Form = "int4"
-        elif dialect.rounds_activations:
+        elif limits.rounds_activations:
             form = "int8" if most >= MANY else in_blocks
         else:
             form = in_blocks if is_head or _rows(product) < MANY or _is_gated(product.x) else "int8"
-        yield _Found(product, form)
+        yield product, form
 
 
 def _rows(product: Product) -> int:
     return math.prod(require_static_shape(product.x, product.node)[:-1])
 
 
-def _side_by_side(found: Sequence[_Found]) -> list[tuple[list[Product], Form]]:
+def _side_by_side(quantizable: Sequence[tuple[Product, Form]]) -> list[tuple[list[Product], Form]]:
     """Groups the products in blocks that read the same rows, such as queries, keys and values, or gate and up. As one
     product they round the rows once, and threads wait for each other once.
     """
     groups: dict[object, tuple[list[Product], Form]] = {}
-    for product, form in found:
+    for product, form in quantizable:
         key = (product.x, product.node.graph, form) if form in BITS else product.node
         groups.setdefault(key, ([], form))[0].append(product)
     return list(groups.values())
@@ -155,14 +223,8 @@ def _is_head(node: ir.Node) -> bool:
 
 def _is_gated(x: ir.Value) -> bool:
     """Whether a value is the elementwise product of two computed values."""
-    while (view := made_by(x, *VIEWS)) is not None and view.inputs[0] is not None:
-        x = view.inputs[0]
-    product = made_by(x, "Mul")
+    product = made_by(before_views(x, *VIEWS), "Mul")
     return product is not None and all(value is not None and value.producer() is not None for value in product.inputs)
-
-
-def _is_lookup(node: ir.Node) -> bool:
-    return is_standard(node, "Gather") and node.attributes.get_int("axis", 0) == 0
 
 
 def _round(writer: NodeWriter, product: Product) -> _Rounded:

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from mod_export.errors import GraphError, LimitError
 from mod_export.graph.nodes import branches_of, constant_array, graph_from_file, is_standard, label_of
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
 DATA_DEPENDENT = ("Compress", "NonMaxSuppression", "NonZero", "Unique")
@@ -22,25 +22,25 @@ DTYPES: dict[ir.DataType | None, DType] = {
 }
 
 
-def check_dialect(model: ir.Model, dialect: Dialect, dtype: DType) -> None:
-    """Checks a graph against the limits of a dialect, after its passes ran. `dtype` only appears in the message.
+def check_limits(model: ir.Model, limits: TargetLimits, dtype: DType) -> None:
+    """Checks a graph against the limits of its target, after it was rewritten. `dtype` only appears in the message.
 
     Raises:
         LimitError: the graph breaks a limit. The message lists every problem, one per line.
     """
-    problems = list(_model_problems(model, dialect))
+    problems = list(_model_problems(model, limits))
     for node in model.graph.all_nodes():
         problems += [
-            f"{label_of(node)}: {problem}" for check in NODE_CHECKS if (problem := check(node, dialect)) is not None
+            f"{label_of(node)}: {problem}" for check in NODE_CHECKS if (problem := check(node, limits)) is not None
         ]
     if problems:
-        raise LimitError("\n".join(f"{dialect.name} cannot take this {dtype} graph: {problem}" for problem in problems))
+        raise LimitError("\n".join(f"{limits.name} cannot take this {dtype} graph: {problem}" for problem in problems))
 
 
-def _model_problems(model: ir.Model, dialect: Dialect) -> Iterator[str]:
+def _model_problems(model: ir.Model, limits: TargetLimits) -> Iterator[str]:
     opset = max(model.opset_imports.get(domain, 0) for domain in STANDARD_DOMAINS)
-    if opset > dialect.max_opset:
-        yield f"it is of opset {opset}, the highest allowed is {dialect.max_opset}; export it with a lower opset"
+    if opset > limits.max_opset:
+        yield f"it is of opset {opset}, the highest allowed is {limits.max_opset}; export it with a lower opset"
     for value in model.graph.inputs:
         if value.shape is None or not value.shape.is_static():
             yield (
@@ -49,18 +49,18 @@ def _model_problems(model: ir.Model, dialect: Dialect) -> Iterator[str]:
             )
 
 
-def _foreign(node: ir.Node, dialect: Dialect) -> str | None:
-    if node.domain in STANDARD_DOMAINS | dialect.extra_domains:
+def _foreign(node: ir.Node, limits: TargetLimits) -> str | None:
+    if node.domain in STANDARD_DOMAINS | limits.extra_domains:
         return None
-    allowed = " and ".join(["standard ONNX", *sorted(dialect.extra_domains)])
+    allowed = " and ".join(["standard ONNX", *sorted(limits.extra_domains)])
     return (
         f"the operator {node.domain}::{node.op_type} is not allowed, only {allowed}; export without optimisations that "
         "belong to another runtime"
     )
 
 
-def _nested(node: ir.Node, dialect: Dialect) -> str | None:
-    if not branches_of(node) or (dialect.branches and is_standard(node, "If")):
+def _nested(node: ir.Node, limits: TargetLimits) -> str | None:
+    if not branches_of(node) or (limits.branches and is_standard(node, "If")):
         return None
     return (
         f"{node.op_type} holds a graph of its own, expected one static graph; write the branch or loop of the model "
@@ -68,7 +68,7 @@ def _nested(node: ir.Node, dialect: Dialect) -> str | None:
     )
 
 
-def _data_dependent(node: ir.Node, dialect: Dialect) -> str | None:
+def _data_dependent(node: ir.Node, limits: TargetLimits) -> str | None:
     if not is_standard(node, *DATA_DEPENDENT):
         return None
     return (
@@ -77,7 +77,7 @@ def _data_dependent(node: ir.Node, dialect: Dialect) -> str | None:
     )
 
 
-def _dynamic(node: ir.Node, dialect: Dialect) -> str | None:
+def _dynamic(node: ir.Node, limits: TargetLimits) -> str | None:
     used = [value for value in node.outputs if value.uses() or value.is_graph_output()]
     dynamic = [value for value in used if value.shape is None or not value.shape.is_static()]
     if not dynamic or is_standard(node, *DATA_DEPENDENT):
@@ -88,23 +88,23 @@ def _dynamic(node: ir.Node, dialect: Dialect) -> str | None:
     )
 
 
-def _topk(node: ir.Node, dialect: Dialect) -> str | None:
+def _topk(node: ir.Node, limits: TargetLimits) -> str | None:
     if not is_standard(node, "TopK"):
         return None
     k = constant_array(node.inputs[1])
     if k is None:
         return "K of this TopK is computed while the graph runs, expected a constant; derive k from the static length"
-    if dialect.topk_limit is None or k.item() <= dialect.topk_limit:
+    if limits.topk_limit is None or k.item() <= limits.topk_limit:
         return None
     return (
-        f"TopK takes K = {k.item()}, the limit is {dialect.topk_limit}; lower the capacity or the sequence length, or "
+        f"TopK takes K = {k.item()}, the limit is {limits.topk_limit}; lower the capacity or the sequence length, or "
         "build another target"
     )
 
 
-def _scatter(node: ir.Node, dialect: Dialect) -> str | None:
+def _scatter(node: ir.Node, limits: TargetLimits) -> str | None:
     reduction = node.attributes.get_string("reduction", "none") if is_standard(node, *SCATTERS) else "none"
-    if dialect.scatter_reduction or reduction == "none":
+    if limits.scatter_reduction or reduction == "none":
         return None
     return (
         f"{node.op_type} reduces by {reduction!r}, only reduction 'none' is allowed; gather, compute, and write the "
@@ -112,20 +112,20 @@ def _scatter(node: ir.Node, dialect: Dialect) -> str | None:
     )
 
 
-def _attention(node: ir.Node, dialect: Dialect) -> str | None:
+def _attention(node: ir.Node, limits: TargetLimits) -> str | None:
     query = node.inputs[0] if is_standard(node, "Attention") else None
     if query is None:
         return None
-    if DTYPES.get(query.dtype) not in dialect.attention_dtypes:
-        allowed = ", ".join(sorted(dialect.attention_dtypes)) or "no dtype"
+    if DTYPES.get(query.dtype) not in limits.attention_dtypes:
+        allowed = ", ".join(sorted(limits.attention_dtypes)) or "no dtype"
         return (
             f"the Attention operator runs on {query.dtype}, allowed is {allowed}; decompose it into MatMul and "
             "Softmax, or build another dtype"
         )
     width = query.shape[-1] if query.shape is not None and len(query.shape) == 4 else None
-    if dialect.attention_widths is None or not isinstance(width, int):
+    if limits.attention_widths is None or not isinstance(width, int):
         return None
-    narrowest, widest = dialect.attention_widths
+    narrowest, widest = limits.attention_widths
     if narrowest <= width <= widest:
         return None
     return (
@@ -134,7 +134,7 @@ def _attention(node: ir.Node, dialect: Dialect) -> str | None:
     )
 
 
-NODE_CHECKS: tuple[Callable[[ir.Node, Dialect], str | None], ...] = (
+NODE_CHECKS: tuple[Callable[[ir.Node, TargetLimits], str | None], ...] = (
     _foreign,
     _nested,
     _data_dependent,

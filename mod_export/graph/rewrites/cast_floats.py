@@ -21,10 +21,11 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from mod_export.errors import GraphError, LimitError
+from mod_export.errors import GraphError
 from mod_export.graph.nodes import (
     Branches,
     NodeWriter,
+    base_of_square,
     branches_of,
     constant_array,
     is_standard,
@@ -32,8 +33,9 @@ from mod_export.graph.nodes import (
     made_by,
     static_shape,
 )
-from mod_export.graph.passes.cache_in_place import is_cache
-from mod_export.types import QUANTIZED, Dialect, DType
+from mod_export.graph.rewrites.cached_attention import is_cache
+from mod_export.graph.weights import beyond_range
+from mod_export.types import QUANTIZED, DType, TargetLimits
 
 FLOAT = ir.DataType.FLOAT
 NARROW: dict[DType, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -63,23 +65,23 @@ class CastFloats:
     stays float32 and is cast when it is used. Infinite constants stay infinite.
 
     Operators keep their own precision attributes. RMSNormalization keeps `stash_type` 1 (float32) from the exporter,
-    except in dialects with `one_type_norms`. Attention gets no `softmax_precision`, because TensorRT's parser refuses
+    except for targets with `one_type_norms`. Attention gets no `softmax_precision`, because TensorRT's parser refuses
     it and its kernels sum in float32 anyway.
     """
 
     name: ClassVar[str] = "cast_floats"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.floats(dtype) in NARROW
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.floats(dtype) in NARROW
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         """Returns the number of nodes that now compute in 16 bits.
 
         Raises:
             GraphError: the graph has a loop, or a value without a type.
             LimitError: a weight exceeds the range of `dtype`.
         """
-        graph, narrow = model.graph, NARROW[dialect.floats(dtype)]
+        graph, narrow = model.graph, NARROW[limits.floats(dtype)]
         _require_typed(graph)
         outputs = [i for i, value in enumerate(graph.outputs) if _is_float(value)]
         island = float32_island(graph)
@@ -92,7 +94,7 @@ class CastFloats:
             if value.dtype == FLOAT and is_cache(value.name):
                 value.dtype = narrow
         count = _cast_nodes(graph, island, narrow, ChainMap())
-        if dialect.one_type_norms:
+        if limits.one_type_norms:
             for node in graph.all_nodes():
                 if is_standard(node, "RMSNormalization") and _is_last(node) and node.outputs[0].dtype == narrow:
                     node.attributes["stash_type"] = ir.AttrInt64("stash_type", int(narrow))
@@ -100,8 +102,8 @@ class CastFloats:
             _cast_output(graph, i, narrow if is_cache(graph.outputs[i].name) else FLOAT)
         return count
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
-        narrow = NARROW[dialect.floats(dtype)]
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
+        narrow = NARROW[limits.floats(dtype)]
         problems = [
             f"{kind} {value.name} is {value.dtype}"
             for kind, values in (("input", model.graph.inputs), ("output", model.graph.outputs))
@@ -165,7 +167,7 @@ def float32_island(graph: ir.Graph) -> set[ir.Node]:
     selecting = {node for node in nodes if is_standard(node, "TopK") and _has_float32(node.inputs)}
     selecting |= _deciding_comparisons(graph, branches)
     sizes = {node: _count(node.inputs[0]) for node in selecting}
-    for node in reversed(nodes):  # Readers come before what they read, so one pass is enough.
+    for node in reversed(nodes):  # Readers come before what they read, so one walk is enough.
         if node in selecting or branches_of(node):
             continue
         users = {user for value in node.outputs if value.dtype == FLOAT for user in branches.readers(value)}
@@ -180,7 +182,7 @@ def float32_island(graph: ir.Graph) -> set[ir.Node]:
             if is_score and not is_standard(node, *PRODUCTS):
                 sizes[node] = n
     island = selecting | {node for node in nodes if _is_from_integers(node)} | _sums_of_squares(nodes)
-    for node in nodes:  # Producers come first here, so one pass is enough again.
+    for node in nodes:  # Producers come first here, so one walk is enough again.
         computed = [value for value in node.inputs if value is not None and _is_computed(value)]
         sources = {maker for value in computed for maker in branches.makers(value)}
         if is_standard(node, *FOLLOWING) and sources and sources <= island:
@@ -216,16 +218,11 @@ def _sums_of_squares(nodes: Iterable[ir.Node]) -> set[ir.Node]:
     result: set[ir.Node] = set()
     for node in nodes:
         square = made_by(node.inputs[0], "Mul", "Pow") if is_standard(node, "ReduceMean", "ReduceSum") else None
-        if square is not None and (square.inputs[0] is square.inputs[1] or _is_two(square)):
+        if square is not None and base_of_square(node.inputs[0]) is not None:
             result |= {node, square}
         elif is_standard(node, "ReduceL2", "ReduceSumSquare"):
             result.add(node)
     return result
-
-
-def _is_two(power: ir.Node) -> bool:
-    exponent = constant_array(power.inputs[1]) if is_standard(power, "Pow") else None
-    return exponent is not None and exponent.size == 1 and exponent.item() == 2
 
 
 def _count(value: ir.Value | None) -> int | None:
@@ -307,16 +304,13 @@ def _narrowed(name: str, array: np.ndarray, narrow: ir.DataType) -> np.ndarray:
     lost = np.isfinite(array) & ~np.isfinite(result.astype(np.float32))
     if (np.abs(array, where=lost, out=np.full(array.shape, MASK, array.dtype)) < MASK).any():
         worst = array[lost & (np.abs(array) < MASK)].flat[0]
-        raise LimitError(
-            f"{name}: contains {worst:g}, beyond the largest {narrow.name.lower()} number {largest:g}; build this "
-            "model in bfloat16 or float32"
-        )
+        raise beyond_range(name, worst, narrow.name.lower(), largest)
     result[lost] = np.copysign(largest, array[lost]).astype(kind)
     return result
 
 
 def _widens(node: ir.Node, narrow: ir.DataType) -> bool:
-    """Whether a node is a cast from 16 bits to float32, such as this pass inserts before an output."""
+    """Whether a node is a cast from 16 bits to float32, such as this rewrite inserts before an output."""
     return is_standard(node, "Cast") and node.inputs[0] is not None and node.inputs[0].dtype == narrow
 
 

@@ -21,7 +21,7 @@ import onnx_ir as ir
 
 from mod_export.errors import LimitError
 from mod_export.graph.nodes import NodeWriter, constant_array, graph_around, is_standard, label_of, static_shape
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 ARITHMETIC = {"add": "Add", "mul": "Mul", "max": "Max", "min": "Min"}
 GATHERS = {"ScatterND": "GatherND", "ScatterElements": "GatherElements"}
@@ -39,10 +39,10 @@ class PlainScatter:
 
     name: ClassVar[str] = "plain_scatter"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return not dialect.scatter_reduction
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return not limits.scatter_reduction
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         """Rewrites every reducing scatter.
 
         Raises:
@@ -54,7 +54,7 @@ class PlainScatter:
                 indices = node.inputs[1]
                 raise LimitError(
                     f"{label_of(node)}: {node.op_type} with reduction {_reduction(node)!r} cannot run on "
-                    f"{dialect.name}, and its indices {indices and indices.name!r} are not provably unique, so "
+                    f"{limits.name}, and its indices {indices and indices.name!r} are not provably unique, so "
                     f"that gather, {ARITHMETIC[_reduction(node)]} and a plain scatter could give another result; write "
                     "back with index_put(accumulate=False) at the positions of one top-k, or build another target"
                 )
@@ -62,7 +62,7 @@ class PlainScatter:
             _rewrite(node)
         return len(reducing)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} still scatters with reduction {_reduction(node)!r}" for node in _reducing(model)]
 
 

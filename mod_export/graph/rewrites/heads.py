@@ -22,17 +22,22 @@ from onnxscript.rewriter import pattern
 
 from mod_export.graph.nodes import (
     NodeWriter,
+    attributes_of,
+    before_transpose,
     constant_array,
+    constant_integers,
+    constant_number,
     graph_around,
     is_standard,
     label_of,
     made_by,
+    nodes_from_opset,
     only_reader,
     require_static_shape,
     static_shape,
     substitute,
 )
-from mod_export.types import Dialect, DType
+from mod_export.types import DType, TargetLimits
 
 SWAPPED = [0, 2, 1, 3]
 ROW_BY_ROW = (
@@ -52,10 +57,10 @@ class RotaryEmbedding:
 
     name: ClassVar[str] = "rotary_embedding"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.rotary_embedding
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.rotary_embedding
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         rotations = list(_rotations(model))
         tables: dict[tuple[ir.Graph, ir.Value], ir.Value] = {}
         for node, x, raw in rotations:
@@ -66,7 +71,7 @@ class RotaryEmbedding:
             writer.replace(writer.op("RotaryEmbedding", x, *(tables[graph, value] for value in raw), like=x))
         return len(rotations)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} still rotates in primitive operators" for node, *_ in _rotations(model)]
 
 
@@ -86,7 +91,7 @@ WRITTEN_OUT = pattern.Pattern(_written_out)
 
 def _rotations(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Value, list[ir.Value]]]:
     """Yields (node, x, cosines and sines) of each rotation of x (B, H, T, E) that ends in `node`."""
-    for node in list(model.graph.all_nodes()) if model.opset_imports.get("", 0) >= FIRST_OPSET else ():
+    for node in list(nodes_from_opset(model, FIRST_OPSET)):
         shape = static_shape(node.outputs[0])
         if node.outputs[0].dtype not in FLOATS or shape is None or len(shape) != 4:
             continue
@@ -150,11 +155,11 @@ def _half(value: ir.Value | None, width: int, number: int) -> ir.Value | None:
         return node.inputs[0] if last and node.outputs.index(value) == number else None
     if not is_standard(node, "Slice"):
         return None
-    start, _, axis, *step = (constant_array(source) for source in node.inputs[1:])
-    if start is None or axis is None or any(one is None or one.tolist() != [1] for one in step):
+    start, axis, step = (constant_integers(node, index) for index in (1, 3, 4))
+    if len(node.inputs) > 4 and step != [1]:
         return None  # Every second entry is as many as a half.
-    last = axis.tolist() in ([-1], [len(shape) - 1])
-    return node.inputs[0] if last and start.tolist() == [number * width // 2] else None
+    last = axis in ([-1], [len(shape) - 1])
+    return node.inputs[0] if last and start == [number * width // 2] else None
 
 
 def _has_equal_halves(value: ir.Value | None) -> bool:
@@ -172,8 +177,7 @@ def _has_equal_halves(value: ir.Value | None) -> bool:
     if source is None or source[-1:] != shape[-1:]:
         return False
     if is_standard(node, "Mul"):
-        number = constant_array(node.inputs[1])
-        return number is not None and number.size == 1 and _has_equal_halves(node.inputs[0])
+        return constant_number(node.inputs[1]) is not None and _has_equal_halves(node.inputs[0])
     # These operators keep rows as they are, or compute each element by itself.
     return is_standard(node, *ROW_BY_ROW) and _has_equal_halves(node.inputs[0]) and _reads_whole_rows(node, len(source))
 
@@ -219,23 +223,22 @@ class FlatHeads:
 
     name: ClassVar[str] = "flat_heads"
 
-    def applies(self, dialect: Dialect, dtype: DType) -> bool:
-        return dialect.flat_heads
+    def applies(self, limits: TargetLimits, dtype: DType) -> bool:
+        return limits.flat_heads
 
-    def run(self, model: ir.Model, dialect: Dialect, dtype: DType) -> int:
+    def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         attentions = list(_attentions(model))
         for node, inputs, result in attentions:
             # At the attention, all its inputs have been computed.
             writer = NodeWriter(graph_around(node), node, "flat")
-            attributes = {name: value.value for name, value in node.attributes.items()}
-            attributes |= {"q_num_heads": inputs[0].heads, "kv_num_heads": inputs[1].heads}
+            attributes = attributes_of(node) | {"q_num_heads": inputs[0].heads, "kv_num_heads": inputs[1].heads}
             widths = [require_static_shape(value, node)[-1] for value in node.inputs[:3]]
             read = [flat_heads(writer, source, width) for source, width in zip(inputs, widths, strict=True)]
             y = result[0].outputs[0]
             substitute(y, writer.op("Attention", *read, like=y, **attributes), *result, node)
         return len(attentions)
 
-    def ensures(self, model: ir.Model, dialect: Dialect, dtype: DType) -> Sequence[str]:
+    def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         return [f"{label_of(node)} still gets transposed heads" for node, *_ in _attentions(model)]
 
 
@@ -254,18 +257,12 @@ def heads_of(value: ir.Value | None) -> Heads | None:
     """The source of an input (B, heads, T, E) of attention; None if it is computed in another way."""
     rotation = made_by(value, "RotaryEmbedding")
     value = value if rotation is None else rotation.inputs[0]
-    transpose = made_by(value, "Transpose")
-    if transpose is not None and _swaps(transpose):
-        split, number = transpose.inputs[0], None
-        if (part := _taken(split, 2)) is not None:
-            split, number = part
-    elif (part := _taken(value, 0)) is not None and (transpose := made_by(part[0], "Transpose")) is not None:
+    split, number = before_transpose(value, SWAPPED), None
+    if split is None and (part := _taken(value, 0)) is not None:
         # As in timm: queries, keys and values become the first dimension.
-        split, number = transpose.inputs[0], part[1]
-        if list(transpose.attributes.get_ints("perm", [])) != [2, 0, 3, 1, 4]:
-            return None
-    else:
-        return None
+        split, number = before_transpose(part[0], [2, 0, 3, 1, 4]), part[1]
+    elif (part := _taken(split, 2)) is not None:
+        split, number = part
     reshape, sizes = made_by(split, "Reshape"), static_shape(split)
     if split is None or sizes is None or len(sizes) != (4 if number is None else 5):
         return None
@@ -282,13 +279,9 @@ def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
     if node is None:
         return None
     if node.op_type == "Squeeze":
-        dropped = constant_array(node.inputs[1]) if len(node.inputs) > 1 else None
-        node = made_by(node.inputs[0], "Slice")
-        if node is None or dropped is None or dropped.tolist() != [axis]:
-            return None
+        dropped, node = constant_integers(node, 1), made_by(node.inputs[0], "Slice")
         # The slice has one element, because its dimension can be dropped.
-        axes = constant_array(node.inputs[3]) if len(node.inputs) > 3 else None
-        if axes is None or axes.tolist() != [axis]:
+        if node is None or dropped != [axis] or constant_integers(node, 3) != [axis]:
             return None
     elif node.attributes.get_int("axis", 0) != axis:
         return None
@@ -301,7 +294,7 @@ def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
 def _result(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
     """(Reshape to (B, T, heads * E), Transpose before it), if nothing else reads the attention's output."""
     transpose = only_reader(value)
-    if transpose is None or not is_standard(transpose, "Transpose") or not _swaps(transpose):
+    if transpose is None or before_transpose(transpose.outputs[0], SWAPPED) is None:
         return None
     reshape = only_reader(transpose.outputs[0])
     if reshape is None or not is_standard(reshape, "Reshape"):
@@ -310,10 +303,6 @@ def _result(value: ir.Value) -> tuple[ir.Node, ir.Node] | None:
     if sizes is None or len(sizes) != 4 or not _side_by_side(reshape.outputs[0], sizes):
         return None
     return reshape, transpose
-
-
-def _swaps(transpose: ir.Node) -> bool:
-    return list(transpose.attributes.get_ints("perm", [])) == SWAPPED
 
 
 def _side_by_side(flat: ir.Value, sizes: tuple[int, ...]) -> bool:

@@ -12,16 +12,16 @@ import pytest
 from small_graphs import TENSORRT, make_spec, parsed, portable_graph
 
 from mod_export.errors import GraphError, LimitError
-from mod_export.graph.dialect import check_dialect, check_external_data
-from mod_export.types import Dialect
+from mod_export.graph.target import check_external_data, check_limits
+from mod_export.types import TargetLimits
 
-ANY = Dialect(name="Any", max_opset=23)
+ANY = TargetLimits(name="Any", max_opset=23)
 
 
 def test_names_every_problem_at_once_with_its_layer() -> None:
     narrow = dataclasses.replace(TENSORRT, name="Narrow", max_opset=22, topk_limit=3)
     with pytest.raises(LimitError) as caught:
-        check_dialect(portable_graph(make_spec()), narrow, "float32")
+        check_limits(portable_graph(make_spec()), narrow, "float32")
     lines = str(caught.value).splitlines()
     start = "Narrow cannot take this float32 graph: "
     assert all(line.startswith(start) for line in lines)
@@ -64,7 +64,7 @@ def parsed_with_domains(text: str) -> ir.Model:
 
 
 @pytest.mark.parametrize(
-    ("text", "dialect", "words"),
+    ("text", "limits", "words"),
     [
         ("g (float[2,S] x) => (float[2,S] y) { y = Neg (x) }", ANY,
          "input x has the shape [2,S], expected fixed sizes; export one graph for each bucket without"),
@@ -90,18 +90,18 @@ def parsed_with_domains(text: str) -> ir.Model:
         (attention("bfloat16", 9), WIDTHS, None),
     ],
 )  # fmt: skip
-def test_what_a_dialect_may_hold(text: str, dialect: Dialect, words: str | None) -> None:
+def test_what_a_dialect_may_hold(text: str, limits: TargetLimits, words: str | None) -> None:
     if words is None:
-        check_dialect(parsed_with_domains(text), dialect, "float32")
+        check_limits(parsed_with_domains(text), limits, "float32")
         return
     with pytest.raises(LimitError) as caught:
-        check_dialect(parsed_with_domains(text), dialect, "float32")
+        check_limits(parsed_with_domains(text), limits, "float32")
     assert words in str(caught.value)
 
 
 def test_every_problem_is_named_inside_of_branches_too() -> None:
     with pytest.raises(LimitError) as caught:
-        check_dialect(parsed(THREE), dataclasses.replace(BRANCHES, branches=False), "float32")
+        check_limits(parsed(THREE), dataclasses.replace(BRANCHES, branches=False), "float32")
     first, second = str(caught.value).splitlines()
     assert "If: If holds a graph of its own" in first
     assert "TopK takes K = 3" in second
