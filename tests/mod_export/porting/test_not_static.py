@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mod_export.errors import CaptureError
-from mod_export.graph import not_static
+from mod_export.graph import refusals
 from mod_export.graph.capture import captured, exported, prove_static
 
 HERE = Path(__file__).parent
@@ -235,7 +235,7 @@ def test_what_a_model_writes_while_it_is_captured_is_shown(capfd: pytest.Capture
 
 def test_sections_that_messages_name_are_in_the_documentation() -> None:
     sections = set(re.findall(r"^### (.+)$", DOCS.read_text(encoding="utf-8"), re.MULTILINE))
-    named = {pattern.section for pattern in vars(not_static).values() if isinstance(pattern, not_static.Pattern)}
+    named = {pattern.section for pattern in vars(refusals).values() if isinstance(pattern, refusals.Pattern)}
     assert named <= sections
     assert len(named) == 7
 
@@ -306,7 +306,7 @@ def test_no_file_is_opened_that_a_program_names(tmp_path: Path) -> None:
     for node in graph.nodes:
         node.meta["stack_trace"] = f'  File "{secret}", line 1, in forward\n    index = wants.nonzero()\n            ^'
     with pytest.raises(CaptureError) as caught:
-        not_static.refuse_dynamic(graph, "mine")
+        refusals.refuse_dynamic(graph, "mine")
     assert str(caught.value).splitlines()[:2] == [
         f"mine: no static graph because of {secret}:1",
         "    index = wants.nonzero()",
