@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import re
@@ -120,6 +121,8 @@ CLEAN_UP = (
     common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]  # Its __init__ has no annotations.
     common.RemoveUnusedOpsetsPass(),
 )
+_TRANSLATIONS: dict[int, Any] = {}
+"""Opset -> torch's table of translations, once it was made."""
 
 
 def onnx_from_captured(
@@ -143,7 +146,7 @@ def onnx_from_captured(
         GraphError: the exporter failed, or the graph is not standard ONNX.
     """
     lower(captured.program.graph)
-    with _quiet():
+    with _quiet(), _translations_found_once():
         try:
             exported = torch.onnx.export(
                 captured.program,
@@ -258,6 +261,36 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _translations_found_once() -> Iterator[None]:
+    """Within this context, torch's exporter gets a copy of its table of translations, which is made once per process.
+
+    For every export torch parses the source of five hundred functions again, a quarter of the time of a small graph.
+    The table depends on the opset alone, and our translations are added to the copy. The names are internal to torch; a
+    release that has others makes its table as it does without this.
+    """
+    try:
+        from torch.onnx._internal.exporter._registration import ONNXRegistry as Table
+
+        make = vars(Table)["from_torchlib"]
+    except (ImportError, KeyError):
+        yield
+        return
+
+    def copied(opset_version: int) -> Any:
+        if opset_version not in _TRANSLATIONS:
+            _TRANSLATIONS[opset_version] = make.__func__(Table, opset_version)
+        table = copy.copy(_TRANSLATIONS[opset_version])
+        table.functions = {name: list(functions) for name, functions in table.functions.items()}
+        return table
+
+    Table.from_torchlib = staticmethod(copied)  # type: ignore[assignment,method-assign]
+    try:
+        yield
+    finally:
+        Table.from_torchlib = make  # type: ignore[method-assign]
 
 
 def assert_capacity(

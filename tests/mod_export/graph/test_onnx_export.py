@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mod_export.engines.ort_session import OrtRunner, session_from_onnx
 from mod_export.errors import GraphError
+from mod_export.graph import onnx_export
 from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import (
     IR_VERSION,
@@ -176,6 +177,33 @@ def test_the_export_is_repeatable_and_says_nothing(
     assert [record for record in caplog.records if record.name.startswith(("torch.onnx", "onnx"))] == []
     assert logging.getLogger("onnxscript").level == logging.NOTSET
     assert ir.to_proto(again).SerializeToString() == ir.to_proto(exported[0]).SerializeToString()
+
+
+def test_the_table_of_translations_is_made_once_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    registration = pytest.importorskip("torch.onnx._internal.exporter._registration")
+    made: list[int] = []
+    original = registration.ONNXRegistry
+
+    class Counted(original):  # type: ignore[misc,name-defined]
+        @classmethod
+        def from_torchlib(cls, opset_version: int) -> Any:
+            made.append(opset_version)
+            return original.from_torchlib(opset_version)
+
+    def exported_tanh() -> ir.Model:
+        program = captured_module(Does(lambda ids, _: ids.tanh()), Bucket(1, 4), "mod")
+        return onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
+
+    once = exported_tanh()
+    monkeypatch.setattr(registration, "ONNXRegistry", Counted)
+    descriptor = vars(Counted)["from_torchlib"]
+    again = exported_tanh()
+    assert made == []
+    assert vars(Counted)["from_torchlib"] is descriptor
+    assert [node.op_type for node in again.graph] == [node.op_type for node in once.graph]
+    monkeypatch.setattr(onnx_export, "_TRANSLATIONS", {})
+    exported_tanh()
+    assert len(made) == 1
 
 
 def test_an_operator_without_a_translation_is_named() -> None:
