@@ -25,7 +25,7 @@ from mod_export.environment import cpu_features
 from mod_export.errors import EngineError, TargetError
 from mod_export.graph.nodes import graph_from_file
 from mod_export.graph.weights import WeightsFile
-from mod_export.judge.near_ties import batches_of
+from mod_export.judge.inputs import batches_of
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel

@@ -28,8 +28,7 @@ from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.weights import state_of
 from mod_export.judge.choices import Choice, Holder
 from mod_export.judge.compare import Slack
-from mod_export.judge.inputs import Batch
-from mod_export.judge.near_ties import batches_of
+from mod_export.judge.inputs import Batch, batches_of
 from mod_export.judge.parity import compare_runner, judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.module import model_from_module

@@ -15,8 +15,7 @@ from mod_dialects import Model as Routes
 
 from mod_export.judge import inputs
 from mod_export.judge import reference as reference_module
-from mod_export.judge.inputs import KINDS, Batch, parity_batches, prompts_of
-from mod_export.judge.near_ties import NEAR_TIE_BATCHES, near_tie_batches
+from mod_export.judge.inputs import KINDS, NEAR_TIE_BATCHES, Batch, near_tie_batches, parity_batches, prompts_of
 from mod_export.judge.reference import Reference
 from mod_export.model.model import Model
 from mod_export.model.module import model_from_module

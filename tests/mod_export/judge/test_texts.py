@@ -19,12 +19,11 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import EngineError, UsageError
 from mod_export.judge import inputs
+from mod_export.judge.checks import failed_row
+from mod_export.judge.decode import PromptRunner, decoding_parts, quality_of, texts_of
 from mod_export.judge.inputs import documentation, documentation_of, one_of_each_kind, parity_batches, prompts_of
 from mod_export.judge.parity import judge_runner, judge_runners
-from mod_export.judge.parity_row import failed_row
-from mod_export.judge.quality import quality_of
 from mod_export.judge.reference import Reference
-from mod_export.judge.texts import PromptRunner, decoding_parts, texts_of
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.model.transformer import TransformerModel
 from mod_export.rows.parity import ParityRow
