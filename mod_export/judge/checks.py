@@ -41,6 +41,7 @@ MADE_OF_TIES = ("ties", "near_ties")
 TEXT = "text"
 """The kind of input that is real text."""
 REFERENCE = "eager float32"
+"""Name of the reference in reports."""
 FEWEST_LOGITS = 1000
 """With fewer logits, the root mean square of their rounding errors varies too much to be a bound."""
 MANY_POSITIONS = 1000

@@ -1,4 +1,5 @@
-"""Judges prefill and decode engines: on given texts like any other engine, and on the texts that they write themselves.
+"""Judges prefill and decode engines: on given texts like any other engine, and on the texts that they write themselves;
+and the quality that a model loses when it decides one token at a time.
 
 A decode bucket and the prefill buckets together become a runner, (input_ids (B, S), lengths (B,)) -> logits and the
 positions that ran, so that parity can judge them. The text is given and not written: its beginning is read as a prompt,
@@ -30,7 +31,7 @@ from mod_export.judge.inputs import (
     prompts_of,
     text_ids,
 )
-from mod_export.judge.parity import judge_runner, judge_runners
+from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.model import GeneratingModel, token_ids
 from mod_export.rows.base import setting_fields
@@ -77,13 +78,13 @@ def parity_of_decoding(
                 length, count = engine.bucket.seq, max(LEAST_PROMPTS, TEXT_TOKENS // engine.bucket.seq)
                 batches += _texts(reference, 1, length, count, found.config, text_of)
             with found.load(engine) as runner:
-                return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
+                return judge_runner([(PromptRunner(runner), batches)], reference, gate, engine.setting, engine.path)
         with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
             lengths = [prefill.bucket.seq for prefill in found.prefills(engine.model, engine.target, engine.dtype)]
             parts = decoding_parts(prompts, lengths, decoder, reference, found.config, text_of)
             if engine.dtype in QUANTIZED:
                 parts += _text_parts(prompts, decoder, reference, found.config, text_of)
-            return judge_runners(parts, reference, gate, engine.setting, engine.path)
+            return judge_runner(parts, reference, gate, engine.setting, engine.path)
     except (BuildError, TargetError) as error:
         return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
 
@@ -377,7 +378,7 @@ def _greedy(prompts: Prompts, decoder: Decoder, prompt_NS: np.ndarray, max_new_t
     return continuations
 
 
-# The quality lost
+# The quality lost when a model decides one token at a time
 
 
 def quality_of(

@@ -1,4 +1,5 @@
 """Parity in three parts: which tokens were routed, the error given the same routing, and the effect on the next token.
+For a candidate that fails, the place of the fault (`locate.py`).
 
 A routed model is not continuous. When two scores are closer than rounding, either token may be selected: the logits
 then differ a lot although nothing is wrong. A wrong gate, on the other hand, may change them only a little. So the
@@ -8,6 +9,11 @@ by the reference's own scores, given the same selections at earlier sites.
 The output of a model of token ids is turned into logits, so that the same numbers judge all kinds: `logits` of every
 token, `last` for the logits of each row's last real token, and `none` for hidden states after the final norm, which
 the reference's own head turns into logits. For any other model all outputs are compared, each by itself.
+
+Ties are judged apart. If scores are exactly equal, the earlier token gets the slot, in every engine. Equal tokens
+seldom have bit-equal scores, because kernels sum different rows in different orders. A router with all weights zero
+makes scores equal everywhere. Then every site that ranks tokens must select the first k real tokens of its row,
+whatever the text. Where tokens choose, the rule for ties alone decides the selection.
 
 Shape legend: B batch, S sequence, V vocabulary, D model width, N the tokens that are compared.
 """
@@ -30,6 +36,7 @@ from mod_export.judge.candidates import Candidate
 from mod_export.judge.causality import Padding, declared_padding
 from mod_export.judge.checks import (
     MADE_OF_TIES,
+    REFERENCE,
     TEXT,
     Comparison,
     LeftOut,
@@ -105,7 +112,7 @@ def parity_of(
     batches = [batch for batch in batches if batch not in undefined]
     try:
         with candidate.open(root, config) as runner:
-            row = judge_runner(runner, reference, batches, gate, candidate.setting, candidate.path)
+            row = judge_runner([(runner, batches)], reference, gate, candidate.setting, candidate.path)
         exact, wrong = _ties(root, candidate, reference, batches, config)
     except (BuildError, TargetError) as error:
         row = failed_row(f"cannot be run: {error}", gate, candidate.setting, candidate.path)
@@ -140,7 +147,7 @@ def _undefined(reference: Reference, undefined: Sequence[Batch], batches: Sequen
     kinds = ", ".join(dict.fromkeys(batch.kind for batch in undefined))
     usual = next(batch for batch in undefined if batch.kind not in MADE_OF_TIES)
     return (
-        f"the model itself returns NaN, in {reference.name}, on {len(undefined)} of {len(batches)} inputs ({kinds}), "
+        f"the model itself returns NaN, in {REFERENCE}, on {len(undefined)} of {len(batches)} inputs ({kinds}), "
         f"so there is nothing to compare with: {origin_in_reference(reference, usual)}; its values overflow there, or "
         "these inputs are not what it was made for"
     )
@@ -202,7 +209,8 @@ def locate_by_depth(
 
     def fails(batch: Batch, weights: Mapping[str, np.ndarray]) -> bool:
         with candidate.open(root, config, weights) as runner:
-            return not judge_runner(runner, reference.with_weights(weights), [batch], gate, candidate.setting).passed
+            parts = [(runner, [batch])]
+            return not judge_runner(parts, reference.with_weights(weights), gate, candidate.setting).passed
 
     return first_faulty_layer(reference.model, batches, fails)
 
@@ -211,29 +219,18 @@ def locate_by_depth(
 
 
 def judge_runner(
-    runner: Runner,
-    reference: Reference,
-    batches: Sequence[Batch],
-    gate: ParityGate,
-    setting: Setting,
-    artifact: str | None = None,
-) -> ParityRow:
-    """Runs a candidate and judges it. Before it fails, rounding is measured on all inputs, then in several runs.
-
-    Raises:
-        EngineError: the candidate cannot be run on these inputs.
-    """
-    return judge_runners([(runner, batches)], reference, gate, setting, artifact)
-
-
-def judge_runners(
     parts: Sequence[tuple[Runner, Sequence[Batch]]],
     reference: Reference,
     gate: ParityGate,
     setting: Setting,
     artifact: str | None = None,
 ) -> ParityRow:
-    """Like `judge_runner`, but the candidate is run in several ways, each on its own inputs."""
+    """Runs a candidate in one or more ways, each on its own inputs, and judges it. Before it fails, rounding is
+    measured on all inputs, then in several runs.
+
+    Raises:
+        EngineError: the candidate cannot be run on these inputs.
+    """
     slack = slack_of(gate, setting.dtype)
     for rounding in ROUNDING:
         compared = [
@@ -537,10 +534,7 @@ def _ties(
             partial(_judged_without, reference, zeros, chosen),
         )
         with candidate.open(root, config, zeros) as runner:
-            outputs = [
-                runner.run({name: array for name, array in batch.feeds.items() if name in runner.inputs})
-                for batch in chosen
-            ]
+            outputs = [runner.run(batch.read_by(runner.inputs)) for batch in chosen]
         reasons += ties_of_runs(outputs, chosen, expected)
     return not reasons, list(dict.fromkeys(reasons))
 

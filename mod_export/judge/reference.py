@@ -168,10 +168,6 @@ def _widened(program: Runnable) -> _Wide:
     return _Wide(module, program.graph_signature, program.constants)
 
 
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def tensors_of(feeds: Mapping[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
     """Converts inputs to tensors, in the order of the module's arguments."""
     import torch
@@ -227,8 +223,6 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> str:
 
 class Reference:
     """Runs a model's captured programs."""
-
-    name = "eager float32"
 
     def __init__(
         self,
@@ -393,7 +387,7 @@ class Reference:
         run = SiteRun(batch.bucket.seq, {site: torch.from_numpy(index_BK) for site, index_BK in routing.items()})
         inputs = tensors_of(batch.feeds)
         if precision == "float64":
-            inputs = tuple(_double(tensor) for tensor in inputs)
+            inputs = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs)
         program, default = self._programs.program(batch.bucket, precision), torch.get_default_dtype()
         try:
             # For tensors that operations create without naming a dtype: zeros to scatter into, or a mask of numbers.

@@ -359,7 +359,7 @@ def test_gates_are_met_on_every_kind_of_input(dtype: DType, request: pytest.Fixt
     reference = Reference(loaded)
     batches = batches_of(reference, BUCKET, CONFIG)
     with OpenVino().load(folder, engine_of(dtype), CONFIG, 1) as runner:
-        row = judge_runner(runner, reference, batches, CONFIG.parity.gate(dtype), engine_of(dtype).setting)
+        row = judge_runner([(runner, batches)], reference, CONFIG.parity.gate(dtype), engine_of(dtype).setting)
     assert row.passed, row.reasons
     assert set(row.inputs) >= {"random", "padded", "ties", "near_ties"}
     assert row.routing.routed > 0

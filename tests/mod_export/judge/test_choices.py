@@ -71,7 +71,7 @@ def judged(module: nn.Module, reference: Reference, batches: list[Batch] | None 
     graph = ir.from_proto(graph_of(module, reference.output_names))
     on = batches or batches_of(reference, BUCKET, CONFIG)
     with OrtRunner(session(graph), "candidate", 1) as runner:
-        return judge_runner(runner, reference, on, CONFIG.parity.float32, SETTING)
+        return judge_runner([(runner, on)], reference, CONFIG.parity.float32, SETTING)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -156,7 +156,7 @@ def judged(module: nn.Module, reference: Reference) -> ParityRow:
             value.const_value = ir.tensor(state[name].detach().numpy(), name=name)
     with OrtRunner(session(model), "candidate", 1) as runner:
         batches = batches_of(reference, BUCKET, CONFIG)
-        return judge_runner(runner, reference, batches, CONFIG.parity.float32, SETTING)
+        return judge_runner([(runner, batches)], reference, CONFIG.parity.float32, SETTING)
 
 
 @pytest.mark.parametrize("kind", [Encoder, OtherPadding])
