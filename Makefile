@@ -124,6 +124,7 @@ check: install
 docs: install
 	$(BIN)/python -m mod_export.rows.docs docs
 	$(BIN)/mod-export config explain > docs/configuration.md
+	$(BIN)/python -m mod_export.cli.docs > docs/cli.md
 
 clean:
 	rm -rf build .venv

@@ -1,7 +1,7 @@
 """The configuration: one TOML file becomes one tree of frozen values, and all problems are reported together.
 
 Every tolerance and threshold is defined here or in a file of export_configs/, and nowhere else in the code. The reasons
-for the numbers of default.toml are in docs/numerics.md and docs/measurement.md.
+for the numbers of default.toml are in docs/evidence.md.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class TargetOptions(_Section):
 
 
 class ParityGate(_Section):
-    """Limits that an engine or graph of one dtype must meet, compared with eager float32. Reasons: docs/numerics.md.
+    """Limits that an engine or graph of one dtype must meet, compared with eager float32. Reasons: docs/evidence.md.
 
     The rounding error is measured for each model: eager float32 against the same model in float64, on the same inputs
     and with the same selected tokens. The gates `rounding_error` and `rounding_error_rms` are multiples of it, scaled

@@ -2,7 +2,7 @@
 
 A marker changes nothing in eager mode, in training, in `torch.onnx.export` or in any engine. Capture finds it in the
 exported program, reads from it which tokens the site selects, can select other tokens in their place, and erases it
-(`graph/routing_sites.py`). This module imports only torch, so that a model can use it without the exporter.
+(`graph/sites.py`). This module imports only torch, so that a model can use it without the exporter.
 """
 
 from __future__ import annotations

@@ -112,6 +112,16 @@ class Setting:
         return replace(self, model=model)
 
 
+@dataclass(frozen=True, slots=True)
+class Unavailable:
+    """Stands in place of something that a model or folder lacks, with the reason as a sentence for the user."""
+
+    reason: str
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class HasSetting(Protocol):
     """An engine, or a result about one."""
 
@@ -146,8 +156,8 @@ def _stem(model: ModelKind, role: Role, bucket: Bucket) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """The limits of a target's graph. Passes use them to decide what to rewrite, `check_dialect` to decide what to
+class TargetLimits:
+    """The limits of a target's graph. Rewrites use them to decide what to rewrite, `check_limits` to decide what to
     refuse.
 
     Attributes:
@@ -216,7 +226,7 @@ class Graph:
         role: task of the graph.
         bucket: shape; for a decode graph, `seq` is the number of tokens that its cache holds.
         dtype: dtype of the weights and matrix products.
-        target: target whose dialect the graph uses; None for the portable graph.
+        target: target that the graph was rewritten for; None for the portable graph.
         k_by_layer: routing site -> number of slots; empty until the model is captured.
         inputs: argument of the module -> its NumPy dtype and shape, in order; empty until the model is captured.
         results: output of the model itself -> its shape, in order; empty until the model is captured.
@@ -254,8 +264,8 @@ class Graph:
         """Name as in file names: mod-b1s512, or mod-decode-b1s512."""
         return _stem(self.model, self.role, self.bucket)
 
-    def dialect(self, target: Dialect) -> Dialect:
-        """Returns the dialect of its target, with the query blocks of this graph."""
+    def limits(self, target: TargetLimits) -> TargetLimits:
+        """Returns the limits of its target, with the query blocks of this graph."""
         blocks = tuple(sorted(self.query_blocks.items()))
         return replace(target, query_blocks=blocks)
 

@@ -16,7 +16,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from mod_models.spec import ModelSpec, SpecError, shown
-from mod_models.transformer import Transformer
+from mod_models.transformer import Transformer, weight_shapes
 
 ARCHITECTURE = "mod_transformer"
 ROUTES = re.compile(r"layers\.\d+\.(mlp_)?(router|predictor)\.")
@@ -170,7 +170,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     try:
         spec = ModelSpec.from_dict(header["spec"])
     except SpecError as error:
-        raise CheckpointError(f"{path}: " + "; ".join(error.problems)) from error
+        raise CheckpointError(f"{path}: {error}") from error
     _check_weights(path, spec, weights)
     return Checkpoint(spec=spec, weights=weights)
 
@@ -258,17 +258,15 @@ def _read_folder(path: Path) -> tuple[Mapping[Any, Any], Mapping[Any, Any]]:
 
 
 def _check_weights(path: Path, spec: ModelSpec, weights: Mapping[Any, Any]) -> None:
-    # One position is enough: no weight depends on max_positions, and RoPE tables take memory even on the meta device.
-    with torch.device("meta"):
-        expected = Transformer(replace(spec, max_positions=1)).state_dict()
-    problems = [f"missing {name} {list(t.shape)}" for name, t in expected.items() if name not in weights]
+    expected = weight_shapes(spec)
+    problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in weights]
     for name, tensor in weights.items():
         if name not in expected:
             problems.append(f"{shown(name)} belongs to no layer of the spec")
         elif not is_plain(tensor):
             problems.append(f"{name} is not a dense tensor of 16, 32 or 64-bit floating-point numbers")
-        elif tensor.shape != expected[name].shape:
-            problems.append(f"{name} has shape {list(tensor.shape)}, the spec says {list(expected[name].shape)}")
+        elif tensor.shape != expected[name]:
+            problems.append(f"{name} has shape {list(tensor.shape)}, the spec says {list(expected[name])}")
     if problems:
         more = f" (and {len(problems) - MOST_PROBLEMS} more)" if len(problems) > MOST_PROBLEMS else ""
         raise CheckpointError(f"{path}: weights do not fit the spec: " + "; ".join(problems[:MOST_PROBLEMS]) + more)

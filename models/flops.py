@@ -26,13 +26,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
-import torch
-
 from mod_models.spec import ExpertsSpec, LayerTokens, ModelSpec, RoutingSpec, Site, layer_of
-from mod_models.transformer import Transformer
+from mod_models.transformer import weight_shapes
 
 FLOAT32_BYTES = 4
 
@@ -76,14 +74,11 @@ def layer_costs(spec: ModelSpec, batch: int, seq: int) -> tuple[LayerCost, ...]:
 @cache
 def _weight_bytes(spec: ModelSpec) -> Counter[str]:
     """Float32 bytes of the weights of each layer, of `embedding` and of `head`, from the model's state_dict."""
-    with torch.device("meta"):
-        # One position is enough: no weight depends on it, and RoPE tables take memory even on the meta device.
-        state = Transformer(replace(spec, max_positions=1)).state_dict()
     bytes_of_row: Counter[str] = Counter()
-    for name, tensor in state.items():
+    for name, shape in weight_shapes(spec).items():
         part, _, rest = name.partition(".")
         row = {"layers": rest.partition(".")[0], "embedding": part}.get(part, "head")
-        bytes_of_row[row] += tensor.numel() * FLOAT32_BYTES
+        bytes_of_row[row] += shape.numel() * FLOAT32_BYTES
     return bytes_of_row
 
 

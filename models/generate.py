@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mod_models.cache import cache_layout, sites, write_rows
 from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.routing import Decisions
 from mod_models.spec import Site
-from mod_models.step import Prefill, Step, prefill_outputs, step_outputs
+from mod_models.step import Prefill, Step, cache_layout, prefill_outputs, sites, step_outputs
 from mod_models.transformer import Transformer
 
 
@@ -31,6 +30,20 @@ class Generated(NamedTuple):
     logits_NV: Tensor
     ran: dict[Site, list[int]]
     overflow: dict[Site, int]
+
+
+def write_rows(cache: Mapping[str, Tensor], rows: Mapping[str, Tensor], slot_BL: Tensor) -> None:
+    """Writes the keys and values of a step into the cache in place, one slot of each row.
+
+    Args:
+        cache: name -> tensor, as in `cache_layout`.
+        rows: `keys_<layer>` and `values_<layer>`, each (B, G, E).
+        slot_BL: int64 (B, layers), the slot to write; negative if the row keeps nothing in this layer.
+    """
+    for name, row_BGE in rows.items():
+        slot_B = slot_BL[:, int(name.rpartition("_")[2])]
+        kept_N = (slot_B >= 0).nonzero().squeeze(1)
+        cache[name][kept_N, :, slot_B[kept_N]] = row_BGE[kept_N]
 
 
 class Session:

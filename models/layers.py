@@ -1,4 +1,5 @@
-"""Components of a block: the norm, the rotary tables, attention, the gated MLP, and the tables of their variants.
+"""Components of a block: the norm, the rotary tables, attention, the gated MLP, the tables of their variants, and a
+condition around a part of a block.
 
 Shape legend: B batch, T tokens, D model width, H query heads, G key/value heads, E head width, F a projection of all
 heads, P positions that have rotary tables.
@@ -129,3 +130,19 @@ class GatedMlp(nn.Module):
     def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTD: Tensor = self.down_proj(self.activation(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
         return y_BTD
+
+
+Branch = Callable[..., tuple[Tensor, ...]]
+
+
+def either(mark_B: Tensor, run: Branch, other: Branch, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns `run(*given)` if any row is marked, else `other(*given)`: a condition on the data in a static graph.
+
+    A graph holds both branches (ONNX If) and executes one. In eager mode only that one is called. Both must return
+    tensors of the same shapes, dtypes and strides, and must not return their inputs.
+    """
+    any_row = mark_B.reshape(()) if len(mark_B) == 1 else mark_B.any()
+    if torch.compiler.is_compiling():
+        outputs: tuple[Tensor, ...] = torch.cond(any_row, run, other, given)
+        return outputs
+    return run(*given) if bool(any_row) else other(*given)

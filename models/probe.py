@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from mod_models.checkpoint import Checkpoint, CheckpointError, ForeignArchitectureError, load_checkpoint, written_beside
-from mod_models.corpus import TOKENIZER, batch_at, read_corpus
 from mod_models.declarations import RoutingSpec
-from mod_models.next_token import next_token_loss
 from mod_models.routing import Decisions
 from mod_models.selection import Tokens, noise_of_tokens, noise_table
-from mod_models.train_config import TrainError
+from mod_models.train import TrainError
+from mod_models.train.corpus import TOKENIZER, batch_at, read_corpus
+from mod_models.train.losses import next_token_loss
 from mod_models.transformer import RoutedBlock, Transformer
 
 PARTS = ("block", "attention", "mlp")

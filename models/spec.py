@@ -15,14 +15,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mod_models.declarations import (
+    ACTIVATIONS,
+    ATTENTION_BIASES,
     CAPACITY_RULES,
     CAUSAL_SELECTIONS,
+    QK_NORMS,
     EveryNth,
     ExpertsSpec,
     RopeScaling,
     RoutingSpec,
+    SpecError,
+    declared_layers,
+    experts_problems,
+    name_problems,
+    positive_problems,
+    rope_scaling_problems,
+    routing_problems,
+    shown,
+    size_problems,
 )
-from mod_models.spec_checks import SpecError, problems_of, shown
 
 __all__ = [
     "CAPACITY_RULES",
@@ -115,19 +126,19 @@ class ModelSpec:
     experts: ExpertsSpec | None = None
 
     def __post_init__(self) -> None:
-        problems = problems_of(self)
+        problems = _problems_of(self)
         if problems:
             raise SpecError(problems)
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
         """The routed blocks, ascending; empty if every token runs every block."""
-        return () if self.routing is None else _numbers(self.routing.layers, self.n_layers)
+        return () if self.routing is None else declared_layers(self.routing, self.n_layers)
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
         """The blocks that have experts instead of an MLP, ascending."""
-        return () if self.experts is None else _numbers(self.experts.layers, self.n_layers)
+        return () if self.experts is None else declared_layers(self.experts, self.n_layers)
 
     @property
     def looks_ahead(self) -> tuple[str, ...]:
@@ -249,8 +260,29 @@ TABLES: dict[str, type[RoutingSpec] | type[ExpertsSpec] | type[RopeScaling]] = {
 """The fields of a spec that are tables in plain data."""
 
 
-def _numbers(layers: EveryNth | tuple[int, ...], n_layers: int) -> tuple[int, ...]:
-    return layers.of(n_layers) if isinstance(layers, EveryNth) else layers
+def _problems_of(spec: ModelSpec) -> list[str]:
+    sizes = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "max_positions")
+    problems = size_problems("spec", spec, *sizes, least=1)
+    problems += positive_problems("spec", spec, "rope_theta", "norm_eps", "embedding_scale")
+    for name in ("mlp_bias", "tie_embeddings"):
+        if type(getattr(spec, name)) is not bool:
+            problems.append(f"spec.{name}: expected true or false, got {shown(getattr(spec, name))}")
+    names = {"attention_bias": tuple(ATTENTION_BIASES), "qk_norm": QK_NORMS, "activation": ACTIVATIONS}
+    problems += name_problems("spec", spec, names)
+    for name, kind in TABLES.items():
+        table = getattr(spec, name)
+        if table is not None and not isinstance(table, kind):
+            article = "an" if kind is ExpertsSpec else "a"
+            problems.append(f"spec.{name}: expected {article} {kind.__name__} or None, got {type(table).__name__}")
+    if problems:
+        return problems
+    if spec.n_heads % spec.n_kv_heads:
+        problems.append(f"spec.n_kv_heads: {spec.n_kv_heads} does not divide n_heads {spec.n_heads}")
+    if spec.d_head % 2:
+        problems.append(f"spec.d_head: RoPE rotates pairs, so it must be even, got {spec.d_head}")
+    problems += rope_scaling_problems(spec.rope_scaling) if spec.rope_scaling else []
+    problems += routing_problems(spec.routing, spec.n_layers) if spec.routing else []
+    return problems + (experts_problems(spec.experts, spec.n_layers) if spec.experts else [])
 
 
 def _values(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ attention is enough to hide both from real tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Self
 
@@ -22,10 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mod_models.conditions import either
 from mod_models.experts import Experts
 from mod_models.fixed_capacity import select_chosen
-from mod_models.layers import Attention, GatedMlp, RMSNorm, rope_tables
+from mod_models.layers import Attention, GatedMlp, RMSNorm, either, rope_tables
 from mod_models.routing import COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
 from mod_models.selection import (
     FIRST_COME,
@@ -317,6 +317,14 @@ class Transformer(nn.Module):
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
         """Returns the output that `outputs` names, as a tuple of one; this is the forward pass that is exported."""
         return (OUTPUTS[self.outputs](self, self.stream(ids_BS, lengths_B, Decisions()), lengths_B),)
+
+
+def weight_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """state_dict name -> shape of every weight of a model with this spec."""
+    # One position is enough: no weight depends on it, and RoPE tables take memory even on the meta device.
+    with torch.device("meta"):
+        state = Transformer(replace(spec, max_positions=1)).state_dict()
+    return {name: tensor.shape for name, tensor in state.items()}
 
 
 def _last_tokens(x_BSD: Tensor, lengths_B: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from mod_export.api import build as build_module
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.folder.manifest import MANIFEST, with_checksum
 from mod_export.graph.onnx_export import onnx_from_captured
-from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of
 from mod_export.model.request import Request
 from mod_export.pipeline.stages import build
@@ -188,7 +188,7 @@ def portable_graph_of(root: Path, spec: ModelSpec, bucket: Bucket = SHAPE) -> by
     """Returns the graph of another spec or bucket, which refers to the weights of the folder."""
     module = Checkpoint(spec=spec, weights=checkpoint_with(SPEC, 1, STD).weights).module()
     model = onnx_from_captured(captured_module(module, bucket, "other"), state_of(module), TOKEN_INPUTS, ["logits"])
-    run_passes(model, PORTABLE, "float32")
+    apply_rewrites(model, PORTABLE, "float32")
     weights = WeightsFile.open(root / "graphs" / "weights-float32.data")
     bind_weights(model, [weights], root / "graphs")
     return bytes(ir.to_proto(model).SerializeToString())

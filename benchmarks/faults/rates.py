@@ -31,7 +31,7 @@ from benchmarks.faults.random_specs import (
     random_foreign,
 )
 from mod_export.pipeline.rerun import validate_folder
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 
 CLEAN_BUILDS = 200
 Draw = Callable[[int], RandomBuild | RandomForeign]

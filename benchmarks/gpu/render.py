@@ -1,4 +1,4 @@
-"""Writes docs/gpu.md from gpu.json beside it: `python -m benchmarks.gpu.render [DOCS]`."""
+"""Writes docs/gpu.md from gpu.json beside it, once `make gpu` has run: `python -m benchmarks.gpu.render [DOCS]`."""
 
 from __future__ import annotations
 
@@ -10,37 +10,30 @@ from typing import Any
 
 HEAD = """# On a GPU
 
-Run `make gpu` on a machine with an NVIDIA GPU. It measures everything that needs one, in less than eight minutes, and
-resumes where it was stopped. `benchmarks/gpu/render.py` writes this page; do not edit.
+`make gpu` wrote this page (`benchmarks/gpu/render.py`; do not edit). [guide.md](guide.md#on-an-nvidia-gpu) says how to
+run it.
 
 * **Model.** A Llama-like decoder of 40 M parameters (d=512, 12 layers, vocabulary 8,192) with initial weights, every
   other block routed at 12.5 %. `dense` has the same weights, with every token through every block. Engines return the
   logits of a row's last token.
 * **Parity** is that of the build: against eager float32 PyTorch on the CPU, by the gates of the dtype
-  ([numerics.md](numerics.md)).
+  ([evidence.md](evidence.md)).
 * **Latency** is that of the build: model and dense baseline interleaved in one process, from inputs in host memory to
-  outputs in host memory ([measurement.md](measurement.md)). Speed-up is dense / MoD. *One by one* is the same engine
+  outputs in host memory ([evidence.md](evidence.md#latency)). Speed-up is dense / MoD. *One by one* is the same engine
   without its CUDA graph.
 * **Memory** is the increase that nvidia-smi shows after an engine was loaded and run.
 * Each step is a process of its own. A step that was not run has a reason.
 """
-NOT_RUN = """
-**Not run yet.** No machine with a GPU has run it. Everything that needs no GPU is tested
-(`tests/benchmarks/test_gpu_run.py`).
-"""
 
 
 def render(docs: Path) -> None:
-    """Writes gpu.md in the folder `docs`, from gpu.json if that exists."""
-    results = docs / "gpu.json"
-    found = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
+    """Writes gpu.md in the folder `docs`, from gpu.json there."""
+    found = json.loads((docs / "gpu.json").read_text(encoding="utf-8"))
     (docs / "gpu.md").write_text(page(found), encoding="utf-8")
 
 
-def page(found: dict[str, Any] | None) -> str:
-    """Returns the page. Without results it says that nothing has run yet."""
-    if found is None:
-        return HEAD + NOT_RUN
+def page(found: dict[str, Any]) -> str:
+    """Returns the page."""
     machine = found["machine"]
     versions = [
         f"{name} {machine[name]}" for name in ("torch", "onnxruntime", "tensorrt", "tensorrt_rtx") if machine[name]

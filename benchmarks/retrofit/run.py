@@ -21,11 +21,11 @@ from typing import Any
 from benchmarks.retrofit.render import render
 from mod_models import probe
 from mod_models.checkpoint import load_checkpoint
-from mod_models.corpus import TOKENIZER, Corpus, read_corpus
-from mod_models.evaluation import evaluate
-from mod_models.retrofit import layers_of, retrofitted, routed_spec
-from mod_models.train import train
-from mod_models.train_config import PRECISIONS, RECOMPUTED, TrainConfig
+from mod_models.train import PRECISIONS, RECOMPUTED, TrainConfig
+from mod_models.train.corpus import TOKENIZER, Corpus, read_corpus
+from mod_models.train.evaluation import evaluate
+from mod_models.train.retrofit import layers_of, retrofitted, routed_spec
+from mod_models.train.run import train
 
 SPEED = """\
 # One engine, one thread, whole rows: what the table's speed-up is measured with.

@@ -22,6 +22,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "L": {"d_model": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8, "d_head": 64, "d_ff": 2816},
 }
 """Llama-like decoders; every other block is routed at 12.5 %. XS is for tests."""
+VOCABULARY = 8192
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Case:
     size: str
     seq: int
     batch: int = 1
-    vocab: int = 8192
+    vocab: int = VOCABULARY
 
     @property
     def name(self) -> str:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from mod_models.checkpoint import Checkpoint
-from mod_models.convert.families import foreign_name
+from mod_models.convert.hugging_face import foreign_name
 from mod_models.spec import ModelSpec
 
 LLAMA = {"attention_bias": "none", "qk_norm": "none", "activation": "silu", "mlp_bias": False, "embedding_scale": 1.0}

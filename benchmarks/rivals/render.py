@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md and its figures from the measured results.
+"""Writes docs/results.md and its figures from the measured results.
 
 python -m benchmarks.rivals.render [RESULTS] [DOCS]
 
@@ -11,11 +11,12 @@ import json
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from benchmarks.rivals.cases import KINDS
-from benchmarks.rivals.render_text import text_figure, text_tables
+from benchmarks.rivals.cases import KINDS, VOCABULARY
+from benchmarks.rivals.render_text import against, text_figure, text_tables
 from benchmarks.rivals.routes import ANCHOR, PRECISIONS
 from benchmarks.rivals.tables import (
     OURS,
@@ -31,57 +32,83 @@ from benchmarks.rivals.tables import (
     threads_of,
 )
 
+SUMMARY = [
+    "precision",
+    "whole rows: MoD / dense",
+    "MoD / rival",
+    "one text: MoD / dense",
+    "MoD / rival",
+    "eight texts: MoD / dense",
+    "MoD / rival",
+]
 WORSE, ROUNDING = 2, 1e-4
 """A rival has the same quality if its error is at most WORSE times ours, or at most ROUNDING."""
-HEAD = """# Benchmarks
+HEAD = """# Results
 
-`make bench` compares mod-export with other runtimes on a CPU: the time of whole rows (one prefill), and tokens per
-second of text, at each precision, on one and on all cores. `benchmarks/rivals/render.py` writes this page; do not edit.
+Compare mod-export with other runtimes on your CPU:
 
-    make bench ARGS="--text-model build/smollm2 --text english.txt"    # a dense checkpoint of `mod-export convert`
+    make bench                                                         # whole rows, and text with initial weights
+    make bench ARGS="--text-model build/smollm2 --text english.txt"    # also text of a dense checkpoint of `convert`
     make bench ARGS="--only 'rows-M-s512-*,text-*-int4-*'"             # some cells; `--list` names them
 
-It installs the rivals, compiles llama.cpp, keeps every finished cell, and resumes after an interruption.
+It installs the rivals, compiles llama.cpp, keeps every finished cell, and resumes after an interruption. Then it writes
+this page (`benchmarks/rivals/render.py`; do not edit). [benchmarks/](benchmarks) has one JSON file for each cell, with
+all samples and the text that each program wrote.
 
-* **Method.** Each route (a program, or a way to run the model) has its own process, because thread pools of several
-  libraries in one process disturb each other. In every round each route runs once, in a new random order, after a pause
-  in which the other thread pools go to sleep. Times are medians of at least {rounds} rounds after a warm-up round. The
-  float32 engine of `ort-cpu` runs in every table, for comparison. Compare ratios within a table, not times: other work
-  on the machine slows down all routes of a round alike.
-* **Quality.** *Next token*: share of positions with the same most probable next token as eager float32 PyTorch.
-  *Error*: root mean square of the error of the logits divided by that of the logits, over the nine tenths of the tokens
-  with the smallest error (two router scores within rounding of each other may select another token). *Perplexity*:
-  divided by that of eager float32, on English text. Initial weights have no perplexity, and their next tokens do not
-  predict those of trained weights.
-* **Samples** of every cell, and what each program wrote: [benchmarks/](benchmarks), one JSON file for each.
-* **A star** at the number of threads: other processes used more than a tenth of the machine before this cell was
-  sampled.
+Other results: [model classes](corpus.md), [planted faults and false alarms](evidence.md#planted-faults),
+[a server under load](text.md#under-load), [training, and routers in a trained dense model](training.md),
+[dead ends](LOG.md).
+
+## Summary
+
+{summary}
+*MoD / dense* is the speed-up over the dense baseline. *MoD / rival* compares the Mixture-of-Depths model of mod-export
+with the fastest rival, whatever its quality: in whole rows with the rival's Mixture-of-Depths model, in text with its
+dense model, because the rivals that write text have no other. Above 1, mod-export is faster. A range covers all cases
+and numbers of threads.
+
+## How it is measured
+
 * **Machine.** {cpu}, {cores} cores. {versions}.
+* **Time.** Each route (a program, or a way to run the model) has a process of its own, because thread pools of several
+  libraries disturb each other. In every round each route runs once, in a new random order, after a pause in which the
+  other thread pools go to sleep. Times are medians of at least {rounds} rounds after a warm-up round. Compare ratios
+  within a table, not times: other work on the machine slows down all routes of a round alike. The float32 engine of
+  `ort-cpu` runs in every table for comparison.
+* **Quality.** *Next token*: share of positions with the same most probable next token as eager float32 PyTorch; that of
+  initial weights does not predict that of trained weights. *Error*: root mean square of the error of the logits divided
+  by that of the logits, over the nine tenths of the tokens with the smallest error (two router scores within rounding
+  of each other may select another token). *Perplexity*: divided by that of eager float32, on English text.
+* **A star** at the number of threads: before this cell was sampled, other processes used more than a tenth of the
+  machine.
 """
 ROWS = f"""## Whole rows
 
-* **mod-export**: what `mod-export build` writes and `mod_export.load` serves, for each target.
+The time of one prefill, in milliseconds.
+
+* **Models.** Llama-like decoders with initial weights: S d=256 L=8, M d=512 L=12, L d=1024 L=16; heads of width 64,
+  half as many key and value heads, SwiGLU of 2.75 d, vocabulary {VOCABULARY:,} unless the case says otherwise. In MoD
+  every other block is routed at 12.5 %; dense has no routers. `--cases` measures other sizes and shapes.
+* **mod-export**: the engines that `mod-export build` writes and `mod_export.load` runs, for each target.
 * **ONNX Runtime**: `torch.onnx.export` at opset 23 with its own optimiser, default settings; *dynamic*:
   `quantize_dynamic`, by channel; *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4.
 * **OpenVINO**: its CPU plug-in on that export, set for latency, with a hint of float32 or bfloat16; *our graph*: the
-  same on the portable graph of `mod-export build`; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups
-  of 64), activations quantized at run time; *quantized*: `nncf.quantize`, weights and activations.
+  portable graph of `mod-export build` instead; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups of
+  64), activations quantized at run time; *quantized*: `nncf.quantize`, weights and activations.
 * **torch.compile**: the eager model, weights frozen. All rivals select with `torch.topk`.
-* **Models.** Llama-like decoders with initial weights: S d=256 L=8, M d=512 L=12, L d=1024 L=16, heads of width 64,
-  half as many key and value heads, SwiGLU of 2.75 d. In MoD every other block is routed at 12.5 %; dense has no
-  routers.
-* **Cases.** M with 512 tokens, and cases that change one thing: fewer tokens, more tokens, a larger vocabulary. The
-  tables have those that were measured; `--cases` measures any combination of size, length, batch and vocabulary.
-* **Columns.** *Ours / rival*: time of the fastest mod-export route divided by that of the fastest rival (below 1: ours
-  is faster); in brackets the ratio of minima. *Same quality*: the ratio to the fastest rival whose error is at most
-  {WORSE} times ours, if that is another rival.
+* **Cells** show dense / MoD. *Ours : rival* is the time of the fastest mod-export route divided by that of the fastest
+  rival (below 1: ours is faster); *minima*: this ratio of the fastest rounds; *same quality*: this ratio to the fastest
+  rival whose error is at most {WORSE} times ours, where that is another rival.
 """
-RATES = """### Speed-up over dense, and from one core to all
+QUALITY = """### Quality of whole rows
 
-Numbers of the fastest mod-export route. Roofline, dense and MoD are in GFLOP/s. FLOPs leave out the half of the scores
-that a causal mask hides. The roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in
-the same rounds. Efficiency: speed-up over the dense baseline divided by the ratio of their FLOPs. Scaling: time at one
-thread divided by this time.
+The smallest agreement and the largest error over all cases:
+"""
+RATES = """### Speed-up and FLOPs
+
+The fastest mod-export route. Roofline, dense and MoD are in GFLOP/s. FLOPs leave out the half of the scores that a
+causal mask hides. The roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same
+rounds. Efficiency: speed-up divided by the ratio of the FLOPs.
 """
 FIGURES = {
     "rows": "![Time of whole rows by route and precision](figures/latency.svg)\n",
@@ -90,20 +117,20 @@ FIGURES = {
 
 
 def render(results: Path, docs: Path) -> None:
-    """Writes benchmarks.md and its figures in the folder `docs`, if anything was measured."""
+    """Writes results.md and its figures in the folder `docs`, if anything was measured."""
     rows, texts = (_read(results, kind) for kind in ("rows", "text"))
     if not rows and not texts:
         return
     figures = docs / "figures"
     figures.mkdir(parents=True, exist_ok=True)
-    parts = [_head([*rows, *texts])]
+    parts = [_head(rows, texts)]
     if rows:
         _rows_figure(rows, figures / "latency.svg")
         parts += [ROWS, FIGURES["rows"], *_row_tables(rows)]
     if texts:
         text_figure(texts, figures / "text.svg")
         parts += text_tables(texts, FIGURES["text"])
-    (docs / "benchmarks.md").write_text("\n".join(parts), encoding="utf-8")
+    (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
     _keep(results, docs / "benchmarks")
 
 
@@ -132,7 +159,8 @@ def _place(one: Found) -> tuple[object, ...]:
 
 def case_name(one: Found) -> str:
     batch = f", batch {one['batch']}" if one["batch"] > 1 else ""
-    return f"{one['size']}, {one['seq']:,} tokens{batch}, vocabulary {one['vocab']:,}"
+    vocabulary = f", vocabulary {one['vocab']:,}" if one["vocab"] != VOCABULARY else ""
+    return f"{one['size']}, {one['seq']:,} tokens{batch}{vocabulary}"
 
 
 def time_of(one: Found, kind: str, name: str, summary: Summary = medians) -> float | None:
@@ -160,11 +188,13 @@ def _exceeds(route: Found, kind: str, most_error: float) -> bool:
     return not route["failed"] and route["quality"][kind]["error"] > most_error
 
 
-def _head(found: Sequence[Found]) -> str:
+def _head(rows: Sequence[Found], texts: Sequence[Found]) -> str:
+    found = [*rows, *texts]
     machine = found[0]["machine"]
     versions = sorted({(name, version) for one in found for name, version in one["versions"].items()})
     rounds = min(len(ms) for ms in _samples(found))
     return HEAD.format(
+        summary=table(SUMMARY, filter(any, (_in_short(precision, rows, texts) for precision in PRECISIONS))),
         rounds=rounds,
         cpu=machine["cpu"],
         cores=machine["cores"],
@@ -179,56 +209,98 @@ def _samples(found: Sequence[Found]) -> Iterator[Sequence[float]]:
             yield from (batch["tokens_per_s"] for batch in route.get("batches", {}).values())
 
 
+def _in_short(precision: str, rows: Sequence[Found], texts: Sequence[Found]) -> list[str]:
+    """Returns a line of the summary; an empty one if nothing was measured in this precision."""
+    gains: list[list[float]] = [[] for _ in SUMMARY[1:]]
+    for one in rows:
+        dense, mod, rival = (
+            fastest(one, kind, ours=ours) for kind, ours in (("dense", True), ("mod", True), ("mod", False))
+        )
+        if one["precision"] == precision and dense and mod:
+            gains[0].append(dense[1] / mod[1])
+            if rival:
+                gains[1].append(rival[1] / mod[1])
+    for one in texts:
+        for at, batch in enumerate(("1", "8")):
+            if one["precision"] == precision and (compared := against(one, batch)):
+                gains[2 + 2 * at].append(compared.mod / compared.dense)
+                gains[3 + 2 * at].append(compared.mod / compared.rival)
+    return [precision, *map(_range, gains)] if any(gains) else []
+
+
+def _range(values: Sequence[float]) -> str:
+    ends = [f"{end:.2f}" for end in (min(values), max(values))] if values else []
+    return " to ".join(dict.fromkeys(ends))
+
+
 def _row_tables(found: Sequence[Found]) -> Iterator[str]:
-    for precision in PRECISIONS:
+    measured = [precision for precision in PRECISIONS if any(one["precision"] == precision for one in found)]
+    qualities = []
+    for precision in measured:
         chosen = [one for one in found if one["precision"] == precision]
-        if chosen:
-            yield from _precision(precision, chosen)
+        names = names_in(chosen)
+        yield f"### Whole rows in {precision}\n"
+        yield _times(chosen, names)
+        yield "\n".join([*failures(chosen), ""])
+        # The anchor has its quality among the routes of float32.
+        shown = [name for name in names if not name.startswith(f"{ANCHOR}, ")]
+        qualities += [[precision, name, *_quality(chosen, name)] for name in shown]
+    yield QUALITY
+    kinds = ("dense", "MoD")
+    yield table(
+        ["precision", "route", *(f"next token, {kind}" for kind in kinds), *(f"error, {kind}" for kind in kinds)],
+        qualities,
+    )
     yield RATES
     yield table(
-        ["precision", "case", "threads", "roofline", "dense", "MoD", "speed-up", "efficiency", "scaling dense", "MoD"],
-        [_rates(one, found) for precision in PRECISIONS for one in found if one["precision"] == precision],
+        ["precision", "case", "threads", "roofline", "dense", "MoD", "speed-up", "efficiency"],
+        [_rates(one) for precision in measured for one in found if one["precision"] == precision],
     )
 
 
-def _precision(precision: str, found: Sequence[Found]) -> Iterator[str]:
-    names = names_in(found)
-    yield f"### Whole rows in {precision}\n"
-    yield "Milliseconds:\n"
-    yield table(
-        ["case", "threads", "model", *names, "ours / rival", "same quality"],
+def _times(found: Sequence[Found], names: Sequence[str]) -> str:
+    columns = {
+        "ours : rival": [_of_kinds(one, _ratio) for one in found],
+        "minima": [_of_kinds(one, partial(_ratio, summary=min)) for one in found],
+        "same quality": [_of_kinds(one, _ratio_to_equal) for one in found],
+    }
+    columns = {title: cells for title, cells in columns.items() if any(cells)}
+    return table(
+        ["case", "threads", *names, *columns],
         [
-            [
-                one["name"],
-                threads_of(one),
-                kind,
-                *(_shown(time_of(one, kind, name)) for name in names),
-                (ratio := _ratio(one, kind)),
-                "" if (equal := _ratio(one, kind, WORSE)) == ratio else equal,
-            ]
-            for one in found
-            for kind in KINDS
+            [one["name"], threads_of(one), *(_both(one, name) for name in names), *cells]
+            for one, *cells in zip(found, *columns.values(), strict=True)
         ],
     )
-    yield table(
-        ["route", *(f"next token, {kind}" for kind in KINDS), *(f"error, {kind}" for kind in KINDS)],
-        [[name, *_quality(found, name)] for name in names],
-    )
-    yield "\n".join([*failures(found), ""])
 
 
-def _ratio(one: Found, kind: str, worse: float = math.inf) -> str:
-    found = []
-    for summary in (medians, min):
-        own = fastest(one, kind, ours=True, summary=summary)
-        if own is None:
-            return ""
-        error = max(one["routes"][own[0]]["quality"][kind]["error"] * worse, ROUNDING)
-        other = fastest(one, kind, ours=False, summary=summary, most_error=error)
-        if other is None:
-            return ""
-        found.append((own[1] / other[1], other[0]))
-    return f"{found[0][0]:.2f} ({found[1][0]:.2f}), {found[0][1]}"
+def _both(one: Found, name: str) -> str:
+    """Returns the times of the dense and of the MoD model."""
+    return " / ".join(shown for kind in KINDS if (shown := _shown(time_of(one, kind, name))))
+
+
+def _of_kinds(one: Found, ratio: Callable[[Found, str], tuple[float, str] | None]) -> str:
+    """Returns a ratio for the dense and for the MoD model; a dash where there is none."""
+    ratios = [ratio(one, kind) for kind in KINDS]
+    return " / ".join(f"{found[0]:.2f}" if found else "-" for found in ratios) if any(ratios) else ""
+
+
+def _ratio(one: Found, kind: str, worse: float = math.inf, summary: Summary = medians) -> tuple[float, str] | None:
+    """Returns the time of our fastest route divided by that of the fastest rival, and the rival's name. A rival's error
+    must be at most `worse` times ours.
+    """
+    own = fastest(one, kind, ours=True, summary=summary)
+    if own is None:
+        return None
+    error = max(one["routes"][own[0]]["quality"][kind]["error"] * worse, ROUNDING)
+    rival = fastest(one, kind, ours=False, summary=summary, most_error=error)
+    return None if rival is None else (own[1] / rival[1], rival[0])
+
+
+def _ratio_to_equal(one: Found, kind: str) -> tuple[float, str] | None:
+    """Returns the ratio to the fastest rival of the same quality, or None if it is the fastest of all."""
+    ratio = _ratio(one, kind, WORSE)
+    return None if ratio == _ratio(one, kind) else ratio
 
 
 def _quality(found: Sequence[Found], name: str) -> list[str]:
@@ -240,24 +312,16 @@ def _quality(found: Sequence[Found], name: str) -> list[str]:
     return [*least, *(f"{max(one[kind]['error'] for one in qualities):.2g}" for kind in KINDS)]
 
 
-def _rates(one: Found, found: Sequence[Found]) -> list[str]:
+def _rates(one: Found) -> list[str]:
     roofline = float(one["gemm_flops"]) / medians(one["gemm_ms"]) / 1e6
+    row = [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}"]
     times = {kind: fastest(one, kind, ours=True) for kind in KINDS}
-    if None in times.values():
-        return [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}", *[""] * 6]
     ms = {kind: time[1] for kind, time in times.items() if time}
+    if len(ms) < len(KINDS):
+        return [*row, *[""] * 4]
     rates = [f"{one['needed_flops'][kind] / ms[kind] / 1e6:.0f}" for kind in KINDS]
     gain, ideal = ms["dense"] / ms["mod"], one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
-    single = next(
-        (cell for cell in found
-         if (cell["name"], cell["precision"], cell["threads"]) == (one["name"], one["precision"], 1)), None
-    )  # fmt: skip
-    scaling = [""] * len(KINDS)
-    if single is not None and one["threads"] > 1:
-        before = {kind: fastest(single, kind, ours=True) for kind in KINDS}
-        scaling = [f"{time[1] / ms[kind]:.2f}x" for kind, time in before.items() if time]
-    gains = [f"{gain:.2f}x", f"{gain / ideal:.2f}"]
-    return [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}", *rates, *gains, *scaling]
+    return [*row, *rates, f"{gain:.2f}x", f"{gain / ideal:.2f}"]
 
 
 def _shown(value: float | None) -> str:

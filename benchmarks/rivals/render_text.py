@@ -1,19 +1,21 @@
-"""Renders the part of docs/benchmarks.md about programs that write text."""
+"""Renders the part of docs/results.md about programs that write text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.rivals.routes import PRECISIONS
 from benchmarks.rivals.tables import OURS, RIVAL, ROUTED, Found, bars, failures, medians, names_in, table, threads_of
 
+BATCHES = ("1", "8")
 TEXT = """## Text
 
-Tokens per second after the first token, of one text and of eight at once, with a prompt of {prompt} tokens and {new}
-tokens written, greedy; and milliseconds until the first token of one text. All programs have the same dense weights, as
-a Hugging Face folder or as a GGUF file in float32. {models}
+Tokens per second after the first token, of one text and of eight at once, and milliseconds until the first token of one
+text. The prompt has {prompt} tokens; {new} tokens are written, greedy. All programs have the same dense weights, as a
+Hugging Face folder or as a GGUF file in float32. {models}
 
 * **mod-export**: `mod-export build` and `mod_export.load_generator`, window {window}, caches as long as the request, as
   in the other programs. In the Mixture-of-Depths model every other block is routed; its routers are random, and its
@@ -26,11 +28,20 @@ a Hugging Face folder or as a GGUF file in float32. {models}
   whole batch of prompts at once, prefix cache off. With int8 and int4 weights, precision hint and cache are its
   defaults.
 * **transformers**: eager. llama.cpp and OpenVINO GenAI have no MoD models.
-* **Ratios** are the tokens per second of our dense or MoD model divided by those of the fastest rival (above 1: ours
-  is faster), and of our MoD model divided by those of our dense model. *Predicted* is the last one by bytes: the
-  weights that a step of the dense model reads divided by those of the MoD model, for one text, with the measured share
-  of tokens in each routed layer.
+* **Ratios** are those of tokens per second (above 1: the first is faster); dense and MoD are our fastest. *Predicted*
+  is MoD / dense by bytes: the weights that a step of the dense model reads divided by those of the MoD model, for one
+  text, with the measured share of tokens in each routed layer.
 """
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Tokens per second of our fastest engines and of the fastest rival."""
+
+    dense: float
+    mod: float
+    rival: float
+    rival_name: str
 
 
 def text_tables(found: Sequence[Found], figure: str) -> Iterator[str]:
@@ -44,29 +55,30 @@ def text_tables(found: Sequence[Found], figure: str) -> Iterator[str]:
         if not chosen:
             continue
         yield f"### Text in {precision}\n"
-        yield table(
-            [
-                "model",
-                "threads",
-                "program",
-                "tokens/s, 1 text",
-                "8 texts",
-                "first token, ms",
-                "next token",
-                "perplexity",
-            ],
-            [
-                [cell["name"], threads_of(cell), name, *_shown(cell, cell["routes"][name])]
-                for cell in chosen
-                for name in names_in([cell])
-            ],
-        )
-        yield "Ratios of tokens per second:\n"
-        yield table(
-            ["model", "threads", "texts", "fastest rival", "dense / rival", "MoD / rival", "MoD / dense", "predicted"],
-            [row for cell in chosen for batch in ("1", "8") if (row := _against(cell, batch))],
-        )
+        for name in dict.fromkeys(cell["name"] for cell in chosen):
+            yield from _tables_of_model([cell for cell in chosen if cell["name"] == name])
         yield "\n".join([*failures(chosen), ""])
+
+
+def _tables_of_model(cells: Sequence[Found]) -> Iterator[str]:
+    """Yields the tables of one model and precision. Each number of threads has columns of its own."""
+    threads = [f"{threads_of(cell)} thread{'s' if cell['threads'] > 1 else ''}" for cell in cells]
+    yield f"{cells[0]['name']}, tokens per second:\n"
+    yield table(
+        [
+            "program",
+            *(f"{count}, {of}" for count in ("1 text", "8 texts") for of in threads),
+            *(f"first token, ms, {of}" for of in threads),
+            "next token",
+            "perplexity",
+        ],
+        [[name, *_shown(cells, name)] for name in names_in(cells)],
+    )
+    yield "Ratios of tokens per second:\n"
+    yield table(
+        ["threads", "texts", "fastest rival", "dense / rival", "MoD / rival", "MoD / dense", "predicted"],
+        [row for cell in cells for batch in BATCHES if (row := _ratios(cell, batch))],
+    )
 
 
 def _model(one: Found) -> str:
@@ -77,39 +89,51 @@ def _model(one: Found) -> str:
     )
 
 
-def _shown(one: Found, route: dict[str, Any]) -> list[str]:
-    if route["failed"]:
-        return ["none"] * 3 + [""] * 2
-    speeds = [f"{medians(route['batches'][batch]['tokens_per_s']):,.3g}" for batch in ("1", "8")]
-    first_ms = f"{medians(route['batches']['1']['first_ms']):,.3g}"
-    if route["kind"] == "mod":
-        return [*speeds, first_ms, "", ""]
+def _shown(cells: Sequence[Found], name: str) -> list[str]:
+    """Returns the speeds of a program in all cells, and its quality in the first in which it ran."""
+    routes = [cell["routes"].get(name) for cell in cells]
+    speeds = [_measured(route, batch, "tokens_per_s") for batch in BATCHES for route in routes]
+    first = [_measured(route, "1", "first_ms") for route in routes]
+    route = next((route for route in routes if route and not route["failed"]), None)
+    if route is None or route["kind"] == "mod":
+        return [*speeds, *first, "", ""]
     quality = route["quality"]
-    perplexity = f"{quality['perplexity_ratio']:.3f}" if one["trained"] else ""
-    return [*speeds, first_ms, f"{quality['agreement']:.1%}", perplexity]
+    perplexity = f"{quality['perplexity_ratio']:.3f}" if cells[0]["trained"] else ""
+    return [*speeds, *first, f"{quality['agreement']:.1%}", perplexity]
 
 
-def _against(one: Found, batch: str) -> list[str] | None:
+def _measured(route: dict[str, Any] | None, batch: str, what: str) -> str:
+    if route is None:
+        return ""
+    return "none" if route["failed"] else f"{medians(route['batches'][batch][what]):,.3g}"
+
+
+def against(one: Found, batch: str) -> Compared | None:
+    """Returns our engines of the cell's precision beside the fastest rival, or None if one of the three is missing."""
     rates = {
-        name: medians(route["batches"][batch]["tokens_per_s"])
+        name: float(medians(route["batches"][batch]["tokens_per_s"]))
         for name, route in one["routes"].items()
         if not route["failed"] and route["precision"] == one["precision"]
     }
-    ours = {
-        kind: max((rates[name] for name, route in one["routes"].items()
-                   if name in rates and route["ours"] and route["kind"] == kind), default=None)
+    routes = {name: one["routes"][name] for name in rates}
+    dense, mod = (
+        max((rates[name] for name, route in routes.items() if route["ours"] and route["kind"] == kind), default=None)
         for kind in ("dense", "mod")
-    }  # fmt: skip
-    rivals = {name: rate for name, rate in rates.items() if not one["routes"][name]["ours"]}
-    if not rivals or None in ours.values():
+    )
+    rivals = {name: rate for name, rate in rates.items() if not routes[name]["ours"]}
+    if not rivals or dense is None or mod is None:
         return None
     best = max(rivals, key=lambda name: rivals[name])
-    dense, mod = (float(rate) for rate in ours.values() if rate is not None)
+    return Compared(dense, mod, rivals[best], best)
+
+
+def _ratios(one: Found, batch: str) -> list[str] | None:
+    rates = against(one, batch)
+    if rates is None:
+        return None
     predicted = f"{one['predicted_bytes']:.2f}" if batch == "1" and one["predicted_bytes"] else ""
-    return [
-        one["name"], threads_of(one), batch, best, f"{dense / rivals[best]:.2f}", f"{mod / rivals[best]:.2f}",
-        f"{mod / dense:.2f}", predicted,
-    ]  # fmt: skip
+    ratios = (rates.dense / rates.rival, rates.mod / rates.rival, rates.mod / rates.dense)
+    return [threads_of(one), batch, rates.rival_name, *(f"{ratio:.2f}" for ratio in ratios), predicted]
 
 
 def text_figure(found: Sequence[Found], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `make bench` runs: whole rows and text, every precision, at one and at all cores; then docs/benchmarks.md.
+"""What `make bench` runs: whole rows and text, every precision, at one and at all cores; then docs/results.md.
 
     python -m benchmarks.rivals.run [--only PATTERN,...] [--text-model DIR] [--text FILE] [--cases NAME,...]
                                               [--threads 1,2] [--results DIR] [--seconds N] [--again] [--list]

@@ -15,11 +15,10 @@ from tokenizers import Tokenizer
 
 from benchmarks.rivals.cases import SIZES
 from benchmarks.rivals.dense_files import write_gguf, write_hugging_face
-from mod_models.calibration import calibrate
 from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.generation_spec import for_generation
-from mod_models.retrofit import layers_of, retrofitted, routed_spec
 from mod_models.spec import ModelSpec
+from mod_models.train.retrofit import calibrate, layers_of, retrofitted, routed_spec
 from mod_models.transformer import Transformer
 
 ROOT = Path(__file__).parents[2]

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from benchmarks.study.models import SEQ
 from mod_models.checkpoint import Checkpoint, read_plain
-from mod_models.corpus import batch_at, read_corpus
-from mod_models.losses import losses
 from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, is_expert
+from mod_models.train.corpus import batch_at, read_corpus
+from mod_models.train.losses import losses
 from mod_models.transformer import Transformer
 
 EVAL_SEED = 20_000_000

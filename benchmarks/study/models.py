@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from mod_models.losses import losses
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec
-from mod_models.train_config import TrainConfig
+from mod_models.train import TrainConfig
+from mod_models.train.losses import losses
 from mod_models.transformer import Transformer
 
 SEQ = 256

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.marked_part import replace_part
 from benchmarks.study.figures import draw_all
 from benchmarks.study.models import BATCH, BUDGET, DENSE, SEEDS, SEQ, STUDIED, flops_of_row
-from mod_models.train_config import TrainConfig
+from mod_models.train import TrainConfig
 
 Results = dict[str, list[dict[str, Any]]]
 

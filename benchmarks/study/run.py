@@ -22,7 +22,7 @@ from benchmarks.study.measure import measured
 from benchmarks.study.models import BUDGET, SEEDS, STUDIED, Studied, config_of, flops_of_row
 from benchmarks.study.render import render
 from benchmarks.study.step_times import step_times
-from mod_models.train import train
+from mod_models.train.run import train
 
 
 def folder_of(results: Path, studied: Studied, seed: int) -> Path:

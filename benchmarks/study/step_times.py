@@ -8,7 +8,7 @@ import time
 import torch
 
 from benchmarks.study.models import BATCH, SEQ, STUDIED
-from mod_models.losses import losses
+from mod_models.train.losses import losses
 from mod_models.transformer import Transformer
 
 

@@ -153,7 +153,7 @@ def build_and_show(
     from mod_export.pipeline.stages import build as run
     from mod_export.report import print_report
     from mod_export.report.wording import printable
-    from mod_export.rows.failures import sentences
+    from mod_export.rows.base import sentences
     from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
@@ -242,10 +242,9 @@ def sweep(
     config = config_of(config_file)
     look_at_checkpoint(model)
 
-    from mod_export.sweep.grid import Axes
-    from mod_export.sweep.run import exit_code_of
+    from mod_export.sweep.run import Axes, exit_code_of
     from mod_export.sweep.run import sweep as run
-    from mod_export.sweep.text import SweepProgress, render_text
+    from mod_export.sweep.show import SweepProgress, render_text
 
     folder = out or _default_folder(model, "-sweep")
     axes = Axes(capacities=capacities, seqs=seqs, batches=batches, targets=targets)

@@ -18,7 +18,7 @@ from mod_export.errors import UsageError
 if TYPE_CHECKING:
     from mod_export.runtime.generator import Generator
     from mod_export.runtime.request import Prompt
-    from mod_export.runtime.stream import Stream
+    from mod_export.runtime.rows import Stream
     from mod_export.types import ModelKind
 
 DONE = ("text", "ids", "finish", "stop", "first_token_s", "read", "ran", "overflow")
@@ -251,8 +251,7 @@ def _score(
 ) -> None:
     """Scores prompts with the forward buckets of a folder, with whatever selection its model has."""
     from mod_export.folder.manifest import open_folder
-    from mod_export.runtime.deployment import load
-    from mod_export.runtime.logits import score
+    from mod_export.runtime.deployment import load, score
     from mod_export.runtime.texts import vocabulary_of
 
     vocabulary = vocabulary_of(folder, open_folder(folder, verify=False))

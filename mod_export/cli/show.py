@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 OPTIONS_PAGE = """# Configuration
 
 Every option of a configuration file, with its default. `mod-export config explain` prints this page, and
-`mod-export config show [CONFIG.toml]` the whole resolved configuration. Reasons for the numbers: docs/numerics.md
-(parity), docs/measurement.md (latency and cost), docs/generation.md."""
+`mod-export config show [CONFIG.toml]` the whole resolved configuration. Reasons for the numbers: docs/evidence.md
+(parity, latency and cost), docs/text.md (generation)."""
 
 
 @click.command()

@@ -11,7 +11,7 @@ from mod_export.cli.boundary import PATH, command, folder_argument
 from mod_export.serve import MAX_QUEUE
 
 if TYPE_CHECKING:
-    from mod_export.triton.request import Forward
+    from mod_export.triton.models import Forward
 
 
 @click.command()
@@ -63,11 +63,11 @@ def triton(
 
     Models that an earlier run with the same NAME wrote are replaced, and no others.
     """
+    from mod_export.triton.models import RepositoryRequest
     from mod_export.triton.repository import write_repository
-    from mod_export.triton.request import read_request
 
-    request = read_request(
-        folder, forward=forward, name=name, target=target, dtype=dtype, threads=threads, max_queue=max_queue,
+    request = RepositoryRequest(
+        folder=folder, forward=forward, name=name, target=target, dtype=dtype, threads=threads, max_queue=max_queue,
         instances=instances,
     )  # fmt: skip
     models, no_text = write_repository(request, repository)
@@ -75,5 +75,5 @@ def triton(
         for model in models:
             click.echo(f"{model.name}  {model.backend}  {model.about}")
         if no_text:
-            click.echo(f"note: no {request.name}-text: {no_text}", err=True)
+            click.echo(f"note: no {request.model_name}-text: {no_text}", err=True)
     return 0

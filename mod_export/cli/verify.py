@@ -28,9 +28,8 @@ def validate(
     from mod_export.console import Progress
     from mod_export.pipeline.rerun import validate_folder
     from mod_export.report.text import render_validation
-    from mod_export.rows.generation import QualityRow, TextsRow
-    from mod_export.rows.parity import ParityRow
-    from mod_export.rows.structure import CausalityRow, StructureRow
+    from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
+    from mod_export.rows.speed import QualityRow, TextsRow
 
     config = config_of(config_file) if config_file else None
     with Progress(Console(stderr=True), verbosity) as progress:

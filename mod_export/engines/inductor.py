@@ -24,7 +24,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
 from mod_export.environment import cpu_features, package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import Availability, Dialect, Engine, Kernel, Profile, Variant, routed_output
+from mod_export.types import Availability, Engine, Kernel, Profile, TargetLimits, Variant, routed_output
 
 if TYPE_CHECKING:
     import torch
@@ -81,7 +81,7 @@ class AotInductor(EngineBuilder):
 
     packages = ("torch",)
     extra = "build"
-    dialect = Dialect(name="AOTInductor", max_opset=0)
+    limits = TargetLimits(name="AOTInductor", max_opset=0)
     suffix = ".pt2"
     from_onnx = False
 

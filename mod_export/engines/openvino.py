@@ -1,6 +1,6 @@
 """OpenVINO on the CPU: an engine is a compiled model without weights, which are read from a weights file in graphs/.
 
-OpenVINO reads the graph of the dialect, rewrites it for the instruction sets of this processor, and exports the result.
+OpenVINO reads the graph of its target, rewrites it for the instruction sets of this processor, and exports the result.
 The exported model refers to weights by their offset in the weights file (CACHE_MODE OPTIMIZE_SIZE, WEIGHTS_PATH), so
 all buckets share one file on disk. It runs only on the version of OpenVINO and on the instruction sets that it was made
 for; OpenVINO checks that itself.
@@ -42,7 +42,7 @@ from mod_export.engines.protocol import (
 )
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import Availability, Dialect, DType, Engine, Graph, Variant
+from mod_export.types import Availability, DType, Engine, Graph, TargetLimits, Variant
 
 if TYPE_CHECKING:
     import openvino
@@ -185,7 +185,7 @@ class OpenVino(EngineBuilder):
     extra = "openvino"
     suffix = ".blob"
     binds = True
-    dialect = Dialect(
+    limits = TargetLimits(
         name="OpenVINO",
         max_opset=23,
         branches=True,

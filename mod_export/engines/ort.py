@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU and on CUDA. An engine is a graph of the target's dialect; its weights stay in graphs/."""
+"""ONNX Runtime on the CPU and on CUDA. An engine is the target's graph; its weights stay in graphs/."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mod_export.engines.ort_shared import shared_runner
 from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, OptionalArrays, Runner
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import Availability, Dialect, Engine, Kernel, Profile, Variant, primary_output
+from mod_export.types import Availability, Engine, Kernel, Profile, TargetLimits, Variant, primary_output
 
 CUDA = "CUDAExecutionProvider"
 NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
@@ -44,7 +44,7 @@ class OrtCpu(_Ort):
     name = "ort-cpu"
     extra = "ort"
     binds = True
-    dialect = Dialect(
+    limits = TargetLimits(
         name="ONNX Runtime (CPU)",
         max_opset=26,
         whole_scores=True,
@@ -91,7 +91,7 @@ class OrtCuda(_Ort):
 
     name = "ort-cuda"
     extra = "ort-gpu"
-    dialect = Dialect(name="ONNX Runtime (CUDA)", max_opset=26)
+    limits = TargetLimits(name="ONNX Runtime (CUDA)", max_opset=26)
 
     def _installed(self) -> Availability:
         import onnxruntime as ort

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mod_export.engines.ort_session import CPU, session_from_onnx
-from mod_export.graph.passes.query_blocks import QueryBlocks
-from mod_export.types import Dialect
+from mod_export.graph.rewrites.attention import QueryBlocks
+from mod_export.types import TargetLimits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -99,8 +99,8 @@ def _run(shape: AttentionShape, block: int, threads: int) -> Callable[[], object
         float[{batch},{kv_heads},{tokens},{width}] v) => (float[{batch},{heads},{tokens},{width}] y)
         {{ y = Attention <is_causal = 1> (q, k, v) }}""".format(**asdict(shape))
     )
-    dialect = Dialect(name="timed", max_opset=23, query_blocks=((shape.tokens, block),))
-    QueryBlocks().run(model, dialect, "float32")
+    limits = TargetLimits(name="timed", max_opset=23, query_blocks=((shape.tokens, block),))
+    QueryBlocks().run(model, limits, "float32")
     session = session_from_onnx(ir.to_proto(model).SerializeToString(), Path(), [CPU], threads)
     rng = np.random.default_rng(0)
     feeds = {item.name: rng.standard_normal(item.shape, np.float32) for item in session.get_inputs()}

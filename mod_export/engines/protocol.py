@@ -14,7 +14,7 @@ import numpy as np
 from mod_export.config import BuildConfig
 from mod_export.environment import package_version
 from mod_export.errors import EngineError
-from mod_export.types import Availability, Dialect, DType, Engine, Graph, Profile, Variant
+from mod_export.types import Availability, DType, Engine, Graph, Profile, TargetLimits, Variant
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class EngineJob:
 
     Attributes:
         root: the build folder.
-        graph: the graph in the target's dialect; the portable graph if they are the same.
+        graph: the target's graph; the portable graph if they are the same.
         program: captures the program that `graph` came from, with its matrix products in a dtype.
     """
 
@@ -144,9 +144,9 @@ class EngineBuilder(ABC):
         name: name of the target.
         packages: packages that it needs; their versions decide whether an engine must be built again.
         extra: the extra of mod-export that installs these packages.
-        dialect: what a graph for this target may contain.
+        limits: what a graph for this target may contain.
         suffix: suffix of its engine files.
-        from_onnx: False if it builds from the captured program instead of a graph of its dialect.
+        from_onnx: False if it builds from the captured program instead of a graph within its limits.
         apart: True if it builds in a process of its own, so that several engines can be built at once.
         embeds_weights: True if an engine file holds its weights; otherwise it reads a weights file in graphs/.
         binds: True if its runners are BindableRunners, so that a cache can stay in place.
@@ -155,7 +155,7 @@ class EngineBuilder(ABC):
     name: ClassVar[str]
     packages: ClassVar[tuple[str, ...]]
     extra: ClassVar[str]
-    dialect: ClassVar[Dialect]
+    limits: ClassVar[TargetLimits]
     suffix: ClassVar[str]
     from_onnx: ClassVar[bool] = True
     apart: ClassVar[bool] = False

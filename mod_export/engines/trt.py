@@ -25,7 +25,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
 from mod_export.environment import cache_folder, package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import Availability, Dialect, Engine, Variant
+from mod_export.types import Availability, Engine, TargetLimits, Variant
 
 ALIASED = "get_aliased_input_tensor"
 """A method of ICudaEngine since TensorRT 10.15."""
@@ -35,7 +35,7 @@ SAVED_POSITIONS = 4096
 k is (ultralytics/ultralytics#25666), so these positions take 9 us. Groups cost one more TopK, an addition and a gather:
 small kernels of 2 to 3 us each. Not measured by us.
 """
-DIALECT = Dialect(
+LIMITS = TargetLimits(
     name="TensorRT",
     max_opset=24,
     topk_limit=3840,
@@ -47,7 +47,7 @@ DIALECT = Dialect(
     # TensorRT-RTX 1.7.1 has attention kernels for these widths of a head, and refuses 8 and 257.
     attention_widths=(9, 256),
 )
-"""The dialect of both libraries; their parsers come from the same code.
+"""The limits of both libraries; their parsers come from the same code.
 
 If becomes a conditional layer that executes only one branch. TensorScatter (opset 24) becomes a layer that updates a
 cache in place, since TensorRT 10.15. It must be outside of branches, and lead from an input to an output.
@@ -194,7 +194,7 @@ class _Base(EngineBuilder):
         return Availability(builds=not probe["build_problem"], runs=runs, reason=self._reason(probe), arch=arch)
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
-        from mod_export.graph.dialect import check_external_data
+        from mod_export.graph.target import check_external_data
 
         check_external_data(job.root / job.graph.path)
         request = {
@@ -272,7 +272,7 @@ class TensorRT(_Base):
     name = extra = library = "tensorrt"
     packages = ("tensorrt", "polygraphy")
     title = "TensorRT"
-    dialect = DIALECT
+    limits = LIMITS
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.tensorrt.dtypes]
@@ -295,7 +295,7 @@ class TensorRTRTX(_Base):
     library = "tensorrt_rtx"
     packages = ("tensorrt_rtx", "polygraphy")
     title = "TensorRT-RTX"
-    dialect = dataclasses.replace(DIALECT, name="TensorRT-RTX")
+    limits = dataclasses.replace(LIMITS, name="TensorRT-RTX")
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         options = config.target.tensorrt_rtx

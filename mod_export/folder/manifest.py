@@ -18,11 +18,10 @@ from mod_export.config import BuildConfig
 from mod_export.errors import BuildFolderError
 from mod_export.folder.files import FileEntry, verify_files
 from mod_export.folder.programs import PROGRAM, program_files
+from mod_export.rows.base import FailedRow
 from mod_export.rows.cost import CostRow, Work
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.generation import StepBytes
-from mod_export.rows.serving import Measured
-from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, graph_of
+from mod_export.rows.speed import Measured, StepBytes
+from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, Unavailable, graph_of
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -112,7 +111,7 @@ class Manifest(_Facts):
     verified: bool
     refused: dict[str, tuple[str, ...]]
     measured: tuple[Measured, ...] = ()
-    generation: GenerationFacts | str
+    generation: GenerationFacts | Unavailable
     tokenizer: str | None
     cost: tuple[CostRow, ...]
     work: dict[str, tuple[Work, ...]]

@@ -23,8 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from mod_export.errors import CaptureError
 from mod_export.graph.find_sites import mark_found_sites
 from mod_export.graph.narrow_program import NARROW, narrowed
-from mod_export.graph.not_static import refusal, refuse_dynamic
-from mod_export.graph.routing_sites import RoutingSite, name_sites, routing_sites, with_routed_outputs
+from mod_export.graph.refusals import refusal, refuse_dynamic
+from mod_export.graph.sites import RoutingSite, name_sites, routing_sites, with_routed_outputs
 from mod_export.types import DType, routed_output
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
         where: the name of the module in messages.
 
     Raises:
-        CaptureError: the model does not compile as one static graph, or fails by itself; `not_static.py` says why.
+        CaptureError: the model does not compile as one static graph, or fails by itself; `refusals.py` says why.
     """
     graphs: list[torch.fx.Graph] = []
 

@@ -8,6 +8,9 @@ A marker is inserted right after the selection, so everything that the program d
 position, flat indices, one-hot rows) is derived from the marked indices. A top-k also returns values; they are replaced
 by a gather from the scores at the marked indices, which gives the same bits.
 
+A selection that cannot be followed may still select tokens, so saying that there is nothing to select would be wrong.
+`unfollowed_selections` describes the selections that are not sites: where their indices go, and in which line.
+
 Shape legend: B rows, T tokens that a site can select from, K slots.
 """
 
@@ -25,10 +28,10 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from mod_export.graph.probing import Known
+from mod_export.graph.probing import Known, arguments_of, is_pointwise, is_written, tensor_of
 from mod_export.graph.program_nodes import add_node, argument_of, behind, module_path, shape_of
-from mod_export.graph.token_flow import Flow, flows_of
-from mod_export.graph.token_places import Selection
+from mod_export.graph.refusals import place_of
+from mod_export.graph.token_flow import Flow, Selector, flows_of
 from mod_export.marker import MARKER, REORDERED
 from mod_export.types import BY_POSITION, BY_SCORE
 
@@ -38,6 +41,7 @@ ARGSORTS = {ATEN.argsort.default, ATEN.argsort.stable}
 SELECTS = SORTS | ARGSORTS | {ATEN.topk.default}
 OUTERMOST = "model"
 """The name that `module_path` gives to the outermost module."""
+NO_SELECTION = "the model has no top-k and no sort of scores"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +49,12 @@ class FoundSite:
     """A selection that is a site.
 
     Attributes:
-        selection: the selection of k tokens; if `order` is given, `selection.indices` holds all T indices.
-        flow: what the program does with its tokens.
+        flow: what the program does with its tokens; if `order` is given, `flow.selector.indices` holds all T indices.
         order: the slice of the T sorted indices that is selected; None unless several parts of a sort are used.
         outer: the site whose selected tokens it selects from; None if it selects from the whole row.
         table: the node that holds the positions of those tokens, in the row if `of_row`, else in the tokens of `outer`.
     """
 
-    selection: Selection
     flow: Flow
     order: slice | None = None
     outer: FoundSite | None = None
@@ -60,20 +62,15 @@ class FoundSite:
     of_row: bool = False
 
 
-def found_sites(program: ExportedProgram) -> list[FoundSite]:
-    """The sites of a program without markers, in the order in which it selects."""
-    return judged_selections(program)[0]
-
-
 def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[Flow]]:
-    """The sites of a program without markers, and the flows of its other selections."""
+    """The sites of a program without markers, in the order in which it selects, and the flows of other selections."""
     rows = _rows_of_inputs(program)
-    flows, known = flows_of(program, list(selections(program.graph)))
+    flows, known = flows_of(program, list(selectors(program.graph)))
     sites: list[FoundSite] = []
     others: list[Flow] = []
     for flow in flows:
         order = None
-        if flow.selection.is_order:
+        if flow.selector.is_order:
             order = _part_that_runs(flow)
             is_site = order is not None and bool(flow.puts)
         else:
@@ -98,7 +95,7 @@ def _part_that_runs(flow: Flow) -> slice | None:
 
 def mark_found_sites(program: ExportedProgram) -> None:
     """Marks every site that it finds, and names it after the module that selects, gathers and puts back."""
-    sites = found_sites(program)
+    sites, _ = judged_selections(program)
     paths = [_path(site) for site in sites]
     counts = Counter(paths)
     names = {path for path, count in counts.items() if count == 1}
@@ -121,44 +118,40 @@ def _rows_of_inputs(program: ExportedProgram) -> set[int]:
 
 def _go_on_alone(flow: Flow, rows: set[int]) -> bool:
     """Whether later products run on the selected tokens alone, so that the others have been pruned."""
-    return flow.selection.rows in rows and any(len(tokens) == flow.selection.k for tokens in flow.sets_computed())
+    return flow.selector.rows in rows and any(len(tokens) == flow.selector.k for tokens in flow.sets_computed())
 
 
 def _in_the_row(flow: Flow, order: slice | None, before: Sequence[FoundSite], known: Known) -> FoundSite:
     """Makes the site of a flow, with the outer site that it selects from and the node of its tokens' positions."""
-    site = FoundSite(selection=flow.selection, flow=flow, order=order)
+    site = FoundSite(flow=flow, order=order)
     if flow.is_from is None:
         return site
     inner, own_BT = flow.is_from
     outer = next((earlier for earlier in before if earlier.flow is inner), None)
     if outer is None:
         return site
-    row_BT = inner.positions_BT
-    row_BT = own_BT if row_BT is None else row_BT.gather(1, own_BT)
+    row_BT = flow.tables[-1]
+    assert row_BT is not None
     for table_BT, of_row in ((row_BT, True), (own_BT, False)):
-        for node in known.forms(inner.selection.indices):
+        for node in known.forms(inner.selector.indices):
             value = known.value(node)
             if not isinstance(value, torch.Tensor) or value.dtype != torch.int64 or value.numel() != own_BT.numel():
                 continue
-            if torch.equal(flow.selection.by_row(value.reshape(-1)), table_BT):
+            if torch.equal(flow.selector.by_row(value.reshape(-1)), table_BT):
                 return replace(site, outer=outer, table=node, of_row=of_row)
     return site
 
 
-def selections(graph: fx.Graph) -> Iterator[Selection]:
+def selectors(graph: fx.Graph) -> Iterator[Selector]:
     """Yields every top-k and every sort of floating-point scores."""
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in SELECTS:
-            continue
-        scores = node.args[0]
-        if not scores.meta["val"].dtype.is_floating_point:
-            continue  # Sorting indices selects nothing.
+    for node in _selecting(graph, of_floats=True):  # Sorting indices selects nothing.
+        scores: Any = node.args[0]
         dim = argument_of(node, "dim") % max(1, len(shape_of(scores)))
-        values, indices = ([], [node]) if node.target in ARGSORTS else _items(node)
+        values, indices = _results(node)
         if node.target is ATEN.topk.default:
             largest = bool(argument_of(node, "largest"))
             yield from (
-                Selection(node=node, scores=scores, dim=dim, indices=item, values=values, largest=largest)
+                Selector(node=node, scores=scores, dim=dim, indices=item, values=values, largest=largest)
                 for item in indices
             )
             continue
@@ -170,10 +163,10 @@ def selections(graph: fx.Graph) -> Iterator[Selection]:
         if kept is not None and start is not None:
             kept_values = [use for item in values for use in item.users if use.args[1:] == kept.args[1:]]
             largest = descending == (start == 0)
-            yield Selection(node=node, scores=scores, dim=dim, indices=kept, values=kept_values, largest=largest)
+            yield Selector(node=node, scores=scores, dim=dim, indices=kept, values=kept_values, largest=largest)
         else:
             yield from (
-                Selection(
+                Selector(
                     node=node, scores=scores, dim=dim, indices=item, values=values, largest=descending, is_order=True
                 )
                 for item in indices
@@ -190,8 +183,20 @@ def _only_part(indices: Sequence[fx.Node]) -> fx.Node | None:
     return parts[0]
 
 
-def _items(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The `getitem` nodes of the values, and those of the indices, of an operation that returns both."""
+def _selecting(graph: fx.Graph, *, of_floats: bool) -> Iterator[fx.Node]:
+    """Yields every top-k and every sort, of floating-point scores or of anything else."""
+    for node in graph.nodes:
+        scores: Any = node.args[0] if node.args else None
+        if node.op != "call_function" or node.target not in SELECTS:
+            continue
+        if scores.meta["val"].dtype.is_floating_point == of_floats:
+            yield node
+
+
+def _results(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes of the values, and those of the indices, that a top-k or sort returns."""
+    if node.target in ARGSORTS:
+        return [], [node]
     users = [use for use in node.users if use.target is operator.getitem]
     return [use for use in users if use.args[1] == 0], [use for use in users if use.args[1] == 1]
 
@@ -215,12 +220,7 @@ def _is_changed(node: fx.Node) -> bool:
 
 def _writes_to(use: fx.Node, node: fx.Node) -> bool:
     """Whether `use` changes `node` in place. `out[rows, index] = y` only reads the index."""
-    schema = getattr(use.target, "_schema", None)
-    arguments = () if schema is None else schema.arguments
-    return any(
-        argument.alias_info is not None and argument.alias_info.is_write and argument_of(use, argument.name) is node
-        for argument in arguments
-    )
+    return any(is_written(argument) and argument_of(use, argument.name) is node for argument in arguments_of(use))
 
 
 def _path(site: FoundSite) -> str:
@@ -228,7 +228,7 @@ def _path(site: FoundSite) -> str:
     that runs the selected tokens.
     """
     read, put = site.flow.pairs[0]
-    path = _shared_path([site.selection.node, read, put or read])
+    path = _shared_path([site.flow.selector.node, read, put or read])
     if path != OUTERMOST or put is None:
         return path
     after = behind(put)
@@ -255,52 +255,50 @@ class _Marker:
 
     def mark(self, site: FoundSite, name: str) -> None:
         """Inserts the marker of a site, with indices (B, K) and scores (B, T)."""
-        selection, graph = site.selection, self._graph
-        users, value_users = (
-            list(selection.indices.users),
-            [(value, use) for value in selection.values for use in value.users],
-        )
-        largest = selection.largest if site.order is None else selection.largest == (site.order.start == 0)
+        selector, graph = site.flow.selector, self._graph
+        users = list(selector.indices.users)
+        value_users = [(value, use) for value in selector.values for use in value.users]
+        largest = selector.largest if site.order is None else selector.largest == (site.order.start == 0)
         # Right after the selection, and so before all of its readers.
-        with graph.inserting_before(selection.node.next):
-            whole = kept = self._again(selection, selection.indices)
+        with graph.inserting_before(selector.node.next):
+            whole = kept = self._again(selector, selector.indices)
             if site.order is not None:
-                kept = self._add(selection, ATEN.slice.Tensor, whole, selection.dim, site.order.start, site.order.stop)
-            index = self._rows(selection, kept, shape_of(kept)[selection.dim])
-            scores = self._rows(selection, selection.scores, selection.tokens)
-            scores = scores if largest else self._add(selection, ATEN.neg.default, scores)
-            live = self._add(selection, ATEN.ge.Scalar, index, 0)
+                kept = self._add(selector, ATEN.slice.Tensor, whole, selector.dim, site.order.start, site.order.stop)
+            index = self._rows(selector, kept, shape_of(kept)[selector.dim])
+            scores = self._rows(selector, selector.scores, selector.tokens)
+            scores = scores if largest else self._add(selector, ATEN.neg.default, scores)
+            live = self._add(selector, ATEN.ge.Scalar, index, 0)
             # Masked scores are -inf or the lowest number of the dtype.
             lowest = torch.finfo(scores.meta["val"].dtype).min
-            available = self._add(selection, ATEN.gt.Scalar, scores, lowest / 2)
+            available = self._add(selector, ATEN.gt.Scalar, scores, lowest / 2)
             positions = self._positions_of(site)
             rule = BY_POSITION if site.flow.in_order else BY_SCORE
-            marked = self._add(selection, MARKER, index, live, scores, available, positions, name, rule)
-            index = self._as_before(selection, self._add(selection, operator.getitem, marked, 0), kept)
+            marked = self._add(selector, MARKER, index, live, scores, available, positions, name, rule)
+            index = self._as_before(selector, self._add(selector, operator.getitem, marked, 0), kept)
             if site.order is not None:
-                index = self._add(selection, REORDERED, whole, index, selection.dim, site.order.start == 0)
-            values = self._add(selection, ATEN.gather.default, selection.scores, selection.dim, index)
+                index = self._add(selector, REORDERED, whole, index, selector.dim, site.order.start == 0)
+            values = self._add(selector, ATEN.gather.default, selector.scores, selector.dim, index)
         for use in users:
-            use.replace_input_with(selection.indices, index)
+            use.replace_input_with(selector.indices, index)
         for value, use in value_users:
             use.replace_input_with(value, values)
-        self._marked[selection.indices] = index
+        self._marked[selector.indices] = index
         if positions is not None:
-            self._positions[selection.indices] = positions
+            self._positions[selector.indices] = positions
 
-    def _add(self, one: Selection, target: Any, *args: Any) -> fx.Node:
+    def _add(self, one: Selector, target: Any, *args: Any) -> fx.Node:
         return add_node(self._graph, one.node, target, *args)
 
-    def _again(self, one: Selection, node: fx.Node) -> fx.Node:
+    def _again(self, one: Selector, node: fx.Node) -> fx.Node:
         return node if node is one.node else self._graph.node_copy(node, lambda before: self._again(one, before))
 
-    def _rows(self, one: Selection, node: fx.Node, size: int) -> fx.Node:
+    def _rows(self, one: Selector, node: fx.Node, size: int) -> fx.Node:
         """Reshapes a node to (B, size)."""
         if one.rows == 1 or not one.is_tokens_first:
             return self._add(one, ATEN.reshape.default, node, [one.rows, size])
         return self._add(one, ATEN.t.default, self._add(one, ATEN.reshape.default, node, [size, one.rows]))
 
-    def _as_before(self, one: Selection, index: fx.Node, before: fx.Node) -> fx.Node:
+    def _as_before(self, one: Selector, index: fx.Node, before: fx.Node) -> fx.Node:
         """Reshapes indices (B, K) to the shape that the selection returned."""
         turned = one.rows > 1 and one.is_tokens_first
         index = self._add(one, ATEN.t.default, index) if turned else index
@@ -311,6 +309,75 @@ class _Marker:
         if site.outer is None or site.table is None:
             return None
         table = self._marked.get(site.table, site.table)
-        positions = self._rows(site.selection, table, site.selection.tokens)
-        before = None if site.of_row else self._positions.get(site.outer.selection.indices)
-        return positions if before is None else self._add(site.selection, ATEN.gather.default, before, 1, positions)
+        positions = self._rows(site.flow.selector, table, site.flow.selector.tokens)
+        before = None if site.of_row else self._positions.get(site.outer.flow.selector.indices)
+        return positions if before is None else self._add(site.flow.selector, ATEN.gather.default, before, 1, positions)
+
+
+# Selections that are not sites
+
+
+def unfollowed_selections(program: ExportedProgram) -> list[str]:
+    """Returns a sentence for each top-k and each sort of scores that is not a routing site. Equal sentences are merged.
+
+    A top-k that selects experts or words is included: the sentence says where its indices go, not what it is for.
+
+    Args:
+        program: a captured program without markers.
+    """
+    sites, other_flows = judged_selections(program)
+    flows = {flow.selector.node: flow for flow in other_flows}
+    site_nodes = {site.flow.selector.node for site in sites}
+    selecting = [node for node in _selecting(program.graph, of_floats=True) if node not in site_nodes]
+    counts = Counter(_said(node, flows.get(node)) for node in selecting)
+    # Selections by integers or truth values, such as a sort of a threshold mask, but not sorts of selected indices.
+    ordered = {user for node in selecting for user in behind(node)}
+    by_integers = [node for node in _selecting(program.graph, of_floats=False) if node not in ordered]
+    counts.update(f"{_named(node)}, which are whole numbers" for node in by_integers if _has_indices(node))
+    return [f"{text} ({count} times)" if count > 1 else text for text, count in counts.items()] or [NO_SELECTION]
+
+
+def _has_indices(node: fx.Node) -> bool:
+    return any(item.users for item in _results(node)[1])
+
+
+def _named(node: fx.Node) -> str:
+    scores: Any = node.args[0]
+    shape = shape_of(scores)
+    if node.target is not ATEN.topk.default:
+        return f"a sort of {list(shape)} scores{_at(node)}"
+    total = shape[argument_of(node, "dim")] if shape else 1
+    return f"a top-k of {argument_of(node, 'k')} of {total} in {list(shape)} scores{_at(node)}"
+
+
+def _at(node: fx.Node) -> str:
+    return place_of(node).partition("\n")[0]
+
+
+def _said(node: fx.Node, flow: Flow | None) -> str:
+    name = _named(node)
+    if not _has_indices(node):
+        return f"{name}, of which no indices are used"
+    if flow is None:
+        return f"{name}, which is changed in place"
+    if not flow.selector.is_of_tokens:
+        return f"{name}, which is no choice of tokens for each row"
+    if flow.reads and flow.puts:
+        return f"{name}, by which tokens change places and run all alike"
+    if flow.reads:
+        read = flow.reads[0].node
+        return f"{name}, whose indices read at {_operator(read)}, and nothing is put back at the same places"
+    if flow.unknown:
+        first = flow.unknown[0]
+        value = tensor_of(first)
+        all_tokens = flow.selector.rows * flow.selector.tokens
+        runs = is_pointwise(first) and value is not None and value.numel() >= all_tokens
+        return f"{name}, whose indices go to {_operator(first)}, which {'runs for all' if runs else 'is not followed'}"
+    if flow.scores:
+        return f"{name}, whose indices read no more than one number for each ({_operator(flow.scores[0].node)})"
+    return f"{name}, whose indices read no tokens"
+
+
+def _operator(node: fx.Node) -> str:
+    name = str(getattr(node.target, "_overloadpacket", getattr(node.target, "__name__", node.target)))
+    return f"{name}{_at(node)}"

@@ -1,13 +1,12 @@
 """Replaces operators that the ONNX exporter translates badly, or not at all, by others that compute the same.
 
-* `einsum` becomes matrix products, because it hides attention and weights from the passes.
+* `einsum` becomes matrix products, because it hides attention and weights from the rewrites.
 * The k-th value of a row becomes the last value of a top-k: ONNX has no operator for it.
 * Attention of any rank becomes attention of four dimensions, the only rank that is exported. Its mask has a row for
   each query. Keys and values have as many rows as queries, and as many heads or a number that divides it.
 * An LSTM with projections becomes its steps, because ONNX has no such LSTM.
 * `hstack` and similar operators become `cat`, as in torch itself.
-* `lower_masks.py`, `lower_reductions.py`, `lower_scatters.py` and `lower_numerics.py` replace operations on masks,
-  reductions, scatters and numeric functions.
+* Operations on masks, reductions, scatters and numeric functions become functions of `replacements.py`.
 
 The graph that PyTorch runs as the reference keeps the operators of the model.
 """
@@ -22,27 +21,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from mod_export.graph.lower_masks import lowered_index_put, lowered_masked_scatter, lowered_nonzero_static
-from mod_export.graph.lower_numerics import EXACT
-from mod_export.graph.lower_reductions import (
-    lowered_bucketize,
-    lowered_cdist,
-    lowered_cumprod,
-    lowered_embedding_bag,
-    lowered_median,
-    lowered_median_of_all,
-    lowered_searchsorted,
-)
-from mod_export.graph.lower_scatters import (
-    diagonal_scattered,
-    index_reduced,
-    lowered_scatter,
-    lowered_scatter_reduce,
-    put,
-    scattered_by,
-)
 from mod_export.graph.program_nodes import add_node, argument_of, replace_by, shape_of
+from mod_export.graph.replacements import (
+    REPLACEMENTS,
+    bags_of,
+    put_by_mask,
+    scatter_by_mask,
+    scatter_reduced,
+    searchsorted,
+    with_indices,
+)
 
+Lowered = Callable[..., Any]
 ATEN = torch.ops.aten
 ATTENTION = ATEN.scaled_dot_product_attention.default
 JOINS = (
@@ -69,6 +59,8 @@ def lower(graph: fx.Graph) -> None:
             replace_by(graph, node, node.target, whole=False)
         elif node.target is ATEN.kthvalue.default:
             _replace_kth(graph, node)
+        elif node.target in REPLACEMENTS:
+            replace_by(graph, node, REPLACEMENTS[node.target])
         elif node.target in LOWERED and (function := LOWERED[node.target](node)) is not None:
             replace_by(graph, node, function)
 
@@ -108,7 +100,7 @@ def _is_plain(node: fx.Node) -> bool:
     )
 
 
-def _lowered_attention(node: fx.Node) -> Callable[..., Tensor] | None:
+def _lowered_attention(node: fx.Node) -> Lowered | None:
     query, key, value = (shape_of(argument_of(node, name)) for name in ("query", "key", "value"))
     if len(query) != 4 or _has_narrow_mask(node):
         return _attention
@@ -116,7 +108,7 @@ def _lowered_attention(node: fx.Node) -> Callable[..., Tensor] | None:
     return _attention if is_shared or (query[0], query[0]) != (key[0], value[0]) else None
 
 
-def _lowered_squeeze(node: fx.Node) -> Callable[..., Tensor] | None:
+def _lowered_squeeze(node: fx.Node) -> Lowered | None:
     """Leaves out dimensions whose size is not 1: PyTorch ignores them, and ONNX rejects them."""
     shape, dims = shape_of(node.args[0]), argument_of(node, "dim")  # type: ignore[arg-type]  # A tensor's node.
     dims = [dims] if isinstance(dims, int) else list(dims)
@@ -134,13 +126,7 @@ def _is_projected(node: fx.Node) -> bool:
     return shape_of(hidden) != shape_of(cells)
 
 
-def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_training: Any) -> Tensor:
-    """`rrelu` outside of training, where the slope is the mean of its bounds."""
-    result: Tensor = ATEN.leaky_relu.default(x, (lower + upper) / 2)
-    return result
-
-
-def _lowered_clamp(node: fx.Node) -> Callable[..., Tensor] | None:
+def _lowered_clamp(node: fx.Node) -> Lowered | None:
     """Makes both bounds floats: the exporter makes a tensor of an integer, and fails with one number and one tensor."""
     source: Any = node.args[0]
     bounds = [argument_of(node, name) for name in ("min", "max")]
@@ -149,7 +135,7 @@ def _lowered_clamp(node: fx.Node) -> Callable[..., Tensor] | None:
     return lambda x, *_, **__: x.clamp(*map(float, bounds))
 
 
-def _lowered_extreme(node: fx.Node) -> Callable[..., Tensor] | None:
+def _lowered_extreme(node: fx.Node) -> Lowered | None:
     """Names all dimensions, because the exporter only knows `amax` and `amin` of named dimensions."""
     if argument_of(node, "dim") or not shape_of(node.args[0]):  # type: ignore[arg-type]  # A tensor's node.
         return None
@@ -157,29 +143,20 @@ def _lowered_extreme(node: fx.Node) -> Callable[..., Tensor] | None:
     return lambda x, _dim=(), keepdim=False: target(x, list(range(x.dim())), keepdim)
 
 
-def _lowered_products(node: fx.Node) -> Callable[..., Tensor] | None:
+def _lowered_products(node: fx.Node) -> Lowered | None:
     if argument_of(node, "beta") != 0:
         return None
     product = PRODUCTS[node.target]
     return lambda _, one, other, *, beta, alpha=1: product(one, other) * alpha
 
 
-def _lowered_conv3d(node: fx.Node) -> Callable[..., Tensor] | None:
+def _lowered_conv3d(node: fx.Node) -> Lowered | None:
     """Adds a bias of zeros where there is none, because the exporter adds one of a wrong size."""
     if argument_of(node, "bias") is not None:
         return None
     return lambda x, weight, _=None, *rest, **named: ATEN.conv3d.default(
         x, weight, weight.new_zeros(weight.shape[0]), *rest, **{key: one for key, one in named.items() if key != "bias"}
     )
-
-
-def _copied(x: Tensor, source: Tensor, *_blocking: Any) -> Tensor:
-    return source.to(x.dtype).expand(x.shape)
-
-
-def _aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    dims = list(range(x.dim())) if dim is None else [dim]
-    return x.amin(dims, keepdim), x.amax(dims, keepdim)
 
 
 def _has_narrow_mask(node: fx.Node) -> bool:
@@ -278,43 +255,78 @@ def _product(
     return product.reshape(shape(batch, rows, columns)), batch + rows + columns
 
 
-def _of_every_node(function: Callable[..., Any]) -> Callable[[fx.Node], Callable[..., Any]]:
-    return lambda _node: function
+def _lowered_index_put(node: fx.Node) -> Lowered | None:
+    """`x[mask] = value`, if one boolean mask is the only index of x."""
+    used = [index for index in argument_of(node, "indices") if index is not None]
+    if len(used) != 1 or used[0].meta["val"].dtype is not torch.bool or argument_of(node, "accumulate"):
+        return None
+    return put_by_mask
 
 
-LOWERED: Mapping[Any, Callable[[fx.Node], Callable[..., Any] | None]] = {
+def _lowered_masked_scatter(node: fx.Node) -> Lowered:
+    """Finds how many copies a mask holds of each entry, such as D in `mask_BS[..., None].expand_as(x_BSD)`. Each true
+    entry then takes a whole row of the source.
+    """
+    mask, source = argument_of(node, "mask").meta["val"], argument_of(node, "source")
+    copies = 1
+    for size, step in zip(reversed(mask.shape), reversed(mask.stride()), strict=True):
+        if step != 0 and size != 1:
+            break
+        copies *= size
+    return scatter_by_mask(copies if math.prod(shape_of(source)) % copies == 0 else 1)
+
+
+def _lowered_scatter(node: fx.Node) -> Lowered | None:
+    """Drops elements without an index: PyTorch ignores them, and ONNX needs an index for each element."""
+    if _has_an_index_for_each(node):
+        return None
+    target: Any = node.target
+    return lambda x, dim, index, source: target(x, dim, index, with_indices(source, index))
+
+
+def _lowered_scatter_reduce(node: fx.Node) -> Lowered | None:
+    """Leaves to the exporter what it can translate: all reductions but the mean, if they include the old elements."""
+    is_exported = argument_of(node, "reduce") != "mean" and argument_of(node, "include_self")
+    return None if is_exported and _has_an_index_for_each(node) else scatter_reduced
+
+
+def _has_an_index_for_each(node: fx.Node) -> bool:
+    return shape_of(argument_of(node, "index")) == shape_of(argument_of(node, "src"))
+
+
+def _lowered_embedding_bag(node: fx.Node) -> Lowered | None:
+    """`embedding_bag` with bags of one size, as a 2-D input has; the sizes of other bags depend on the data."""
+    offsets, indices = argument_of(node, "offsets"), argument_of(node, "indices")
+    if not isinstance(offsets, fx.Node) or offsets.target not in (ATEN.arange.start_step, ATEN.arange.default):
+        return None
+    step, bags = argument_of(offsets, "step") or 1, shape_of(offsets)[0]
+    if argument_of(offsets, "start") not in (None, 0) or argument_of(node, "include_last_offset"):
+        return None
+    return bags_of(bags) if bags * step == math.prod(shape_of(indices)) else None
+
+
+def _lowered_searchsorted(node: fx.Node) -> Lowered | None:
+    return None if argument_of(node, "sorter") is not None else searchsorted
+
+
+LOWERED: Mapping[Any, Callable[[fx.Node], Lowered | None]] = {
     ATTENTION: _lowered_attention,
     ATEN.squeeze.dim: _lowered_squeeze,
     ATEN.squeeze.dims: _lowered_squeeze,
-    ATEN.index_put.default: lowered_index_put,
-    ATEN.index_put_.default: lowered_index_put,
-    ATEN.masked_scatter.default: lowered_masked_scatter,
-    ATEN.nonzero_static.default: lowered_nonzero_static,
-    ATEN.scatter_reduce.two: lowered_scatter_reduce,
-    ATEN.index_reduce.default: _of_every_node(index_reduced),
-    ATEN.embedding_bag.padding_idx: lowered_embedding_bag,
-    ATEN.embedding_bag.default: lowered_embedding_bag,
-    ATEN.median.dim: lowered_median,
-    ATEN.median.default: lowered_median_of_all,
-    ATEN.cumprod.default: lowered_cumprod,
-    ATEN.cdist.default: lowered_cdist,
-    ATEN.searchsorted.Tensor: lowered_searchsorted,
-    ATEN.searchsorted.Scalar: lowered_searchsorted,
-    ATEN.bucketize.Tensor: lowered_bucketize,
-    **{target: _of_every_node(function) for target, function in EXACT.items()},
+    ATEN.index_put.default: _lowered_index_put,
+    ATEN.index_put_.default: _lowered_index_put,
+    ATEN.masked_scatter.default: _lowered_masked_scatter,
+    ATEN.scatter_reduce.two: _lowered_scatter_reduce,
+    ATEN.scatter.src: _lowered_scatter,
+    ATEN.scatter_add.default: _lowered_scatter,
+    ATEN.embedding_bag.padding_idx: _lowered_embedding_bag,
+    ATEN.embedding_bag.default: _lowered_embedding_bag,
+    ATEN.searchsorted.Tensor: _lowered_searchsorted,
+    ATEN.searchsorted.Scalar: _lowered_searchsorted,
     **dict.fromkeys(PRODUCTS, _lowered_products),
     ATEN.amax.default: _lowered_extreme,
     ATEN.amin.default: _lowered_extreme,
     ATEN.clamp.default: _lowered_clamp,
     ATEN.conv3d.default: _lowered_conv3d,
-    ATEN.scatter.src: lowered_scatter,
-    ATEN.scatter_add.default: lowered_scatter,
-    ATEN.copy.default: _of_every_node(_copied),
-    ATEN.aminmax.default: _of_every_node(_aminmax),
-    ATEN.rrelu.default: _of_every_node(_rrelu),
-    ATEN.scatter.reduce: _of_every_node(scattered_by),
-    ATEN.scatter.value_reduce: _of_every_node(scattered_by),
-    ATEN.put.default: _of_every_node(put),
-    ATEN.diagonal_scatter.default: _of_every_node(diagonal_scattered),
 }
 """Operator -> function that returns the replacement of a node, or None if the exporter translates the node well."""

@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from mod_export.errors import LimitError
-from mod_export.graph.program_nodes import add_node, argument_of
-from mod_export.graph.routing_sites import Marked, with_graph
+from mod_export.graph.program_nodes import add_node, argument_of, infer
+from mod_export.graph.sites import Marked, with_graph
+from mod_export.graph.weights import beyond_range
 from mod_export.marker import MARKER
 from mod_export.types import DType
 
@@ -98,10 +97,7 @@ def _narrow_weight(name: str, tensor: Tensor, wanted: torch.dtype) -> Tensor:
     lost = tensor.isfinite() & ~narrow.isfinite()
     if bool(lost.any()):
         kind, largest = str(wanted).removeprefix("torch."), torch.finfo(wanted).max
-        raise LimitError(
-            f"{name}: contains {tensor[lost][0].item():g}, beyond the largest {kind} number {largest:g}; build this "
-            "model in bfloat16 or float32"
-        )
+        raise beyond_range(name, tensor[lost][0].item(), kind, largest)
     return narrow
 
 
@@ -159,20 +155,12 @@ def _infer_views(graph: fx.Graph, stored: list[fx.Node]) -> None:
     for node in graph.nodes:
         if node.target in VIEWS and node.args[0] in changed:
             changed.add(node)
-            _infer(node)
-
-
-def _infer(node: fx.Node) -> None:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
-    mode = detect_fake_mode([source.meta["val"] for source in node.all_input_nodes])
-    assert mode is not None
-    with mode:
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]  # An operation.
+            infer(node)
 
 
 def _computed(graph: fx.Graph, node: fx.Node) -> None:
     """Updates a node whose operands changed their dtype, and casts its result to float32 for all readers."""
-    _infer(node)
+    infer(node)
     with graph.inserting_after(node):
         wide = add_node(graph, node, aten.to.dtype, node, torch.float32)
     node.replace_all_uses_with(wide, delete_user_cb=lambda user: user is not wide)

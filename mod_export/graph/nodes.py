@@ -1,6 +1,6 @@
 """Reads ONNX graphs and writes nodes into them.
 
-All passes and checks share these helpers: `made_by`, `only_reader`, `constant_array` and the like read a graph,
+All rewrites and checks share these helpers: `made_by`, `only_reader`, `constant_array` and the like read a graph,
 `NodeWriter` writes nodes, and `substitute` replaces an old value by a new one.
 """
 
@@ -30,7 +30,9 @@ NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)+?(\d+))(?!\w)")
 REPLACED = "replaced by"
 """The metadata key under which a replaced value keeps its replacement."""
 NEWEST_OPSET = 24
-"""The newest opset of the operators that passes write."""
+"""The newest opset of the operators that rewrites write."""
+MICROSOFT = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
 UNNUMBERED = -1
 """The layer number of modules that are not layers: it sorts before the first layer."""
 
@@ -82,6 +84,55 @@ def constant_array(value: ir.Value | None) -> np.ndarray | None:
     """The array of a constant or initializer; None if the value is computed, absent or without data."""
     tensor = None if value is None else ir.convenience.get_const_tensor(value)
     return None if tensor is None else tensor.numpy()
+
+
+def constant_number(value: ir.Value | None) -> float | None:
+    """The only element of a constant; None if the value is computed or absent, or holds several elements."""
+    array = constant_array(value)
+    return array.item() if array is not None and array.size == 1 else None
+
+
+def constant_integers(node: ir.Node, index: int) -> list[int] | None:
+    """The elements of a constant input, such as axes; None if it is computed or absent."""
+    array = constant_array(input_of(node, index))
+    return None if array is None else [int(item) for item in array.reshape(-1)]
+
+
+def input_of(node: ir.Node, index: int) -> ir.Value | None:
+    """An input of a node; None if the node has fewer inputs."""
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def attributes_of(node: ir.Node) -> dict[str, Any]:
+    """The values of a node's attributes, for another node that keeps them."""
+    return {name: attribute.value for name, attribute in node.attributes.items()}
+
+
+def before_views(value: ir.Value | None, *views: str) -> ir.Value | None:
+    """The value that a chain of these operators starts from; the value itself if none of them computes it."""
+    while (view := made_by(value, *views)) is not None:
+        value = view.inputs[0]
+    return value
+
+
+def before_transpose(value: ir.Value | None, order: Sequence[int]) -> ir.Value | None:
+    """x, if a value is x with its dimensions in this order."""
+    node = made_by(value, "Transpose")
+    return node.inputs[0] if node is not None and list(node.attributes.get_ints("perm", [])) == [*order] else None
+
+
+def base_of_square(value: ir.Value | None) -> ir.Value | None:
+    """x, if a value is x * x, written as a product or as a power."""
+    node = made_by(value, "Mul", "Pow")
+    if node is None:
+        return None
+    x, other = node.inputs
+    return x if (x is other if node.op_type == "Mul" else constant_number(other) == 2) else None
+
+
+def nodes_from_opset(model: ir.Model, opset: int) -> Iterable[ir.Node]:
+    """The nodes of a graph, those of branches too; none if its opset is older and lacks the operator to be written."""
+    return model.graph.all_nodes() if model.opset_imports.get("", 0) >= opset else ()
 
 
 def static_shape(value: ir.Value | None) -> tuple[int, ...] | None:
@@ -235,27 +286,21 @@ class NodeWriter:
         self, op_type: str, *inputs: Input, domain: str = "", like: ir.Value | None = None, **attributes: Any
     ) -> ir.Value:
         """Writes a node with one output, whose dtype and shape are those of `like`, or else inferred."""
-        value = self._values(op_type, inputs, domain, attributes, 1)[0]
-        if like is None:
-            self._infer([value])
-        else:
-            # Nothing is shared with `like`: a pass that casts one value would change both.
-            assert like.dtype is not None
-            value.dtype, value.shape = like.dtype, None if like.shape is None else like.shape.copy()
-        return value
+        return self.ops(op_type, 1 if like is None else [like], *inputs, domain=domain, **attributes)[0]
 
-    def ops(self, op_type: str, count: int, *inputs: Input, **attributes: Any) -> Sequence[ir.Value]:
-        """Writes a standard node with `count` outputs."""
-        values = self._values(op_type, inputs, "", attributes, count)
-        self._infer(values)
-        return values
-
-    def many(
-        self, op_type: str, like: Sequence[ir.Value], *inputs: Input, domain: str = "", **attributes: Any
+    def ops(
+        self, op_type: str, like: int | Sequence[ir.Value], *inputs: Input, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        """Writes a node with one output for each value of `like`, in its dtype and shape."""
+        """Writes a node with one output for each value of `like`, in its dtype and shape; or a standard node with this
+        number of outputs, whose dtypes and shapes are inferred.
+        """
+        if isinstance(like, int):
+            values = self._values(op_type, inputs, domain, attributes, like)
+            self._infer(values)
+            return values
         values = self._values(op_type, inputs, domain, attributes, len(like))
         for value, model in zip(values, like, strict=True):
+            # Nothing is shared with `like`: a rewrite that casts one value would change both.
             assert model.dtype is not None
             value.dtype, value.shape = model.dtype, None if model.shape is None else model.shape.copy()
         return values
@@ -319,7 +364,7 @@ class NodeWriter:
 
 
 def _latest(value: ir.Value) -> ir.Value:
-    """The current replacement of a value: a pass may still hold a value that it has replaced."""
+    """The current replacement of a value: a rewrite may still hold a value that it has replaced."""
     while REPLACED in value.meta:
         value = value.meta[REPLACED]
     return value

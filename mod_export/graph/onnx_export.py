@@ -24,7 +24,7 @@ from mod_export.errors import GraphError
 from mod_export.graph.capture import Captured
 from mod_export.graph.lowering import lower
 from mod_export.graph.nodes import NAME_SCOPES
-from mod_export.graph.not_static import place_of
+from mod_export.graph.refusals import place_of
 from mod_export.types import Bucket, Site, routed_output
 
 OPSET = 23
@@ -68,7 +68,7 @@ def _without_neutral(op_type: str, neutral: float) -> RewriteRule:
     return RewriteRule(lambda op, x, c: getattr(op, op_type)(x, c), lambda op, x, **_: op.Identity(x), is_neutral)
 
 
-REWRITES = RewriteRuleSet(
+RULES = RewriteRuleSet(
     [
         *RewriteRuleSet([_without_neutral("Mul", 1), _without_neutral("Add", 0)], commute=True).rules,
         _without_neutral("Sub", 0),
@@ -176,11 +176,11 @@ def onnx_from_captured(
 
 
 def _optimize(model: ir.Model) -> None:
-    """Runs the first part of `onnxscript.optimizer.optimize`, with REWRITES as its rules."""
+    """Runs the first part of `onnxscript.optimizer.optimize`, with RULES as its rules."""
     common.InlinePass()(model)
     for _ in range(ROUNDS):
         folded = optimizer.fold_constants(model, onnx_shape_inference=True).modified
-        rewritten = REWRITES.apply_to_model(model)
+        rewritten = RULES.apply_to_model(model)
         for remove in (common.RemoveUnusedNodesPass, common.RemoveUnusedFunctionsPass, common.RemoveUnusedOpsetsPass):
             remove()(model)
         if not (folded or rewritten):

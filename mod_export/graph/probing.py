@@ -1,16 +1,23 @@
-"""Runs single operations of a captured program on made-up numbers, to see what they do with elements.
+"""Runs single operations of a captured program on made-up numbers, to see what they do with elements and tokens.
 
 This module has no list of operators. The result of a run shows what an operation does: whether it moves, copies, looks
 up or writes elements. Floats are float32 in these runs, so integers up to 2^24 pass through unchanged. Tensors that are
 constant along a dimension are views that take no memory for it.
+
+A label is a number that identifies a token: 1 + row * T + token; 0 means no token. A tensor of labels has the shape of
+the tensor whose elements it labels.
+
+Shape legend: B rows, T tokens that a site can select from, K slots, P places that a tensor has for each row (P >= T).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +46,8 @@ def tensor_of(node: fx.Node) -> Tensor | None:
 
 def ran(node: fx.Node, values: Values) -> Any:
     """Runs the operation of a node on these values of its inputs; returns None if that is impossible."""
-    if node.op != "call_function" or any(size > LARGEST for size in _sizes(node)):
+    value = tensor_of(node)
+    if node.op != "call_function" or (value is not None and value.numel() > LARGEST):
         return None
     result = _tried(node, values)
     # A view may be impossible with these strides and possible for a contiguous tensor.
@@ -56,11 +64,6 @@ def _tried(node: fx.Node, values: Values) -> Any:
         return None
 
 
-def _sizes(node: fx.Node) -> list[int]:
-    value = tensor_of(node)
-    return [] if value is None else [value.numel()]
-
-
 def _contiguous(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
 
@@ -74,11 +77,9 @@ def _here(argument: Any) -> Any:
 
 def _written_apart(node: fx.Node, args: tuple[Any, ...]) -> list[Any]:
     """The arguments, with copies of those that the operation changes in place."""
-    written = [argument.alias_info is not None and argument.alias_info.is_write for argument in arguments_of(node)]
+    written = {number for number, argument in enumerate(arguments_of(node)) if is_written(argument)}
     return [
-        value.clone(memory_format=torch.contiguous_format)
-        if isinstance(value, Tensor) and number < len(written) and written[number]
-        else value
+        value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) and number in written else value
         for number, value in enumerate(args)
     ]
 
@@ -87,6 +88,11 @@ def arguments_of(node: fx.Node) -> Any:
     """The declared arguments of an operator; empty if the target is no operator."""
     schema = getattr(node.target, "_schema", None)
     return () if schema is None else schema.arguments
+
+
+def is_written(argument: Any) -> bool:
+    """Whether an operator changes an argument in place, as PyTorch declares it."""
+    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def is_pointwise(node: fx.Node) -> bool:
@@ -123,7 +129,7 @@ def unnoticed() -> Iterator[None]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether the result shares the memory of an argument, as PyTorch declares it."""
-    return any(argument.alias_info is not None and not argument.alias_info.is_write for argument in arguments_of(node))
+    return any(argument.alias_info is not None and not is_written(argument) for argument in arguments_of(node))
 
 
 def filled(node: fx.Node, number: float) -> Any:
@@ -177,19 +183,6 @@ def compact(value: Any) -> Any:
     return narrowest(value).expand(value.shape) if value.numel() > _REMEMBERED else value
 
 
-def moves(node: fx.Node) -> bool:
-    """Whether the result of an operation on one tensor consists of elements of that tensor, for any values."""
-    sources = node.all_input_nodes
-    if len(sources) != 1 or tensor_of(node) is None or (shape := tensor_of(sources[0])) is None:
-        return False
-    numbers = torch.arange(1, shape.numel() + 1).reshape(shape.shape)
-    numbers = numbers.float() if shape.dtype.is_floating_point else numbers
-    result, mirrored = ran(node, lambda _: numbers), ran(node, lambda _: shape.numel() + 1 - numbers)
-    if not isinstance(result, Tensor) or not isinstance(mirrored, Tensor) or result.shape != mirrored.shape:
-        return False
-    return bool(torch.isin(result, numbers).all()) and torch.equal(mirrored, shape.numel() + 1 - result)
-
-
 class Known:
     """Values of the nodes that depend only on constants and on selected indices, for made-up indices."""
 
@@ -219,6 +212,19 @@ class Known:
         """The value of a node; None if it is unknown."""
         return self._values[node] if node in self._values else self._constant(node)
 
+    def run(self, node: fx.Node, given: Mapping[fx.Node, Any], fill: float | None) -> Any:
+        """Runs the operation of a node on the given values, else on known values; the other inputs are filled with one
+        number, or with noise if it is None.
+        """
+
+        def value_of(source: fx.Node) -> Any:
+            value = given[source] if source in given else self.value(source)
+            if value is not None or source in given:
+                return value
+            return _noise(source) if fill is None else filled(source, fill)
+
+        return ran(node, value_of)
+
     def _follow(self, node: fx.Node) -> None:
         sources = frozenset[fx.Node]().union(*(self.behind(source) for source in node.all_input_nodes))
         if node in self._values or not sources or node.op != "call_function":
@@ -235,28 +241,24 @@ class Known:
             value = None
         if value is not None:
             self._values[node], self._behind[node] = value, sources
-            self._write_through(node, value, sources)
+            # A write into a view changes the tensors that it is a view of.
+            for base, whole in bases_after_write(node, value, self.value):
+                self._values[base], self._behind[base] = whole, sources
 
     def _weighted(self, node: fx.Node) -> Any:
         """One-hot rows or a mask after a product with unknown gates, which count as 1; None for any other operation."""
         if not any(_is_mask(self.value(one)) for one in node.all_input_nodes):
             return None
-        one = ran(node, lambda node: _or(self.value(node), filled(node, 1.0)))
-        two = ran(node, lambda node: _or(self.value(node), filled(node, 2.0)))
+        one, two = self.run(node, {}, 1.0), self.run(node, {}, 2.0)
         return compact(one) if _is_mask(one) and isinstance(two, Tensor) and torch.equal(two, one * 2) else None
 
     def _whatever_else(self, node: fx.Node) -> Any:
         """The result if only shape or dtype of the unknown inputs are used; None if their values may matter."""
-        with_zeros = ran(node, lambda node: _or(self.value(node), filled(node, 0.0)))
+        with_zeros = self.run(node, {}, 0.0)
         if not isinstance(with_zeros, Tensor) or not bool(with_zeros.any()):
             return None
-        with_noise = ran(node, lambda node: _or(self.value(node), _noise(node)))
+        with_noise = self.run(node, {}, None)
         return compact(with_zeros) if isinstance(with_noise, Tensor) and torch.equal(with_zeros, with_noise) else None
-
-    def _write_through(self, node: fx.Node, value: Any, sources: frozenset[fx.Node]) -> None:
-        """Applies a write into a view to the tensors that it is a view of."""
-        for base, whole in bases_after_write(node, value, self.value):
-            self._values[base], self._behind[base] = whole, sources
 
     def _constant(self, node: fx.Node) -> Any:
         if node in self._lifted:
@@ -284,7 +286,7 @@ class Known:
 
 def bases_after_write(node: fx.Node, value: Any, values: Values) -> list[tuple[fx.Node, Tensor]]:
     """The tensor that an operation changes in place, and all tensors that it is a view of, as they are after that."""
-    written = next((n for n, one in enumerate(arguments_of(node)) if one.alias_info and one.alias_info.is_write), None)
+    written = next((number for number, argument in enumerate(arguments_of(node)) if is_written(argument)), None)
     if written is None or written >= len(node.args) or not isinstance(value, Tensor):
         return []
     chain: list[Any] = [node.args[written]]
@@ -324,10 +326,6 @@ def _item(node: fx.Node, values: Values) -> Any:
     return whole[number] if isinstance(whole, (list, tuple)) and isinstance(number, int) else None
 
 
-def _or(value: Any, other: Any) -> Any:
-    return other if value is None else value
-
-
 def _lifted(program: ExportedProgram) -> dict[fx.Node, Tensor]:
     """The constants and buffers that have values, such as a table of positions, but no parameters."""
     values: dict[fx.Node, Tensor] = {}
@@ -339,3 +337,222 @@ def _lifted(program: ExportedProgram) -> dict[fx.Node, Tensor]:
         if isinstance(value, Tensor) and type(value).__name__ != "FakeTensor" and not value.is_meta:
             values[node] = value.detach().float() if value.is_floating_point() else value.detach()
     return values
+
+
+# Labels of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way in which a tensor may hold tokens.
+
+    Attributes:
+        places: P.
+        labels: int64, with the shape of the tensor: 1 + row * P + place, or 1 + place if `one_row`.
+        one_row: whether the tensor holds the tokens of only one of several rows.
+    """
+
+    places: int
+    labels: Tensor
+    one_row: bool
+
+
+def layouts(shape: Sequence[int], strides: Sequence[int], rows: int, tokens: int) -> Iterator[Layout]:
+    """Yields every way in which a tensor can hold at least T tokens for each of B rows, those with exactly T first."""
+    entries: list[tuple[int, int, Tensor, bool]] = []
+    for dim, size in enumerate(shape):
+        number = _along(torch.arange(1, size + 1), dim, len(shape))
+        if rows > 1 and size % rows == 0 and size // rows >= tokens:
+            places = size // rows
+            entries.append((places, 0, number, False))
+            entries.append((places, 1, 1 + (number - 1) % rows * places + (number - 1) // rows, False))
+        if size < tokens:
+            continue
+        if rows == 1:
+            entries.append((size, 0, number, False))
+            continue
+        # A dimension with stride 0 holds no rows: it repeats the tokens, for example for each expert.
+        row_dims = [n for n, count in enumerate(shape) if n != dim and count == rows and strides[n]]
+        entries += [(size, 0, _along(torch.arange(rows) * size, n, len(shape)) + number, False) for n in row_dims]
+        entries.append((size, 2, number, True))
+    for places, _, labels, one_row in sorted(entries, key=lambda entry: (entry[0] != tokens, entry[1])):
+        yield Layout(places, labels.expand(tuple(shape)), one_row)
+
+
+def _along(numbers: Tensor, dim: int, dims: int) -> Tensor:
+    """Reshapes numbers to lie along one of `dims` dimensions; the others have size 1."""
+    return numbers.reshape([-1 if n == dim else 1 for n in range(dims)])
+
+
+def tokens_at(
+    places: Tensor, layout: Layout, index_BK: Tensor, tokens: int, tables: Sequence[Tensor | None]
+) -> Tensor | None:
+    """Labels of the selected tokens that elements belong to; None unless they belong to exactly the selected tokens.
+    Tokens that cannot be selected, such as a class token, may be there too.
+
+    Args:
+        places: labels of a layout; 0 where an element belongs to no place.
+        layout: the layout that these labels belong to.
+        index_BK: int64, the selected tokens.
+        tokens: T.
+        tables: int64 (B, T), numberings that the program may use for the tokens; None for their own numbers.
+    """
+    narrow, rows, (B, K) = narrowest(places), 1 if layout.one_row else len(index_BK), index_BK.shape
+    if narrow.numel() > 4 * B * layout.places:
+        return None  # The labels vary within a token, so they are not places of tokens.
+    occupied = torch.zeros(rows * layout.places + 1, dtype=torch.bool)
+    occupied[narrow.flatten()] = True
+    occupied_RP = occupied[1:].view(rows, layout.places)
+    if not bool((occupied_RP.sum(1) >= K).all()):
+        return None
+    number_BT = torch.arange(tokens).expand(B, tokens)
+    for table in tables:
+        placed_BT = number_BT if table is None else table
+        for shift in _shifts(occupied_RP[0], placed_BT.gather(1, index_BK)[0], tokens, layout):
+            row = _row_held(occupied_RP, placed_BT + shift, index_BK)
+            if row is None:
+                continue
+            token_of = torch.zeros(rows * layout.places + 1, dtype=torch.int64)
+            first_B1 = torch.arange(B)[:, None]
+            where_BT, label_BT = 1 + first_B1 * layout.places + placed_BT + shift, 1 + first_B1 * tokens + number_BT
+            if layout.one_row:
+                where_BT, label_BT = where_BT[row : row + 1] - row * layout.places, label_BT[row : row + 1]
+            fits_BT = placed_BT[: len(where_BT)] + shift < layout.places
+            token_of[where_BT[fits_BT]] = label_BT[fits_BT]
+            return token_of[narrow].expand(places.shape)
+    return None
+
+
+def _shifts(held_P: Tensor, placed_K: Tensor, tokens: int, layout: Layout) -> list[int]:
+    """Possible differences between a token's place and its number: other tokens may stand before or after them all."""
+    result = [0]
+    if layout.places > tokens and not layout.one_row:
+        place = held_P.nonzero()[:, 0]
+        shifts = (place[: len(place) - len(placed_K) + 1] - placed_K.min()).tolist()
+        result += [shift for shift in shifts if shift > 0]
+    return result
+
+
+def _row_held(held_RP: Tensor, placed_BT: Tensor, index_BK: Tensor) -> int | None:
+    """The row whose selected tokens are held, or 0 if each row holds its own; None if other tokens are held."""
+    (rows, places), chosen_BK = held_RP.shape, placed_BT.gather(1, index_BK)
+    if int(chosen_BK.max()) >= places:
+        return None
+    none_BP = torch.zeros(len(placed_BT), places, dtype=torch.bool)
+    chosen_BP = none_BP.scatter(1, chosen_BK, True)
+    # Tokens past the last place are clamped to it.
+    open_BP = none_BP.scatter(1, placed_BT.clamp(max=places - 1), True)
+    others_BP = held_RP & ~open_BP
+    matches_B = ((held_RP & open_BP) == chosen_BP).all(1)
+    if rows == 1 and len(placed_BT) > 1:
+        return int(matches_B.int().argmax()) if bool(matches_B.any()) and not bool(others_BP[matches_B].any()) else None
+    return 0 if bool(matches_B.all()) and bool((others_BP == others_BP[:1]).all()) else None
+
+
+def are_in_order(labels: Tensor, tokens: int) -> bool:
+    """Whether the tokens of each row are in ascending order."""
+    narrow = narrowest(labels).flatten()
+    narrow = narrow[narrow > 0] - 1
+    for row in torch.unique(narrow // tokens).tolist():
+        row_K = narrow[narrow // tokens == row]
+        if bool((row_K[1:] < row_K[:-1]).any()):
+            return False
+    return True
+
+
+def tokens_by_row(labels: Tensor, tokens: int) -> Mapping[int, set[int]]:
+    """Row -> the tokens of this row that elements belong to."""
+    number = torch.unique(narrowest(labels))
+    number = number[number > 0] - 1
+    result: dict[int, set[int]] = {}
+    for index in number.tolist():
+        result.setdefault(index // tokens, set()).add(index % tokens)
+    return result
+
+
+def as_floats(labels: Any) -> Tensor | None:
+    """Labels as float32; None if these are no labels."""
+    return narrowest(labels).float().expand(labels.shape) if isinstance(labels, Tensor) else None
+
+
+def as_value_of(node: fx.Node, labels: Tensor) -> Any:
+    """Labels in the kind of number that the node returns: float32, or int64."""
+    value = tensor_of(node)
+    return labels if value is not None and not value.dtype.is_floating_point else as_floats(labels)
+
+
+def has_tokens(labels: Any) -> bool:
+    """Whether some element belongs to a token."""
+    return isinstance(labels, Tensor) and bool((narrowest(labels) > 0).any())
+
+
+def labels_of(found: Tensor) -> Tensor | None:
+    """Labels as int64, without memory for dimensions along which they are equal; None if these are not labels."""
+    if found.dtype is torch.bool or found.is_complex():
+        return None
+    narrow = narrowest(found)
+    numbers = narrow.long()
+    are_labels = bool((numbers == narrow).all()) and bool((numbers >= 0).all())
+    return numbers.expand(found.shape) if are_labels else None
+
+
+def reversed_labels(labels: Tensor, last: int) -> Tensor:
+    """Reverses the order of the labels, so that each token gets another one."""
+    narrow = narrowest(labels)
+    return torch.where(narrow > 0, last - narrow, 0).expand(labels.shape)
+
+
+def agrees_reversed(found: Any, other: Any, last: int) -> bool:
+    """Whether an operation did the same with reversed labels, so that it does not depend on their values."""
+    if isinstance(found, (tuple, list)):
+        return isinstance(other, (tuple, list)) and all(
+            agrees_reversed(*pair, last) for pair in zip(found, other, strict=True)
+        )
+    if not isinstance(found, Tensor):
+        return found is None
+    if not isinstance(other, Tensor) or found.shape != other.shape:
+        return False
+    if found.dtype is torch.bool or found.is_complex():
+        return False
+    return _are_same(reversed_labels(found, last), other)
+
+
+def broadcast_labels(labels: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
+    """Labels of a pointwise result: an element belongs to the token of the first operand that has one there."""
+    if len(labels) == 1 and labels[0].numel() != math.prod(shape):
+        return None
+    try:
+        wide = [operand.expand(tuple(shape)) for operand in labels]
+    except RuntimeError:
+        return None  # The result has another shape, for example because an operation in place returns the base.
+    result = wide[0]
+    for operand in wide[1:]:
+        if operand is not result and not _are_same(result, operand):
+            result = torch.where(result > 0, result, operand)
+            result = narrowest(result).expand(tuple(shape))
+    return result
+
+
+def _are_same(one: Tensor, two: Tensor) -> bool:
+    first, second = narrowest(one), narrowest(two)
+    return first.shape == second.shape and torch.equal(first, second)
+
+
+def kept_labels(labels: Tensor, shape: Sequence[int]) -> Tensor | None:
+    """Labels of a computed result; None unless the dimensions along which tokens vary stay in their order."""
+    narrow = narrowest(labels)
+    varying = [dim for dim, size in enumerate(narrow.shape) if size > 1]
+    last = varying[-1] + 1 if varying else 0
+    stay = len(shape) == labels.dim() and all(shape[dim] == labels.shape[dim] for dim in varying)
+    dims: list[int] = []
+    if stay or tuple(shape[:last]) == tuple(labels.shape[:last]):
+        dims = varying
+    else:
+        for dim in varying:
+            start = dims[-1] + 1 if dims else 0
+            place = next((n for n in range(start, len(shape)) if shape[n] == labels.shape[dim]), None)
+            if place is None:
+                return None
+            dims.append(place)
+    sizes = [shape[n] if n in dims else 1 for n in range(len(shape))]
+    return narrow.reshape(sizes).expand(tuple(shape))

@@ -67,12 +67,18 @@ def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.No
     """Adds a call at the graph's insertion point. It gets the module and line of `beside`, which messages name."""
     node = graph.call_function(target, args)
     node.meta = {key: beside.meta[key] for key in METADATA if key in beside.meta}
-    values = fx.map_arg(args, lambda source: source.meta["val"])
+    infer(node)
+    return node
+
+
+def infer(node: fx.Node) -> None:
+    """Infers the result of a call, without values, from its inputs."""
+    target: Any = node.target
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     mode = detect_fake_mode([source.meta["val"] for source in node.all_input_nodes])
     assert mode is not None
     with mode:
-        node.meta["val"] = target(*values)
-    return node
+        node.meta["val"] = target(*args, **kwargs)
 
 
 def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, whole: bool = True) -> None:
@@ -158,11 +164,9 @@ def with_arguments(module: fx.GraphModule, replacements: Mapping[Any, Any]) -> f
             if node.op == "call_function":
                 node.args, node.kwargs = fx.node.map_aggregate(
                     (node.args, node.kwargs),
-                    lambda item: replacements.get(item, item) if _is_constant(item) else item,
+                    lambda item: (
+                        replacements.get(item, item) if isinstance(item, (torch.dtype, torch.device)) else item
+                    ),
                 )
         inner.recompile()
     return result
-
-
-def _is_constant(argument: Any) -> bool:
-    return isinstance(argument, (torch.dtype, torch.device))

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -23,34 +23,111 @@ from torch.export import ExportedProgram
 
 from mod_export.graph.probing import (
     Known,
+    Layout,
+    agrees_reversed,
+    are_in_order,
+    as_floats,
+    as_value_of,
     bases_after_write,
+    broadcast_labels,
     filled,
+    has_tokens,
     is_among,
     is_pointwise,
     is_product,
     is_view,
+    kept_labels,
+    labels_of,
+    layouts,
     narrowest,
-    ran,
+    reversed_labels,
     tensor_of,
+    tokens_at,
+    tokens_by_row,
     unnoticed,
 )
 from mod_export.graph.program_nodes import behind, behind_inputs
-from mod_export.graph.token_places import Layout, Selection, Tokens, are_in_order, layouts, tokens_at, tokens_by_row
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
-    """An operation that reads selected tokens, or one number of each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selector:
+    """A top-k, a sort that keeps k entries, or a marker.
 
     Attributes:
         node: the operation.
-        source: the tensor that it reads from.
-        tokens: the tokens in its result.
+        scores: the node of the scores that it compares.
+        dim: the dimension of the scores, from 0, along which the tokens are.
+        indices: the node of the k indices; of all T indices if several parts of a sort are used.
+        values: the nodes of the scores at these indices.
+        largest: False if the k smallest scores are selected.
+        is_order: whether `indices` holds all T indices in order, so that the tokens at one end may be selected.
     """
 
     node: fx.Node
-    source: fx.Node
-    tokens: Tokens
+    scores: fx.Node
+    dim: int
+    indices: fx.Node
+    values: Sequence[fx.Node]
+    largest: bool
+    is_order: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The number of tokens of a row that it selects from, T."""
+        return _shape(self.scores)[self.dim]
+
+    @property
+    def k(self) -> int:
+        """The number of selected tokens of a row, K."""
+        return _shape(self.indices)[self.dim]
+
+    @property
+    def rows(self) -> int:
+        """B; 1 if one selection is made among the tokens of all rows."""
+        return math.prod(_shape(self.scores)) // max(1, self.tokens)
+
+    @property
+    def is_tokens_first(self) -> bool:
+        """Whether scores are (T, B) and not (B, T)."""
+        return math.prod(_shape(self.scores)[: self.dim]) == 1
+
+    @property
+    def is_of_tokens(self) -> bool:
+        """Whether it can be a selection of k tokens for each row, and not of experts for each token or of nothing."""
+        indices, scores = _shape(self.indices), _shape(self.scores)
+        if not scores or 0 in indices or sum(size != 1 for size in indices) > 2:
+            return False
+        return 1 in (math.prod(scores[self.dim + 1 :]), math.prod(scores[: self.dim]))
+
+    def some_indices(self) -> Tensor:
+        """Makes up int64 indices with the shape of `indices`: different tokens of each row, unsorted."""
+        generator = torch.Generator().manual_seed(self.tokens)
+        order_BT = torch.rand(self.rows, self.tokens, generator=generator).argsort(1)
+        index_BK = order_BT[:, : self.k]
+        for number, index_K in enumerate(index_BK):
+            # Few indices may be sorted by chance: let the first exceed the last in even rows, and not in odd ones.
+            if self.k > 1 and bool((index_K[0] < index_K[-1]) == (number % 2 == 0)):
+                index_BK[number] = index_K.flip(0)
+        turned = index_BK.t() if self.is_tokens_first and self.rows > 1 else index_BK
+        return turned.reshape(_shape(self.indices)).contiguous()
+
+    def by_row(self, index: Tensor) -> Tensor:
+        """Reshapes a tensor with the shape of `indices` to (B, K)."""
+        if self.rows == 1 or not self.is_tokens_first:
+            return index.reshape(self.rows, -1)
+        return index.reshape(-1, self.rows).t()
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    value = tensor_of(node)
+    return () if value is None else tuple(value.shape)
+
+
+class Read(NamedTuple):
+    """An operation that reads selected tokens, or one number of each, and labels of the tokens in its result."""
+
+    node: fx.Node
+    labels: Tensor
 
 
 @dataclass(slots=True)
@@ -58,7 +135,7 @@ class Flow:
     """What a program does with the tokens of one selection.
 
     Attributes:
-        selection: the selection.
+        selector: the operation that selects the tokens.
         index_BK: int64, made-up indices that stand for the selected ones.
         reads: the operations that read tokens.
         scores: the operations that read one number of each token, such as a gate.
@@ -69,7 +146,7 @@ class Flow:
         follower: follows the tokens when `tokens` is first read; None afterwards, or if there is nothing to follow.
     """
 
-    selection: Selection
+    selector: Selector
     index_BK: Tensor
     reads: list[Read] = field(default_factory=list)
     scores: list[Read] = field(default_factory=list)
@@ -96,25 +173,20 @@ class Flow:
     def between(self) -> set[fx.Node]:
         """The nodes that depend on read tokens, up to where these are put back."""
         if self._between is None:
-            pairs = list[tuple[fx.Node, fx.Node | None]]()
-            for read in self.reads:
-                after = behind(read.node)
-                pairs.append((read.node, next((node for node in self.puts if node in after), None)))
-            self._between = nodes_of(pairs)
+            self._between = nodes_of(self._put_back())
         return self._between
 
-    @property
-    def positions_BT(self) -> Tensor | None:
-        """Positions in the whole row of the tokens that it selects from; None if it selects from the whole row."""
-        if self.is_from is None:
-            return None
-        outer, own_BT = self.is_from
-        before = outer.positions_BT
-        return own_BT if before is None else before.gather(1, own_BT)
+    def _put_back(self) -> Iterator[tuple[fx.Node, fx.Node | None]]:
+        """Yields each read with the first operation that puts its results back; None if there is none."""
+        for read in self.reads:
+            after = behind(read.node)
+            yield read.node, next((node for node in self.puts if node in after), None)
 
     @property
     def tables(self) -> list[Tensor | None]:
-        """A table for each numbering that indices may use: None for the tokens' own, then those of outer selections."""
+        """A table for each numbering that indices may use: None for the tokens' own, then those of outer selections;
+        the last one holds positions in the whole row.
+        """
         tables: list[Tensor | None] = [None]
         if self.is_from is not None:
             outer, own_BT = self.is_from
@@ -126,11 +198,7 @@ class Flow:
         """Each read whose results are put back, with the first operation that does so; if there is none, the first read
         alone.
         """
-        pairs: list[tuple[fx.Node, fx.Node | None]] = []
-        for read in self.reads:
-            after = behind(read.node)
-            put = next((node for node in self.puts if node in after), None)
-            pairs += [] if put is None else [(read.node, put)]
+        pairs = [pair for pair in self._put_back() if pair[1] is not None]
         return pairs or [(read.node, None) for read in self.reads[:1]]
 
     @property
@@ -138,7 +206,7 @@ class Flow:
         """Whether the selected tokens run in ascending order of position."""
         first = self.pairs[0][0]
         read = next(entry for entry in self.reads if entry.node is first)
-        return are_in_order(read.tokens.labels, self.selection.tokens)
+        return are_in_order(read.labels, self.selector.tokens)
 
     def computing(self) -> list[fx.Node]:
         """The products that read the tokens; there are none if the tokens are only pooled or copied."""
@@ -149,51 +217,51 @@ class Flow:
         sets: list[set[int]] = []
         for node, labels in self.tokens.items():
             if isinstance(labels, Tensor) and any(is_product(use) for use in node.users):
-                tokens = tokens_by_row(labels, self.selection).get(0, set())
+                tokens = tokens_by_row(labels, self.selector.tokens).get(0, set())
                 sets += [] if tokens in sets else [tokens]
         return sets
 
 
-def flows_of(program: ExportedProgram, selections: Sequence[Selection]) -> tuple[list[Flow], Known]:
+def flows_of(program: ExportedProgram, selectors: Sequence[Selector]) -> tuple[list[Flow], Known]:
     """Returns the flow of each selection, in program order, and the values that depend on made-up indices."""
-    made_up = {selection.indices: selection.some_indices() for selection in selections if selection.is_of_tokens}
+    made_up = {selector.indices: selector.some_indices() for selector in selectors if selector.is_of_tokens}
     with unnoticed():
-        return _followed(program, selections, made_up)
+        return _followed(program, selectors, made_up)
 
 
 def _followed(
-    program: ExportedProgram, selections: Sequence[Selection], made_up: dict[fx.Node, Tensor]
+    program: ExportedProgram, selectors: Sequence[Selector], made_up: dict[fx.Node, Tensor]
 ) -> tuple[list[Flow], Known]:
     known, data = Known(program, made_up), behind_inputs(program)
     flows: list[Flow] = []
-    for selection in selections:
-        if selection.indices not in made_up:
-            flows.append(Flow(selection, torch.empty(0, 0, dtype=torch.int64)))
+    for selector in selectors:
+        if selector.indices not in made_up:
+            flows.append(Flow(selector, torch.empty(0, 0, dtype=torch.int64)))
             continue
-        flow = Flow(selection, selection.by_row(made_up[selection.indices]), is_from=_outer(selection, flows))
+        flow = Flow(selector, selector.by_row(made_up[selector.indices]), is_from=_outer(selector, flows))
         flow.follower = _Follower(program.graph, known, data, flow)
         flow.follower.run(None)
-        if selection.is_order or not flow.puts:
+        if selector.is_order or not flow.puts:
             _ = flow.tokens  # Only labels show whether tokens are put back or continue alone.
         flows.append(flow)
     return flows, known
 
 
-def _outer(selection: Selection, before: Sequence[Flow]) -> tuple[Flow, Tensor] | None:
+def _outer(selector: Selector, before: Sequence[Flow]) -> tuple[Flow, Tensor] | None:
     """The latest flow whose selected tokens have one score each here, and the numbers (B, T) of these tokens there."""
     for flow in reversed(before):
-        if selection.scores not in flow.between:
+        if selector.scores not in flow.between:
             continue
-        labels = flow.tokens.get(selection.scores)
-        if not isinstance(labels, Tensor) or flow.selection.rows != selection.rows:
+        labels = flow.tokens.get(selector.scores)
+        if not isinstance(labels, Tensor) or flow.selector.rows != selector.rows:
             continue
         number = labels.reshape(-1) - 1
-        if bool((number < 0).any()) or number.numel() != selection.rows * selection.tokens:
+        if bool((number < 0).any()) or number.numel() != selector.rows * selector.tokens:
             continue
-        token_BT = selection.by_row(number)
-        same_row = (token_BT // flow.selection.tokens == torch.arange(selection.rows)[:, None]).all()
+        token_BT = selector.by_row(number)
+        same_row = (token_BT // flow.selector.tokens == torch.arange(selector.rows)[:, None]).all()
         if bool(same_row):
-            return flow, token_BT % flow.selection.tokens
+            return flow, token_BT % flow.selector.tokens
     return None
 
 
@@ -202,9 +270,8 @@ class _Follower:
 
     def __init__(self, graph: fx.Graph, known: Known, data: set[fx.Node], flow: Flow) -> None:
         self._graph, self._known, self._data, self._flow = graph, known, data, flow
-        self._indices = flow.selection.indices
         self._after = set[fx.Node]()
-        self._forms = set(known.forms(self._indices))
+        self._forms = set(known.forms(flow.selector.indices))
         self._tokens: dict[fx.Node, Any] = {}
         self._follows = False
 
@@ -237,18 +304,18 @@ class _Follower:
             return True
         read = self._read(node)
         if read is not None:
-            selection = self._flow.selection
-            count = (narrowest(read.tokens.labels) > 0).sum()
+            selector = self._flow.selector
+            count = (narrowest(read.labels) > 0).sum()
             value = tensor_of(node)
             assert value is not None
             # Tokens have features, so a result as small as the indices holds scores or gates.
-            if value.numel() <= max(int(count), selection.rows * selection.k):
+            if value.numel() <= max(int(count), selector.rows * selector.k):
                 self._flow.scores.append(read)
             else:
                 self._flow.reads.append(read)
                 self._after.add(node)
                 if self._follows:
-                    self._tokens[node] = read.tokens.labels
+                    self._tokens[node] = read.labels
             return True
         return self._goes_on(node, indexed=True)
 
@@ -257,46 +324,44 @@ class _Follower:
             value = tensor_of(source)
             if value is None or source in self._forms or source in self._tokens or source not in self._data:
                 continue
-            for layout in layouts(value.shape, value.stride(), self._flow.selection):
-                if layout.one_row and not _is_of_one_row(source, self._flow.selection.rows):
+            for layout in self._layouts(value.shape, value.stride()):
+                if layout.one_row and not _is_of_one_row(source, self._flow.selector.rows):
                     continue
                 narrow = narrowest(layout.labels)
                 numbers = narrow.float() if value.dtype.is_floating_point else narrow.to(value.dtype)
                 if not torch.equal(numbers.long(), narrow):
                     break  # This dtype cannot hold the labels.
-                result = self._run(node, {source: numbers.expand(value.shape)}, 0.0)
-                if isinstance(result, Tensor) and (tokens := self._tokens_at(_whole(result), layout)) is not None:
-                    return Read(node, source, tokens)
+                result = self._run(node, {source: numbers.expand(value.shape)})
+                if isinstance(result, Tensor) and (labels := self._tokens_at(labels_of(result), layout)) is not None:
+                    return Read(node, labels)
         return None
 
-    def _tokens_at(self, places: Tensor | None, layout: Layout) -> Tokens | None:
+    def _layouts(self, shape: Sequence[int], strides: Sequence[int] | None = None) -> Iterator[Layout]:
+        selector = self._flow.selector
+        return layouts(shape, [1] * len(shape) if strides is None else strides, selector.rows, selector.tokens)
+
+    def _tokens_at(self, places: Tensor | None, layout: Layout) -> Tensor | None:
         flow = self._flow
         if places is None or bool((narrowest(places) > len(flow.index_BK) * layout.places).any()):
             return None
         for index_BK in self._parts(narrowest(places), layout):
-            tokens = tokens_at(places, layout, index_BK, flow.selection.tokens, flow.tables)
-            if tokens is not None:
-                return tokens
+            labels = tokens_at(places, layout, index_BK, flow.selector.tokens, flow.tables)
+            if labels is not None:
+                return labels
         return None
 
     def _parts(self, places: Tensor, layout: Layout) -> list[Tensor]:
         """The selected tokens; for a complete order, as many tokens at either end as there are labelled places."""
         index_BK = self._flow.index_BK
-        if not self._flow.selection.is_order:
+        if not self._flow.selector.is_order:
             return [index_BK]
         if places.numel() > 4 * len(index_BK) * layout.places:
             return []
         k = int((torch.unique(places[places > 0]) <= layout.places).sum())
         return [index_BK[:, :k], index_BK[:, index_BK.shape[1] - k :]] if 0 < k < index_BK.shape[1] else [index_BK]
 
-    def _run(self, node: fx.Node, given: Mapping[fx.Node, Any], fill: float) -> Any:
-        def value_of(one: fx.Node) -> Any:
-            if one in given:
-                return given[one]
-            value = self._known.value(one)
-            return filled(one, fill) if value is None else value
-
-        return ran(node, value_of)
+    def _run(self, node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
+        return self._known.run(node, given, 0.0)
 
     def _puts(self, node: fx.Node) -> bool:
         """Whether the result holds tokens at their own places, or differs at exactly these places."""
@@ -308,9 +373,9 @@ class _Follower:
                 continue
             labels = self._tokens.get(source)
             if isinstance(labels, Tensor):
-                result = self._run(node, {source: _floats(labels)}, 0.0)
-                whole = _whole(result) if isinstance(result, Tensor) else None
-                if whole is not None and _any(whole) and is_among(whole, labels):
+                result = self._run(node, {source: as_floats(labels)})
+                whole = labels_of(result) if isinstance(result, Tensor) else None
+                if whole is not None and has_tokens(whole) and is_among(whole, labels):
                     return self._stand_at_home(whole)
             if self._changes_home(node, source, output):
                 return True
@@ -318,10 +383,10 @@ class _Follower:
 
     def _stand_at_home(self, labels: Tensor) -> bool:
         narrow = narrowest(labels)
-        for layout in layouts(labels.shape, [1] * labels.dim(), self._flow.selection):
+        for layout in self._layouts(labels.shape):
             places = torch.where(narrow > 0, narrowest(layout.labels), 0).expand(labels.shape)
             home = self._tokens_at(places, layout)
-            if home is not None and bool((narrowest(home.labels) == narrow).all()):
+            if home is not None and bool((narrowest(home) == narrow).all()):
                 return True
         return False
 
@@ -329,14 +394,14 @@ class _Follower:
         value = tensor_of(source)
         if value is None or not value.dtype.is_floating_point or value.numel() >= shape.numel():
             return False
-        result = self._run(node, {source: filled(source, 1.0)}, 0.0)
+        result = self._run(node, {source: filled(source, 1.0)})
         if not isinstance(result, Tensor) or result.shape != shape.shape:
             return False
         changed = narrowest((narrowest(result) != 0).to(torch.int64))
         if not bool(changed.any()) or bool(changed.all()):
             return False
-        for layout in layouts(shape.shape, [1] * shape.dim(), self._flow.selection):
-            if layout.one_row and not _is_of_one_row(node, self._flow.selection.rows):
+        for layout in self._layouts(shape.shape):
+            if layout.one_row and not _is_of_one_row(node, self._flow.selector.rows):
                 continue
             if self._tokens_at((changed * narrowest(layout.labels)).expand(shape.shape), layout) is not None:
                 return True
@@ -352,7 +417,8 @@ class _Follower:
             return False
         tokens[node] = labels
         if isinstance(labels, Tensor):
-            for base, whole in bases_after_write(node, _floats(labels), lambda source: _floats(tokens.get(source))):
+            values = bases_after_write(node, as_floats(labels), lambda source: as_floats(tokens.get(source)))
+            for base, whole in values:
                 tokens[base] = whole.long()
                 self._after.add(base)
         return True
@@ -364,32 +430,32 @@ class _Follower:
             whole = tokens[labelled[0]]
             number: Any = node.args[1]
             item = whole[number] if isinstance(whole, list) else None
-            return item if _any(item) else None
+            return item if has_tokens(item) else None
         tensors = [(source, tokens[source]) for source in labelled if isinstance(tokens[source], Tensor)]
         shape = tensor_of(node)
         if not tensors:
             return None
         if is_pointwise(node) and shape is not None:
-            return _broadcast([labels for _, labels in tensors], shape.shape)
+            return broadcast_labels([labels for _, labels in tensors], shape.shape)
         if indexed or not is_product(node):
             moved = self._moved(node, dict(tensors), indexed)
             if moved is not None:
                 return moved
-        return None if shape is None else _kept(tensors[0][1], shape.shape)
+        return None if shape is None else kept_labels(tensors[0][1], shape.shape)
 
     def _moved(self, node: fx.Node, labels: Mapping[fx.Node, Tensor], indexed: bool) -> Any:
-        selection = self._flow.selection
-        last = selection.rows * selection.tokens + 1
-        result = self._run(node, {one: _as(one, each) for one, each in labels.items()}, 0.0)
+        selector = self._flow.selector
+        last = selector.rows * selector.tokens + 1
+        result = self._run(node, {one: as_value_of(one, each) for one, each in labels.items()})
         if not is_view(node) and not indexed:
-            reversed_labels = {one: _as(one, _turned(each, last)) for one, each in labels.items()}
-            if not _agree(result, self._run(node, reversed_labels, 0.0), last):
+            mirrored = {one: as_value_of(one, reversed_labels(each, last)) for one, each in labels.items()}
+            if not agrees_reversed(result, self._run(node, mirrored), last):
                 return None
         if isinstance(result, (tuple, list)):
-            several = [_whole(one) if isinstance(one, Tensor) else None for one in result]
-            return several if any(_any(one) for one in several) else None
-        whole = _whole(result) if isinstance(result, Tensor) else None
-        if whole is None or not _any(whole):
+            several = [labels_of(one) if isinstance(one, Tensor) else None for one in result]
+            return several if any(has_tokens(one) for one in several) else None
+        whole = labels_of(result) if isinstance(result, Tensor) else None
+        if whole is None or not has_tokens(whole):
             return None
         known = torch.cat([narrowest(one).flatten() for one in labels.values()])
         return whole if is_among(whole, known) else None
@@ -409,90 +475,6 @@ def _is_of_one_row(node: fx.Node, rows: int) -> bool:
             return value.numel() == part.numel() * rows
         seen = source
     return False
-
-
-def _floats(labels: Any) -> Tensor | None:
-    return narrowest(labels).float().expand(labels.shape) if isinstance(labels, Tensor) else None
-
-
-def _as(node: fx.Node, labels: Tensor) -> Any:
-    value = tensor_of(node)
-    return labels if value is not None and not value.dtype.is_floating_point else _floats(labels)
-
-
-def _any(labels: Any) -> bool:
-    return isinstance(labels, Tensor) and bool((narrowest(labels) > 0).any())
-
-
-def _whole(found: Tensor) -> Tensor | None:
-    """Labels as int64, without memory for dimensions along which they are equal; None if these are not labels."""
-    if found.dtype is torch.bool or found.is_complex():
-        return None
-    narrow = narrowest(found)
-    numbers = narrow.long()
-    are_labels = bool((numbers == narrow).all()) and bool((numbers >= 0).all())
-    return numbers.expand(found.shape) if are_labels else None
-
-
-def _turned(labels: Tensor, last: int) -> Tensor:
-    """Reverses the order of the labels, so that each token gets another one."""
-    narrow = narrowest(labels)
-    return torch.where(narrow > 0, last - narrow, 0).expand(labels.shape)
-
-
-def _agree(found: Any, other: Any, last: int) -> bool:
-    """Whether an operation did the same with reversed labels, so that it does not depend on their values."""
-    if isinstance(found, (tuple, list)):
-        return isinstance(other, (tuple, list)) and all(_agree(*pair, last) for pair in zip(found, other, strict=True))
-    if not isinstance(found, Tensor):
-        return found is None
-    if not isinstance(other, Tensor) or found.shape != other.shape:
-        return False
-    if found.dtype is torch.bool or found.is_complex():
-        return False
-    expected, actual = narrowest(_turned(found, last)), narrowest(other)
-    return expected.shape == actual.shape and torch.equal(expected, actual)
-
-
-def _broadcast(labels: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:
-    """Labels of a pointwise result: an element belongs to the token of the first operand that has one there."""
-    if len(labels) == 1 and labels[0].numel() != math.prod(shape):
-        return None
-    try:
-        wide = [operand.expand(tuple(shape)) for operand in labels]
-    except RuntimeError:
-        return None  # The result has another shape, for example because an operation in place returns the base.
-    result = wide[0]
-    for operand in wide[1:]:
-        if operand is not result and not _is_same(result, operand):
-            result = torch.where(result > 0, result, operand)
-            result = narrowest(result).expand(tuple(shape))
-    return result
-
-
-def _is_same(one: Tensor, two: Tensor) -> bool:
-    first, second = narrowest(one), narrowest(two)
-    return first.shape == second.shape and torch.equal(first, second)
-
-
-def _kept(labels: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Labels of a computed result; None unless the dimensions along which tokens vary stay in their order."""
-    narrow = narrowest(labels)
-    varying = [dim for dim, size in enumerate(narrow.shape) if size > 1]
-    last = varying[-1] + 1 if varying else 0
-    stay = len(shape) == labels.dim() and all(shape[dim] == labels.shape[dim] for dim in varying)
-    dims: list[int] = []
-    if stay or tuple(shape[:last]) == tuple(labels.shape[:last]):
-        dims = varying
-    else:
-        for dim in varying:
-            start = dims[-1] + 1 if dims else 0
-            place = next((n for n in range(start, len(shape)) if shape[n] == labels.shape[dim]), None)
-            if place is None:
-                return None
-            dims.append(place)
-    sizes = [shape[n] if n in dims else 1 for n in range(len(shape))]
-    return narrow.reshape(sizes).expand(tuple(shape))
 
 
 def nodes_of(pairs: Iterable[tuple[fx.Node, fx.Node | None]]) -> set[fx.Node]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from mod_export.environment import let_go
-from mod_export.errors import BuildFolderError
+from mod_export.errors import BuildFolderError, LimitError
 from mod_export.types import QUANTIZED, DType
 
 if TYPE_CHECKING:
@@ -121,6 +121,14 @@ def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str
     whole = (N, blocks, BLOCKS[form] * BITS[form] // 8)
     tensors = {f"{name}.{form}": ("U8", whole), f"{name}.{form}_scale": ("F32", (N, blocks))}
     return tensors | {f"{name}.{form}_zero": ("U8", (N, -(-blocks // 2)))} if form == "int4" else tensors
+
+
+def beyond_range(name: str, number: float, dtype: str, largest: float) -> LimitError:
+    """The error for a weight with a number that a 16-bit dtype cannot hold."""
+    return LimitError(
+        f"{name}: contains {number:g}, beyond the largest {dtype} number {largest:g}; build this "
+        "model in bfloat16 or float32"
+    )
 
 
 def is_of_quantized(name: str) -> bool:

@@ -28,8 +28,8 @@ from mod_export.report.charts import (
     part_class,
     stack,
 )
+from mod_export.report.figures import token_maps
 from mod_export.report.pages import render_page
-from mod_export.report.parity_figures import token_maps
 from mod_export.report.wording import causality_text, flops_text
 
 SCALES = ((1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP"), (1e3, "kFLOP"), (1.0, "FLOP"))

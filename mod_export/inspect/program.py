@@ -19,11 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mod_export.errors import CheckpointError
 from mod_export.graph.capture import with_found_sites
+from mod_export.graph.find_sites import unfollowed_selections
 from mod_export.graph.program_nodes import shape_of
-from mod_export.graph.routing_sites import Marked, routing_sites
-from mod_export.graph.token_flow import flows_of, nodes_of
-from mod_export.graph.token_places import Selection
-from mod_export.graph.unfollowed import unfollowed_selections
+from mod_export.graph.sites import Marked, routing_sites
+from mod_export.graph.token_flow import Selector, flows_of, nodes_of
 from mod_export.marker import MARKER, REORDERED
 from mod_export.model.pt2 import read_program
 from mod_export.report.tables import table_lines
@@ -86,9 +85,9 @@ def _shares_of_flops(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> 
     """Returns the share of all FLOPs spent on selected tokens at every site, in the order of `routing_sites`."""
     total = max(1, sum(flops.values()))
     markers = [node for node in program.graph.nodes if node.op == "call_function" and node.target is MARKER]
-    selections = [selection for node in markers if (selection := _selection(node)) is not None]
-    flows, _ = flows_of(program, selections)
-    by_marker = {flow.selection.node: flow for flow in flows}
+    selectors = [selector for node in markers if (selector := _selector(node)) is not None]
+    flows, _ = flows_of(program, selectors)
+    by_marker = {flow.selector.node: flow for flow in flows}
     shares: list[float] = []
     for node in markers:
         flow = by_marker.get(node)
@@ -104,7 +103,7 @@ def _marked(marker: fx.Node) -> Marked:
     return Marked(*arguments)
 
 
-def _selection(marker: fx.Node) -> Selection | None:
+def _selector(marker: fx.Node) -> Selector | None:
     """Selection of a marker; None if its indices are unused, or not of shape (rows, slots)."""
     index = next((use for use in marker.users if use.target is operator.getitem and use.args[1] == 0), None)
     if index is None or len(shape_of(index)) != 2:
@@ -113,8 +112,8 @@ def _selection(marker: fx.Node) -> Selection | None:
     order = next((use for node in _shapes_of(index) for use in node.users if use.target is REORDERED), None)
     if order is not None:
         dim: Any = order.args[2]
-        return Selection(node=marker, scores=scores, dim=dim, indices=order, values=[], largest=True, is_order=True)
-    return Selection(node=marker, scores=scores, dim=1, indices=index, values=[], largest=True)
+        return Selector(node=marker, scores=scores, dim=dim, indices=order, values=[], largest=True, is_order=True)
+    return Selector(node=marker, scores=scores, dim=1, indices=index, values=[], largest=True)
 
 
 def _shapes_of(node: fx.Node) -> list[fx.Node]:

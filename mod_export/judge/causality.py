@@ -34,7 +34,7 @@ from mod_export.judge.candidates import Candidate
 from mod_export.judge.inputs import Batch, parity_batches, per_token
 from mod_export.judge.reference import Reference
 from mod_export.rows.base import setting_fields
-from mod_export.rows.structure import CausalityRow
+from mod_export.rows.correctness import CausalityRow
 from mod_export.types import Setting
 
 TRIES = 20

@@ -23,7 +23,7 @@ import numpy as np
 from mod_export.config import ParityGate
 from mod_export.judge.compare import ROUNDOFF, SiteRouting, smallest
 from mod_export.rows.base import setting_fields
-from mod_export.rows.parity import (
+from mod_export.rows.correctness import (
     ErrorNumbers,
     Gate,
     InputAgreement,

@@ -37,9 +37,9 @@ from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from mod_export.graph.not_static import place_of
 from mod_export.graph.program_nodes import argument_of, module_path
-from mod_export.graph.routing_sites import Runnable
+from mod_export.graph.refusals import place_of
+from mod_export.graph.sites import Runnable
 from mod_export.judge.compare import ROUNDOFF, Slack
 from mod_export.marker import MARKER
 from mod_export.types import Site

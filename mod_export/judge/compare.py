@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mod_export.rows.parity import ErrorNumbers
+from mod_export.rows.correctness import ErrorNumbers
 from mod_export.runtime.logits import log_softmax
 from mod_export.types import FOUND, DType, Site
 

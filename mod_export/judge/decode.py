@@ -35,8 +35,8 @@ from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.model import GeneratingModel, token_ids
 from mod_export.rows.base import setting_fields
-from mod_export.rows.generation import QualityRow, TextsRow
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
+from mod_export.rows.speed import QualityRow, TextsRow
 from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts, kept_from_prefill
 from mod_export.runtime.logits import negative_log_likelihood
 from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output

@@ -36,7 +36,7 @@ from mod_export.judge.compare import EMPTY, ROUNDOFF, Slack
 from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import Reference
 from mod_export.model.model import Model
-from mod_export.rows.parity import Located
+from mod_export.rows.correctness import Located
 from mod_export.types import Site, routed_output
 
 if TYPE_CHECKING:

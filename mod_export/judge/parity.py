@@ -72,7 +72,7 @@ from mod_export.judge.locate import (
 )
 from mod_export.judge.reference import Reference, Traced
 from mod_export.model.model import Model
-from mod_export.rows.parity import ErrorNumbers, LeftOutRows, Located, ParityRow
+from mod_export.rows.correctness import ErrorNumbers, LeftOutRows, Located, ParityRow
 from mod_export.runtime.logits import negative_log_likelihood
 from mod_export.types import PRIMARY, QUANTIZED, DType, Graph, Setting, Site, is_expert, routed_output
 

@@ -5,7 +5,7 @@ A candidate is compared with the float32 run. The float64 run shows how much of 
 float32 candidate can be required to be closer to the reference than the reference is to the exact result.
 
 The captured program runs instead of the module, because every routing site can be observed and replaced there
-(`graph/routing_sites.py`). For every shape, the program is first compared with the module itself, bit for bit, so that
+(`graph/sites.py`). For every shape, the program is first compared with the module itself, bit for bit, so that
 parity with the program is parity with eager PyTorch.
 """
 
@@ -25,13 +25,13 @@ from mod_export.errors import CaptureError, ConfigError
 from mod_export.judge.compare import EMPTY, Judged
 from mod_export.judge.inputs import Batch, affordable_tokens
 from mod_export.model.model import Model
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.types import TOKEN_INPUTS, Bucket, Outputs, Site
 
 if TYPE_CHECKING:
     import torch
 
-    from mod_export.graph.routing_sites import Around, Runnable
+    from mod_export.graph.sites import Around, Runnable
     from mod_export.judge.choices import Choice, Outcomes
 
 Found = TypeVar("Found")
@@ -188,7 +188,7 @@ def check_program(
     """
     import torch
 
-    from mod_export.graph.routing_sites import SiteRun, run_sites
+    from mod_export.graph.sites import SiteRun, run_sites
     from mod_export.graph.weights import state_of
 
     for feeds in samples:
@@ -276,7 +276,7 @@ class Reference:
 
     def k_by_layer(self, bucket: Bucket) -> dict[Site, int]:
         """Maps each routing site in the captured program of a shape to its slots, in the order of the decisions."""
-        from mod_export.graph.routing_sites import routing_sites
+        from mod_export.graph.sites import routing_sites
 
         return {site.name: site.k for site in routing_sites(self._programs.program(bucket))}
 
@@ -379,7 +379,7 @@ class Reference:
     ) -> Traced:
         import torch
 
-        from mod_export.graph.routing_sites import SiteRun, run_sites
+        from mod_export.graph.sites import SiteRun, run_sites
         from mod_export.judge.choices import Recorder
 
         choices = self.choices(batch.bucket)

@@ -19,14 +19,14 @@ import onnx_ir as ir
 from mod_export.engines import ENGINES
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.folder.files import FileEntry, changed_file
-from mod_export.graph.dialect import check_dialect
 from mod_export.graph.nodes import graph_from_bytes, graph_from_file, is_standard, label_of, module_of, static_shape
-from mod_export.graph.passes import PORTABLE
-from mod_export.graph.passes.cast_floats import NARROW
+from mod_export.graph.rewrites import PORTABLE
+from mod_export.graph.rewrites.cast_floats import NARROW
+from mod_export.graph.target import check_limits
 from mod_export.graph.weights import ONNX_TYPES, WeightsFile, digests_of_file, is_in_graph, is_of_quantized
 from mod_export.model.program_files import changed_files
-from mod_export.rows.structure import StructureRow
-from mod_export.types import Dialect, Graph, ModelKind, routed_output
+from mod_export.rows.correctness import StructureRow
+from mod_export.types import Graph, ModelKind, TargetLimits, routed_output
 
 SHOWN = 4
 FRESH = ("what a fresh export gives",)
@@ -162,7 +162,7 @@ def _precision(model: ir.Model, graph: Graph) -> Iterator[str]:
     Float64 is allowed, because a model may use it, for example for angles of positions. Wrong uses show in a comparison
     with a fresh export.
     """
-    floats = _dialect(graph).floats(graph.dtype)
+    floats = _limits_of(graph).floats(graph.dtype)
     allowed = {ir.DataType.DOUBLE, ir.DataType.FLOAT, NARROW.get(floats, ir.DataType.FLOAT)}
     for node in model.graph.all_nodes():
         made = {value.dtype for value in node.outputs if value.dtype is not None}
@@ -179,17 +179,17 @@ def _precision(model: ir.Model, graph: Graph) -> Iterator[str]:
 
 def _operators(model: ir.Model, graph: Graph) -> Sequence[str]:
     try:
-        check_dialect(model, _dialect(graph), graph.dtype)
+        check_limits(model, _limits_of(graph), graph.dtype)
     except BuildError as error:
         return str(error).splitlines()
     return []
 
 
-def _dialect(graph: Graph) -> Dialect:
-    """Returns the dialect of a graph."""
-    # Graphs that write text use conditions to skip work, in every dialect.
+def _limits_of(graph: Graph) -> TargetLimits:
+    """Returns the limits of a graph."""
+    # Graphs that write text use conditions to skip work, for every target.
     portable = replace(PORTABLE, branches=graph.writes_text)
-    return portable if graph.target is None else ENGINES[graph.target].dialect
+    return portable if graph.target is None else ENGINES[graph.target].limits
 
 
 def _row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:

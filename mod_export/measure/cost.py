@@ -220,7 +220,7 @@ def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[W
     Args:
         model: the graph as it is deployed.
         where: the name of the graph in messages.
-        whole_scores: whether the engine holds all scores of an attention in memory (`Dialect.whole_scores`).
+        whole_scores: whether the engine holds all scores of an attention in memory (`TargetLimits.whole_scores`).
 
     Returns:
         Groups of nodes with equal work, in the order of the graph. Nodes that cannot be counted have no work.

@@ -22,7 +22,7 @@ import numpy as np
 from mod_export.measure.sampling import interleaved
 from mod_export.measure.statistics import compare, verdict_of
 from mod_export.rows.base import pair_fields
-from mod_export.rows.generation import Compared, DecodeRow, FirstTokenRow, StepBytes, StepsCompared
+from mod_export.rows.speed import Compared, DecodeRow, FirstTokenRow, StepBytes, StepsCompared
 from mod_export.runtime.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
 from mod_export.types import Engine, ModelKind, Site, routed_output
 

@@ -30,7 +30,7 @@ from mod_export.measure.sampling import (
 )
 from mod_export.measure.statistics import compare, drift_of, outliers_of, quantile_interval, settled
 from mod_export.rows.base import setting_fields
-from mod_export.rows.latency import LatencyRow, PrecisionRow
+from mod_export.rows.speed import LatencyRow, PrecisionRow
 from mod_export.types import Engine, ModelKind, Setting, primary_output
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 from mod_export.config import LatencyOptions
-from mod_export.rows.latency import Conditions
+from mod_export.rows.speed import Conditions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mod_export.config import LatencyOptions
-from mod_export.rows.latency import Control, SpeedVerdict
+from mod_export.rows.speed import Control, SpeedVerdict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

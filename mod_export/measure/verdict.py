@@ -17,13 +17,11 @@ from mod_export.measure.explain import explain
 from mod_export.measure.profile import by_engine
 from mod_export.measure.sampling import RUNS_PER_ROUND, balanced_rounds, planned_looks
 from mod_export.measure.statistics import Comparison, compare, gate_reached
-from mod_export.rows.base import pair_fields, setting_fields
+from mod_export.rows.base import FailedRow, pair_fields, reason_for, sentences, setting_fields
+from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
 from mod_export.rows.cost import CostRow, PartRow
-from mod_export.rows.failures import FailedRow, reason_for, sentences
-from mod_export.rows.latency import LatencyRow, SpeedupRow
-from mod_export.rows.parity import ParityRow
 from mod_export.rows.report import Verdict
-from mod_export.rows.structure import CausalityRow, StructureRow
+from mod_export.rows.speed import LatencyRow, SpeedupRow
 from mod_export.types import KINDS, Bucket, ModelKind, Setting, Site, pairs_of
 
 GIVE_A_BASELINE = (

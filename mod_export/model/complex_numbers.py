@@ -24,7 +24,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError
-from mod_export.graph.not_static import place_of
+from mod_export.graph.refusals import place_of
 from mod_export.model.fourier import TRANSFORMS, transformed
 
 ATEN = torch.ops.aten

@@ -21,8 +21,8 @@ from torch.export import ExportedProgram, ModuleCallEntry
 from torch.export.graph_signature import ConstantArgument, ExportGraphSignature, InputKind, OutputKind
 
 from mod_export.errors import CaptureError
-from mod_export.graph.not_static import place_of
 from mod_export.graph.program_nodes import METADATA, argument_of, replace_by
+from mod_export.graph.refusals import place_of
 from mod_export.model.flex_attention import FLEX
 from mod_export.model.operators import is_operator
 from mod_export.model.strided_views import AS_STRIDED, write_out_strided_views

@@ -107,7 +107,7 @@ class LayerCost:
 class Model(ABC):
     """A model that can be exported.
 
-    Routing sites and their slots are read from the captured program (`graph/routing_sites.py`). A model may declare
+    Routing sites and their slots are read from the captured program (`graph/sites.py`). A model may declare
     them as well; then a captured program with other sites or numbers of slots is refused.
     """
 

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from mod_export.errors import CaptureError, UsageError
 from mod_export.folder.programs import PROGRAM
 from mod_export.graph.capture import lines_of_helpers, prove_static, without_dumps
-from mod_export.graph.not_static import NotCompiledError, StateError, refusal, refuse_dynamic, state_that_changes
+from mod_export.graph.refusals import NotCompiledError, StateError, refusal, refuse_dynamic, state_that_changes
 from mod_export.graph.weights import digests_of_tensors
 from mod_export.model.fixed_sizes import with_fixed_sizes
 from mod_export.model.functional_programs import functional_program

@@ -17,7 +17,7 @@ from mod_export.errors import CheckpointError, ModExportError
 from mod_export.folder.files import sha256_of_file
 from mod_export.folder.programs import PROGRAM
 from mod_export.graph.capture import with_found_sites
-from mod_export.graph.routing_sites import selected_from
+from mod_export.graph.sites import selected_from
 from mod_export.model.functional_programs import functional_program
 from mod_export.model.model import Model, Origin
 from mod_export.model.plain_programs import PlainProgram, copied, input_values, plain_program

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx
 
 from mod_export.errors import CaptureError
-from mod_export.graph.not_static import place_of
 from mod_export.graph.probing import is_view
 from mod_export.graph.program_nodes import argument_of, replace_by
+from mod_export.graph.refusals import place_of
 
 AS_STRIDED = {torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy.default}
 

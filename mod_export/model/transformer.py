@@ -20,17 +20,26 @@ from torch import Tensor
 from mod_export.model.architecture import Architecture, Converted
 from mod_export.model.model import GeneratingModel, GraphSource, LayerCost, Model, TokenIds
 from mod_export.types import Outputs, Site
-from mod_models.cache import cache_layout, sites, slots_of_layer
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.convert import is_foreign, read_foreign
-from mod_models.convert.folder import write_folder
-from mod_models.convert.foreign import ForeignModel
-from mod_models.corpus import batch_at, read_split
+from mod_models.convert.foreign import ForeignModel, write_folder
 from mod_models.flops import layer_costs
 from mod_models.generate import generate_eager
 from mod_models.generation_spec import for_generation, why_not
 from mod_models.spec import ModelSpec, RoutingSpec, is_expert, layer_of
-from mod_models.step import Prefill, Step, narrow_slots, prefill_outputs, slots_of_step, step_inputs, step_outputs
+from mod_models.step import (
+    Prefill,
+    Step,
+    cache_layout,
+    narrow_slots,
+    prefill_outputs,
+    sites,
+    slots_of_layer,
+    slots_of_step,
+    step_inputs,
+    step_outputs,
+)
+from mod_models.train.corpus import batch_at, read_split
 from mod_models.transformer import Transformer
 
 BYTE_VOCABULARY = 256

@@ -16,7 +16,7 @@ from mod_export.pipeline.build import Build
 from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import setting_fields
 from mod_export.rows.cost import Work
-from mod_export.rows.latency import PrecisionRow
+from mod_export.rows.speed import PrecisionRow
 from mod_export.types import Engine, by_setting
 
 
@@ -51,7 +51,7 @@ def count_work(build: Build) -> None:
     for engine in build.engines:
         if not engine.writes_text and can_profile(engine):
             graph = build.graph_of(engine)
-            whole_scores = ENGINES[engine.target].dialect.whole_scores
+            whole_scores = ENGINES[engine.target].limits.whole_scores
             inputs = {"graph": build.hash_of(graph.path), "whole_scores": whole_scores, **build.versions("onnx_ir")}
             make = partial(_count, build.root, graph.path, whole_scores)
             step = build.step(f"work/{engine.target}/{engine.stem}", inputs, [], make)

@@ -30,14 +30,13 @@ from mod_export.model.model import GeneratingModel, GraphSource, Model, token_id
 from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form
 from mod_export.pipeline.restore import as_built, restored_model
 from mod_export.pipeline.roles import ROLES
-from mod_export.rows.base import Result
+from mod_export.rows.base import ABOUT, FailedRow, Result, fields_of_graph, reason_for, sentences
 from mod_export.rows.cost import Work
-from mod_export.rows.failures import ABOUT, FailedRow, fields_of_graph, reason_for, sentences
-from mod_export.rows.generation import StepBytes
+from mod_export.rows.speed import StepBytes
 from mod_export.runtime.decoder import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.runtime.tokenizer import TokenizersFile
-from mod_export.types import Availability, Bucket, DType, Engine, Graph, ModelKind, Role, Variant, graph_of
+from mod_export.types import Availability, Bucket, DType, Engine, Graph, ModelKind, Role, Unavailable, Variant, graph_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,7 +86,7 @@ class Build:
         model: Callable[[ModelKind], Model],
         generating: Callable[[ModelKind], GeneratingModel],
         facts: Mapping[ModelKind, ModelFacts],
-        generation: GenerationFacts | str,
+        generation: GenerationFacts | Unavailable,
         buckets: Sequence[Bucket],
     ) -> None:
         """Takes what `start` and `open` differ in; call one of these."""
@@ -127,7 +126,7 @@ class Build:
             plan.models.__getitem__,
             plan.generating,
             {kind: _facts(plan, kind) for kind in plan.models},
-            plan.generation if isinstance(plan.generation, str) else _generation_facts(plan),
+            plan.generation if isinstance(plan.generation, Unavailable) else _generation_facts(plan),
             plan.buckets,
         )
         build._plan, build._announce = plan, announce

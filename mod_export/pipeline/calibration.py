@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mod_export.errors import GraphError
-from mod_export.graph.routing_sites import SiteRun, run_sites
+from mod_export.graph.sites import SiteRun, run_sites
 from mod_export.judge.inputs import Batch, prompts_of
 from mod_export.judge.reference import tensors_of
 from mod_export.pipeline.build import Build

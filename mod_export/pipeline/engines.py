@@ -1,4 +1,4 @@
-"""Stage engines: builds what each target runs, from the graph of its dialect or from the captured program."""
+"""Stage engines: builds what each target runs, from the graph of that target or from the captured program."""
 
 from __future__ import annotations
 

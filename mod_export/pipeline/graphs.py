@@ -23,9 +23,9 @@ from mod_export.folder.manifest import GenerationFacts
 from mod_export.graph.capture import captured, prove_static
 from mod_export.graph.nodes import graph_from_bytes, static_shape
 from mod_export.graph.onnx_export import assert_capacity, check_model, onnx_from_captured
-from mod_export.graph.passes import PORTABLE, needs_rewrite, run_passes
-from mod_export.graph.passes.quantize_weights import stored_forms
-from mod_export.graph.routing_sites import RoutingSite
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites, needs_rewrite
+from mod_export.graph.rewrites.products import stored_forms
+from mod_export.graph.sites import RoutingSite
 from mod_export.graph.weights import (
     BELOW,
     NO_FORMS,
@@ -42,8 +42,8 @@ from mod_export.model.model import Model, stored_state
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.build import step_bytes as step_bytes_of
 from mod_export.pipeline.calibration import Calibration
+from mod_export.rows.base import fields_of_graph
 from mod_export.rows.cost import CostRow
-from mod_export.rows.failures import fields_of_graph
 from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
 
 SHOWN = 4
@@ -125,7 +125,7 @@ def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
     for builder, variant, graph in build.planned():
         if variant.dtype == dtype and build.facts[graph.model].weights == build.facts[kind].weights:
             model = ir.load(build.root / graph.path)
-            for name, forms in stored_forms(model, graph.dialect(builder.dialect), dtype).items():
+            for name, forms in stored_forms(model, graph.limits(builder.limits), dtype).items():
                 found.setdefault(name, set()).update(forms)
     return found
 
@@ -166,7 +166,7 @@ def _export(build: Build, graph: Graph, paths: Sequence[Path]) -> dict[str, Any]
 
 
 def _portable(build: Build, graph: Graph) -> tuple[ir.Model, dict[str, int], tuple[RoutingSite, ...]]:
-    """Returns the portable graph with weights that have no values, the applied passes, and the routing sites.
+    """Returns the portable graph with weights that have no values, the applied rewrites, and the routing sites.
 
     Raises:
         BuildError: it cannot be exported, or does not route as the model declares.
@@ -175,9 +175,9 @@ def _portable(build: Build, graph: Graph) -> tuple[ir.Model, dict[str, int], tup
     # In strict mode conditions are captured with the rest. Otherwise torch compiles each alone, which takes longer.
     found = captured(source.module, source.examples[0], graph.stem, strict=source.conditions)
     model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
-    # Passes read the values of small buffers, such as a causal mask.
+    # Rewrites read the values of small buffers, such as a causal mask.
     _bind(build, model, graph)
-    applied = run_passes(model, PORTABLE, "float32")
+    applied = apply_rewrites(model, PORTABLE, "float32")
     _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
     if not graph.writes_text:
         k_by_layer = {site.name: site.k for site in found.sites}
@@ -270,12 +270,12 @@ def fresh_graph(build: Build, graph: Graph) -> bytes:
         _kept[key] = _bytes(model)
         if len(_kept) > MOST_KEPT:
             del _kept[next(iter(_kept))]
-    dialect = PORTABLE if graph.target is None else graph.dialect(ENGINES[graph.target].dialect)
-    if graph.target is None or not needs_rewrite(dialect, graph.dtype):
+    limits = PORTABLE if graph.target is None else graph.limits(ENGINES[graph.target].limits)
+    if graph.target is None or not needs_rewrite(limits, graph.dtype):
         return _kept[key]
     model = graph_from_bytes(_kept[key])
     _bind(build, model, portable)
-    run_passes(model, dialect, graph.dtype)
+    apply_rewrites(model, limits, graph.dtype)
     _bind(build, model, graph)
     return _bytes(model)
 

@@ -1,4 +1,4 @@
-"""Stage passes: rewrites the portable graph into each target's dialect, and proves that it means the same."""
+"""Stage passes: rewrites the portable graph for each target, and proves that it means the same."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.environment import free_bytes, package_version, versions
 from mod_export.errors import GraphError, LimitError
-from mod_export.graph.dialect import check_dialect
 from mod_export.graph.onnx_export import assert_capacity
-from mod_export.graph.passes import needs_rewrite, run_passes
-from mod_export.graph.passes.query_blocks import splittable_tokens
+from mod_export.graph.rewrites import apply_rewrites, needs_rewrite
+from mod_export.graph.rewrites.attention import splittable_tokens
+from mod_export.graph.target import check_limits
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import judge_runner
 from mod_export.measure.cost import attention_sizes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import save_graph
-from mod_export.rows.failures import fields_of_graph
-from mod_export.types import Dialect, DType, Graph, Setting
+from mod_export.rows.base import fields_of_graph
+from mod_export.types import DType, Graph, Setting, TargetLimits
 
 
 def passes(build: Build) -> None:
-    """Makes the graph of each target's dialect, unless the portable graph already fits.
+    """Makes the graph of each target, unless the portable graph already fits.
 
     Raises:
         BuildError: no target can take any graph of the model.
@@ -47,9 +47,9 @@ def passes(build: Build) -> None:
 
 def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: Graph) -> None:
     model = ir.load(build.root / portable.path)
-    dialect = _chosen_dialect(build, builder, model)
-    if not needs_rewrite(dialect, dtype):
-        check_dialect(model, dialect, dtype)
+    limits = _chosen_limits(build, builder, model)
+    if not needs_rewrite(limits, dtype):
+        check_limits(model, limits, dtype)
         check_memory(builder, portable, model)
         return
     graph = replace(
@@ -57,7 +57,7 @@ def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: 
         path=f"graphs/{portable.stem}.{builder.name}.{dtype}.onnx",
         dtype=dtype,
         target=builder.name,
-        query_blocks=dict(dialect.query_blocks),
+        query_blocks=dict(limits.query_blocks),
     )
     _rewrite_step(build, builder, graph, portable)
     build.graphs.append(graph)
@@ -70,7 +70,7 @@ def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
         LimitError: running this graph would need more memory than is free.
     """
     free = free_bytes()
-    needed = _attention_bytes(model) if builder.dialect.whole_scores else 0
+    needed = _attention_bytes(model) if builder.limits.whole_scores else 0
     if needed > free:
         raise LimitError(
             f"{builder.name}, {graph.model} {graph.bucket.name}: attention over {graph.bucket.seq} tokens holds about "
@@ -80,12 +80,12 @@ def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
 
 
 def _rewrite_step(build: Build, builder: EngineBuilder, graph: Graph, portable: Graph) -> None:
-    dialect = asdict(graph.dialect(builder.dialect))
+    limits = asdict(graph.limits(builder.limits))
     proven = _is_proven(builder, graph)
     inputs = {
         "portable": build.hash_of(portable.path),
         "weights": build.hash_of(build.weights_path(graph.model, graph.dtype)),
-        "dialect": {key: sorted(value) if isinstance(value, frozenset) else value for key, value in dialect.items()},
+        "dialect": {key: sorted(value) if isinstance(value, frozenset) else value for key, value in limits.items()},
         "dtype": graph.dtype,
         "gate": build.config.parity.gate(graph.dtype).model_dump() if proven else None,
         "versions": versions("mod_export", "onnx_ir", *(["onnxruntime"] if proven else [])),
@@ -97,9 +97,9 @@ def _rewrite_step(build: Build, builder: EngineBuilder, graph: Graph, portable: 
 def _rewrite(build: Build, builder: EngineBuilder, graph: Graph, portable: Graph, destination: Path) -> dict[str, Any]:
     model = ir.load(build.root / portable.path)
     needed = _attention_bytes(model)
-    dialect = graph.dialect(builder.dialect)
-    applied = run_passes(model, dialect, graph.dtype)
-    check_dialect(model, dialect, graph.dtype)
+    limits = graph.limits(builder.limits)
+    applied = apply_rewrites(model, limits, graph.dtype)
+    check_limits(model, limits, graph.dtype)
     check_memory(builder, graph, model)
     if not graph.writes_text:
         assert_capacity(model, graph.bucket, graph.k_by_layer, graph.results)
@@ -120,7 +120,7 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
         return "not run: the stage validate judges it token by token"
     if not _is_proven(builder, graph):
         return "not run: the engine is this graph, and is validated here"
-    if builder.dialect.floats(graph.dtype) == "bfloat16":
+    if builder.limits.floats(graph.dtype) == "bfloat16":
         return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the engine is judged where it runs"
     if package_version("onnxruntime") is None:
         return "not run: onnxruntime is not installed"
@@ -142,7 +142,7 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
 
 def _is_proven(builder: EngineBuilder, graph: Graph) -> bool:
     """Says whether a rewritten graph is run before an engine is made of it."""
-    return not graph.writes_text and not builder.dialect.whole_scores
+    return not graph.writes_text and not builder.limits.whole_scores
 
 
 def _attention_bytes(model: ir.Model) -> int:
@@ -154,14 +154,14 @@ def _attention_bytes(model: ir.Model) -> int:
     return max(sizes)
 
 
-def _chosen_dialect(build: Build, builder: EngineBuilder, model: ir.Model) -> Dialect:
-    """Returns the target's dialect with the query blocks in which this graph's attentions are fastest."""
-    fixed = builder.dialect.query_block
+def _chosen_limits(build: Build, builder: EngineBuilder, model: ir.Model) -> TargetLimits:
+    """Returns the target's limits with the query blocks in which this graph's attentions are fastest."""
+    fixed = builder.limits.query_block
     if fixed is not None:
         tokens = {shape.tokens for shape in attention_shapes(model)}
-        return replace(builder.dialect, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
-    if not builder.dialect.whole_scores:
-        return builder.dialect
+        return replace(builder.limits, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
+    if not builder.limits.whole_scores:
+        return builder.limits
     option = build.config.target.ort_cpu.query_block
     blocks: dict[int, int] = {}
     for shape in sorted(attention_shapes(model)):
@@ -172,7 +172,7 @@ def _chosen_dialect(build: Build, builder: EngineBuilder, model: ir.Model) -> Di
         else:
             blocks[shape.tokens] = _measured(build, builder, shape)
     smaller = tuple((tokens, block) for tokens, block in sorted(blocks.items()) if block < tokens)
-    return replace(builder.dialect, query_blocks=smaller)
+    return replace(builder.limits, query_blocks=smaller)
 
 
 def attention_shapes(model: ir.Model) -> set[AttentionShape]:

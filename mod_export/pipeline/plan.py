@@ -17,9 +17,9 @@ from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, Ta
 from mod_export.measure.verdict import GIVE_A_BASELINE
 from mod_export.model.model import GeneratingModel, Model, Origin, token_ids
 from mod_export.pipeline.roles import ROLES, WRITING, RoleStages
-from mod_export.runtime.defaults import defaults_of
+from mod_export.runtime.request import defaults_of
 from mod_export.runtime.tokenizer import TokenizersFile
-from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Variant
+from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Unavailable, Variant
 
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
@@ -61,7 +61,7 @@ class Plan:
     graphs: tuple[Graph, ...]
     targets: Mapping[str, EngineBuilder]
     availability: Mapping[str, Availability]
-    generation: GenerationPlan | str
+    generation: GenerationPlan | Unavailable
     tokenizer: Path | str | None
 
     @property
@@ -140,7 +140,7 @@ def make_plan(
         problems.append(f"outputs: {config.outputs}, but {model.name} is no model of token ids; leave `outputs` out")
     if tokenizer is not None:
         problems += _problems_of_tokenizer(tokenizer, model)
-    generation: GenerationPlan | str = ""
+    generation: GenerationPlan | Unavailable = Unavailable("")
     try:
         generation = _generation(models, config, targets)
     except ConfigError as error:
@@ -247,7 +247,7 @@ def _why_not_generating(models: Mapping[ModelKind, Model]) -> str | None:
 
 def _generation(
     models: Mapping[ModelKind, Model], config: BuildConfig, targets: Mapping[str, EngineBuilder]
-) -> GenerationPlan | str:
+) -> GenerationPlan | Unavailable:
     """Returns the models that write text, or the reason why there are none.
 
     Raises:
@@ -255,14 +255,14 @@ def _generation(
     """
     options = config.generation
     if options.build == "never":
-        return "it was built with generation.build = never; build it again with auto"
+        return Unavailable("it was built with generation.build = never; build it again with auto")
     reason = _why_not_generating(models)
     if reason is None and targets.keys().isdisjoint(options.targets):
         reason = f"it was built for {', '.join(targets)}, and generation.targets are {', '.join(options.targets)}"
     if reason is not None:
         if options.build == "always":
             raise ConfigError([f"generation.build: always, but this model cannot generate token by token: {reason}"])
-        return reason
+        return Unavailable(reason)
     window = options.window_of(token_ids(models["mod"]).max_positions)
     problems = [
         f"generation.{name}: {length} is longer than the window of {window}; shorten it, or give a longer window"
@@ -280,13 +280,16 @@ def _generation(
 
 
 def _graphs(
-    config: BuildConfig, kinds: Collection[ModelKind], buckets: Sequence[Bucket], generation: GenerationPlan | str
+    config: BuildConfig,
+    kinds: Collection[ModelKind],
+    buckets: Sequence[Bucket],
+    generation: GenerationPlan | Unavailable,
 ) -> Iterator[Graph]:
     """Yields the portable graphs of a build: forward graphs of every model, then those that write text."""
     for bucket in buckets:
         for kind in kinds:
             yield _portable(kind, ROLES["forward"], bucket, config)
-    if isinstance(generation, str):
+    if isinstance(generation, Unavailable):
         return
     for kind in kinds:
         for stages in WRITING:

@@ -14,14 +14,24 @@ from mod_export.measure.verdict import DENSE_ITSELF, NO_SITE_TO_COMPARE, NOTHING
 from mod_export.pipeline.build import Build
 from mod_export.report import render_html
 from mod_export.rows.base import Result
+from mod_export.rows.correctness import CausalityRow, ParityRow, RoutingMap, StructureRow
 from mod_export.rows.cost import CostRow, PartRow, Roofline
-from mod_export.rows.generation import DecodeRow, FirstTokenRow, GenerationReport, QualityRow, TextsRow
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ParityRow
 from mod_export.rows.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
-from mod_export.rows.serving import Measured, Served, measured_from_rows, served_of
-from mod_export.rows.structure import CausalityRow, RoutingMap, StructureRow
-from mod_export.types import is_expert
+from mod_export.rows.speed import (
+    DecodeRow,
+    FirstTokenRow,
+    GenerationReport,
+    LatencyRow,
+    Measured,
+    PrecisionRow,
+    QualityRow,
+    Served,
+    SpeedupRow,
+    TextsRow,
+    measured_from_rows,
+    served_of,
+)
+from mod_export.types import Unavailable, is_expert
 
 ROWS: Mapping[str, type[Result]] = {
     "structure": StructureRow,
@@ -100,7 +110,7 @@ def not_compared(build: Build) -> str | None:
 
 def unfollowed(build: Build) -> tuple[str, ...]:
     """Describes the selections of a captured model in which no routing site was found; empty for other models."""
-    from mod_export.graph.unfollowed import unfollowed_selections  # PyTorch, which a benchmark does without.
+    from mod_export.graph.find_sites import unfollowed_selections  # PyTorch, which a benchmark does without.
     from mod_export.model.programs import ProgramModel
 
     model = build.plan.model
@@ -238,8 +248,8 @@ def _report(
 
 def _generation(build: Build) -> GenerationReport:
     facts = build.generation
-    if isinstance(facts, str):
-        return GenerationReport(reason=facts)
+    if isinstance(facts, Unavailable):
+        return GenerationReport(reason=facts.reason)
     return GenerationReport(
         window=facts.window,
         slots=build.config.generation.slots,

@@ -27,9 +27,8 @@ from mod_export.pipeline.report import (
     texts_of,
     verdict_of,
 )
-from mod_export.rows.base import Result
-from mod_export.rows.failures import sentences
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.base import Result, sentences
+from mod_export.rows.correctness import ParityRow
 from mod_export.rows.report import Stage, Verdict, report_from_json
 
 Row = TypeVar("Row", bound=Result)

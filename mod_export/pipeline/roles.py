@@ -18,10 +18,8 @@ from mod_export.measure.latency import measure_latency
 from mod_export.measure.roofline import cached_roofline
 from mod_export.measure.verdict import gate_of
 from mod_export.model.model import GraphSource
-from mod_export.rows.generation import DecodeRow, FirstTokenRow, TextsRow
-from mod_export.rows.latency import LatencyRow
-from mod_export.rows.parity import ParityRow
-from mod_export.rows.structure import CausalityRow
+from mod_export.rows.correctness import CausalityRow, ParityRow
+from mod_export.rows.speed import DecodeRow, FirstTokenRow, LatencyRow, TextsRow
 from mod_export.runtime.decoder import DecodingEngines
 from mod_export.types import QUANTIZED, Bucket, Engine, Graph, ModelKind, Outputs, Role, Setting
 

@@ -32,7 +32,7 @@ from mod_export.pipeline.passes import passes
 from mod_export.pipeline.plan import make_plan
 from mod_export.pipeline.report import write_report
 from mod_export.pipeline.validate import check_structure, validate
-from mod_export.rows.failures import FailedRow
+from mod_export.rows.base import FailedRow
 from mod_export.rows.report import BuildReport, Stage
 from mod_export.types import ModelKind
 

@@ -25,12 +25,10 @@ from mod_export.judge.structure import (
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import fresh_graph
 from mod_export.pipeline.roles import ROLES
-from mod_export.rows.base import setting_fields
-from mod_export.rows.failures import fields_of_graph
-from mod_export.rows.generation import QualityRow
-from mod_export.rows.parity import ParityRow
-from mod_export.rows.structure import RoutingMap, StructureRow
-from mod_export.types import DTYPES, KINDS, Bucket, Graph, Setting
+from mod_export.rows.base import fields_of_graph, setting_fields
+from mod_export.rows.correctness import ParityRow, RoutingMap, StructureRow
+from mod_export.rows.speed import QualityRow
+from mod_export.types import DTYPES, KINDS, Bucket, Graph, Setting, Unavailable
 
 QUALITY_TEXTS = 4
 NO_BUCKET = Bucket(0, 0)
@@ -51,7 +49,7 @@ def validate(build: Build) -> None:
             allowed = ran[candidate.path].allowed_max_abs
             ROLES[candidate.setting.role].further(build, candidate, candidates, allowed)
     # A run over some targets of a finished folder measures nothing else.
-    if not isinstance(build.generation, str) and not build.targets:
+    if not isinstance(build.generation, Unavailable) and not build.targets:
         with build.attempt("validate", {"model": "mod", "role": "decode"}):
             _quality(build)
     if build.finished is None or not build.finished.manifest.verified:

@@ -22,29 +22,8 @@ from markupsafe import Markup
 from pydantic import JsonValue
 
 from mod_export.measure.cost import PARTS
-from mod_export.report import result_tables, wording
+from mod_export.report import figures, summary, tables, text, wording
 from mod_export.report.charts import name_of, page_about, part_class, part_text
-from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
-from mod_export.report.parity_figures import error_figure, executed_figure, layers_figure, layers_legend, token_maps
-from mod_export.report.speed_figures import latency_figures, speedup_figure, step_figure, step_legend
-from mod_export.report.summary import (
-    agreement_by_input,
-    chosen,
-    deployments,
-    gains,
-    given_routing,
-    lacks_sites,
-    left_out_lines,
-    parity_of,
-    precisions,
-    samplings,
-    settings_of,
-    uncompared,
-    uncounted,
-    untried_targets,
-)
-from mod_export.report.tables import table_of
-from mod_export.report.text import generation_lines
 from mod_export.rows.report import BuildReport
 from mod_export.types import Setting
 
@@ -59,55 +38,52 @@ def render_html(report: BuildReport) -> str:
 
 
 def _rendered(report: BuildReport) -> str:
-    settings, steps, prompts = (settings_of(report, role) for role in ("forward", "decode", "prefill"))
-    whole, written = parity_of(report, forward=True), parity_of(report, forward=False)
-    totals, generation, alone = gains(report), report.generation, report.not_compared is not None
-    steps_timed = result_tables.STEPS_ALONE if alone else result_tables.STEPS_TIMED
-    prompts_timed = result_tables.PROMPTS_ALONE if alone else result_tables.PROMPTS_TIMED
+    settings, steps, prompts = (summary.settings_of(report, role) for role in ("forward", "decode", "prefill"))
+    whole, written = summary.parity_of(report, forward=True), summary.parity_of(report, forward=False)
+    totals, generation, alone = summary.gains(report), report.generation, report.not_compared is not None
+    timed = tables.timed_columns(report.not_compared)
     return render_page(
         __package__,
         "templates/report.html.j2",
         report=report,
         parity=whole,
-        parity_table=table_of((result_tables.NAMED, *result_tables.PARITY), whole),
+        parity_table=tables.table_of((tables.NAMED, *tables.PARITY), whole),
         written_parity=written,
-        written_parity_table=table_of((result_tables.NAMED, *result_tables.PARITY), written),
+        written_parity_table=tables.table_of((tables.NAMED, *tables.PARITY), written),
         config_toml=tomli_w.dumps(_without_null(report.config)),
         spec_json=json.dumps(report.model.spec, indent=2),
         settings=settings,
         gains=totals,
         difference=wording.difference_text(totals.routed - totals.agreed, totals.faults),
-        samplings=samplings(report),
+        samplings=summary.samplings(report),
         causality=report.model.reads_tokens or any(row.suffixes for row in report.causality),
-        deployments=deployments(report),
-        chosen=chosen(report),
-        untried=untried_targets(report),
-        speedup=speedup_figure(report.speedup),
-        speedup_table=table_of(
-            (result_tables.NAMED, *result_tables.COMPARED), [entry for entry in settings if entry.speed]
-        ),
-        precision_table=table_of(result_tables.PRECISION, precisions(report)),
+        deployments=summary.deployments(report),
+        chosen=summary.chosen(report),
+        untried=summary.untried_targets(report),
+        speedup=figures.speedup_figure(report.speedup),
+        speedup_table=tables.table_of((tables.NAMED, *tables.COMPARED), [entry for entry in settings if entry.speed]),
+        precision_table=tables.table_of(tables.PRECISION, summary.precisions(report.precision, report.parity)),
         slots=wording.slots_text(generation.capacity or {}) if generation else "",
-        steps_table=table_of((result_tables.NAMED, *result_tables.STEPS_JUDGED, *steps_timed), steps),
-        step_charts=[(entry, step_figure(entry)) for entry in steps if entry.written],
-        step_legend=step_legend(alone=alone),
-        prompts_table=table_of((result_tables.NAMED, result_tables.OUTCOME, *prompts_timed), prompts),
-        generation_lines=generation_lines(generation, steps) if generation else (),
-        executed=executed_figure(generation) if generation else "",
-        latency=latency_figures(settings),
-        errors=error_figure(whole),
-        layers=[(row, layers_figure(row)) for row in whole if row.routing.layers],
-        given_routing=given_routing(whole),
-        left_out=left_out_lines(whole),
-        no_sites=wording.NO_SITES if lacks_sites(whole) else None,
-        layers_legend=layers_legend(),
-        maps=token_maps(report.routing_maps),
-        flops=flops_figures(report.cost),
-        uncounted=uncounted(report),
-        uncompared=uncompared(report),
-        failures=table_of(result_tables.FAILURES, report.failed),
-        times=time_figures(report.parts),
-        rooflines=roofline_figures(report.roofline, report.parts),
+        steps_table=tables.table_of((tables.NAMED, *tables.STEPS_JUDGED, *timed.steps), steps),
+        step_charts=[(entry, figures.step_figure(entry)) for entry in steps if entry.written],
+        step_legend=figures.step_legend(alone=alone),
+        prompts_table=tables.table_of((tables.NAMED, tables.OUTCOME, *timed.prompts), prompts),
+        generation_lines=text.generation_lines(generation, steps) if generation else (),
+        executed=figures.executed_figure(generation) if generation else "",
+        latency=figures.latency_figures(settings),
+        errors=figures.error_figure(whole),
+        layers=[(row, figures.layers_figure(row)) for row in whole if row.routing.layers],
+        given_routing=summary.given_routing(whole),
+        left_out=summary.left_out_lines(whole),
+        no_sites=wording.NO_SITES if summary.lacks_sites(whole) else None,
+        layers_legend=figures.layers_legend(),
+        maps=figures.token_maps(report.routing_maps),
+        flops=figures.flops_figures(report.cost),
+        uncounted=summary.uncounted(report),
+        uncompared=summary.uncompared(report),
+        failures=tables.table_of(tables.FAILURES, report.failed),
+        times=figures.time_figures(report.parts),
+        rooflines=figures.roofline_figures(report.roofline, report.parts),
         total_bytes=sum(artifact.bytes for artifact in report.artifacts),
     )
 
@@ -162,7 +138,7 @@ def _environment() -> Environment:
         name.removesuffix("_text"): function for name, function in vars(wording).items() if name.endswith("_text")
     }
     environment.filters |= {
-        "by_input": agreement_by_input,
+        "by_input": summary.agreement_by_input,
         "part": part_text,
         "part_class": part_class,
         "thousands": "{:,}".format,

@@ -5,16 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
-from mod_export.rows.base import PairRow, setting_fields
+from mod_export.rows.base import PairRow, reason_for, setting_fields
+from mod_export.rows.correctness import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
 from mod_export.rows.cost import not_counted_text
-from mod_export.rows.failures import reason_for
-from mod_export.rows.generation import Compared, DecodeRow, FirstTokenRow, GenerationReport, TextsRow
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
 from mod_export.rows.report import Artifact, BuildReport, Target
-from mod_export.rows.serving import ALONE, Served
+from mod_export.rows.speed import (
+    ALONE,
+    Compared,
+    DecodeRow,
+    FirstTokenRow,
+    GenerationReport,
+    LatencyRow,
+    PrecisionRow,
+    Served,
+    SpeedupRow,
+    TextsRow,
+)
 from mod_export.types import KINDS, Bucket, ModelKind, Role, Setting
 
 State = Literal["passed", "failed", "not run here", "portable"]
@@ -33,11 +41,19 @@ class Found:
         return [row for row in self.rows if isinstance(row, row_type)]
 
     @property
-    def speed(self) -> SpeedupRow | Compared | None:
-        """The comparison with the dense baseline; None if there is none."""
-        if self.written is not None:
-            return self.written.compared
+    def speedup(self) -> SpeedupRow | None:
+        """The speed-up on whole texts; None if there is none."""
         return next(iter(self.of(SpeedupRow)), None)
+
+    @property
+    def step(self) -> DecodeRow | None:
+        """The times of decode steps; None if steps were not timed."""
+        return next(iter(self.of(DecodeRow)), None)
+
+    @property
+    def speed(self) -> SpeedupRow | Compared | None:
+        """The comparison with the dense baseline, of whole texts, steps or prompts; None if there is none."""
+        return self.written.compared if self.written else self.speedup
 
     @property
     def written(self) -> DecodeRow | FirstTokenRow | None:
@@ -278,10 +294,21 @@ def _setting(engine: Artifact) -> Setting:
     return Setting(target=str(engine.target), dtype=engine.dtype, model="mod", role=role, bucket=bucket)
 
 
-def precisions(report: BuildReport) -> list[tuple[PrecisionRow, ParityRow | None]]:
-    """Returns every engine of a narrower dtype with its parity; None if it was not judged."""
-    judged = {row.setting: row for row in report.parity}
-    return [(row, judged.get(row.setting)) for row in report.precision]
+class Judged(NamedTuple):
+    """An engine of a narrower dtype with its parity; None if it was not judged."""
+
+    row: PrecisionRow
+    parity: ParityRow | None
+
+    @property
+    def setting(self) -> Setting:
+        return self.row.setting
+
+
+def precisions(precision: Iterable[PrecisionRow], parity: Iterable[ParityRow] = ()) -> list[Judged]:
+    """Returns every engine of a narrower dtype with its parity."""
+    by_setting = {row.setting: row for row in parity}
+    return [Judged(row, by_setting.get(row.setting)) for row in precision]
 
 
 def chosen(report: BuildReport) -> list[Served]:

@@ -1,8 +1,7 @@
 """Tables: each column is defined once, for terminals, logs and pages.
 
-`table_of` fills a table from columns. A log gets lines that never wrap (`lines_of`). A terminal gets a table whose
-columns are stacked if it is too narrow for all of them side by side (`fitted_table`). A page gets the same cells
-(`macros.html.j2`).
+`table_of` fills a table from columns. A terminal or log gets a table whose columns are stacked if it is too narrow for
+all of them side by side (`fitted_table`). A page gets the same cells (`macros.html.j2`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -18,11 +17,30 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-UNBOUNDED = 10_000
+from mod_export.report.charts import name_of
+from mod_export.report.summary import Found, Judged
+from mod_export.report.wording import (
+    agreement_text,
+    bytes_text,
+    ci_text,
+    error_text,
+    interval_text,
+    ms_text,
+    range_text,
+    ratio_text,
+    share_text,
+)
+from mod_export.rows.base import FailedRow
+from mod_export.rows.correctness import OutputParity, ParityRow, TextQuality
+from mod_export.rows.speed import LatencyRow, SpeedupRow, SpeedVerdict, StepsCompared
+from mod_export.types import HasSetting, ModelKind
+
+UNBOUNDED = 100_000
 """Width of a console that never wraps."""
 HEAD = box.Box("    \n    \n -- \n    \n    \n -- \n    \n    \n", ascii=True)
 """A rule below the head, and another one above the total if there is one."""
 GOOD, BAD, QUIET = "green", "bold red", "dim"
+Stacks = tuple[tuple[int, ...], ...]
 State = Literal["", "pass", "fail", "warn", "none"]
 """State of a cell that judges something; also a class of page.css."""
 STYLES: dict[State, str] = {"pass": GOOD, "fail": BAD}
@@ -40,40 +58,41 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Row]):
-    """Name of a column, and the function that makes its cell from a row. Numbers are aligned to the right."""
+    """Name of a column, and the function that makes its cell from a row: None for a dash. Numbers are aligned to the
+    right.
+    """
 
     name: str
-    cell: Callable[[Row], Cell | str]
+    cell: Callable[[Row], Cell | str | None]
     number: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class ResultTable:
-    """Heads, which of the columns hold numbers, and the cells."""
+    """Heads, which of the columns hold numbers, and the cells.
+
+    `stacks` are the columns that stand on top of each other on a narrow terminal; empty if they always stand side by
+    side.
+    """
 
     heads: tuple[str, ...]
     numbers: tuple[bool, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    stacks: Stacks = ()
 
 
-def table_of(columns: Sequence[Column[Row]], rows: Iterable[Row]) -> ResultTable:
+def table_of(columns: Sequence[Column[Row]], rows: Iterable[Row], stacks: Stacks = ()) -> ResultTable:
     """Returns a table with one line for each row."""
-    cells = (tuple(column.cell(row) for column in columns) for row in rows)
     return ResultTable(
         tuple(column.name for column in columns),
         tuple(column.number for column in columns),
-        tuple(tuple(Cell(cell) if isinstance(cell, str) else cell for cell in line) for line in cells),
+        tuple(tuple(_cell(column.cell(row)) for column in columns) for row in rows),
+        stacks,
     )
 
 
-def judged(passed: bool | None) -> Cell:
-    """Returns the outcome of gates; a dash if nothing was judged."""
-    return Cell("-") if passed is None else Cell("pass", state="pass") if passed else Cell("FAIL", state="fail")
-
-
-def lines_of(table: ResultTable) -> list[str]:
-    """Returns a table as lines of plain text, as wide as it needs to be."""
-    return _lines(_table(table.heads, [[Text(cell.text) for cell in row] for row in table.rows], table.numbers))
+def _cell(cell: Cell | str | None) -> Cell:
+    return cell if isinstance(cell, Cell) else Cell("-" if cell is None else cell)
 
 
 def table_lines(
@@ -90,20 +109,19 @@ def table_lines(
     return _lines(_table(columns, rows, [index >= first for index in range(len(columns))], total))
 
 
-def fitted_table(
-    table: ResultTable, stacks: Sequence[Sequence[int]], console: Console, clean: Callable[[str], str]
-) -> Table:
-    """Returns a table for a terminal. `stacks` are the columns that stand on top of each other if the console is too
-    narrow for all of them. `clean` makes text from elsewhere safe for this console.
+def fitted_table(table: ResultTable, console: Console, clean: Callable[[str], str]) -> Table:
+    """Returns a table for a console, stacked if the console is too narrow. `clean` makes text from elsewhere safe for
+    this console.
     """
     rows = [[Text(clean(cell.text), style=STYLES.get(cell.state, "")) for cell in row] for row in table.rows]
     wide = _table(table.heads, rows, table.numbers)
-    if Measurement.get(console, console.options.update(width=UNBOUNDED), wide).maximum <= console.width:
+    needed = Measurement.get(console, console.options.update(width=UNBOUNDED), wide).maximum
+    if not table.stacks or needed <= console.width:
         return wide
-    head, *body, last = [_stacked(row, stacks) for row in [[Text(name) for name in table.heads], *rows]]
+    head, *body, last = [_stacked(row, table.stacks) for row in [[Text(name) for name in table.heads], *rows]]
     for row in body:
         row[0].append("\n")
-    return _table(head, [*body, last], [False] * len(stacks))
+    return _table(head, [*body, last], [False] * len(table.stacks))
 
 
 def _stacked(row: Sequence[Text], stacks: Sequence[Sequence[int]]) -> list[Text]:
@@ -144,3 +162,222 @@ def _lines(table: Table) -> list[str]:
     file = io.StringIO()
     Console(file=file, width=UNBOUNDED, color_system=None).print(table, highlight=False, markup=False, emoji=False)
     return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+# The columns of all tables of results: on the console, in `validate` and `bench`, and on the page
+
+VERDICTS: dict[SpeedVerdict, State] = {"faster": "pass", "not faster": "fail", "inconclusive": "warn"}
+
+
+def _if_known(number: float | None, text: Callable[[float], str]) -> str | None:
+    return None if number is None else text(number)
+
+
+def _outcome(passed: bool | None) -> Cell | None:
+    return None if passed is None else Cell("pass", state="pass") if passed else Cell("FAIL", state="fail")
+
+
+def _verdict(verdict: SpeedVerdict) -> Cell:
+    return Cell(verdict, state=VERDICTS[verdict])
+
+
+def _judged_speedup(row: Found) -> Cell | None:
+    if row.speedup is None:
+        return None
+    passed = row.speedup.passed
+    return Cell(interval_text(row.speedup), state="" if passed is None else "pass" if passed else "fail")
+
+
+def _ms(kind: ModelKind, name: str | None = None) -> Column[Found]:
+    return Column(name or f"{name_of(kind)} ms", lambda row: _if_known(row.ms(kind), ms_text))
+
+
+def _rate(kind: ModelKind, name: str | None = None) -> Column[Found]:
+    return Column(
+        name or f"{name_of(kind)} tok/s",
+        lambda row: _if_known(row.step.tokens_per_second.get(kind), "{:,.0f}".format) if row.step else None,
+    )
+
+
+def _alone(text: Callable[[LatencyRow], str]) -> Callable[[Found], str | None]:
+    """Returns a cell function that shows the latency of the MoD model."""
+    return lambda row: text(latency) if (latency := row.latency("mod")) else None
+
+
+def _of_whole_texts(text: Callable[[SpeedupRow], Cell | str | None]) -> Callable[[Found], Cell | str | None]:
+    return lambda row: text(row.speedup) if row.speedup else None
+
+
+def _of_steps(text: Callable[[StepsCompared], str]) -> Callable[[Found], str | None]:
+    return lambda row: text(row.step.compared) if row.step and row.step.compared else None
+
+
+def _identical(row: Found) -> str | None:
+    identical, compared = row.texts
+    if not compared:
+        return None
+    return f"all {identical:,}" if identical == compared else f"{identical:,} of {compared:,}"
+
+
+def _gate(row: SpeedupRow) -> Cell | None:
+    if row.gate is None:
+        return None
+    return Cell(f"{ratio_text(row.gate)} {'pass' if row.passed else 'FAIL'}", state="pass" if row.passed else "fail")
+
+
+def _control(row: SpeedupRow) -> Cell:
+    low, high = row.control.ci99
+    text = f"{row.control.measured:.3f}x [{low:.3f}, {high:.3f}]"
+    return Cell(text) if row.control.covers_one else Cell(f"{text} not 1", state="fail")
+
+
+TARGET: Column[HasSetting] = Column("target", lambda row: row.setting.target, number=False)
+BUCKET: Column[HasSetting] = Column("bucket", lambda row: row.setting.bucket.name, number=False)
+DTYPE: Column[HasSetting] = Column("dtype", lambda row: row.setting.dtype, number=False)
+ROLE: Column[HasSetting] = Column("role", lambda row: row.setting.role, number=False)
+MODEL: Column[HasSetting] = Column("model", lambda row: name_of(row.setting.model), number=False)
+PROMPT: Column[Found] = Column("prompt", lambda row: f"{row.setting.bucket.seq:,} tokens", number=False)
+SETTING = (TARGET, BUCKET, DTYPE)
+PROMPT_SETTING = (TARGET, PROMPT, DTYPE)
+NAMED: Column[HasSetting] = Column("setting", lambda row: str(row.setting), number=False)
+"""Replaces SETTING and ROLE on pages."""
+OUTCOME: Column[Found] = Column("parity", lambda row: _outcome(row.parity_passed), number=False)
+JUDGED: tuple[Column[Found], ...] = (
+    OUTCOME,
+    Column("routing agreement", lambda row: agreement_text(row.routing) if row.routing else None),
+    Column("max error", lambda row: error_text(row.error.max_abs) if row.error else None),
+)
+STEPS_JUDGED: tuple[Column[Found], ...] = (OUTCOME, Column("identical texts", _identical))
+TIMES = (_ms("dense"), _ms("mod"))
+SPEEDUP: Column[Found] = Column("speed-up [95 %]", lambda row: interval_text(row.speed) if row.speed else None)
+VERDICT: Column[Found] = Column("verdict", lambda row: _verdict(row.speed.verdict) if row.speed else None, number=False)
+PREDICTED: Column[Found] = Column(
+    "predicted (FLOPs)", _of_whole_texts(lambda row: _if_known(row.predicted_flops, ratio_text))
+)
+EFFICIENCY: Column[Found] = Column(
+    "efficiency", _of_whole_texts(lambda row: _if_known(row.efficiency, "{:.2f}".format))
+)
+COMPARED: tuple[Column[Found], ...] = (
+    SPEEDUP,
+    VERDICT,
+    Column("control [99 %]", _of_whole_texts(_control)),
+    PREDICTED,
+    Column("predicted (roofline)", _of_whole_texts(lambda row: _if_known(row.predicted_roofline, ratio_text))),
+    EFFICIENCY,
+    Column("gate", _of_whole_texts(_gate), number=False),
+)
+ALONE: tuple[Column[Found], ...] = (
+    Column("ms [95 %]", _alone(lambda row: f"{ms_text(row.p50_ms)} {ci_text(row.p50_ci95)}".rstrip())),
+    Column("p90 ms", _alone(lambda row: ms_text(row.p90_ms))),
+    Column("p99 ms", _alone(lambda row: ms_text(row.p99_ms))),
+)
+SELECTED: Column[Found] = Column("selected tokens", lambda row: range_text(row.step.selected) if row.step else None)
+
+
+class Timed(NamedTuple):
+    """The columns about time, and the columns that stand on top of each other on a narrow terminal."""
+
+    whole: tuple[Column[Found], ...]
+    """Of whole texts, after SETTING and JUDGED."""
+    bench: tuple[Column[Found], ...]
+    """Of whole texts in `bench`, after SETTING."""
+    steps: tuple[Column[Found], ...]
+    """Of steps, after SETTING and STEPS_JUDGED."""
+    prompts: tuple[Column[Found], ...]
+    """Of prompts, after PROMPT_SETTING and OUTCOME."""
+    whole_stacks: Stacks
+    steps_stacks: Stacks
+    prompts_stacks: Stacks
+
+
+WITH_BASELINE = Timed(
+    whole=(*TIMES, Column("speed-up [95 %]", _judged_speedup), VERDICT, PREDICTED, EFFICIENCY),
+    bench=(*TIMES, *COMPARED),
+    steps=(
+        SELECTED,
+        _rate("dense"),
+        _rate("mod"),
+        SPEEDUP,
+        VERDICT,
+        Column("predicted (bytes)", _of_steps(lambda row: ratio_text(row.predicted_bytes))),
+        Column("efficiency", _of_steps(lambda row: f"{row.efficiency:.2f}")),
+    ),
+    prompts=(*TIMES, SPEEDUP, VERDICT),
+    whole_stacks=((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11)),
+    steps_stacks=((0, 1, 2), (3, 4, 5), (6, 7, 9), (8, 10, 11)),
+    prompts_stacks=((0, 1, 2), (3,), (4, 5), (6, 7)),
+)
+WITHOUT_BASELINE = Timed(
+    whole=ALONE,
+    bench=ALONE,
+    steps=(SELECTED, _ms("mod", "ms a token"), _rate("mod", "tok/s")),
+    prompts=(_ms("mod", "ms"),),
+    whole_stacks=((0, 1, 2), (3, 4, 5), (6, 7, 8)),
+    steps_stacks=((0, 1, 2), (3, 4), (5, 6, 7)),
+    prompts_stacks=((0, 1, 2), (3,), (4,)),
+)
+
+
+def timed_columns(not_compared: str | None) -> Timed:
+    """Returns the columns of a build, given the reason why it has no comparison."""
+    return WITH_BASELINE if not_compared is None else WITHOUT_BASELINE
+
+
+def _gated(number: float | None, gate: float, text: Callable[[float], str]) -> Cell | None:
+    """Returns a cell with a number and its gate; None if the output of the model is not logits."""
+    return None if number is None else Cell(text(number), f"gate {text(gate)}")
+
+
+def _errors(row: ParityRow) -> Cell:
+    """Returns a cell with the errors and gates of all outputs of the model, in order."""
+    outputs: list[ParityRow | OutputParity] = [row, *row.further_outputs]
+    gates = ", ".join(error_text(output.allowed_max_abs) for output in outputs)
+    return Cell(", ".join(error_text(output.error.max_abs) for output in outputs), f"gate {gates}")
+
+
+def _quality(text: Callable[[TextQuality], str]) -> Callable[[Judged], str | None]:
+    return lambda row: text(row.parity.text) if row.parity and row.parity.text else None
+
+
+PARITY: tuple[Column[ParityRow], ...] = (
+    MODEL,
+    Column("parity", lambda row: _outcome(row.passed), number=False),
+    Column("tokens", lambda row: Cell(f"{row.tokens:,}", f"float64 {row.rounding_tokens:,}")),
+    Column("routing agreement", lambda row: agreement_text(row.routing)),
+    Column("near-ties", lambda row: f"{row.routing.near_ties:,}"),
+    Column("max error", _errors),
+    Column("rounding error", lambda row: _if_known(row.rounding_error, error_text)),
+    Column("mean error", lambda row: error_text(row.error.mean_abs)),
+    Column("next token", lambda row: _gated(row.next_token_agreement, row.gate.next_token_agreement, share_text)),
+    Column("KL", lambda row: _gated(row.kl, row.gate.max_kl, error_text)),
+    Column(
+        "perplexity",
+        lambda row: (
+            Cell(f"{row.text.perplexity:.4f}", f"PyTorch {row.text.reference_perplexity:.4f}") if row.text else None
+        ),
+    ),
+)
+PRECISION_TIMED: tuple[Column[Judged], ...] = (
+    TARGET,
+    BUCKET,
+    DTYPE,
+    MODEL,
+    Column("size", lambda row: bytes_text(row.row.bytes)),
+    Column("float32 size", lambda row: bytes_text(row.row.float32_bytes)),
+    Column("speed against float32 [95 %]", lambda row: interval_text(row.row)),
+    Column("verdict", lambda row: _verdict(row.row.verdict), number=False),
+)
+"""The columns of PRECISION that `bench` fills."""
+PRECISION: tuple[Column[Judged], ...] = (
+    *PRECISION_TIMED,
+    Column("same next token", _quality(lambda text: share_text(text.next_token_agreement))),
+    Column("perplexity", _quality(lambda text: f"{text.perplexity:.4f}")),
+    Column("eager perplexity", _quality(lambda text: f"{text.own_perplexity:.4f}")),
+    Column("parity", lambda row: _outcome(row.parity.passed if row.parity else None), number=False),
+)
+PRECISION_STACKS: Stacks = ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10), (11,))
+FAILURES: tuple[Column[FailedRow], ...] = (
+    Column("what", lambda row: row.what, number=False),
+    Column("stage", lambda row: row.stage, number=False),
+    Column("reason", lambda row: row.reason, number=False),
+)

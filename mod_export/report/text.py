@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import IO, TypeVar
 
@@ -16,47 +16,25 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from mod_export.report import result_tables as shown
+from mod_export.report import summary, tables, wording
 from mod_export.report.charts import MODELS
-from mod_export.report.summary import (
-    Found,
-    chosen,
-    gains,
-    given_routing,
-    lacks_sites,
-    left_out_lines,
-    parity_of,
-    precisions,
-    settings_of,
-    uncompared,
-    uncounted,
-    untried_targets,
-)
-from mod_export.report.tables import BAD, GOOD, QUIET, UNBOUNDED, Column, fitted_table, lines_of, table_of
-from mod_export.report.wording import (
-    NO_SITES,
-    agreement_text,
-    bytes_text,
-    count_text,
-    difference_text,
-    printable,
-    quality_text,
-    served_text,
-    slots_text,
-    threads_text,
-)
 from mod_export.rows.base import PairRow
-from mod_export.rows.generation import DecodeRow, GenerationReport, QualityRow, TextsRow
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
 from mod_export.rows.report import BuildReport, Target, Verdict
-from mod_export.rows.structure import CausalityRow, StructureRow
+from mod_export.rows.speed import (
+    DecodeRow,
+    GenerationReport,
+    LatencyRow,
+    PrecisionRow,
+    QualityRow,
+    SpeedupRow,
+    TextsRow,
+)
 
-Cleaner = Callable[[str], str]
-Parts = list[Table | Text]
 Row = TypeVar("Row")
-TIMED = 8
-"""Number of columns of PRECISION that `bench` fills; the others judge."""
+Line = str | tuple[tuple[str, str], ...]
+"""A line of text, plain or in pieces, each with its style."""
+Part = Line | tables.ResultTable
 NOT_COMPARED = "not compared: "
 """Prefix of the reason why there is no comparison."""
 
@@ -66,15 +44,22 @@ def print_report(report: BuildReport, folder: str, file: IO[str] | None = None) 
     file = sys.stdout if file is None else file
     console = Console(file=file)
     if console.is_terminal:
-        _print(report, folder, console, console.encoding)
+        _print(_report(report, folder), console, console.encoding)
     else:
         file.write(render_text(report, folder, encoding=console.encoding))
 
 
 def render_text(
-    report: BuildReport, folder: str, *, width: int = UNBOUNDED, color: bool = False, encoding: str = "utf-8"
+    report: BuildReport, folder: str, *, width: int = tables.UNBOUNDED, color: bool = False, encoding: str = "utf-8"
 ) -> str:
     """Returns the report as text for a file of this encoding, by default without colour and without wrapping."""
+    return render_parts(_report(report, folder), width=width, color=color, encoding=encoding)
+
+
+def render_parts(
+    parts: Iterable[Part], *, width: int = tables.UNBOUNDED, color: bool = False, encoding: str = "utf-8"
+) -> str:
+    """Returns lines and tables as text for a file of this encoding, by default without colour and without wrapping."""
     file = io.StringIO()
     console = Console(
         file=file,
@@ -83,75 +68,86 @@ def render_text(
         color_system="standard" if color else None,
         no_color=not color,
     )
-    _print(report, folder, console, encoding)
+    _print(parts, console, encoding)
     return "".join(line.rstrip() + "\n" for line in file.getvalue().splitlines())
 
 
-def _print(report: BuildReport, folder: str, console: Console, encoding: str) -> None:
-    clean = partial(printable, encoding=encoding)
-    parts: Parts = [_headline(report, clean), Text()]
-    settings = settings_of(report, "forward")
+def _print(parts: Iterable[Part], console: Console, encoding: str) -> None:
+    def shown(part: Part) -> Table | Text:
+        if isinstance(part, str):
+            return Text(clean(part))
+        if isinstance(part, tables.ResultTable):
+            return tables.fitted_table(part, console, clean)
+        return Text.assemble(*((clean(text), style) for text, style in part))
 
-    def fitted(columns: Sequence[Column[Row]], rows: Iterable[Row], stacks: Sequence[Sequence[int]]) -> Parts:
-        return [fitted_table(table_of(columns, rows), stacks, console, clean), Text()]
-
-    if settings:
-        if report.not_compared is None:
-            parts += fitted(shown.WHOLE_TEXTS, settings, shown.STACKS)
-        else:
-            parts += fitted((*shown.JUDGED, *shown.ALONE), settings, shown.ALONE_STACKS)
-        parts += [*_quiet(_conditions(report), clean), Text()]
-    if report.not_compared is not None:
-        parts += [Text(clean(f"{NOT_COMPARED}{report.not_compared}")), Text()]
-    if lonely := uncompared(report):
-        parts += [*(Text(clean(f"{NOT_COMPARED}{line}")) for line in lonely), Text()]
-    if missing := uncounted(report):
-        parts += [
-            *_quiet([f"FLOPs not counted: {names}; nothing is predicted from the others" for names in missing], clean),
-            Text(),
-        ]
-    if report.precision:
-        parts += [Text("Lower precision", "bold"), Text()]
-        parts += fitted(shown.PRECISION, precisions(report), shown.PRECISION_STACKS)
-    parts += _generation(report, clean, fitted)
-    if choices := chosen(report):
-        parts += [*_quiet([f"served where no target is named: {served_text(row)}" for row in choices], clean), Text()]
-    parts += _not_run(untried_targets(report), clean)
-    parts += _verdict(report, folder, clean)
-    console.print(Group(*parts), highlight=False, markup=False, emoji=False)
+    clean = partial(wording.printable, encoding=encoding)
+    console.print(Group(*map(shown, parts)), highlight=False, markup=False, emoji=False)
 
 
-def _quiet(lines: Sequence[str], clean: Cleaner) -> list[Text]:
-    return [Text(clean(line), style=QUIET) for line in lines]
+def sections(*sections: Sequence[Part]) -> list[Part]:
+    """Returns the parts of all sections that are not empty, with an empty line after each."""
+    return [part for section in sections if section for part in (*section, "")]
 
 
-def _headline(report: BuildReport, clean: Cleaner) -> Text:
-    model = report.model
-    about = f"  {clean(model.architecture)}, {count_text(model.parameters)} parameters"
-    return Text.assemble(
-        (clean(model.name), "bold"), about, (f", checkpoint {clean(model.checkpoint_sha256[:12])}", QUIET)
-    )
+def _fitted(columns: Sequence[tables.Column[Row]], rows: Sequence[Row], stacks: tables.Stacks) -> list[Part]:
+    return [tables.table_of(columns, rows, stacks)] if rows else []
+
+
+def _quiet(lines: Iterable[str]) -> list[Line]:
+    return [((line, tables.QUIET),) for line in lines]
+
+
+def _report(report: BuildReport, folder: str) -> list[Part]:
+    """Returns the whole report of a build folder."""
+    model, settings = report.model, summary.settings_of(report, "forward")
+    timed = tables.timed_columns(report.not_compared)
+    about = f"  {model.architecture}, {wording.count_text(model.parameters)} parameters"
+    headline = ((model.name, "bold"), (about, ""), (f", checkpoint {model.checkpoint_sha256[:12]}", tables.QUIET))
+    not_counted = [
+        f"FLOPs not counted: {names}; nothing is predicted from the others" for names in summary.uncounted(report)
+    ]
+    return [
+        *sections(
+            [headline],
+            _fitted((*tables.SETTING, *tables.JUDGED, *timed.whole), settings, timed.whole_stacks),
+            _quiet(_conditions(report)) if settings else (),
+            [] if report.not_compared is None else [f"{NOT_COMPARED}{report.not_compared}"],
+            [f"{NOT_COMPARED}{line}" for line in summary.uncompared(report)],
+            _quiet(not_counted),
+            [(("Lower precision", "bold"),)] if report.precision else (),
+            _fitted(tables.PRECISION, summary.precisions(report.precision, report.parity), tables.PRECISION_STACKS),
+        ),
+        *_generation(report, timed),
+        *sections(
+            _quiet(f"served where no target is named: {wording.served_text(row)}" for row in summary.chosen(report)),
+            *(_not_run(state, targets) for state, targets in summary.untried_targets(report).items()),
+        ),
+        *_verdict(report.verdict, folder),
+    ]
 
 
 def _conditions(report: BuildReport) -> list[str]:
     """Lists the conditions under which the numbers hold."""
     lines = []
-    parity = parity_of(report, forward=True)
+    parity = summary.parity_of(report, forward=True)
     if parity:
         kinds = ", ".join(dict.fromkeys(kind for row in parity for kind in row.inputs))
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
         what = "a logit" if all(row.next_token_agreement is not None for row in parity) else "each output"
         lines.append(
-            f"parity: against {references}, on inputs {kinds}; max error of {what}{given_routing(parity)}"
+            f"parity: against {references}, on inputs {kinds}; max error of {what}{summary.given_routing(parity)}"
             + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
-        lines += [f"not judged: {line}" for line in left_out_lines(parity)]
-        totals = gains(report)
-        inputs = ", ".join(f"{batch.input} {agreement_text(batch)}" for batch in totals.by_input)
-        differences = difference_text(totals.routed - totals.agreed, totals.faults)
+        lines += [f"not judged: {line}" for line in summary.left_out_lines(parity)]
+        totals = summary.gains(report)
+        inputs = ", ".join(f"{batch.input} {wording.agreement_text(batch)}" for batch in totals.by_input)
+        differences = wording.difference_text(totals.routed - totals.agreed, totals.faults)
         lines += [f"routing agreement: {inputs}; {differences}"] if inputs else []
-        if lacks_sites(parity):
-            lines += [f"routing agreement: {NO_SITES}", *(f"no routing site: {seen}" for seen in report.unfollowed)]
+        if summary.lacks_sites(parity):
+            lines += [
+                f"routing agreement: {wording.NO_SITES}",
+                *(f"no routing site: {seen}" for seen in report.unfollowed),
+            ]
     if report.config.get("outputs") == "last":
         lines.append('outputs: last, the logits of each row\'s last token; `outputs = "logits"` returns all')
     if report.latency:
@@ -172,7 +168,7 @@ def _sampled(rows: Sequence[LatencyRow], samples: str) -> list[str]:
     for row in rows:
         counts.setdefault((row.target, row.providers, row.threads), []).append(len(row.samples_ms))
     return [
-        f"latency: {target} on {', '.join(providers)}, {threads_text(threads)}, "
+        f"latency: {target} on {', '.join(providers)}, {wording.threads_text(threads)}, "
         f"{min(sizes):,}{f' to {max(sizes):,}' if max(sizes) > min(sizes) else ''} {samples}"
         for (target, providers, threads), sizes in counts.items()
     ]
@@ -206,43 +202,33 @@ def _disturbances(rows: Sequence[LatencyRow]) -> list[str]:
     ]
 
 
-def _generation(report: BuildReport, clean: Cleaner, fitted: Callable[..., Parts]) -> Parts:
+def _generation(report: BuildReport, timed: tables.Timed) -> list[Part]:
     """Returns the section about writing text; empty if the model does not read tokens."""
-    generation = report.generation
+    generation, title = report.generation, ("Token by token", "bold")
     if generation is None:
         return []
-    title = ("Token by token", "bold")
     if generation.window is None:
-        return [Text.assemble(title, f"  not built: {clean(generation.reason)}"), Text()]
-    slots = slots_text(generation.capacity or {})
-    about = f"texts of up to {generation.window:,} tokens, prompt and answer"
-    parts: Parts = [
-        Text.assemble(title, f"  {about}; {f'slots of a text: {slots}' if slots else 'no routed layers'}"),
-        Text(),
-    ]
-    steps, prompts = settings_of(report, "decode"), settings_of(report, "prefill")
-    alone = report.not_compared is not None
-    if steps:
-        times, stacks = (shown.STEPS_ALONE, shown.STEPS_ALONE_STACKS) if alone else (shown.STEPS_TIMED, shown.STACKS)
-        parts += fitted((*shown.SETTING, *shown.STEPS_JUDGED, *times), steps, stacks)
-    if prompts:
-        times, stacks = (
-            (shown.PROMPTS_ALONE, shown.PROMPTS_ALONE_STACKS) if alone else (shown.PROMPTS_TIMED, shown.PROMPTS_STACKS)
-        )
-        parts += fitted((*shown.PROMPTS, shown.OUTCOME, *times), prompts, stacks)
-    failed = [row for row in parity_of(report, forward=False) if not row.passed]
-    parts += [Text(clean(f"  - {row.setting} {row.model}: {reason}")) for row in failed for reason in row.reasons]
-    parts += [Text()] if failed else []
-    return [*parts, *_quiet(generation_lines(generation, steps), clean), Text()]
+        return sections([(title, (f"  not built: {generation.reason}", ""))])
+    slots = wording.slots_text(generation.capacity or {})
+    about = f"  texts of up to {generation.window:,} tokens, prompt and answer; "
+    steps, prompts = summary.settings_of(report, "decode"), summary.settings_of(report, "prefill")
+    failed = [row for row in summary.parity_of(report, forward=False) if not row.passed]
+    return sections(
+        [(title, (about + (f"slots of a text: {slots}" if slots else "no routed layers"), ""))],
+        _fitted((*tables.SETTING, *tables.STEPS_JUDGED, *timed.steps), steps, timed.steps_stacks),
+        _fitted((*tables.PROMPT_SETTING, tables.OUTCOME, *timed.prompts), prompts, timed.prompts_stacks),
+        [f"  - {row.setting} {row.model}: {reason}" for row in failed for reason in row.reasons],
+        _quiet(generation_lines(generation, steps)),
+    )
 
 
-def generation_lines(found: GenerationReport, steps: Sequence[Found]) -> list[str]:
+def generation_lines(found: GenerationReport, steps: Sequence[summary.Found]) -> list[str]:
     """Lists the conditions of the tables of steps and prompts, and the results about the texts."""
     lines = []
-    timed = [entry.written for entry in steps if isinstance(entry.written, DecodeRow)]
+    timed = [entry.step for entry in steps if entry.step]
     if timed:
         positions = " or ".join(f"{count:,}" for count in sorted({row.positions for row in timed}))
-        threads = " or ".join(threads_text(count) for count in sorted({row.threads for row in timed}))
+        threads = " or ".join(wording.threads_text(count) for count in sorted({row.threads for row in timed}))
         bucket = steps[-1].setting.bucket
         texts = f"{bucket.batch:,} text{'s' if bucket.batch > 1 else ''}"
         compared = any(row.compared is not None for row in timed)
@@ -270,39 +256,32 @@ def generation_lines(found: GenerationReport, steps: Sequence[Found]) -> list[st
         for row in found.texts
         if row.identical < row.texts
     ]
-    return [*lines, quality_text(found.quality)]
+    return [*lines, wording.quality_text(found.quality)]
 
 
 def _memory(row: DecodeRow) -> str:
     kept = row.kv_bytes
-    line = f"keys and values {row.target} {row.bucket}: {bytes_text(kept['mod'])}"
+    line = f"keys and values {row.target} {row.bucket}: {wording.bytes_text(kept['mod'])}"
     if row.compared is None:
         return line
-    line, routed = f"{line}, dense {bytes_text(kept['dense'])}", row.compared.routed_kv_bytes
+    line, routed = f"{line}, dense {wording.bytes_text(kept['dense'])}", row.compared.routed_kv_bytes
     if not routed["dense"]:
         return line
-    return f"{line}; of routed layers {bytes_text(routed['mod'])}, dense {bytes_text(routed['dense'])}"
+    return f"{line}; of routed layers {wording.bytes_text(routed['mod'])}, dense {wording.bytes_text(routed['dense'])}"
 
 
-def _not_run(untried: Mapping[str, Sequence[Target]], clean: Cleaner) -> list[Text]:
-    lines = []
-    for state, targets in untried.items():
-        claim = ", but not run here: no claim is made about these" if state == "built" else ""
-        width = max(len(target.target) for target in targets)
-        lines += [
-            Text(f"{state}{claim}", style="bold"),
-            *(Text(f"  {clean(target.target):<{width}}  {clean(target.reason)}") for target in targets),
-            Text(),
-        ]
-    return lines
+def _not_run(state: str, targets: Sequence[Target]) -> list[Part]:
+    claim = ", but not run here: no claim is made about these" if state == "built" else ""
+    width = max(len(target.target) for target in targets)
+    return [((f"{state}{claim}", "bold"),), *(f"  {target.target:<{width}}  {target.reason}" for target in targets)]
 
 
-def _verdict(report: BuildReport, folder: str, clean: Cleaner) -> list[Text]:
-    reasons = [Text(f"  - {clean(reason)}") for reason in report.verdict.reasons]
-    if report.verdict.status == "pass":
-        return [Text.assemble(("PASS", GOOD), f"  every gate met: {clean(folder)}")]
+def _verdict(verdict: Verdict, folder: str) -> list[Part]:
+    reasons = [f"  - {reason}" for reason in verdict.reasons]
+    if verdict.status == "pass":
+        return [(("PASS", tables.GOOD), (f"  every gate met: {folder}", ""))]
     count = f"{len(reasons)} reason{'s' if len(reasons) != 1 else ''}"
-    return [*reasons, Text.assemble(("FAIL", BAD), f"  {count}, listed above: {clean(folder)}")]
+    return [*reasons, (("FAIL", tables.BAD), (f"  {count}, listed above: {folder}", ""))]
 
 
 def render_validation(
@@ -316,18 +295,19 @@ def render_validation(
 ) -> str:
     """Returns one line for each candidate that ran, the results about files, and the verdict with every reason."""
     causal = {row.setting: row.causal for row in causality if row.suffixes}
-    columns: tuple[Column[ParityRow], ...] = (
-        shown.SETTING[0],
-        shown.ROLE,
-        *shown.SETTING[1:],
-        *shown.PARITY,
-        Column("ties", lambda row: _word(row.ties_exact), number=False),
-        Column("causal", lambda row: _word(causal.get(row.setting)), number=False),
+    columns: tuple[tables.Column[ParityRow], ...] = (
+        tables.TARGET,
+        tables.ROLE,
+        tables.BUCKET,
+        tables.DTYPE,
+        *tables.PARITY,
+        tables.Column("ties", lambda row: _word(row.ties_exact), number=False),
+        tables.Column("causal", lambda row: _word(causal.get(row.setting)), number=False),
     )
     identical, compared = sum(row.identical for row in texts), sum(row.texts for row in texts)
     written = [f"texts: {identical:,} of {compared:,} are those of eager PyTorch, token for token"] if compared else []
-    beside = [*_files(structure), *notes, *written, *map(quality_text, quality), *_statements(causality)]
-    return _text([*lines_of(table_of(columns, parity)), "", *beside, "", *_outcome(verdict)])
+    beside = [*_files(structure), *notes, *written, *map(wording.quality_text, quality), *_statements(causality)]
+    return render_parts([tables.table_of(columns, parity), "", *beside, "", *_outcome(verdict)])
 
 
 def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | None = None) -> str:
@@ -336,33 +316,24 @@ def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | 
     `not_compared` says why there are no comparisons; then there is one line for each engine.
     """
     whole, prompts, steps = (
-        [entry for entry in settings_of(rows, role) if entry.ms("mod") is not None]
+        [entry for entry in summary.settings_of(rows, role) if entry.ms("mod") is not None]
         for role in ("forward", "prefill", "decode")
     )
-    if not_compared is None:
-        times, written, read = (*shown.TIMES, *shown.COMPARED), shown.STEPS_TIMED, shown.PROMPTS_TIMED
-    else:
-        times, written, read = shown.ALONE, shown.STEPS_ALONE, shown.PROMPTS_ALONE
+    timed = tables.timed_columns(not_compared)
     remarks = [
         *([] if not_compared is None else [f"{NOT_COMPARED}{not_compared}"]),
         *_reasons([row for row in rows if isinstance(row, SpeedupRow)]),
         *_disturbances([row for row in rows if isinstance(row, LatencyRow)]),
     ]
-    narrow = [(row, None) for row in rows if isinstance(row, PrecisionRow)]
-    lines = [
-        *lines_of(table_of((*shown.SETTING, *times), whole)),
-        "",
-        *remarks,
-        *([""] if remarks else []),
-    ]
-    lines += _outcome(verdict)
+    parts = [*sections([tables.table_of((*tables.SETTING, *timed.bench), whole)], remarks), *_outcome(verdict)]
+    narrow = summary.precisions(row for row in rows if isinstance(row, PrecisionRow))
     for title, table in (
-        ("lower precision", table_of(shown.PRECISION[:TIMED], narrow)),
-        ("token by token", table_of((*shown.SETTING, *written), steps)),
-        ("first token", table_of((*shown.PROMPTS, *read), prompts)),
+        ("lower precision", tables.table_of(tables.PRECISION_TIMED, narrow)),
+        ("token by token", tables.table_of((*tables.SETTING, *timed.steps), steps)),
+        ("first token", tables.table_of((*tables.PROMPT_SETTING, *timed.prompts), prompts)),
     ):
-        lines += ["", title, *lines_of(table)] if table.rows else []
-    return _text(lines)
+        parts += ["", title, table] if table.rows else []
+    return render_parts(parts)
 
 
 def _files(structure: Sequence[StructureRow]) -> list[str]:
@@ -391,9 +362,5 @@ def _outcome(verdict: Verdict) -> list[str]:
     return [*(f"  - {reason}" for reason in verdict.reasons), verdict.status.upper()]
 
 
-def _text(lines: Sequence[str]) -> str:
-    return "".join(f"{printable(line)}\n" for line in lines)
-
-
-def _word(found: bool | None) -> str:
-    return {None: "-", True: "yes", False: "NO"}[found]
+def _word(answer: bool | None) -> str | None:
+    return None if answer is None else "yes" if answer else "NO"

@@ -8,10 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from pydantic import JsonValue
 
-from mod_export.rows.generation import Compared, QualityRow
-from mod_export.rows.latency import PrecisionRow, SpeedupRow, SpeedVerdict
-from mod_export.rows.parity import InputAgreement, LayerAgreement, RoutingAgreement
-from mod_export.rows.serving import Served
+from mod_export.rows.correctness import InputAgreement, LayerAgreement, RoutingAgreement
+from mod_export.rows.speed import Compared, PrecisionRow, QualityRow, Served, SpeedupRow, SpeedVerdict
 from mod_export.types import is_expert, writes_text
 
 NO_SITES = (

@@ -11,14 +11,10 @@ from pydantic import JsonValue, ValidationError
 from pydantic_core import from_json
 
 from mod_export.errors import BuildFolderError
-from mod_export.rows.base import Result
+from mod_export.rows.base import FailedRow, Result
+from mod_export.rows.correctness import CausalityRow, ParityRow, RoutingMap, StructureRow
 from mod_export.rows.cost import CostRow, PartRow, Roofline
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.generation import GenerationReport
-from mod_export.rows.latency import LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ParityRow
-from mod_export.rows.serving import Served
-from mod_export.rows.structure import CausalityRow, RoutingMap, StructureRow
+from mod_export.rows.speed import GenerationReport, LatencyRow, PrecisionRow, Served, SpeedupRow
 from mod_export.types import DType, ModelKind, Role
 
 SCHEMA_VERSION = 2

@@ -9,9 +9,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -23,11 +25,14 @@ from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UnverifiedWarning, UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import Manifest, open_folder
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.serving import served_of
+from mod_export.rows.base import FailedRow
+from mod_export.rows.speed import served_of
+from mod_export.runtime.logits import log_softmax, negative_log_likelihood
 from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output, writes_text
 
-NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/generation.md"
+NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/text.md#tensorrt"
+SHOWN = 5
+"""Number of next tokens that a `Score` lists."""
 
 
 def runnable_engines(
@@ -107,7 +112,7 @@ def served_engines(
         names = ", ".join(dict.fromkeys(candidate.target for candidate in here))
         raise TargetError(f"{folder}: holds no {dtype} {what} for {names}{lost}")
     first = (wanted[0].target, wanted[0].dtype)
-    pair = first if target else _fastest(manifest, wanted, texts=texts) or first
+    pair = first if target else fastest_engines(manifest, wanted, texts=texts) or first
     served = [engine for engine in wanted if (engine.target, engine.dtype) == pair]
     missed = [reason for engine in served for reason in manifest.refused.get(engine.path, ())]
     if missed:
@@ -119,8 +124,8 @@ def served_engines(
     return served
 
 
-def _fastest(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:
-    """Target and dtype of the fastest of `engines` that met their gates; None if none was measured."""
+def fastest_engines(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:
+    """Returns target and dtype of the fastest of `engines` that met their gates; None if none was measured."""
     refused = {
         (entry.model, entry.writes_text, entry.target, entry.dtype)
         for entry in manifest.engines
@@ -207,7 +212,8 @@ class Deployment:
         self.target, self.dtype, self.threads = engines[0].target, engines[0].dtype, threads
         self.vocab_size = manifest.models[engines[0].model].vocab_size
         self._root, self._config = root, manifest.config
-        self._graphs = {engine.bucket: graph_of(engine, manifest.graphs) for engine in engines}
+        graphs = {engine.bucket: graph_of(engine, manifest.graphs) for engine in engines}
+        self._graphs = {bucket: graph for bucket, graph in graphs.items() if graph is not None}
         self._engines = {engine.bucket: engine for engine in engines}
         self.buckets = tuple(sorted(self._engines, key=lambda bucket: (bucket.batch * bucket.seq, bucket)))
         self._unread = manifest.entries(path for engine in engines for path in engine.files)
@@ -219,12 +225,12 @@ class Deployment:
     @property
     def inputs(self) -> dict[Bucket, dict[str, tuple[str, tuple[int, ...]]]]:
         """Bucket -> input name -> dtype and shape, as `infer` expects them."""
-        return {bucket: dict(graph.inputs) for bucket, graph in self._graphs.items() if graph is not None}
+        return {bucket: dict(graph.inputs) for bucket, graph in self._graphs.items()}
 
     @property
     def outputs(self) -> dict[Bucket, dict[str, tuple[int, ...]]]:
         """Bucket -> output name -> shape, for the model's own outputs."""
-        return {bucket: dict(graph.results) for bucket, graph in self._graphs.items() if graph is not None}
+        return {bucket: dict(graph.results) for bucket, graph in self._graphs.items()}
 
     def __repr__(self) -> str:
         buckets = ", ".join(bucket.name for bucket in self.buckets)
@@ -315,6 +321,20 @@ class Deployment:
         }
         return runner.run(used, [name for name in runner.outputs if not name.startswith(ROUTED)])
 
+    def answer(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Answers a request of a server: runs token ids with `run`, and other inputs with `infer`.
+
+        Raises:
+            UsageError: a name is unknown, or as for these two.
+            BuildFolderError: a file has changed since the build.
+        """
+        if self.vocab_size is None:
+            return self.infer(feeds)
+        if "input_ids" not in feeds or feeds.keys() - {"input_ids", "lengths"}:
+            raise UsageError(f"expected the inputs input_ids and, if rows are padded, lengths; got {', '.join(feeds)}")
+        name = next(iter(next(iter(self.outputs.values()))))
+        return {name: self.run(feeds["input_ids"], feeds.get("lengths"))}
+
     def __enter__(self) -> Self:
         return self
 
@@ -333,6 +353,49 @@ class Deployment:
                     runner = ENGINES[engine.target].load(self._root, engine, self._config, self.threads)
                     self._runners[bucket] = self._opened.enter_context(runner)
         return self._runners[bucket]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How probable a prompt is.
+
+    Attributes:
+        tokens: number of tokens of the prompt.
+        nll: mean of -log p over all its tokens but the first, in nats; NaN for a prompt of one token.
+        following: (id, probability) of the most probable next tokens.
+    """
+
+    tokens: int
+    nll: float
+    following: tuple[tuple[int, float], ...]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll)."""
+        return math.exp(self.nll) if not self.nll > 700 else math.inf
+
+
+def score(deployment: Deployment, ids: Sequence[int]) -> Score:
+    """Scores a prompt in the smallest forward bucket that fits. The bucket decides routing: see `Deployment.run`.
+
+    This also works for a model that cannot generate because it needs the whole prompt to select tokens.
+
+    Raises:
+        UsageError: the prompt is empty or fits no bucket, or the folder does not return logits of every token.
+    """
+    if not ids:
+        raise UsageError("an empty prompt has no score; expected at least one token")
+    ids_1S = np.array([ids], dtype=np.int64)
+    logits_1SV = deployment.run(ids_1S)
+    if logits_1SV.ndim != 3 or logits_1SV.shape[2] != deployment.vocab_size:
+        raise UsageError(
+            "this folder gives no logits of every token; build it with outputs = 'logits' to score prompts"
+        )
+    nll, count = negative_log_likelihood(logits_1SV, ids_1S)
+    share_V = np.exp(log_softmax(logits_1SV[0, -1]))
+    best = np.argsort(-share_V, kind="stable")[:SHOWN]
+    following = tuple((int(token), float(share_V[token])) for token in best)
+    return Score(len(ids), nll / count if count else math.nan, following)
 
 
 def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:

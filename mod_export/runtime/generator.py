@@ -29,13 +29,11 @@ from mod_export.errors import EngineError, TooLongError, UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
 from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts
-from mod_export.runtime.defaults import GENERATION_CONFIG, defaults_of
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
-from mod_export.runtime.request import Prompt, RequestReader
-from mod_export.runtime.rows import Completion, Prefix, Rows, Text
-from mod_export.runtime.stream import Stream
+from mod_export.runtime.request import GENERATION_CONFIG, Prompt, RequestReader, defaults_of
+from mod_export.runtime.rows import Completion, Prefix, Rows, Stream, Text
 from mod_export.runtime.texts import vocabulary_of
-from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind
+from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable
 
 
 def load_generator(
@@ -54,7 +52,7 @@ def load_generator(
     """
     folder = Path(root)
     manifest = open_folder(folder, verify=False)
-    if isinstance(manifest.generation, str):
+    if isinstance(manifest.generation, Unavailable):
         raise UsageError(
             f"{folder}: cannot generate: {manifest.generation}\nprompts can be scored, as the checkpoint's spec routes "
             "them: mod-export generate --selection topk-prefill"

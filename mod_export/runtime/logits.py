@@ -7,21 +7,13 @@ id comes first, so the result does not depend on a library's sort order.
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from mod_export.errors import EngineError, UsageError
-
-if TYPE_CHECKING:
-    from mod_export.runtime.deployment import Deployment
-
-SHOWN = 5
-"""Number of next tokens that a `Score` lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,49 +156,6 @@ def logprob_of(logits_V: np.ndarray, token: int, top: int) -> Logprob:
     largest = np.flatnonzero(_largest(logits_V, min(top, len(logits_V)))) if top else np.zeros(0, dtype=np.int64)
     best = largest[np.argsort(-logits_V[largest], kind="stable")]
     return Logprob(token, float(logprob_V[token]), tuple((int(i), float(logprob_V[i])) for i in best))
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How probable a prompt is.
-
-    Attributes:
-        tokens: number of tokens of the prompt.
-        nll: mean of -log p over all its tokens but the first, in nats; NaN for a prompt of one token.
-        following: (id, probability) of the most probable next tokens.
-    """
-
-    tokens: int
-    nll: float
-    following: tuple[tuple[int, float], ...]
-
-    @property
-    def perplexity(self) -> float:
-        """exp(nll)."""
-        return math.exp(self.nll) if not self.nll > 700 else math.inf
-
-
-def score(deployment: Deployment, ids: Sequence[int]) -> Score:
-    """Scores a prompt in the smallest forward bucket that fits. The bucket decides routing: see `Deployment.run`.
-
-    This also works for a model that cannot generate because it needs the whole prompt to select tokens.
-
-    Raises:
-        UsageError: the prompt is empty or fits no bucket, or the folder does not return logits of every token.
-    """
-    if not ids:
-        raise UsageError("an empty prompt has no score; expected at least one token")
-    ids_1S = np.array([ids], dtype=np.int64)
-    logits_1SV = deployment.run(ids_1S)
-    if logits_1SV.ndim != 3 or logits_1SV.shape[2] != deployment.vocab_size:
-        raise UsageError(
-            "this folder gives no logits of every token; build it with outputs = 'logits' to score prompts"
-        )
-    nll, count = negative_log_likelihood(logits_1SV, ids_1S)
-    share_V = np.exp(log_softmax(logits_1SV[0, -1]))
-    best = np.argsort(-share_V, kind="stable")[:SHOWN]
-    following = tuple((int(token), float(share_V[token])) for token in best)
-    return Score(len(ids), nll / count if count else math.nan, following)
 
 
 def negative_log_likelihood(logits_BSV: np.ndarray, ids_BS: np.ndarray) -> tuple[float, int]:

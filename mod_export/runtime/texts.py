@@ -15,8 +15,7 @@ from pathlib import Path
 from mod_export.errors import UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import BESIDE_TOKENIZER, Manifest
-from mod_export.runtime.chat import ChatTemplate
-from mod_export.runtime.tokenizer import FileReader, TokenizersFile
+from mod_export.runtime.tokenizer import ChatTemplate, FileReader, TokenizersFile
 
 
 def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:

@@ -20,10 +20,9 @@ from starlette.responses import JSONResponse, Response
 
 from mod_export import __version__
 from mod_export.runtime.deployment import Deployment
-from mod_export.serve.body import read_body, unless_gone
-from mod_export.serve.problems import ApiError
+from mod_export.serve.endpoint import ApiError, read_body, service_of, unless_gone
 from mod_export.serve.service import Scoring, Service
-from mod_export.types import Bucket
+from mod_export.types import Bucket, Unavailable
 
 DTYPES: Mapping[str, str] = {
     "BOOL": "bool",
@@ -44,9 +43,11 @@ MOST_JSON_NUMBERS = 1 << 20
 """Limit for an output. Writing more numbers as JSON takes seconds, during which the texts of other clients stop."""
 
 
-class _Tensor(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
+
+class _Tensor(_Strict):
     name: str
     shape: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=MOST_DIMENSIONS)]
     datatype: str
@@ -54,16 +55,12 @@ class _Tensor(BaseModel):
     data: list[Any] | None = None
 
 
-class _Wanted(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class _Wanted(_Strict):
     name: str
     parameters: dict[str, Any] = {}
 
 
-class _InferRequest(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class _InferRequest(_Strict):
     id: str | None = None
     parameters: dict[str, Any] = {}
     inputs: Annotated[list[_Tensor], Field(max_length=MOST_TENSORS, fail_fast=True)]
@@ -77,13 +74,13 @@ async def server_metadata(_: Request) -> Response:
 
 async def live(request: Request) -> Response:
     """GET /v2/health/live: 200, or 503 if the server must be restarted."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     return JSONResponse({"live": service.live}, 200 if service.live else 503)
 
 
 async def ready(request: Request) -> Response:
     """GET /v2/health/ready: 200 while the server accepts requests, otherwise 503."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
 
@@ -113,7 +110,7 @@ async def infer(request: Request) -> Response:
     inference, rest = _parsed(body, request.headers.get(JSON_LENGTH))
 
     def run() -> tuple[bytes, int | None]:
-        return _encoded(service.name, inference, _run(scoring.deployment, _feeds(inference.inputs, rest)))
+        return _encoded(service.name, inference, scoring.deployment.answer(_feeds(inference.inputs, rest)))
 
     async def ran() -> tuple[bytes, int | None]:
         return await asyncio.get_running_loop().run_in_executor(scoring.pool, run)
@@ -126,13 +123,13 @@ async def infer(request: Request) -> Response:
 
 
 def _scoring(request: Request) -> tuple[Service, Scoring]:
-    service: Service = request.app.state.service
+    service = service_of(request)
     name = request.path_params["name"]
     if name != service.name:
         raise ApiError(404, f"model {name[:80]!r}: not served here; this server has {service.name!r}")
     if request.path_params.get("version", "1") != "1":
         raise ApiError(404, f"version {request.path_params['version'][:80]}: this server has version 1")
-    if isinstance(service.scoring, str):
+    if isinstance(service.scoring, Unavailable):
         raise ApiError(400, f"this server reads no whole rows: {service.scoring}")
     return service, service.scoring
 
@@ -220,16 +217,6 @@ def _are_numbers(values: list[Any], depth: int) -> bool:
     return depth > 0 and all(
         _are_numbers(v, depth - 1) if isinstance(v, list) else isinstance(v, int | float) for v in values
     )
-
-
-def _run(deployment: Deployment, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Runs token ids of any shape that fits a bucket, or other inputs with exactly the shapes of a bucket."""
-    if deployment.vocab_size is None:
-        return deployment.infer(feeds)
-    if "input_ids" not in feeds or feeds.keys() - {"input_ids", "lengths"}:
-        raise ApiError(400, f"expected the inputs input_ids and, if rows are padded, lengths; got {', '.join(feeds)}")
-    name = next(iter(next(iter(deployment.outputs.values()))))
-    return {name: deployment.run(feeds["input_ids"], feeds.get("lengths"))}
 
 
 def _encoded(model: str, asked: _InferRequest, results: Mapping[str, np.ndarray]) -> tuple[bytes, int | None]:

@@ -9,21 +9,22 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from mod_export.runtime.rows import Text
+from mod_export.serve.scheduler import Observer
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 SHORT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Metrics:
+class Metrics(Observer, Collector):
     """Observes a scheduler, and counts HTTP responses and refused requests."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._gauges: dict[str, Callable[[], float]] = {}
+        self._gauges: list[tuple[str, str, Callable[[], float]]] = []
         self._read: dict[str, int] = {}
         self._selected: dict[str, int] = {}
-        self._registry.register(_Live(self._gauges, self._shares))
+        self._registry.register(self)
         self._queued = self._histogram("queue_seconds", "From a request to the row of its text", SECONDS)
         self._first = self._histogram("time_to_first_token_seconds", "From a request to the first token", SECONDS)
         self._between = self._histogram("time_between_tokens_seconds", "Between tokens of a text", SHORT_SECONDS)
@@ -36,11 +37,23 @@ class Metrics:
 
     def gauge(self, name: str, explained: str, value: Callable[[], float]) -> None:
         """Adds a gauge whose value is computed at each scrape."""
-        self._gauges[f"{name}\n{explained}"] = value
+        self._gauges.append((name, explained, value))
 
     def text(self) -> bytes:
         """Returns all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        """Computes the gauges; the registry calls this at each scrape."""
+        for name, explained, value in self._gauges:
+            yield GaugeMetricFamily(name, explained, value())
+        share = GaugeMetricFamily(
+            "mod_export_site_selected_share", "Share of the read tokens that a routing site ran", labels=["site"]
+        )
+        for site, read in list(self._read.items()):
+            if read:
+                share.add_metric([site], self._selected[site] / read)
+        yield share
 
     def answered(self, path: str, status: int) -> None:
         """Counts a response. `path` is that of the route, or empty if no route matched."""
@@ -69,35 +82,15 @@ class Metrics:
         self._all_read.inc(done.read)
         for site, count in done.ran.items():
             self._at_site.labels(str(site)).inc(count)
-            self._read[str(site)] = self._read.get(str(site), 0) + done.read
+            # In this order: a scrape on another thread looks up the selected tokens of every site in `_read`.
             self._selected[str(site)] = self._selected.get(str(site), 0) + count
+            self._read[str(site)] = self._read.get(str(site), 0) + done.read
 
     def failed(self, error: Exception, texts: int) -> None:
         self._ended.labels("failed").inc(texts)
-
-    def _shares(self) -> dict[str, float]:
-        return {site: self._selected[site] / read for site, read in list(self._read.items()) if read}
 
     def _counter(self, name: str, explained: str, *labels: str) -> Counter:
         return Counter(f"mod_export_{name}", explained, labels, registry=self._registry)
 
     def _histogram(self, name: str, explained: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"mod_export_{name}", explained, buckets=buckets, registry=self._registry)
-
-
-class _Live(Collector):
-    """Gauges whose values are computed at each scrape."""
-
-    def __init__(self, gauges: dict[str, Callable[[], float]], shares: Callable[[], dict[str, float]]) -> None:
-        self._gauges, self._shares = gauges, shares
-
-    def collect(self) -> Iterable[GaugeMetricFamily]:
-        for named, value in self._gauges.items():
-            name, _, explained = named.partition("\n")
-            yield GaugeMetricFamily(name, explained, value())
-        share = GaugeMetricFamily(
-            "mod_export_site_selected_share", "Share of the read tokens that a routing site ran", labels=["site"]
-        )
-        for site, value_of_site in self._shares().items():
-            share.add_metric([site], value_of_site)
-        yield share

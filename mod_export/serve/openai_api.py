@@ -11,18 +11,25 @@ from functools import partial
 from typing import Any, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mod_export.errors import TooLongError
 from mod_export.runtime.generator import Generator, tokens_read
 from mod_export.runtime.rows import Piece, Text
-from mod_export.serve.body import gone, read_body, unless_gone
-from mod_export.serve.jobs import Ended, Event, Failed, Job
-from mod_export.serve.openai_answers import Answer, ChatAnswer, TextAnswer, TokenNames
-from mod_export.serve.openai_requests import ChatRequest, CompletionRequest, OpenAIRequest
-from mod_export.serve.problems import ApiError, problem_of
-from mod_export.serve.service import Service, Writing
+from mod_export.serve.endpoint import ApiError, problem_of, read_body, service_of, unless_gone
+from mod_export.serve.openai_formats import (
+    Answer,
+    ChatAnswer,
+    ChatRequest,
+    CompletionRequest,
+    OpenAIRequest,
+    TextAnswer,
+    TokenNames,
+)
+from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
+from mod_export.serve.service import Service
+from mod_export.types import Unavailable
 
 NEW_TOKENS = 16
 """Default number of new tokens of a completion, as in OpenAI's API."""
@@ -39,44 +46,44 @@ Asked = TypeVar("Asked", bound=OpenAIRequest)
 
 async def list_models(request: Request) -> Response:
     """GET /v1/models."""
-    return JSONResponse({"object": "list", "data": [_model(request.app.state.service)]})
+    return JSONResponse({"object": "list", "data": [_model(service_of(request))]})
 
 
 async def one_model(request: Request) -> Response:
     """GET /v1/models/NAME."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     _check_model(service, request.path_params["name"])
     return JSONResponse(_model(service))
 
 
 async def completions(request: Request) -> Response:
     """POST /v1/completions."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     _check_room(service)
     body = await _asked(request, CompletionRequest)
-    writing = _writing(service, body.model, len(body.several) * body.n)
-    generator = writing.generator
+    scheduler = _scheduler(service, body.model, len(body.several) * body.n)
+    generator = scheduler.generator
 
     def read() -> tuple[list[Text], list[str] | None]:
         for prompt in body.several:
             _check_length(generator, prompt)
         ids = generator.ids(body.several, special=body.add_special_tokens)
         new = NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        texts = _texts(writing, body, ids, new, body.logprobs, scored=body.scored)
-        return texts, [_text_of(writing, echoed) for echoed in body.several] if body.echo else None
+        texts = _texts(generator, body, ids, new, body.logprobs, scored=body.scored)
+        return texts, [_text_of(generator, echoed) for echoed in body.several] if body.echo else None
 
     texts, echo = await asyncio.to_thread(read)
     answer = TextAnswer(service.name, texts, TokenNames(generator.vocabulary), body.n, echo)
-    return await _answer(request, writing, body, texts, answer)
+    return await _answer(request, scheduler, body, texts, answer)
 
 
 async def chat_completions(request: Request) -> Response:
     """POST /v1/chat/completions."""
-    service: Service = request.app.state.service
+    service = service_of(request)
     _check_room(service)
     body = await _asked(request, ChatRequest)
-    writing = _writing(service, body.model, body.n)
-    generator = writing.generator
+    scheduler = _scheduler(service, body.model, body.n)
+    generator = scheduler.generator
 
     def read() -> list[Text]:
         _check_length(generator, "".join(item.content for item in body.messages))
@@ -84,32 +91,31 @@ async def chat_completions(request: Request) -> Response:
         ids = generator.ids(messages, body.chat_template_kwargs)
         limits = [body.max_completion_tokens, body.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
         new = next(item for item in limits if item is not None)
-        return _texts(writing, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None)
+        return _texts(generator, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None)
 
     texts = await asyncio.to_thread(read)
     names = TokenNames(generator.vocabulary)
     answer = ChatAnswer(service.name, texts, names, body.n, streamed=body.stream)
-    return await _answer(request, writing, body, texts, answer)
+    return await _answer(request, scheduler, body, texts, answer)
 
 
 def _model(service: Service) -> dict[str, Any]:
-    window = {} if isinstance(service.writing, str) else {"max_model_len": service.writing.generator.window}
+    window = {} if isinstance(service.writing, Unavailable) else {"max_model_len": service.writing.generator.window}
     return {"id": service.name, "object": "model", "created": service.created, "owned_by": "mod-export", **window}
 
 
 async def _asked(request: Request, kind: type[Asked]) -> Asked:
-    service: Service = request.app.state.service
+    service = service_of(request)
     most = LEAST_BODY_BYTES
-    if isinstance(service.writing, Writing):
-        texts = service.writing.scheduler.most_texts
-        most = max(most, texts * service.writing.generator.window * BYTES_OF_A_TOKEN)
+    if isinstance(service.writing, Scheduler):
+        most = max(most, service.writing.most_texts * service.writing.generator.window * BYTES_OF_A_TOKEN)
     return kind.model_validate_json(await read_body(request, most))
 
 
 def _check_room(service: Service) -> None:
     """Refuses a request before its body is read if there is no room for even one text. This saves time under load."""
-    if isinstance(service.writing, Writing):
-        service.writing.scheduler.check_room(1)
+    if isinstance(service.writing, Scheduler):
+        service.writing.check_room(1)
 
 
 def _check_model(service: Service, name: str | None) -> None:
@@ -118,17 +124,17 @@ def _check_model(service: Service, name: str | None) -> None:
         raise ApiError(404, message, param="model", code="model_not_found")
 
 
-def _writing(service: Service, model: str | None, texts: int) -> Writing:
-    """Returns the writer of the service. Refuses the request before any work if there is no room for its texts."""
+def _scheduler(service: Service, model: str | None, texts: int) -> Scheduler:
+    """Returns the scheduler of the service. Refuses the request before any work if there is no room for its texts."""
     _check_model(service, model)
-    if isinstance(service.writing, str):
+    if isinstance(service.writing, Unavailable):
         raise ApiError(400, f"this model writes no text: {service.writing}", code="unsupported")
-    scheduler = service.writing.scheduler
+    scheduler = service.writing
     if texts > scheduler.most_texts:
         raise ApiError(400, f"{texts} texts, prompts times n, are more than this server ever takes at once: "
                            f"{scheduler.most_texts}; ask for fewer", param="n")  # fmt: skip
     scheduler.check_room(texts)
-    return service.writing
+    return scheduler
 
 
 def _check_length(generator: Generator, prompt: str | Sequence[int]) -> None:
@@ -142,7 +148,7 @@ def _check_length(generator: Generator, prompt: str | Sequence[int]) -> None:
 
 
 def _texts(
-    writing: Writing,
+    generator: Generator,
     asked: OpenAIRequest,
     ids: Sequence[list[int]],
     new_tokens: int,
@@ -150,11 +156,10 @@ def _texts(
     *,
     scored: bool = False,
 ) -> list[Text]:
-    defaults = writing.generator.defaults
     # Refuses texts that are too long before each prompt is copied n times.
-    writing.generator.bucket_for(1, tokens_read(max(map(len, ids)), new_tokens))
-    temperature = asked.temperature if asked.temperature is not None else defaults.temperature or TEMPERATURE
-    return writing.generator.texts(
+    generator.bucket_for(1, tokens_read(max(map(len, ids)), new_tokens))
+    temperature = asked.temperature if asked.temperature is not None else generator.defaults.temperature or TEMPERATURE
+    return generator.texts(
         [prompt for prompt in ids for _ in range(asked.n)],
         new_tokens,
         temperature=temperature,
@@ -168,16 +173,16 @@ def _texts(
     )
 
 
-def _text_of(writing: Writing, prompt: str | Sequence[int]) -> str:
+def _text_of(generator: Generator, prompt: str | Sequence[int]) -> str:
     """Text of a prompt, which `echo` shows; empty if its ids do not represent text."""
-    if isinstance(prompt, str) or writing.generator.vocabulary is None:
+    if isinstance(prompt, str) or generator.vocabulary is None:
         return prompt if isinstance(prompt, str) else ""
-    reader = writing.generator.vocabulary.reader()
+    reader = generator.vocabulary.reader()
     return "".join(map(reader.feed, prompt)) + reader.close()
 
 
 async def _answer(
-    request: Request, writing: Writing, asked: OpenAIRequest, texts: Sequence[Text], answer: Answer
+    request: Request, scheduler: Scheduler, asked: OpenAIRequest, texts: Sequence[Text], answer: Answer
 ) -> Response:
     events: asyncio.Queue[Event] = asyncio.Queue()
     mailbox: Mailbox = request.app.state.mailbox
@@ -187,7 +192,7 @@ async def _answer(
         if not isinstance(event, Piece):  # The texts keep their pieces, so the event loop need not wake at every step.
             put(event)
 
-    job = writing.scheduler.submit(texts, put if asked.stream else put_ends)
+    job = scheduler.submit(texts, put if asked.stream else put_ends)
     try:
         if not asked.stream:
             await unless_gone(request.receive, _all(events, len(texts)))
@@ -270,29 +275,15 @@ def _sse(*lines: dict[str, Any]) -> bytes:
     return b"".join(b"data: " + json.dumps(line, ensure_ascii=False).encode() + b"\n\n" for line in lines)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events of a job, which is cancelled when the client disconnects."""
 
     def __init__(self, job: Job, chunks: AsyncIterator[bytes]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self._job, self._chunks = job, chunks
+        super().__init__(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        leaving = asyncio.create_task(gone(receive))
-        sending = asyncio.create_task(self._send(send))
         try:
-            await asyncio.wait({leaving, sending}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                sending.result()
+            await super().__call__(scope, receive, send)
         finally:
             self._job.cancel()
-            leaving.cancel()
-            sending.cancel()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for chunk in self._chunks:
-            if chunk:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -16,23 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
-from mod_export.errors import EngineError, UsageError
+from mod_export.errors import EngineError, ModExportError, UsageError
 from mod_export.runtime.generator import Generator
-from mod_export.runtime.rows import Rows, Text, Written
+from mod_export.runtime.rows import Completion, Piece, Rows, Text, Written
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
-from mod_export.serve.jobs import (
-    ClosingError,
-    Ended,
-    Event,
-    Failed,
-    Job,
-    Observer,
-    QueueFullError,
-    Silent,
-    WaitedTooLongError,
-)
 from mod_export.types import Bucket
 
 LOG = logging.getLogger("mod_export.serve")
@@ -42,6 +31,91 @@ GUESSED_TEXT_S = 1.0
 """Assumed seconds per text, for `QueueFullError.retry_after_s`, before any text has been measured."""
 WEIGHT = 0.1
 """Weight of the newest text in the running mean of seconds per text."""
+
+
+class QueueFullError(ModExportError):
+    """There is no room for a request now.
+
+    Attributes:
+        retry_after_s: whole seconds until there may be room, at least 1.
+    """
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class WaitedTooLongError(ModExportError):
+    """A request got no row in time."""
+
+
+class ClosingError(ModExportError):
+    """The scheduler accepts no more requests, or ended before this one was done."""
+
+
+class Ended(NamedTuple):
+    """A text is complete, or was cancelled.
+
+    Attributes:
+        row: index of the prompt.
+        completion: the whole text.
+    """
+
+    row: int
+    completion: Completion
+
+
+class Failed(NamedTuple):
+    """A request failed as a whole; no further event follows.
+
+    Attributes:
+        error: `WaitedTooLongError`, `ClosingError` or EngineError; any other type is a bug.
+    """
+
+    error: Exception
+
+
+Event = Piece | Ended | Failed
+
+
+class Observer:
+    """Receives events of a scheduler, on the scheduler's thread. This one ignores them."""
+
+    def began(self, text: Text, waited_s: float) -> None:
+        """A text got a row after it waited `waited_s` seconds."""
+
+    def wrote(self, text: Text, since_s: float | None) -> None:
+        """A token was written, `since_s` seconds after the previous one; None for the first token of a text."""
+
+    def ended(self, text: Text) -> None:
+        """A text is complete, or was cancelled."""
+
+    def failed(self, error: Exception, texts: int) -> None:
+        """A request failed while `texts` of its texts were unfinished."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """The texts of one request.
+
+    Attributes:
+        tell: receives the events of the request.
+        texts: all texts.
+        waiting: the texts that have no row yet.
+        begin_by: deadline for the first text to begin, from `time.monotonic`; after it the request fails.
+        begun: whether a text has begun.
+    """
+
+    tell: Callable[[Event], None]
+    texts: Sequence[Text]
+    waiting: deque[Text]
+    begin_by: float
+    begun: bool = False
+
+    def cancel(self) -> None:
+        """Cancels unfinished texts before their next token. Any thread may call it, any number of times."""
+        for text in self.texts:
+            text.cancelled = True
 
 
 @dataclass(eq=False, slots=True)
@@ -63,6 +137,7 @@ class Scheduler:
     """Writes the texts of many requests in the rows of decode engines.
 
     Attributes:
+        generator: writes the texts.
         buckets: buckets of the engines in use, in ascending order of rows.
         bucket: the last of `buckets`.
     """
@@ -95,8 +170,8 @@ class Scheduler:
             raise UsageError(f"max_queue: expected at least 0, got {max_queue}")
         if not 0 < max_wait_s < math.inf:
             raise UsageError(f"max_wait: expected a number of seconds above 0, got {max_wait_s:g}")
-        self._generator, self._max_queue, self._max_wait_s = generator, max_queue, max_wait_s
-        self._observer: Observer = observer or Silent()
+        self.generator, self._max_queue, self._max_wait_s = generator, max_queue, max_wait_s
+        self._observer = observer or Observer()
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._in_rows: dict[Text, _InRow] = {}
@@ -205,7 +280,7 @@ class Scheduler:
 
     def _run(self) -> None:
         try:
-            with self._generator.open_rows(*self.buckets) as rows:
+            with self.generator.open_rows(*self.buckets) as rows:
                 self._opened.set()
                 while self._wait_for_work():
                     try:

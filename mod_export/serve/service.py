@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mod_export.errors import TargetError, UsageError
-from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
+from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.runtime.deployment import Deployment, load
-from mod_export.runtime.generator import Generator, load_generator
+from mod_export.runtime.generator import load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
-from mod_export.serve.jobs import ClosingError, QueueFullError
 from mod_export.serve.metrics import Metrics
-from mod_export.serve.scheduler import Scheduler
-from mod_export.types import ModelKind
+from mod_export.serve.scheduler import ClosingError, QueueFullError, Scheduler
+from mod_export.types import ModelKind, Unavailable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +44,6 @@ class ServiceOptions:
     dtype: str | None = None
     model: ModelKind = "mod"
     threads: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Writing:
-    """The parts that write text."""
-
-    generator: Generator
-    scheduler: Scheduler
 
 
 class Scoring:
@@ -107,8 +98,8 @@ class Service:
         name: name of the model.
         checkpoint: SHA-256 of the checkpoint that it was built from.
         created: when it was opened, in seconds since 1970.
-        writing: the parts that write text, or the reason why the folder cannot write.
-        scoring: the part that scores whole prompts, or the reason why the folder cannot score.
+        writing: writes text; or the reason why the folder cannot write.
+        scoring: scores whole prompts; or the reason why the folder cannot score.
         metrics: Prometheus metrics.
         draining: whether it has stopped accepting requests.
     """
@@ -116,15 +107,15 @@ class Service:
     name: str
     checkpoint: str
     created: int
-    writing: Writing | str
-    scoring: Scoring | str
+    writing: Scheduler | Unavailable
+    scoring: Scoring | Unavailable
     metrics: Metrics
     draining: bool = False
 
     @property
     def live(self) -> bool:
         """False if only a restart would help."""
-        return not isinstance(self.writing, Writing) or self.draining or self.writing.scheduler.healthy
+        return isinstance(self.writing, Unavailable) or self.draining or self.writing.healthy
 
     @property
     def ready(self) -> bool:
@@ -135,21 +126,19 @@ class Service:
         """Stops accepting requests, waits up to `within_s` for current ones, and then ends unfinished texts."""
         self.draining = True
         end = time.monotonic() + within_s
-        parts: list[Scoring | Scheduler] = []
-        parts += [self.scoring] if isinstance(self.scoring, Scoring) else []
-        parts += [self.writing.scheduler] if isinstance(self.writing, Writing) else []
+        parts = [part for part in (self.scoring, self.writing) if not isinstance(part, Unavailable)]
         for part in parts:
             part.drain(0.0)
         for part in parts:
             part.drain(max(0.0, end - time.monotonic()))
-        if isinstance(self.writing, Writing):
-            self.writing.scheduler.stop()
+        if isinstance(self.writing, Scheduler):
+            self.writing.stop()
 
     def describe(self) -> str:
         """Returns one line about the service, for the person who started it."""
         parts = []
-        if isinstance(self.writing, Writing):
-            generator, bucket = self.writing.generator, self.writing.scheduler.bucket
+        if isinstance(self.writing, Scheduler):
+            generator, bucket = self.writing.generator, self.writing.bucket
             threads = f"{generator.threads} threads" if generator.threads else "threads of the library's choice"
             parts.append(
                 f"writes {bucket.batch} texts of {bucket.seq} tokens at once "
@@ -177,7 +166,7 @@ def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
     with contextlib.ExitStack() as opened:
         scoring = _open_scoring(opened, folder, options)
         writing = _open_writing(opened, folder, manifest, options, metrics)
-        if isinstance(writing, str) and isinstance(scoring, str):
+        if isinstance(writing, Unavailable) and isinstance(scoring, Unavailable):
             raise TargetError(
                 f"{folder}: nothing of it can be served\nwriting text: {writing}\nwhole prompts: {scoring}"
             )
@@ -185,11 +174,11 @@ def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
         yield Service(options.name or facts.name, facts.checkpoint_sha256, int(time.time()), writing, scoring, metrics)
 
 
-def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOptions) -> Scoring | str:
+def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOptions) -> Scoring | Unavailable:
     try:
         deployment = load(folder, options.target, options.dtype, options.model, options.threads)
     except TargetError as error:
-        return str(error)
+        return Unavailable(str(error))
     scoring = Scoring(opened.enter_context(deployment), options.max_queue)
     opened.callback(scoring.pool.shutdown, cancel_futures=True)  # Runs before the engines are closed.
     return scoring
@@ -197,8 +186,8 @@ def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOp
 
 def _open_writing(
     opened: contextlib.ExitStack, folder: Path, manifest: Manifest, options: ServiceOptions, metrics: Metrics
-) -> Writing | str:
-    if not isinstance(manifest.generation, GenerationFacts):
+) -> Scheduler | Unavailable:
+    if isinstance(manifest.generation, Unavailable):
         if options.rows is not None:
             raise UsageError(f"rows: {folder} writes no text ({manifest.generation})")
         return manifest.generation
@@ -207,10 +196,10 @@ def _open_writing(
             warnings.simplefilter("ignore")  # Loading for whole prompts warns already.
             generator = load_generator(folder, options.target, options.dtype, options.model, options.threads)
     except TargetError as error:
-        return str(error)
+        return Unavailable(str(error))
     opened.enter_context(generator)
     scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, metrics)
     metrics.gauge("mod_export_rows", "Texts that can be written at once", lambda: scheduler.bucket.batch)
     metrics.gauge("mod_export_busy_rows", "Texts that are being written", lambda: scheduler.busy)
     metrics.gauge("mod_export_queue_depth", "Texts that wait for a row", lambda: scheduler.waiting)
-    return Writing(generator, opened.enter_context(scheduler))
+    return opened.enter_context(scheduler)

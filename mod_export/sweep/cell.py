@@ -70,14 +70,14 @@ class CellJob(CellKey):
     row: Path
     """Absolute path of the file for the result."""
 
+    @property
+    def log(self) -> Path:
+        """Path of the file that receives the standard error of the cell."""
+        return self.row.with_suffix(".log")
+
 
 CellRunner = Callable[[Sequence[CellJob]], Generator[CellEntry]]
 """Runs cells, and yields the row of each cell when it ends, in any order."""
-
-
-def log_of(job: CellJob) -> Path:
-    """Path of the file that receives the standard error of a cell."""
-    return job.row.with_name(job.row.name.removesuffix(".json") + ".log")
 
 
 def finished_cell(job: CellJob, *, here: bool) -> CellEntry | None:
@@ -106,13 +106,13 @@ def run_cell(job: CellJob) -> CellEntry:
 
     The process leads its own process group. The whole group is killed when this function returns or is interrupted.
     """
-    job_file = job.row.with_name(job.row.name.removesuffix(".json") + ".job.json")
+    job_file = job.row.with_suffix(".job.json")
     write_whole(job_file, job.model_dump_json(indent=1) + "\n", "-o")
     job.row.unlink(missing_ok=True)
     begin = time.perf_counter()
     # -P: files of the current folder must not be imported in place of packages.
     arguments = [sys.executable, "-P", "-m", "mod_export.sweep.cell", str(job_file)]
-    with log_of(job).open("wb") as log:
+    with job.log.open("wb") as log:
         process = subprocess.Popen(  # noqa: S603
             arguments, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
@@ -120,7 +120,7 @@ def run_cell(job: CellJob) -> CellEntry:
             code = process.wait()
         finally:
             _stop(process)
-    entry = _row(job) or failed_cell(job, code, _how_it_ended(code, log_of(job)))
+    entry = _row(job) or failed_cell(job, code, _how_it_ended(code, job.log))
     entry = entry.model_copy(update={"seconds": round(time.perf_counter() - begin, 3)})
     write_whole(job.row, entry.model_dump_json(indent=1) + "\n", "-o")
     return entry

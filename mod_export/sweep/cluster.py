@@ -20,7 +20,7 @@ from mod_export.errors import COULD_NOT_BUILD, UsageError
 from mod_export.folder.files import write_whole
 from mod_export.folder.manifest import MANIFEST, REPORT_FILES
 from mod_export.model.checkpoint import sha256_of
-from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, log_of, run_cell
+from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, run_cell
 from mod_export.sweep.schema import CellEntry
 
 LOCAL = "local"
@@ -35,13 +35,6 @@ class NodeResult:
     entry: str
     log: bytes
     files: Mapping[str, bytes]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Node:
-    id: str
-    cpus: float
-    gpus: float
 
 
 def run_on_cluster(address: str, folder: Path, checkpoint: Path) -> CellRunner:
@@ -85,7 +78,7 @@ def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, by
     files = {} if shared else {name: job.root / name for name in RETURNED_FILES}
     return NodeResult(
         entry=entry.model_dump_json(indent=1),
-        log=log_of(job).read_bytes(),
+        log=job.log.read_bytes(),
         files={name: path.read_bytes() for name, path in files.items() if path.is_file()},
     )
 
@@ -130,7 +123,7 @@ def _distribute(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Pat
     # In a list, so that Ray does not copy the checkpoint to a node that has it already.
     packed = [ray.put(packed_checkpoint(checkpoint))]
     waiting, free = list(jobs), _nodes(ray)
-    running: dict[Any, tuple[CellJob, _Node]] = {}
+    running: dict[Any, tuple[CellJob, dict[str, Any]]] = {}
     while waiting or running:
         while waiting and free:
             job, node = waiting.pop(0), free.pop(0)
@@ -148,28 +141,23 @@ def _distribute(ray: Any, jobs: Sequence[CellJob], marker: Path, checkpoint: Pat
             yield failed_cell(
                 job, COULD_NOT_BUILD, f"lost on a node of the Ray cluster: {str(error).strip().splitlines()[-1]}"
             )
-        if node.id in {alive.id for alive in _nodes(ray)}:
+        if node["NodeID"] in {alive["NodeID"] for alive in _nodes(ray)}:
             free.append(node)
 
 
-def _nodes(ray: Any) -> list[_Node]:
-    """Returns the nodes that are alive and have a CPU, with their total resources."""
-    nodes = []
-    for node in ray.nodes():
-        resources = node["Resources"]
-        if node["Alive"] and resources.get("CPU", 0) >= 1:
-            nodes.append(_Node(id=node["NodeID"], cpus=resources["CPU"], gpus=resources.get("GPU", 0)))
-    return nodes
+def _nodes(ray: Any) -> list[dict[str, Any]]:
+    """Returns the nodes that are alive and have a CPU, as Ray describes them."""
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
 
 
-def _submitted(ray: Any, node: _Node, job: CellJob, marker: Path, packed: list[Any]) -> Any:
+def _submitted(ray: Any, node: dict[str, Any], job: CellJob, marker: Path, packed: list[Any]) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     whole_node = ray.remote(_task).options(
-        num_cpus=node.cpus,
-        num_gpus=node.gpus,
+        num_cpus=node["Resources"]["CPU"],
+        num_gpus=node["Resources"].get("GPU", 0),
         max_retries=0,
-        scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
     )
     return whole_node.remote(job.model_dump_json(), marker, packed)
 
@@ -184,6 +172,6 @@ def _stored(sent: NodeResult, job: CellJob) -> CellEntry:
     for name in RETURNED_FILES:
         if name in sent.files:
             write_whole(job.root / name, sent.files[name], "-o")
-    write_whole(log_of(job), sent.log, "-o")
+    write_whole(job.log, sent.log, "-o")
     write_whole(job.row, sent.entry + "\n", "-o")
     return CellEntry.model_validate_json(sent.entry)

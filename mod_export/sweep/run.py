@@ -1,4 +1,4 @@
-"""Runs a sweep: plans the grid, reuses finished cells, runs the rest, and writes the results after every cell."""
+"""Runs a sweep: checks the grid, reuses finished cells, runs the rest, and writes the results after every cell."""
 
 from __future__ import annotations
 
@@ -7,25 +7,136 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
 from mod_export.environment import describe_machine, package_version, source_digest
-from mod_export.errors import COULD_NOT_BUILD, GATE_FAILED, BuildFolderError
+from mod_export.errors import COULD_NOT_BUILD, GATE_FAILED, BuildFolderError, CheckpointError, ConfigError, TargetError
 from mod_export.folder.files import write_whole
 from mod_export.model.checkpoint import model_from_checkpoint
-from mod_export.model.model import Model
-from mod_export.sweep.cell import CellJob, CellRunner, finished_cell, run_locally
+from mod_export.model.model import Model, token_ids
+from mod_export.pipeline.plan import check_names
+from mod_export.sweep.cell import CellJob, finished_cell, run_locally
+from mod_export.sweep.cluster import run_on_cluster
 from mod_export.sweep.findings import findings_of
-from mod_export.sweep.grid import Axes, Cell, cells_of
-from mod_export.sweep.page import render_html
 from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, SweepReport
-from mod_export.sweep.text import SweepProgress
+from mod_export.sweep.show import SweepProgress, render_html
+from mod_export.types import Bucket
 
 OWN = {"cells", "sweep.json", "sweep.html", ".lock", ".sweep.json", ".sweep.html"}
 VERSIONS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx")
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The axes as typed. Each string may hold several values separated by commas. An empty axis means the default."""
+
+    capacities: Sequence[str] = ()
+    seqs: Sequence[str] = ()
+    batches: Sequence[str] = ()
+    targets: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One build of the grid. If `capacity` is None, the checkpoint's own schedule of capacities per layer is used."""
+
+    capacity: float | None
+    bucket: Bucket
+    target: str
+
+    @property
+    def name(self) -> str:
+        """Name in file names, such as c0.125-b1s512-ort-cpu."""
+        capacity = "own" if self.capacity is None else f"c{float(self.capacity)!r}".removesuffix(".0")
+        return f"{capacity}-{self.bucket.name}-{self.target}"
+
+
+def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tuple[Cell, ...]:
+    """Returns every cell, ordered by target, batch, length and capacity. `config` and `model` fill empty axes.
+
+    With `here`, the cells run on this machine, which must support the targets.
+
+    Raises:
+        CheckpointError: the model has no routed layers, or no dense baseline.
+        ConfigError: values are not numbers, or the model does not accept them; it lists all of them.
+        TargetError: a target is unknown, or cannot be measured on this machine.
+    """
+    if not (model.routes_depth and model.has_capacity):
+        raise CheckpointError(f"{model.name}: no layer is routed by a capacity that could be swept")
+    if model.dense() is None:
+        raise CheckpointError(
+            f"{model.name}: has no dense baseline of its own, beside which every cell of a sweep is timed"
+        )
+    problems: list[str] = []
+    capacities = _numbers("--capacity", axes.capacities, float, "a number above 0", problems)
+    seqs = _numbers("--seq", axes.seqs, int, "a whole number of at least 1", problems)
+    batches = _numbers("--batch", axes.batches, int, "a whole number of at least 1", problems)
+    longest = token_ids(model).max_positions
+    problems += [f"--seq {seq}: longer than the model's {longest} positions" for seq in seqs if seq > longest]
+    for capacity in capacities:
+        try:
+            model.with_capacity(capacity)
+        except ValueError as error:
+            problems.append(f"--capacity {capacity:g}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    model_capacity: list[float | None] = [model.capacity]
+    targets = _targets(axes.targets, config, here=here)
+    return tuple(
+        Cell(capacity=capacity, bucket=bucket, target=target)
+        for target, bucket, capacity in product(
+            targets, _buckets(config, longest, batches, seqs), capacities or model_capacity
+        )
+    )
+
+
+def _numbers(
+    option: str, texts: Sequence[str], kind: Callable[[str], Number], expected: str, problems: list[str]
+) -> list[Number]:
+    numbers = set()
+    for text in _split(texts):
+        try:
+            number = kind(text)
+        except ValueError:
+            number = kind("0")
+        # Not "<= 0": this also refuses NaN.
+        if not number > 0:
+            problems.append(f"{option}: expected {expected}, got {text!r}")
+        numbers.add(number)
+    return [] if problems else sorted(numbers)
+
+
+def _split(texts: Sequence[str]) -> list[str]:
+    return [part.strip() for text in texts for part in text.split(",") if part.strip()]
+
+
+def _buckets(config: BuildConfig, longest: int, batches: Sequence[int], seqs: Sequence[int]) -> list[Bucket]:
+    """The buckets of the configuration, or the product of batches and lengths if an axis is given."""
+    configured = config.bucket_list(longest)
+    if not batches and not seqs:
+        return list(configured)
+    crossed = product(batches or {bucket.batch for bucket in configured}, seqs or {bucket.seq for bucket in configured})
+    return sorted(Bucket(batch, seq) for batch, seq in crossed)
+
+
+def _targets(requested: Sequence[str], config: BuildConfig, *, here: bool) -> list[str]:
+    wanted = list(dict.fromkeys(_split(requested))) or list(config.targets)
+    check_names(wanted)
+    if wanted and not here:
+        return wanted
+    availability = {name: ENGINES[name].availability() for name in wanted or ENGINES}
+    able = [name for name, status in availability.items() if status.builds and status.runs]
+    refused = [f"{name}: {status.reason}" for name, status in availability.items() if name not in able]
+    if not able or (wanted and refused):
+        raise TargetError("a sweep builds and measures, which cannot be done here for " + "; ".join(refused))
+    return wanted or able[:1]
 
 
 def sweep(
@@ -64,7 +175,8 @@ def sweep(
             return report
 
         report = written()
-        with contextlib.closing(_runner(ray_address, folder, checkpoint)(missing)) as finished:
+        run = run_locally if ray_address is None else run_on_cluster(ray_address, folder, checkpoint)
+        with contextlib.closing(run(missing)) as finished:
             for entry in finished:
                 rows[entry.name] = entry
                 report = written()
@@ -74,17 +186,7 @@ def sweep(
 
 def exit_code_of(report: SweepReport) -> int:
     """Returns 4 if any cell missed a gate, else 3 if any cell could not be built, else 0."""
-    if any(cell.missed for cell in report.cells):
-        return GATE_FAILED
-    return COULD_NOT_BUILD if any(cell.failed for cell in report.cells) else 0
-
-
-def _runner(ray_address: str | None, folder: Path, checkpoint: Path) -> CellRunner:
-    if ray_address is None:
-        return run_locally
-    from mod_export.sweep.cluster import run_on_cluster
-
-    return run_on_cluster(ray_address, folder, checkpoint)
+    return GATE_FAILED if report.missed else COULD_NOT_BUILD if report.failed else 0
 
 
 def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder: Path, command: str) -> CellJob:
@@ -94,7 +196,7 @@ def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder
         "checkpoint_sha256": model.origin.checkpoint_sha256,
         "capacity": cell.capacity,
         "config": cell_config,
-        "code": _code(model),
+        "code": {package: source_digest(package) for package in ("mod_export", model.origin.package)},
     }
     text = json.dumps({**depends, "versions": {name: package_version(name) for name in VERSIONS}}, sort_keys=True)
     return CellJob(
@@ -119,10 +221,6 @@ def _config_of(cell: Cell, config: BuildConfig) -> dict[str, Any]:
     # A sweep does not measure writing text, whose graphs take longer to build than all others of a cell.
     data["generation"] |= {"build": "never"}
     return data
-
-
-def _code(model: Model) -> dict[str, str]:
-    return {package: source_digest(package) for package in ("mod_export", model.origin.package)}
 
 
 def _notes(model: Model, axes: Axes) -> list[str]:

@@ -11,9 +11,9 @@ from typing import Literal
 from pydantic import JsonValue
 
 from mod_export.rows.base import Result
-from mod_export.rows.latency import SpeedupRow
-from mod_export.rows.parity import TextQuality
+from mod_export.rows.correctness import TextQuality
 from mod_export.rows.report import ReportedModel
+from mod_export.rows.speed import SpeedupRow
 from mod_export.types import DType, SiteKey
 
 SCHEMA_VERSION = 1
@@ -261,6 +261,16 @@ class SweepReport(Result):
     """The cells, ordered by target, batch, length and capacity."""
     findings: Findings
     """Findings from the cells."""
+
+    @property
+    def failed(self) -> list[CellEntry]:
+        """The cells that could not be built."""
+        return [cell for cell in self.cells if cell.failed]
+
+    @property
+    def missed(self) -> list[CellEntry]:
+        """The cells that were built but missed a gate."""
+        return [cell for cell in self.cells if cell.missed]
 
     def to_json(self) -> str:
         """Returns the text of sweep.json, indented, with a final newline."""

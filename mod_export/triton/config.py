@@ -1,4 +1,4 @@
-"""config.pbtxt: the description of a model for Triton, as values and as the text of the file."""
+"""config.pbtxt: the description of a model for Triton, as values and as text; and the settings that its code reads."""
 
 from __future__ import annotations
 
@@ -10,34 +10,12 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mod_export.serve import MAX_WAIT_S
+from mod_export.triton.ports import Port
 
-ANY = -1
-"""Size of a dimension that may have any size."""
-
+FOLDER = "build"
+"""Name of the build folder inside the version folder of a model, where Triton does not look for models."""
 QUEUE_SECONDS = int(MAX_WAIT_S)
 """How many seconds a request may wait in Triton's queue, and a text for a row, before it is refused."""
-
-
-@dataclass(frozen=True, slots=True)
-class Port:
-    """An input or output of a model.
-
-    Attributes:
-        name: name in requests and responses.
-        dtype: Triton's name of the data type, such as INT64 or BYTES.
-        dims: shape, with `ANY` for a dimension of any size.
-        optional: whether a request may leave the input out.
-    """
-
-    name: str
-    dtype: str
-    dims: tuple[int, ...]
-    optional: bool = False
-
-    @property
-    def data_type(self) -> str:
-        """Name of the data type in config.pbtxt."""
-        return "TYPE_STRING" if self.dtype == "BYTES" else f"TYPE_{self.dtype}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +25,12 @@ class Warmup:
     Attributes:
         name: name in the log.
         zeros: inputs filled with zeros; their dims are the shapes of the request.
-        files: (input, file name); the input is read from this file in the model's folder `warmup`.
+        read: inputs that are read from the file of their name in the model's folder `warmup`.
     """
 
     name: str
     zeros: tuple[Port, ...]
-    files: tuple[tuple[Port, str], ...] = ()
+    read: tuple[Port, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +81,41 @@ def config_text(model: TritonModel) -> str:
 def _quoted(text: str) -> str:
     """Quotes a string for protobuf's text format; for these strings it has the same escapes as JSON."""
     return json.dumps(text, ensure_ascii=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings that a model's code reads from its config.pbtxt.
+
+    Attributes:
+        folder: the build folder.
+        target: target of the engines.
+        dtype: dtype of the engines.
+        threads: threads of an engine inside one operator; None uses every physical core.
+        max_queue: how many texts may wait for a row.
+    """
+
+    folder: Path
+    target: str
+    dtype: str
+    threads: int | None
+    max_queue: int
+
+
+def parameters_of(target: str, dtype: str, threads: int | None, max_queue: int) -> dict[str, str]:
+    """Returns the parameters of config.pbtxt that `settings_of` reads."""
+    parameters = {"target": target, "dtype": dtype, "max_queue": str(max_queue)}
+    return parameters if threads is None else {**parameters, "threads": str(threads)}
+
+
+def settings_of(args: Mapping[str, str]) -> Settings:
+    """Reads the settings from the arguments that Triton passes to `initialize`."""
+    parameters = json.loads(args["model_config"])["parameters"]
+    values = {name: value["string_value"] for name, value in parameters.items()}
+    return Settings(
+        folder=Path(args["model_repository"]) / args["model_version"] / FOLDER,
+        target=values["target"],
+        dtype=values["dtype"],
+        threads=int(values["threads"]) if "threads" in values else None,
+        max_queue=int(values["max_queue"]),
+    )

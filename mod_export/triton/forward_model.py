@@ -10,7 +10,7 @@ import numpy as np
 
 from mod_export.errors import BuildFolderError, ModExportError, UsageError
 from mod_export.runtime.deployment import load
-from mod_export.triton.served import settings_of
+from mod_export.triton.config import settings_of
 
 
 class TritonPythonModel:
@@ -41,7 +41,7 @@ class TritonPythonModel:
         tensors = {name: utils.get_input_tensor_by_name(request, name) for name in self._inputs}
         arrays = {name: tensor.as_numpy() for name, tensor in tensors.items() if tensor is not None}
         try:
-            outputs = self._run(arrays)
+            outputs = self._deployment.answer(arrays)
         except ModExportError as error:
             # A damaged build folder is an internal error, not an invalid request.
             is_usage = isinstance(error, UsageError) and not isinstance(error, BuildFolderError)
@@ -50,9 +50,3 @@ class TritonPythonModel:
         return utils.InferenceResponse(
             [utils.Tensor(name, np.ascontiguousarray(outputs[name])) for name in self._outputs]
         )
-
-    def _run(self, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        if self._deployment.vocab_size is None:
-            return self._deployment.infer(given)
-        (output,) = self._outputs
-        return {output: self._deployment.run(given["input_ids"], given.get("lengths"))}

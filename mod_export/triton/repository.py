@@ -1,4 +1,4 @@
-"""Writes the repository to disk: into a temporary folder first, then renamed. Never overwrites foreign files."""
+"""Writes a model repository to disk: into a temporary folder first, then renamed. Never overwrites foreign files."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from mod_export.errors import UsageError
 from mod_export.folder.files import PARTIAL, replace_file, verify_files
 from mod_export.folder.manifest import MANIFEST
 from mod_export.runtime.deployment import warn_unverified
-from mod_export.triton.buckets import plan_models, portable_models
 from mod_export.triton.config import TritonModel, config_text
-from mod_export.triton.models import folder_model, text_model
-from mod_export.triton.request import VERSION, RepositoryRequest
+from mod_export.triton.models import VERSION, RepositoryRequest, forward_models, text_model
 
 MARKER = ".mod-export-triton.json"
 """File that lists the models this command wrote. Triton ignores it, because it looks at folders only."""
@@ -46,26 +44,14 @@ def write_repository(request: RepositoryRequest, root: Path) -> tuple[list[Trito
     text = text_model(request)
     if isinstance(text, TritonModel):
         models.append(text)
-    _check_names(root, owned, request.name, models)
+    _check_names(root, owned, request.model_name, models)
     warn_unverified(request.folder, request.manifest)
     _verify(request, models)
     with _explained(root), _beside(root) as stage:
         for model in models:
             _write_model(stage / model.name, model)
-        _put(stage, root, owned, request.name, [model.name for model in models])
-    return models, "" if isinstance(text, TritonModel) else text
-
-
-def forward_models(request: RepositoryRequest) -> list[TritonModel]:
-    """Returns the models that run whole rows; the first is the one that clients address.
-
-    Raises:
-        UsageError: the folder has nothing for this `forward`.
-        TargetError: no engine runs here, or the engines or graphs missed their gates.
-    """
-    if request.forward == "onnxruntime":
-        return portable_models(request)
-    return plan_models(request) if request.forward == "tensorrt" else [folder_model(request)]
+        _put(stage, root, owned, request.model_name, [model.name for model in models])
+    return models, "" if isinstance(text, TritonModel) else text.reason
 
 
 def _check_place(folder: Path, root: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import secrets
 import threading
 import time
 from collections.abc import Mapping
@@ -17,29 +18,25 @@ from typing import Any, Self
 import numpy as np
 
 from mod_export.errors import ModExportError, UsageError
-from mod_export.runtime.generator import load_generator
+from mod_export.runtime.generator import Generator, load_generator
 from mod_export.runtime.rows import Text
-from mod_export.serve.jobs import ClosingError, Ended, Event, Failed, Job, QueueFullError, WaitedTooLongError
-from mod_export.serve.scheduler import Scheduler
-from mod_export.triton.config import QUEUE_SECONDS
-from mod_export.triton.served import settings_of
-from mod_export.triton.text_request import texts_of
+from mod_export.serve.scheduler import (
+    ClosingError,
+    Ended,
+    Event,
+    Failed,
+    Job,
+    QueueFullError,
+    Scheduler,
+    WaitedTooLongError,
+)
+from mod_export.triton.config import QUEUE_SECONDS, settings_of
 
 LOOK_SECONDS = 0.1
 """Seconds between two checks for clients that have disconnected."""
-
-
-class _Answer:
-    """A request that is being answered.
-
-    Attributes:
-        sender: sends its responses.
-        job: its job in the scheduler.
-    """
-
-    def __init__(self, sender: Any) -> None:
-        self.sender = sender
-        self.job: Job | None = None
+MOST_NEW_TOKENS = 128
+"""Number of new tokens if a request does not set it; fewer if the window has no room for them."""
+SAMPLING = {"temperature": float, "top_p": float, "top_k": int}
 
 
 class Answers:
@@ -52,23 +49,21 @@ class Answers:
 
     def __init__(self, utils: Any, *, shows_text: bool) -> None:
         self._utils, self._shows_text = utils, shows_text
-        self._events: queue.SimpleQueue[tuple[_Answer, Event] | None] = queue.SimpleQueue()
-        self._active: set[_Answer] = set()
+        self._events: queue.SimpleQueue[tuple[Any, Event] | None] = queue.SimpleQueue()
+        self._jobs: dict[Any, Job] = {}
         self._changing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="mod-export answers", daemon=True)
 
     def begin(self, scheduler: Scheduler, texts: list[Text], sender: Any) -> None:
-        """Starts to answer a request.
+        """Starts to answer a request with `sender`.
 
         Raises:
             QueueFullError: the scheduler has no room for it.
             ClosingError: the scheduler accepts no more requests.
         """
-        answer = _Answer(sender)
-        # Events may arrive before `submit` returns. The last one waits for the lock, so it finds the answer in the set.
+        # Events may arrive before `submit` returns. The last one waits for the lock, so it finds the job.
         with self._changing:
-            answer.job = scheduler.submit(texts, lambda event: self._events.put((answer, event)))
-            self._active.add(answer)
+            self._jobs[sender] = scheduler.submit(texts, lambda event: self._events.put((sender, event)))
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -96,40 +91,40 @@ class Answers:
 
     def _cancel_what_nobody_reads(self) -> None:
         with self._changing:
-            active = list(self._active)
-        for answer in active:
-            if answer.sender.is_cancelled() and answer.job is not None:
-                answer.job.cancel()
+            jobs = list(self._jobs.items())
+        for sender, job in jobs:
+            if sender.is_cancelled():
+                job.cancel()
 
-    def _send_or_drop(self, answer: _Answer, event: Event) -> None:
+    def _send_or_drop(self, sender: Any, event: Event) -> None:
         try:
-            self._send(answer, event)
+            self._send(sender, event)
         except Exception as error:  # A failed response to one client must not block the responses to the others.
             self._utils.Logger.log_error(f"mod-export: a response cannot be sent: {error}")
             with self._changing:
-                self._active.discard(answer)
-                if answer.job is not None:
-                    answer.job.cancel()
+                job = self._jobs.pop(sender, None)
+            if job is not None:
+                job.cancel()
 
-    def _send(self, answer: _Answer, event: Event) -> None:
+    def _send(self, sender: Any, event: Event) -> None:
         utils = self._utils
         if not isinstance(event, Ended | Failed):
             tensors = [] if event.token is None else [utils.Tensor("token", np.array([event.token], dtype=np.int64))]
             if self._shows_text:
                 tensors.append(utils.Tensor("text", _bytes(event.text)))
-            answer.sender.send(utils.InferenceResponse(tensors))
+            sender.send(utils.InferenceResponse(tensors))
             return
         with self._changing:
-            self._active.discard(answer)
+            self._jobs.pop(sender, None)
         if isinstance(event, Failed):
-            self.refuse(answer.sender, event.error)
+            self.refuse(sender, event.error)
             return
         final = utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         if event.completion.finish == "cancelled":
-            answer.sender.send(flags=final)  # Its client has disconnected.
+            sender.send(flags=final)  # Its client has disconnected.
             return
         last = utils.InferenceResponse([utils.Tensor("finish_reason", _bytes(event.completion.finish))])
-        answer.sender.send(last, flags=final)
+        sender.send(last, flags=final)
 
     def refuse(self, sender: Any, error: Exception) -> None:
         """Ends a request with an error: HTTP 400 for an invalid request, 503 if there is no room, otherwise 500."""
@@ -145,6 +140,37 @@ class Answers:
 
 def _bytes(text: str) -> np.ndarray:
     return np.array([text.encode()], dtype=np.object_)
+
+
+def texts_of(generator: Generator, given: Mapping[str, np.ndarray]) -> list[Text]:
+    """Returns a list with the one text of a request.
+
+    Args:
+        generator: writes the text.
+        given: inputs of the request: `text` or `input_ids`, and optionally `max_tokens`, `temperature`, `top_p`,
+            `top_k`, `seed` and `stop`.
+
+    Raises:
+        UsageError: an input is invalid.
+    """
+    if ("text" in given) == ("input_ids" in given):
+        raise UsageError(f"expected either text or input_ids, got {'both' if 'text' in given else 'neither'}")
+    prompt = _string("text", given["text"][0]) if "text" in given else given["input_ids"].tolist()
+    options: dict[str, Any] = {name: kind(given[name][0]) for name, kind in SAMPLING.items() if name in given}
+    options["seed"] = int(given["seed"][0]) if "seed" in given else secrets.randbits(31)
+    options["stop"] = [_string("stop", value) for value in given.get("stop", ())]
+    ids = generator.ids([prompt])
+    # The last new token is never read, so a text may have one more token than the window has room for.
+    room = max(1, generator.window - len(ids[0]) + 1)
+    new_tokens = int(given["max_tokens"][0]) if "max_tokens" in given else min(MOST_NEW_TOKENS, room)
+    return generator.texts(ids, new_tokens, **options)
+
+
+def _string(name: str, value: bytes) -> str:
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name}: expected UTF-8, got a byte that is not at position {error.start}") from error
 
 
 class TritonPythonModel:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mod_models.checkpoint import CheckpointError
-from mod_models.convert.dialects import read_dialect, refuse_undeclared
 from mod_models.convert.foreign import ForeignModel
 from mod_models.convert.gguf_file import starts_as_gguf
 from mod_models.convert.gguf_model import read_gguf
 from mod_models.convert.hugging_face import is_hugging_face, read_hugging_face
+from mod_models.convert.implementations import read_implementation, refuse_undeclared
 
 
 class Reader(NamedTuple):
@@ -52,17 +52,17 @@ def read_foreign(
         path: path of the model.
         max_positions: tokens of the longest row, to make it shorter than the model allows.
         ignored: configuration fields that the caller knows to change nothing.
-        dialect: name in `dialects.DIALECTS`, for a folder of another implementation of Mixture-of-Depths.
-        capacity: capacity of the routed layers; None for the value of the folder or of the dialect.
+        dialect: name in `IMPLEMENTATIONS`, for a folder of a public implementation of Mixture-of-Depths.
+        capacity: capacity of the routed layers; None for the value of the folder or of the implementation.
 
     Raises:
         CheckpointError: no reader recognises the format, a spec cannot describe the model, the model is damaged, or it
-            has the routers of a dialect and no dialect was declared.
+            has the routers of an implementation and none was declared.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
     if dialect is not None:
-        return read_dialect(path, dialect, capacity, max_positions, ignored)
+        return read_implementation(path, dialect, capacity, max_positions, ignored)
     if capacity is not None:
         raise CheckpointError("--capacity is for routed layers of a --dialect, and none was declared")
     if path.is_dir():

@@ -1,4 +1,4 @@
-"""Reader of a Hugging Face config.json, and the fields that are known to change no number.
+"""Reader of a Hugging Face config.json, its rotary angles, and the fields that are known to change no number.
 
 A field that is not read could change what the model computes, so an unknown field is refused by name. A null field
 counts as not set, as in transformers.
@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from mod_models.spec import shown
+from mod_models.spec import RopeScaling, shown
 
 HARMLESS = frozenset(
     {
@@ -51,6 +51,16 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 """Field -> the values with which it changes nothing. With any other value, a spec cannot describe the model."""
+DEFAULT_THETA = 10_000.0
+ROPE_FIELDS = ("rope_type", "type", "rope_theta")
+ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+"""Kind of rotary angles -> its parameters."""
+ROPE_ONLY: Mapping[str, tuple[Any, ...]] = {"partial_rotary_factor": (1, 1.0), "attention_factor": (1, 1.0)}
+"""Other field of the table of rotary angles -> the values with which it changes nothing."""
 
 
 class Config:
@@ -143,3 +153,59 @@ class Config:
 
 def _as_json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def rope_of(config: Config) -> tuple[float, RopeScaling | None]:
+    """Returns (theta, scaling), and records in `config.problems` why a spec cannot describe them.
+
+    The fields are `rope_theta` and `rope_scaling`, or `rope_parameters` (transformers 5).
+    """
+    tables = {name: config.get(name) for name in ("rope_scaling", "rope_parameters")}
+    # If both are given, transformers takes the older one.
+    name = "rope_scaling" if tables["rope_scaling"] else "rope_parameters"
+    table, theta = tables[name] or {}, config.get("rope_theta")
+    if not isinstance(table, Mapping):
+        config.problem(name, f"expected a table, got {shown(table)}")
+        return DEFAULT_THETA, None
+    theta = table.get("rope_theta", DEFAULT_THETA if theta is None else theta)
+    kind = table.get("rope_type") or table.get("type") or "default"
+    if not isinstance(kind, str) or kind not in ROPE_KINDS:
+        config.problem(f"{name}.rope_type", f"a spec cannot say {shown(kind)}; known: {', '.join(ROPE_KINDS)}")
+        return DEFAULT_THETA, None
+    _check_other_rope_fields(config, name, table, kind)
+    parameters = {
+        parameter: config.positive(f"{name}.{parameter}", table.get(parameter)) for parameter in ROPE_KINDS[kind]
+    }
+    theta = config.positive(f"{name}.rope_theta" if "rope_theta" in table else "rope_theta", theta)
+    if kind == "default":
+        return theta, None
+    if kind == "linear":
+        return theta, RopeScaling(kind=kind, factor=parameters["factor"])
+    return theta, RopeScaling(
+        kind=kind,
+        factor=parameters["factor"],
+        low_freq_factor=parameters["low_freq_factor"],
+        high_freq_factor=parameters["high_freq_factor"],
+        original_positions=_original_positions(config, name, table),
+    )
+
+
+def _original_positions(config: Config, name: str, table: Mapping[str, Any]) -> int:
+    """Positions before scaling; if they are left out, transformers takes `max_position_embeddings`."""
+    value = table.get("original_max_position_embeddings")
+    value = config.get("max_position_embeddings") if value is None else value
+    if type(value) is int and value > 0:
+        return value
+    config.problem(f"{name}.original_max_position_embeddings", f"expected a whole number above 0, got {shown(value)}")
+    return 1
+
+
+def _check_other_rope_fields(config: Config, name: str, table: Mapping[str, Any], kind: str) -> None:
+    # The length before scaling is often given although nothing depends on it.
+    known = {*ROPE_FIELDS, *ROPE_KINDS[kind], "original_max_position_embeddings"}
+    for field, value in table.items():
+        if field in known or value is None or value in ROPE_ONLY.get(field, ()):
+            continue
+        config.problem(
+            f"{name}.{shown(field)}".replace("'", ""), f"a spec cannot say {shown(value)} with {kind} angles"
+        )

@@ -1,22 +1,31 @@
-"""Result of every reader of another format: the spec, the location of each tensor, and the files beside them."""
+"""A model in another format, as every reader describes it: spec, location of each tensor, and the files beside them.
+
+`write_folder` writes it as a checkpoint folder, one piece of the weights at a time.
+"""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mod_models.checkpoint import MOST_PROBLEMS, Checkpoint, CheckpointError
-from mod_models.spec import ModelSpec
-from mod_models.transformer import Transformer
+from mod_models.checkpoint import MOST_PROBLEMS, Checkpoint, CheckpointError, config_text, first_line
+from mod_models.spec import ModelSpec, SpecError
+from mod_models.transformer import weight_shapes
 
 PIECE_BYTES = 2**25
 """Bytes of weights in memory at a time while they are read."""
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+ALIGNMENT = 8
 
 
 class TensorRows(Protocol):
@@ -43,19 +52,17 @@ class StoredTensor(TensorRows, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of a tensor in a file, and a number to add: the source of one tensor of a checkpoint.
+    """Rows of a tensor in a file: the source of one tensor of a checkpoint.
 
     Attributes:
         source: the whole tensor.
         start: the first row.
         length: number of rows.
-        added: number to add to each element, in float32; 0 for no change.
     """
 
     source: TensorRows
     start: int
     length: int
-    added: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,11 +70,10 @@ class Part:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.added else self.source.dtype
+        return self.source.dtype
 
     def rows(self, start: int, stop: int) -> Tensor:
-        rows = self.source.rows(self.start + start, self.start + stop)
-        return rows.float() + self.added if self.added else rows
+        return self.source.rows(self.start + start, self.start + stop)
 
     def pieces(self) -> Iterator[Tensor]:
         """Yields the rows in order, in pieces of at most `PIECE_BYTES` (or one row)."""
@@ -78,81 +84,157 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class HalvesOfHeads:
+class Derived:
+    """A tensor that is computed from others when its rows are read; see `TensorRows`."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rows: Callable[[int, int], Tensor]
+
+
+def plus(source: TensorRows, added: float) -> Derived:
+    """A tensor plus a number, float32."""
+    return Derived(source.shape, torch.float32, lambda start, stop: source.rows(start, stop).float() + added)
+
+
+def halves_of_heads(source: TensorRows, d_head: int) -> Derived:
     """Reorders rows of queries or keys: the source rotates pairs of neighbouring rows, this package rotates two halves.
 
     Meta's own code for Llama, and files of llama.cpp, store row i of the second half next to row i of the first.
     """
 
-    source: TensorRows
-    d_head: int
+    def rows(start: int, stop: int) -> Tensor:
+        # Whole heads are read.
+        first, last = start // d_head * d_head, -(-stop // d_head) * d_head
+        heads = source.rows(first, last)
+        pairs = heads.reshape(-1, d_head // 2, 2, *heads.shape[1:])
+        return pairs.transpose(1, 2).reshape(heads.shape)[start - first : stop - first]
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.shape
+    return Derived(source.shape, source.dtype, rows)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.source.dtype
 
-    def rows(self, start: int, stop: int) -> Tensor:
-        """Like `TensorRows.rows`, but reads whole heads."""
-        first, last = start // self.d_head * self.d_head, -(-stop // self.d_head) * self.d_head
-        rows = self.source.rows(first, last)
-        pairs = rows.reshape(-1, self.d_head // 2, 2, *rows.shape[1:])
-        return pairs.transpose(1, 2).reshape(rows.shape)[start - first : stop - first]
+def difference(source: TensorRows) -> Derived:
+    """The second row of a tensor minus the first, float32: the logit of the second of two classes against the first."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        both = source.rows(0, 2).float()
+        return (both[1:] - both[:1])[start:stop]
+
+    return Derived((1, *source.shape[1:]), torch.float32, rows)
+
+
+def low_rank(source: TensorRows, down: TensorRows, up: TensorRows) -> Derived:
+    """A matrix plus a low-rank product, float32: W + up @ down (LoRA, Hu et al., arXiv 2106.09685)."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        product = up.rows(start, stop).float() @ down.rows(0, down.shape[0]).float()
+        return source.rows(start, stop).float() + product
+
+    return Derived(source.shape, torch.float32, rows)
 
 
 class Place(NamedTuple):
-    """Location of one of our tensors: name and shape of the tensor in the other format, and our first row in it."""
+    """Location of one of our tensors in another format.
+
+    Attributes:
+        name: the name of the tensor there.
+        shape: the shape that it must have there.
+        start: the row at which ours starts.
+        made: converts the tensor to our order and values; by default they are the same.
+    """
 
     name: str
     shape: tuple[int, ...]
     start: int = 0
+    made: Callable[[TensorRows], TensorRows] = lambda tensor: tensor
 
 
-def part_at(
-    place: Place, tensors: Mapping[str, StoredTensor], length: int, added: float, declared_by: str, known: str
-) -> Part | str:
-    """Returns the source of one of our tensors, or the problem with it.
+Find = Callable[[str, tuple[int, ...]], Place]
+"""(name, shape) of one of our tensors -> its place in another format."""
+
+
+class Located(NamedTuple):
+    """The sources of our tensors.
+
+    Attributes:
+        parts: state_dict name -> source.
+        problems: why other tensors of ours have none.
+        unused: names of tensors of the other format that no source uses.
+    """
+
+    parts: dict[str, Part]
+    problems: list[str]
+    unused: list[str]
+
+
+def locate(
+    spec: ModelSpec,
+    find: Find,
+    tensors: Mapping[str, StoredTensor],
+    declared_by: str,
+    known: str,
+    located: Mapping[str, Part] | None = None,
+) -> Located:
+    """Finds the sources of the tensors of a model with this spec.
 
     Args:
-        place: location of our tensor.
+        spec: the spec of the model.
+        find: finds the place of each of our tensors.
         tensors: name -> tensor in the other format.
-        length: number of rows of our tensor.
-        added: see `Part`.
-        declared_by: the file that declares the shape, for messages.
+        declared_by: the file that declares the shapes, for messages.
         known: the dtypes that can be read, for messages.
+        located: our tensors that were already found.
     """
-    tensor = tensors.get(place.name)
-    if tensor is None:
-        return f"{place.name} is missing, expected {list(place.shape)}"
-    if tensor.shape != place.shape:
-        return f"{place.name} has shape {list(tensor.shape)}, {declared_by} says {list(place.shape)}"
-    if not isinstance(tensor.stored, torch.dtype):
-        return f"{place.name} holds {tensor.stored}, expected {known}"
-    return Part(tensor, place.start, length, added)
+    parts, problems, looked_up = dict(located or {}), [], set()
+    for name, shape in weight_shapes(spec).items():
+        if name in parts:
+            continue
+        place = find(name, shape)
+        looked_up.add(place.name)
+        tensor = tensors.get(place.name)
+        if tensor is None:
+            problems.append(f"{place.name} is missing, expected {list(place.shape)}")
+        elif tensor.shape != place.shape:
+            problems.append(f"{place.name} has shape {list(tensor.shape)}, {declared_by} says {list(place.shape)}")
+        elif not isinstance(tensor.stored, torch.dtype):
+            problems.append(f"{place.name} holds {tensor.stored}, expected {known}")
+        else:
+            parts[name] = Part(place.made(tensor), place.start, shape[0])
+    return Located(parts, problems, [name for name in tensors if name not in looked_up])
 
 
-def projection_rows(spec: ModelSpec, part: str) -> int:
-    """Number of rows of a projection by its name, such as `q_proj`."""
-    if part == "q_proj":
-        return spec.n_heads * spec.d_head
-    return spec.n_kv_heads * spec.d_head if part in ("k_proj", "v_proj") else spec.d_ff
+Fused = Mapping[str, tuple[str, ...]]
+"""Name of a fused projection -> our projections in it: a format stores them in one tensor, one after the other."""
+PHI3_FUSED: Fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-class Companion(Protocol):
-    """A file that belongs to a model, such as its tokenizer; a `Path` is one."""
+def renamed(name: str, names: Iterable[tuple[str, str]]) -> str:
+    """Name of one of our tensors in another format, by a table of patterns and templates."""
+    for pattern, template in names:
+        if match := re.fullmatch(pattern, name):
+            return match.expand(template)
+    raise AssertionError(name)
 
-    @property
-    def name(self) -> str: ...
 
-    def read_bytes(self) -> bytes: ...
+def place_of(
+    spec: ModelSpec, name: str, shape: tuple[int, ...], their_name: Callable[[str], str], fused: Fused
+) -> Place:
+    """Finds the place of one of our tensors by its name, as a part of a fused projection if it is in one."""
+    rows_of = {"q_proj": spec.n_heads * spec.d_head} | dict.fromkeys(
+        ("k_proj", "v_proj"), spec.n_kv_heads * spec.d_head
+    )
+    for whole, members in fused.items():
+        for number, member in enumerate(members):
+            if f".{member}." in name:
+                rows = [rows_of.get(projection, spec.d_ff) for projection in members]
+                theirs = their_name(name.replace(f".{member}.", f".{whole}."))
+                return Place(theirs, (sum(rows), *shape[1:]), sum(rows[:number]))
+    return Place(their_name(name), shape)
 
 
 @dataclass(frozen=True, slots=True)
 class MadeFile:
-    """A companion whose content is generated, not read from a file."""
+    """A companion of a model whose content is generated, not read from a file."""
 
     name: str
     content: bytes
@@ -178,7 +260,7 @@ class ForeignModel:
     family: str
     spec: ModelSpec
     parts: Mapping[str, Part]
-    companions: tuple[Companion, ...] = ()
+    companions: tuple[Path | MadeFile, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -209,16 +291,86 @@ class ForeignModel:
         )
 
 
-def shapes_of(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """state_dict name -> shape of every tensor of a checkpoint with this spec."""
-    # One position is enough: no weight depends on it, and RoPE tables take memory even on the meta device.
-    with torch.device("meta"):
-        state = Transformer(replace(spec, max_positions=1)).state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
 def refuse(path: Path, problems: list[str]) -> None:
     """Raises the problems as one CheckpointError, if there are any."""
     if problems := list(dict.fromkeys(problems)):
         more = f"; and {len(problems) - MOST_PROBLEMS} more" if len(problems) > MOST_PROBLEMS else ""
         raise CheckpointError(f"{path}: " + "; ".join(problems[:MOST_PROBLEMS]) + more)
+
+
+def declared_spec(path: Path, problems: list[str], **fields: Any) -> ModelSpec:
+    """Returns the spec with these fields, which the file at `path` declares.
+
+    Raises:
+        CheckpointError: there are problems with the declarations, or the spec is not valid.
+    """
+    refuse(path, problems)
+    try:
+        return ModelSpec(**fields)
+    except SpecError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def write_folder(model: ForeignModel, out: Path, written: Callable[[int, int], None] = lambda done, all_: None) -> None:
+    """Writes config.json, model.safetensors and the companions of a model. The folder appears complete or not at all.
+
+    Args:
+        model: the model. Weights keep their stored dtype.
+        out: a folder that does not exist yet, or is empty.
+        written: called after each piece with the bytes of weights that are written, and the bytes of all weights.
+
+    Raises:
+        CheckpointError: `out` is not empty, the disk is full or not writable, or a weight is not finite.
+    """
+    with _new_folder(out) as folder:
+        (folder / "config.json").write_text(config_text(model.spec), encoding="utf-8")
+        for companion in model.companions:
+            (folder / companion.name).write_bytes(_content(companion))
+        # Order of the safetensors library: wide dtypes first, then by name. So every tensor is aligned.
+        parts = dict(sorted(model.parts.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
+        done, all_ = 0, sum(map(_bytes, parts.values()))
+        with (folder / "model.safetensors").open("wb") as file:
+            file.write(_header(parts))
+            for name, part in parts.items():
+                for piece in part.pieces():
+                    model.check_piece(name, piece)
+                    done += file.write(piece.contiguous().view(torch.uint8).numpy().data)
+                    written(done, all_)
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yields a folder beside `out`, which is renamed to `out` if the block succeeds, and removed if not."""
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise CheckpointError(f"{out}: exists already; name another folder, or delete it")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as temporary:
+            folder = Path(temporary) / out.name
+            folder.mkdir()
+            yield folder
+            folder.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out}: could not be written ({error.strerror or first_line(error)})") from error
+
+
+def _content(companion: Path | MadeFile) -> bytes:
+    try:
+        return companion.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{companion}: cannot be read ({error.strerror})") from error
+
+
+def _bytes(part: Part) -> int:
+    return part.dtype.itemsize * math.prod(part.shape)
+
+
+def _header(parts: Mapping[str, Part]) -> bytes:
+    """Header of a safetensors file (https://huggingface.co/docs/safetensors): the length of a JSON table, the table."""
+    end, table = 0, {}
+    for name, part in parts.items():
+        begin, end = end, end + _bytes(part)
+        table[name] = {"dtype": DTYPES[part.dtype], "shape": part.shape, "data_offsets": (begin, end)}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % ALIGNMENT)
+    return len(text).to_bytes(8, "little") + text

@@ -1,5 +1,9 @@
 """Reads the model of a GGUF file from llama.cpp's converter: the spec in its metadata, and its names of tensors.
 
+A file stores the rotary scaling of Llama 3.1 as the divisor of each angle, which the converter computes from the
+parameters of the rule in config.json. A spec needs the parameters, so they are recovered, and only accepted if they
+reproduce the tensor.
+
 Facts are from llama.cpp's `convert_hf_to_gguf.py` (keys, tensors and order of rows) and `src/llama-model.cpp` (defaults
 of missing keys).
 """
@@ -10,28 +14,33 @@ import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert.config_json import Config
-from mod_models.convert.families import Fused
 from mod_models.convert.foreign import (
+    PHI3_FUSED,
     ForeignModel,
-    HalvesOfHeads,
+    Fused,
     Part,
     Place,
-    part_at,
-    projection_rows,
+    declared_spec,
+    halves_of_heads,
+    locate,
+    place_of,
     refuse,
-    shapes_of,
+    renamed,
 )
 from mod_models.convert.gguf_file import KNOWN, GgufTensor, Metadata, read_gguf_file
-from mod_models.convert.gguf_rope import FACTORS, scaling_of
 from mod_models.convert.gguf_tokenizer import tokenizer_of
-from mod_models.spec import ModelSpec, RopeScaling, SpecError, shown
+from mod_models.layers import ROPE_SCALINGS
+from mod_models.spec import ModelSpec, RopeScaling, shown
 
 ARCHITECTURE = "general.architecture"
 TOKENS = "tokenizer.ggml.tokens"
@@ -61,6 +70,11 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 """Key of an architecture -> the values with which it changes nothing."""
 HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout")
 """Keys of an architecture that change nothing with the rotary angles that a spec can describe."""
+FACTORS = "rope_freqs.weight"
+LLAMA_3 = (4.0, 8192)
+"""high_freq_factor and original_positions of every Llama 3.x, for tensors that do not determine them."""
+TOLERANCE = 1e-5
+"""Relative tolerance of a factor, because llama.cpp's converter computes factors in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,26 +86,21 @@ class GgufFamily:
         scale: whether embeddings are multiplied by the square root of the width.
         paired: whether the rows of queries and keys are stored as pairs of neighbours.
         tied: whether the head is always the embedding.
-        fused: projections that are stored together.
+        fused: see `foreign.Fused`.
     """
 
     says: Mapping[str, Any] = field(default_factory=dict)
     scale: bool = False
     paired: bool = False
     tied: bool = False
-    fused: tuple[Fused, ...] = ()
+    fused: Fused = field(default_factory=dict)
 
 
 FAMILIES: dict[str, GgufFamily] = {
     "llama": GgufFamily(paired=True),
     "qwen2": GgufFamily(),
     "qwen3": GgufFamily(says={"qk_norm": "head"}),
-    "phi3": GgufFamily(
-        fused=(
-            Fused(name="qkv_proj", parts=("q_proj", "k_proj", "v_proj")),
-            Fused(name="gate_up_proj", parts=("gate_proj", "up_proj")),
-        )
-    ),
+    "phi3": GgufFamily(fused=PHI3_FUSED),
     # Its files store 1 + w for each norm weight w, so no offset is needed.
     "gemma": GgufFamily(says={"activation": "gelu_tanh"}, scale=True, tied=True),
 }
@@ -168,11 +177,7 @@ class _Declared:
         }
         only = {self.key(name): values for name, values in ONLY.items()}
         config.check_others(ignored, tuple(map(self.key, HARMLESS)), only)
-        refuse(self.path, config.problems)
-        try:
-            return ModelSpec(**declared)
-        except SpecError as error:
-            raise CheckpointError(f"{self.path}: " + "; ".join(error.problems)) from error
+        return declared_spec(self.path, config.problems, **declared)
 
     def _head_width(self, width: int, heads: int) -> int:
         key, config = self.key("attention.key_length"), self.config
@@ -232,7 +237,7 @@ class _Declared:
             return RopeScaling(kind="linear", factor=stretch) if linear else None
         if linear:
             config.problem(factor_key, f"{shown(factor)} beside {FACTORS}, and a spec has one of them")
-        scaling = scaling_of(factors, theta, d_head)
+        scaling = _scaling_of(factors, theta, d_head)
         if isinstance(scaling, str):
             config.problem(FACTORS, scaling)
             return None
@@ -259,39 +264,69 @@ def _plain(value: Any) -> Any:
 def _parts(
     path: Path, kind: str, family: GgufFamily, spec: ModelSpec, tensors: Mapping[str, GgufTensor]
 ) -> dict[str, Part]:
-    parts: dict[str, Part] = {}
-    problems: list[str] = []
-    looked_up = {FACTORS} if kind == "llama" else set()
-    for name, shape in shapes_of(spec).items():
-        place = _place(family, spec, name, shape)
-        looked_up.add(place.name)
-        part = part_at(place, tensors, shape[0], 0.0, "its metadata", KNOWN)
-        if isinstance(part, str):
-            problems.append(part)
-        elif family.paired and re.search(r"\.[qk]_proj\.", name):
-            parts[name] = Part(HalvesOfHeads(tensors[place.name], spec.d_head), place.start, shape[0])
-        else:
-            parts[name] = part
+    def find(name: str, shape: tuple[int, ...]) -> Place:
+        place = place_of(spec, name, shape, lambda ours: renamed(ours, NAMES), family.fused)
+        pairs = family.paired and re.search(r"\.[qk]_proj\.", name)
+        return place._replace(made=partial(halves_of_heads, d_head=spec.d_head)) if pairs else place
+
+    parts, problems, unused = locate(spec, find, tensors, "its metadata", KNOWN)
     problems += [
-        f"{shown(name)} belongs to nothing that its metadata describe" for name in tensors if name not in looked_up
+        f"{shown(name)} belongs to nothing that its metadata describe"
+        for name in unused
+        if kind != "llama" or name != FACTORS
     ]
     refuse(path, problems)
     return parts
 
 
-def _place(family: GgufFamily, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Place:
-    for fused in family.fused:
-        for projection in fused.parts:
-            if f".{projection}." in name:
-                rows = [projection_rows(spec, member) for member in fused.parts]
-                theirs = gguf_name(name.replace(f".{projection}.", f".{fused.name}."))
-                return Place(theirs, (sum(rows), *shape[1:]), sum(rows[: fused.parts.index(projection)]))
-    return Place(gguf_name(name), shape)
+def _scaling_of(tensor: GgufTensor, theta: float, d_head: int) -> RopeScaling | str | None:
+    """Returns the scaling that gives a tensor of factors, None if all factors are 1, or the problem as text."""
+    if tensor.shape != (d_head // 2,) or tensor.stored is not torch.float32:
+        return f"expected {d_head // 2} numbers of float32, got {list(tensor.shape)} of {tensor.stored}"
+    factor_E = tensor.rows(0, d_head // 2).double()
+    if not bool((torch.isfinite(factor_E) & (factor_E > 0)).all()):
+        return "holds factors that are not above 0"
+    angle_E = theta ** (-torch.arange(0, d_head, 2, dtype=torch.float64) / d_head)
+    largest = float(factor_E.max())
+    if largest == float(factor_E.min()):
+        return None if largest == 1.0 else RopeScaling(kind="linear", factor=largest)
+    for high, positions in _llama3_limits(factor_E, angle_E, largest):
+        if not (math.isfinite(high) and math.isfinite(positions)) or high <= 1 or not 1 <= positions < 2**31:
+            continue
+        # Only ratios of low_freq_factor, high_freq_factor and original_positions matter, so low_freq_factor can be 1.
+        scaling = RopeScaling(
+            kind="llama3", factor=largest, low_freq_factor=1.0, high_freq_factor=high,
+            original_positions=round(positions),
+        )  # fmt: skip
+        again_E = angle_E / ROPE_SCALINGS["llama3"](angle_E, scaling)
+        if bool(((again_E - factor_E).abs() <= TOLERANCE * factor_E).all()):
+            return scaling
+    return "its factors are not those of the rule of Llama 3.1, the only one that a spec can say"
 
 
-def gguf_name(name: str) -> str:
-    """Name in llama.cpp of one of our tensors."""
-    for pattern, template in NAMES:
-        if match := re.fullmatch(pattern, name):
-            return match.expand(template)
-    raise AssertionError(name)
+def _llama3_limits(factor_E: Tensor, angle_E: Tensor, largest: float) -> list[tuple[float, float]]:
+    """Pairs (high_freq_factor, original_positions) that can explain the factors with low_freq_factor = 1.
+
+    Between the two limits of the wavelength, the share of the unscaled angle is
+    (positions * angle / 2 pi - 1) / (high - 1).
+    """
+    pairs: list[tuple[float, float]] = [LLAMA_3]
+    between = (factor_E > 1 + TOLERANCE) & (factor_E < largest * (1 - TOLERANCE))
+    angles = angle_E[between]
+    share = (1 / factor_E[between] - 1 / largest) / (1 - 1 / largest)
+    if not len(share):
+        # No angle is between the limits: any limits that separate the slowed angles from the others will do.
+        slowed, kept = float(angle_E[factor_E > 1 + TOLERANCE].max()), float(angle_E[factor_E <= 1 + TOLERANCE].min())
+        whole = math.floor(2 * math.pi / slowed)
+        pairs.append((min(LLAMA_3[0], whole * kept / (2 * math.pi)), whole))
+    if len(share) == 1:
+        pairs.append((LLAMA_3[0], float((1 + share[0] * (LLAMA_3[0] - 1)) * 2 * math.pi / angles[0])))
+    if len(share) > 1:
+        first, last = int(angles.argmax()), int(angles.argmin())
+        slope = float((share[first] - share[last]) / (angles[first] - angles[last]))
+        start = slope * float(angles[first]) - float(share[first])
+        if start > 0:
+            high = 1 + 1 / start
+            positions = slope * (high - 1) * 2 * math.pi
+            pairs += [(round(high, digits), positions) for digits in (0, 1, 2, 4)] + [(high, positions)]
+    return pairs

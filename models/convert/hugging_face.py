@@ -1,17 +1,35 @@
-"""Reads a folder from `save_pretrained` of transformers: config.json, weights, and the files of a tokenizer."""
+"""Reads a folder from `save_pretrained` of transformers: config.json, weights, and the files of a tokenizer.
+
+Each family of models is a `Family`: the defaults of transformers for missing fields, the differences of its spec from
+Llama's, and its names of tensors. Facts are from transformers 5 (`models/<name>/configuration_*.py`, `modeling_*.py`).
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mod_models.checkpoint import CheckpointError
-from mod_models.convert.config_json import Config
-from mod_models.convert.families import DERIVED, FAMILIES, Family, foreign_name, spec_of
-from mod_models.convert.foreign import ForeignModel, Part, Place, part_at, projection_rows, refuse, shapes_of
+from mod_models.convert.config_json import Config, rope_of
+from mod_models.convert.foreign import (
+    PHI3_FUSED,
+    ForeignModel,
+    Fused,
+    Part,
+    Place,
+    locate,
+    place_of,
+    plus,
+    refuse,
+    renamed,
+)
 from mod_models.convert.tensor_files import FileTensor, read_json, tensors_of_folder
 from mod_models.spec import ModelSpec, SpecError, shown
 
@@ -22,6 +40,189 @@ COMPANIONS = (
 )  # fmt: skip
 KNOWN = "floating-point numbers of 16, 32 or 64 bits"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+"""Activation in transformers -> in a spec. `gelu_new` is the same approximation as `gelu_pytorch_tanh`."""
+GEMMA_ACTIVATIONS = {**ACTIVATIONS, "gelu": "gelu_tanh"}
+"""Gemma's first releases say `gelu` but mean the tanh approximation."""
+NAMES = (
+    (r"embedding\.weight", "model.embed_tokens.weight"),
+    (r"norm\.weight", "model.norm.weight"),
+    (r"head\.weight", "lm_head.weight"),
+    (r"layers\.(\d+)\.attention_norm\.(.*)", r"model.layers.\1.input_layernorm.\2"),
+    (r"layers\.(\d+)\.mlp_norm\.(.*)", r"model.layers.\1.post_attention_layernorm.\2"),
+    (r"layers\.(\d+)\.attention\.(.*)", r"model.layers.\1.self_attn.\2"),
+    (r"layers\.(\d+)\.mlp\.(.*)", r"model.layers.\1.mlp.\2"),
+)
+"""Pattern of our name -> name in Llama and families like it."""
+DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+"""Tensors in some files that follow from the config, so they are not read."""
+
+Say = Callable[[Config], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Properties of one `model_type`.
+
+    Attributes:
+        architecture: the class in transformers that owns its tensors.
+        defaults: field of config.json -> its value if it is left out.
+        says: config -> fields of the spec other than the sizes.
+        harmless: fields that change nothing, for any value.
+        only: field -> the values with which it changes nothing.
+        window: (config, number of layers) -> the largest number of tokens that a token sees; None for all.
+        fused: see `foreign.Fused`.
+        norm_offset: number to add to the weight of every norm.
+    """
+
+    architecture: str
+    defaults: Mapping[str, Any]
+    says: Say = field(default=lambda config: {})
+    harmless: tuple[str, ...] = ()
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    window: Callable[[Config, int], int | None] = field(default=lambda config, layers: None)
+    fused: Fused = field(default_factory=dict)
+    norm_offset: float = 0.0
+
+
+def foreign_name(name: str) -> str:
+    """Name in Llama of one of our tensors."""
+    return renamed(name, NAMES)
+
+
+def spec_of(family: Family, config: Config, max_positions: int | None) -> ModelSpec | None:
+    """Returns the spec that a config.json declares, or None, with the reasons in `config.problems`.
+
+    `max_positions` makes the longest row shorter than the model allows.
+    """
+    layers, heads, width = (config.whole(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    kv_heads = heads if config.get("num_key_value_heads") is None else config.whole("num_key_value_heads")
+    if config.get("head_dim") is None and width % heads:
+        config.problem("head_dim", f"missing, and num_attention_heads {heads} does not divide hidden_size {width}")
+    theta, scaling = rope_of(config)
+    own_fields = family.says(config)
+    if "activation" not in own_fields:
+        own_fields["activation"] = config.named("hidden_act", ACTIVATIONS)
+    declared: dict[str, Any] = {
+        "vocab_size": config.whole("vocab_size"),
+        "d_model": width,
+        "n_layers": layers,
+        "n_heads": heads,
+        "n_kv_heads": kv_heads,
+        "d_head": max(1, width // heads) if config.get("head_dim") is None else config.whole("head_dim"),
+        "d_ff": config.whole("intermediate_size"),
+        "max_positions": _positions(family, config, layers, max_positions),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "norm_eps": config.number("rms_norm_eps"),
+        "tie_embeddings": config.flag("tie_word_embeddings"),
+        **own_fields,
+    }
+    for name, values in family.only.items():
+        config.only(name, values)
+    return None if config.problems else ModelSpec(**declared)
+
+
+def _positions(family: Family, config: Config, layers: int, asked: int | None) -> int:
+    most, window = config.whole("max_position_embeddings"), family.window(config, layers)
+    if asked is not None and asked > most:
+        config.problem("max_position_embeddings", f"{most}, and --max-positions asks for {asked}")
+    positions = most if asked is None else asked
+    if window is not None and window < positions:
+        config.problem(
+            "sliding_window",
+            f"a token sees {window} tokens of up to {positions}, and a spec has no window; for rows of up to {window} "
+            f"tokens, where it hides nothing, give --max-positions {window}",
+        )
+    return positions
+
+
+def _always(config: Config, layers: int) -> int | None:
+    """Mistral's window, which applies in every layer; None without one."""
+    if config.get("sliding_window") is None:
+        return None
+    before, window = len(config.problems), config.whole("sliding_window")
+    return window if len(config.problems) == before else None
+
+
+def _upper_layers(config: Config, layers: int) -> int | None:
+    """Qwen's window, if it is enabled and applies in some layer: from `max_window_layers` on, or in `layer_types`."""
+    on, first, kinds = config.flag("use_sliding_window"), config.get("max_window_layers"), config.get("layer_types")
+    listed = kinds if isinstance(kinds, list) else []
+    if kinds is not None and (not listed or set(map(str, listed)) - {"full_attention", *(["sliding_attention"] * on)}):
+        config.problem("layer_types", f"expected full_attention in every layer, got {shown(kinds)}")
+    slides = "sliding_attention" in listed if kinds is not None else type(first) is not int or first < layers
+    window = _always(config, layers)
+    return window if on and slides else None
+
+
+def _biases(config: Config) -> str:
+    return "all" if config.flag("attention_bias") else "none"
+
+
+def _gemma(config: Config) -> dict[str, Any]:
+    return {
+        "attention_bias": _biases(config),
+        "activation": config.named("hidden_act", GEMMA_ACTIVATIONS),
+        "embedding_scale": math.sqrt(config.whole("hidden_size")),
+    }
+
+
+COMMON: dict[str, Any] = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        architecture="LlamaForCausalLM",
+        defaults=COMMON,
+        says=lambda config: {"attention_bias": _biases(config), "mlp_bias": config.flag("mlp_bias")},
+    ),
+    "mistral": Family(
+        architecture="MistralForCausalLM",
+        defaults={**COMMON, "num_key_value_heads": 8, "sliding_window": 4096},
+        window=_always,
+        only={"attention_bias": (False,)},
+    ),
+    "qwen2": Family(
+        architecture="Qwen2ForCausalLM",
+        defaults={**COMMON, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+        says=lambda config: {"attention_bias": "qkv"},
+        window=_upper_layers,
+    ),
+    "qwen3": Family(
+        architecture="Qwen3ForCausalLM",
+        defaults={
+            **COMMON, "num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28,
+        },
+        says=lambda config: {"attention_bias": _biases(config), "qk_norm": "head"},
+        window=_upper_layers,
+    ),
+    "phi3": Family(
+        architecture="Phi3ForCausalLM",
+        defaults={**COMMON, "rms_norm_eps": 1e-5},
+        only={"attention_bias": (False,)},
+        # The field only matters for `longrope` angles, which are refused.
+        harmless=("original_max_position_embeddings",),
+        window=_always,
+        fused=PHI3_FUSED,
+    ),
+    "gemma": Family(
+        architecture="GemmaForCausalLM",
+        defaults={
+            **COMMON, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True, "head_dim": 256,
+            "num_key_value_heads": 16,
+        },
+        says=_gemma,
+        only={"hidden_activation": ("gelu_pytorch_tanh",)},
+        norm_offset=1.0,
+    ),
+}  # fmt: skip
+"""`model_type` of a config.json -> family. SmolLM and SmolLM2 are `llama`."""
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -84,22 +285,16 @@ def model_of(
             f"{', '.join(FAMILIES)}"
         )
     spec = _spec(path, family, fields, max_positions, ignored)
-    parts: dict[str, Part] = {}
-    problems: list[str] = []
-    looked_up = set()
-    for name, shape in shapes_of(spec).items():
-        place = _place(family, spec, name, shape)
-        place = place._replace(name=spelled(place.name))
-        looked_up.add(place.name)
-        added = family.norm_offset if name.endswith("norm.weight") else 0.0
-        part = part_at(place, tensors, shape[0], added, CONFIG, KNOWN)
-        if isinstance(part, Part):
-            parts[name] = part
-        else:
-            problems.append(part)
+
+    def find(name: str, shape: tuple[int, ...]) -> Place:
+        place = place_of(spec, name, shape, foreign_name, family.fused)
+        if family.norm_offset and name.endswith("norm.weight"):
+            place = place._replace(made=partial(plus, added=family.norm_offset))
+        return place._replace(name=spelled(place.name))
+
+    parts, problems, unused = locate(spec, find, tensors, CONFIG, KNOWN)
     embedding = parts.get("embedding.weight") if spec.tie_embeddings else None
-    left = {name: tensor for name, tensor in tensors.items() if name not in looked_up}
-    problems += _left_over(left, embedding)
+    problems += _left_over({name: tensors[name] for name in unused}, embedding)
     refuse(path, problems)
     return ForeignModel(path=path, family=str(kind), spec=spec, parts=parts, companions=companions_of(path))
 
@@ -114,20 +309,11 @@ def _spec(
     try:
         spec = spec_of(family, config, max_positions)
     except SpecError as error:
-        raise CheckpointError(f"{path / CONFIG}: " + "; ".join(error.problems)) from error
+        raise CheckpointError(f"{path / CONFIG}: {error}") from error
     config.check_others({*ignored, *family.harmless})
     refuse(path / CONFIG, config.problems)
     assert spec is not None, "without a problem there is a spec"
     return spec
-
-
-def _place(family: Family, spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Place:
-    fused = family.fused_with(name)
-    if fused is None:
-        return Place(foreign_name(name), shape)
-    theirs, content, part = fused
-    rows = [projection_rows(spec, member) for member in content.parts]
-    return Place(theirs, (sum(rows), *shape[1:]), sum(rows[: content.parts.index(part)]))
 
 
 def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str]:

@@ -86,7 +86,8 @@ def _of_shards(index: Path) -> dict[str, FileTensor]:
         if Path(shard).name != shard:
             raise CheckpointError(f"{index}: names the file {shown(shard)}, expected one beside the index")
         if not _is_file(path):
-            raise CheckpointError(f"{path}: missing; {index.name} says that {shown(_one_of(declared, shard))} is in it")
+            name = next(name for name, file in declared.items() if str(file) == shard)
+            raise CheckpointError(f"{path}: missing; {index.name} says that {shown(name)} is in it")
         for name, tensor in tensors_of_file(path).items():
             if name in tensors:
                 raise CheckpointError(f"{path}: holds {shown(name)}, which {tensors[name].path.name} holds too")
@@ -104,10 +105,6 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except OSError:
         return False  # For example, the name is too long.
-
-
-def _one_of(declared: Mapping[str, Any], shard: str) -> str:
-    return next(name for name, file in declared.items() if str(file) == shard)
 
 
 def tensors_of_file(path: Path, table: str = "") -> dict[str, FileTensor]:

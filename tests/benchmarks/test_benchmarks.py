@@ -165,15 +165,22 @@ def rendered(found: dict[str, Any], name: str, folder: Path) -> str:
     results.mkdir()
     (results / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
     render(results, docs)
-    text = (docs / "benchmarks.md").read_text()
+    text = (docs / "results.md").read_text()
     figure = "latency.svg" if name.startswith("rows") else "text.svg"
     assert [path.name for path in (docs / "figures").iterdir()] == [figure]
     bytes_before = (docs / "figures" / figure).read_bytes()
     render(docs / "benchmarks", docs)
-    assert (docs / "benchmarks.md").read_text() == text
+    assert (docs / "results.md").read_text() == text
     assert (docs / "figures" / figure).read_bytes() == bytes_before
     assert [path.name for path in (docs / "benchmarks").iterdir()] == [f"{name}.json"]
     return text
+
+
+def test_the_page_is_current(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    render(docs / "benchmarks", tmp_path)
+    for name in ("results.md", "figures/latency.svg", "figures/text.svg"):
+        assert (docs / name).read_bytes() == (tmp_path / name).read_bytes(), "python -m benchmarks.rivals.render"
 
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from benchmarks.rivals.cases import Case
 from benchmarks.rivals.dense_files import write_gguf, write_hugging_face
 from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint
 from mod_models.convert import read_foreign
-from mod_models.convert.folder import write_folder
+from mod_models.convert.foreign import write_folder
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from benchmarks.retrofit.render import COLUMNS, render
 from benchmarks.retrofit.run import DENSE, GRID, Way, main
 from mod_models.checkpoint import load_checkpoint
 from mod_models.spec import ModelSpec
-from mod_models.train import train
-from mod_models.train_config import TrainConfig
+from mod_models.train import TrainConfig
+from mod_models.train.run import train
 
 SPEC = ModelSpec(vocab_size=256, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, max_positions=64)
 SMALL = (DENSE, Way("mlp", "cheapest:{half}", 0.5))

@@ -17,7 +17,7 @@ from benchmarks.faults.planting import FAULTS, outcome_of
 from benchmarks.faults.random_specs import foreign_of_ties, random_build, random_build_of_any_kind, random_foreign
 from benchmarks.faults.rates import build_clean
 from mod_export.pipeline.rerun import validate_folder
-from mod_export.rows.structure import StructureRow
+from mod_export.rows.correctness import StructureRow
 from mod_models.declarations import CHOICES, SELECTIONS
 
 FEW_CLEAN, FEW_FOREIGN = (0, 1, 2, 3), (0, 1, 2)

@@ -14,8 +14,8 @@ from mod_export.config import BuildConfig, toml_from_config
 from mod_export.folder.manifest import read_manifest
 from mod_export.pipeline.rerun import Rerun
 from mod_export.pipeline.stages import ENGINES, EVIDENCE
+from mod_export.rows.correctness import StructureRow
 from mod_export.rows.report import Stage
-from mod_export.rows.structure import StructureRow
 
 STAGES = ("load", *(name for name, _ in (*ENGINES, *EVIDENCE)), "report")
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"

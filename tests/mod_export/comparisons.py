@@ -9,7 +9,7 @@ import numpy as np
 from mod_export.config import ParityGate
 from mod_export.judge.checks import Allowance, Comparison, TextNumbers, allowance
 from mod_export.judge.compare import SiteRouting
-from mod_export.rows.parity import ErrorNumbers
+from mod_export.rows.correctness import ErrorNumbers
 
 GATE = ParityGate(
     rounding_error=16.0, rounding_error_rms=4.0, max_abs=1e-3, near_tie=1e-2, next_token_agreement=0.9, max_kl=1e-3,

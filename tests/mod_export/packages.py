@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from mod_export.model.architecture import Architecture
+from mod_export.model.model import Model
 from mod_export.model.transformer import TransformerModel
+
+
+class OnlyReads(Architecture):
+    """An architecture that ships no models and converts none; every checkpoint is another's."""
+
+    def read(self, path: Path) -> Model:
+        raise LookupError(path.name)
+
+    def restore(self, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Model:
+        raise LookupError(spec)
 
 
 class WithoutBaseline(TransformerModel):

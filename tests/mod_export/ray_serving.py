@@ -169,7 +169,7 @@ def slow(replica: Any, folder: int = 0, step_s: float = STEP_S) -> Iterator[None
         own.over = threading.Event()
         writing = own.open_folders[folder].service.writing
         (text,) = writing.generator.texts([[1]], 47, ignore_eos=True)
-        own.job = writing.scheduler.submit([text], lambda event: own.over.wait(step_s))
+        own.job = writing.submit([text], lambda event: own.over.wait(step_s))
 
     def end(own: Any) -> None:
         own.job.cancel()

@@ -11,28 +11,31 @@ import pytest
 from sample_rows import causality_row, changed, cost_row, latency_row, parity_row, part_row, speedup_row
 
 from mod_export.report.charts import MODELS
-from mod_export.rows.cost import CostRow, PartRow, Roofline
-from mod_export.rows.generation import (
-    Compared,
-    DecodeRow,
-    FirstTokenRow,
-    GenerationReport,
-    QualityRow,
-    StepsCompared,
-    TextsRow,
-)
-from mod_export.rows.latency import Control, LatencyRow
-from mod_export.rows.parity import (
+from mod_export.rows.correctness import (
     ErrorNumbers,
     InputAgreement,
     LayerAgreement,
     Located,
+    MapLayer,
     ParityRow,
     RoutingAgreement,
+    RoutingMap,
+    StructureRow,
     TextQuality,
 )
+from mod_export.rows.cost import CostRow, PartRow, Roofline
 from mod_export.rows.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
-from mod_export.rows.structure import MapLayer, RoutingMap, StructureRow
+from mod_export.rows.speed import (
+    Compared,
+    Control,
+    DecodeRow,
+    FirstTokenRow,
+    GenerationReport,
+    LatencyRow,
+    QualityRow,
+    StepsCompared,
+    TextsRow,
+)
 from mod_export.types import KINDS, ModelKind
 
 BUCKETS = {"b1s128": 128, "b1s512": 512}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from mod_export.rows.base import Result
+from mod_export.rows.correctness import CausalityRow, ErrorNumbers, Gate, ParityRow, RoutingAgreement
 from mod_export.rows.cost import CostRow, PartRow
-from mod_export.rows.latency import Conditions, Control, LatencyRow, PrecisionRow, SpeedupRow
-from mod_export.rows.parity import ErrorNumbers, Gate, ParityRow, RoutingAgreement
-from mod_export.rows.structure import CausalityRow
+from mod_export.rows.speed import Conditions, Control, LatencyRow, PrecisionRow, SpeedupRow
 
 Row = TypeVar("Row", bound=Result)
 PAIR: dict[str, Any] = {"target": "ort-cpu", "dtype": "float32", "bucket": "b1s512"}

@@ -16,10 +16,9 @@ import uvicorn
 from mod_export.runtime.generator import Generator
 from mod_export.runtime.rows import Completion
 from mod_export.serve.app import create_app
-from mod_export.serve.connection import Connection
-from mod_export.serve.jobs import Ended, Event, Failed, Job
-from mod_export.serve.scheduler import Scheduler
-from mod_export.serve.service import Service, ServiceOptions, Writing, open_service
+from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
+from mod_export.serve.server import Connection
+from mod_export.serve.service import Service, ServiceOptions, open_service
 
 PATIENCE_S = 60
 
@@ -97,9 +96,9 @@ class Server:
     service: Service
 
     @property
-    def writing(self) -> Writing:
-        """Writing part of a folder that writes text."""
-        assert isinstance(self.service.writing, Writing)
+    def writing(self) -> Scheduler:
+        """Scheduler of a folder that writes text."""
+        assert isinstance(self.service.writing, Scheduler)
         return self.service.writing
 
 

@@ -27,9 +27,9 @@ import mod_export
 from mod_export.errors import ModExportError, UsageError
 from mod_export.folder.manifest import open_folder
 from mod_export.pipeline.rerun import bench_folder, validate_folder
-from mod_export.rows.latency import LatencyRow
+from mod_export.rows.correctness import StructureRow
 from mod_export.rows.report import BuildReport, report_from_json
-from mod_export.rows.structure import StructureRow
+from mod_export.rows.speed import LatencyRow
 
 TOML = f"""
 targets = ["ort-cpu"]

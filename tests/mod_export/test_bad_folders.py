@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mod_export.engines import ENGINES
 from mod_export.pipeline.rerun import validate_folder
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 
 ENGINE = "engines/ort-cpu/mod-b1s16-float32.onnx"

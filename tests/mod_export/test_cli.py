@@ -18,6 +18,7 @@ import pytest
 from command_line import FAST_TOML, command, invoke, toml_file
 
 from mod_export.cli import cli
+from mod_export.cli.docs import cli_page
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
 from mod_export.folder.manifest import read_manifest
@@ -49,6 +50,11 @@ OPTIONS = {
     "sweep": ["--batch", "--capacity", "--config", "--out", "--ray", "--seq", "--target", "-c", "-o", "model"],
 }  # fmt: skip
 """Names that users' scripts rely on: each is added on purpose, and none is removed."""
+
+
+def test_the_page_of_the_commands_is_current() -> None:
+    page = Path(__file__).parents[2] / "docs" / "cli.md"
+    assert page.read_text(encoding="utf-8") == cli_page(), "docs/cli.md is out of date: make docs"
 
 
 def test_quiet_and_verbose(small_folder: Path, small_copy: Path) -> None:

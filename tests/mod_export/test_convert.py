@@ -13,6 +13,7 @@ from command_line import FEW_SAMPLES, invoke, refused
 from dialect_models import Astramind, Dlo, Ohara
 from gguf_files import as_gguf
 from hugging_face import change_config, saved
+from packages import OnlyReads
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 
@@ -23,7 +24,7 @@ from mod_export.model import checkpoint
 from mod_export.model.checkpoint import convert, write_companions
 from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint
-from mod_models.convert.dialects import DIALECTS
+from mod_models.convert.implementations import IMPLEMENTATIONS
 
 WRITING_TOML = f"""
 buckets = [[1, 16]]
@@ -141,7 +142,7 @@ def test_a_gguf_file_that_is_none(tmp_path: Path) -> None:
 
 
 def test_where_no_architecture_converts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "architectures", lambda: {"other": object()})
+    monkeypatch.setattr(checkpoint, "architectures", lambda: {"other": OnlyReads()})
     with pytest.raises(CheckpointError, match="source: no architecture that is installed here converts models of"):
         convert(tmp_path / "source", tmp_path / "out")
     assert write_companions(tmp_path / "source", tmp_path) is None
@@ -203,7 +204,7 @@ def test_a_dialect_is_declared(tmp_path: Path) -> None:
 def test_the_dialects_that_help_names_are_those_that_are_read() -> None:
     found = invoke("convert", "--help")
     named = " ".join(found.stdout.split()).partition("routers route: ")[2].partition(".")[0]
-    assert named.split(", ") == [name for name, dialect in DIALECTS.items() if dialect.read]
+    assert named.split(", ") == [name for name, dialect in IMPLEMENTATIONS.items() if dialect.read]
 
 
 @pytest.mark.slow

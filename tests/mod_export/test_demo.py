@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from observing import observed
+from packages import OnlyReads
 
 from mod_export.cli import cli
 from mod_export.cli.demo import demo_checkpoint, next_steps, timed_checkpoint
 from mod_export.errors import CheckpointError
 from mod_export.model import checkpoint as reading
-from mod_export.model.architecture import Architecture
 from mod_export.model.checkpoint import model_from_checkpoint
-from mod_export.model.model import Model
 
 
 def test_the_shipped_checkpoint_is_trained() -> None:
@@ -60,19 +58,9 @@ def test_the_demo_ends_with_what_to_look_at_and_what_to_try() -> None:
     assert commands <= set(cli.commands)
 
 
-class Silent(Architecture):
-    """An architecture without demo models."""
-
-    def read(self, path: Path) -> Model:
-        raise LookupError
-
-    def restore(self, spec: Any, weights: Any) -> Model:
-        raise LookupError
-
-
 def test_nothing_to_show_or_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     # The installed architectures are the environment of these functions, not the code under test.
-    monkeypatch.setattr(reading, "architectures", lambda: {"silent": Silent()})
+    monkeypatch.setattr(reading, "architectures", lambda: {"other": OnlyReads()})
     with pytest.raises(CheckpointError, match="no installed architecture ships a trained checkpoint; build your own"):
         demo_checkpoint()
     with pytest.raises(CheckpointError, match="no installed architecture declares a size to be timed"):

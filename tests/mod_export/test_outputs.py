@@ -21,8 +21,8 @@ from mod_export.pipeline.rerun import validate_folder
 from mod_export.pipeline.stages import build
 from mod_export.report import render_html
 from mod_export.report.summary import samplings
+from mod_export.rows.correctness import CausalityRow
 from mod_export.rows.report import BuildReport
-from mod_export.rows.structure import CausalityRow
 from mod_export.types import Outputs
 
 SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 12, 16)}

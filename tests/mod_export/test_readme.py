@@ -1,11 +1,10 @@
-"""The README's examples run, and its links lead somewhere."""
+"""The examples of the README and the guide run, and the links of all pages lead somewhere."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import textwrap
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from headless_chromium import BROWSER
 from mod_dialects import Inner
 
 from benchmarks.figures.run import main
-from mod_export.cli import cli, generate
-from mod_export.config import GenerationOptions
+from mod_export.cli import cli
+from mod_export.config import config_from_toml
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDE = (ROOT / "docs" / "guide.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README + GUIDE, re.DOTALL)
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -32,9 +32,10 @@ def test_inference_example(
 ) -> None:
     shutil.copytree(built, tmp_path / "build" / "demo")
     monkeypatch.chdir(tmp_path)
-    (example,) = [block for block in BLOCKS if 'load("build/demo"' in block]
-    exec(example, {})
-    assert capsys.readouterr().out == "(1, 11, 256)\n"
+    first, second = [block for block in BLOCKS if 'load("build/demo"' in block]
+    exec(first, {})
+    exec(second, {})
+    assert capsys.readouterr().out == "(1, 11, 256)\nort-cpu (1, 11, 256)\n"
 
 
 class Named(torch.nn.Module):
@@ -74,24 +75,26 @@ def test_checkpoint_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_every_python_block_is_tested() -> None:
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
+
+
+def leads_somewhere(document: Path, name: str, anchor: str) -> bool:
+    """Whether a file exists and, if it is a page, has a heading for the anchor."""
+    path = document.parent / name if name else document
+    if not path.exists() or not anchor or path.suffix != ".md":
+        return path.exists()
+    prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return anchor in {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_exist_and_python_is_python(document: Path) -> None:
     text = document.read_text(encoding="utf-8")
-    links = re.findall(r"\]\(([^)#]+)", text)
-    assert [link for link in links if "://" not in link and not (document.parent / link).exists()] == []
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert [link for link in links if not leads_somewhere(document, *link.partition("#")[::2])] == []
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         compile(block, document.name, "exec")
-
-
-def test_the_tree_names_what_exists() -> None:
-    tree = README.split("## The tree")[1]
-    names = re.findall(r"^\s{4,6}([a-z_]+(?:/|\.py))\s", tree, re.MULTILINE)
-    assert len(names) > 12
-    for name in names:
-        assert any((folder / name).exists() for folder in (ROOT, ROOT / "mod_export", ROOT / "models")), name
 
 
 def test_commands_and_make_targets_exist() -> None:
@@ -101,18 +104,24 @@ def test_commands_and_make_targets_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_options_of_generation_are_those_of_the_configuration() -> None:
-    page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
-    table = textwrap.dedent(page[page.index("    [generation]") : page.index("**The window is part")])
-    shown = tomllib.loads(table)["generation"]
-    assert shown == GenerationOptions().model_dump(mode="json")
+def test_configurations_in_the_pages_are_valid(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "text.md").read_text(encoding="utf-8")
+    indented = re.findall(r"^    \[generation\]\n(?:    .+\n)+", text, re.MULTILINE)
+    blocks = [*re.findall(r"```toml\n(.*?)```", README + GUIDE, re.DOTALL), *map(textwrap.dedent, indented)]
+    assert len(blocks) == 3
+    for block in blocks:
+        (tmp_path / "c.toml").write_text(block, encoding="utf-8")
+        config_from_toml(tmp_path / "c.toml")
 
 
-def test_the_command_that_writes_text_has_the_options_that_are_explained() -> None:
-    page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
-    options = {name for option in generate.params for name in option.opts if name.startswith("--")}
-    rows = "\n".join(re.findall(r"^\| (`--.*?) \|", page, re.MULTILINE))
-    assert set(re.findall(r"--[a-z-]+", rows)) == options - {"--quiet", "--verbose"}
+def test_options_in_the_pages_exist() -> None:
+    """Options of the command line that stand in code are those of some command."""
+    options = {name for command in cli.commands.values() for option in command.params for name in option.opts}
+    for page in ("README.md", "docs/guide.md", "docs/text.md", "docs/evidence.md"):
+        text = (ROOT / page).read_text(encoding="utf-8")
+        lines = re.findall(r"^ +(?:\$ )?(?:\.venv/bin/)?(mod-export .*)", text, re.MULTILINE)
+        named = {name for line in lines for name in re.findall(r"--[a-z-]+", line)}
+        assert named <= options, page
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs a browser")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mod_export.graph.routing_sites import Selection, SiteRun
+from mod_export.graph.sites import Selection, SiteRun
 from mod_export.marker import MARKER
 from mod_models.spec import Site
 

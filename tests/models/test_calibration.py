@@ -8,10 +8,11 @@ import torch
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 from training_runs import CONFIG, SPEC, evaluations, state
 
-from mod_models.calibration import _quantile, calibrate
-from mod_models.parallel import Workers
 from mod_models.routing import Decisions
-from mod_models.train import TrainConfig, TrainError, train
+from mod_models.train import TrainConfig, TrainError
+from mod_models.train.parallel import Workers
+from mod_models.train.retrofit import _quantile, calibrate
+from mod_models.train.run import train
 from mod_models.transformer import Transformer
 
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert import gguf_model, read_foreign
-from mod_models.convert.families import FAMILIES
 from mod_models.convert.gguf_file import BLOCKS
 from mod_models.convert.gguf_tokenizer import BYTE_LEVEL
+from mod_models.convert.hugging_face import FAMILIES
 
 WINDOW = (
     "sliding_window: a token sees 8 tokens of up to 128, and a spec has no window; for rows of up to 8 tokens, where "

@@ -16,8 +16,8 @@ from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.convert import read_foreign
 from mod_models.convert.config_json import Config
-from mod_models.convert.families import FAMILIES, spec_of
-from mod_models.convert.folder import write_folder
+from mod_models.convert.foreign import write_folder
+from mod_models.convert.hugging_face import FAMILIES, spec_of
 from mod_models.generate import Session
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec

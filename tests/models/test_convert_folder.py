@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from mod_models.checkpoint import CheckpointError, load_checkpoint
 from mod_models.convert import foreign, read_foreign
-from mod_models.convert.folder import write_folder
+from mod_models.convert.foreign import write_folder
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -346,7 +346,7 @@ CONVERT = """
 import sys
 from pathlib import Path
 from mod_models.convert import foreign, read_foreign
-from mod_models.convert.folder import write_folder
+from mod_models.convert.foreign import write_folder
 Path("/proc/self/clear_refs").write_text("5")
 def kib(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, Qwen3Config
 from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.convert import foreign, gguf_file, read_foreign
-from mod_models.convert.folder import write_folder
+from mod_models.convert.foreign import write_folder
 from mod_models.convert.gguf_file import BLOCKS, read_gguf_file
 from mod_models.declarations import RopeScaling
 

@@ -18,7 +18,7 @@ from hugging_face import change_config, made, saved
 
 from mod_models.checkpoint import CheckpointError, load_checkpoint
 from mod_models.convert import read_foreign
-from mod_models.convert.folder import write_folder
+from mod_models.convert.foreign import write_folder
 from mod_models.convert.gguf_file import read_gguf_file
 
 END = "; it may be truncated or damaged"

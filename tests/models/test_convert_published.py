@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mod_models.convert.config_json import Config
-from mod_models.convert.families import FAMILIES, spec_of
-from mod_models.convert.foreign import shapes_of
+from mod_models.convert.hugging_face import FAMILIES, spec_of
+from mod_models.transformer import weight_shapes
 
 COMMON = {
     "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": [2, 3], "initializer_range": 0.02,
@@ -81,4 +81,4 @@ def test_published_configs(name: str) -> None:
     config.check_others(family.harmless)
     assert config.problems == []
     assert spec is not None
-    assert sum(map(math.prod, shapes_of(spec).values())) / 1e6 == pytest.approx(millions, abs=0.1)
+    assert sum(map(math.prod, weight_shapes(spec).values())) / 1e6 == pytest.approx(millions, abs=0.1)

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 
-from mod_models import corpus as corpus_module
-from mod_models.corpus import SKIPPED, Corpus, TokenizedText, batch_at, read_corpus, read_split
-from mod_models.train_config import TrainError
+from mod_models.train import TrainError
+from mod_models.train import corpus as corpus_module
+from mod_models.train.corpus import SKIPPED, Corpus, TokenizedText, batch_at, read_corpus, read_split
 
 
 def forget_sources() -> None:

@@ -17,9 +17,8 @@ from generating import WINDOW, generating_model
 from step_graphs import step_graph
 from torch import Tensor
 
-from mod_models.cache import cache_layout
 from mod_models.spec import ModelSpec
-from mod_models.step import Prefill, Step, slots_of_step, step_inputs
+from mod_models.step import COUNTS, Prefill, Step, cache_layout, slots_of_step, step_inputs
 
 TOLERANCE = 2e-5
 
@@ -45,8 +44,8 @@ def random_state(spec: ModelSpec, rows: int, seed: int) -> list[Tensor]:
     """Random tokens, positions, and finite cache."""
     generator = torch.Generator().manual_seed(seed)
     layout = cache_layout(spec, rows, WINDOW)
-    cache = [torch.randn(tensor.shape, generator=generator) for tensor in layout if tensor.layer is not None]
-    cache += [torch.randint(0, 6, tensor.shape, generator=generator) for tensor in layout if tensor.layer is None]
+    cache = [torch.randn(tensor.shape, generator=generator) for tensor in layout if tensor.name != COUNTS]
+    cache += [torch.randint(0, 6, tensor.shape, generator=generator) for tensor in layout if tensor.name == COUNTS]
     ids_B = torch.randint(0, spec.vocab_size, (rows,), generator=generator)
     return [ids_B, torch.randint(0, WINDOW, (rows,), generator=generator), *cache]
 

@@ -12,8 +12,7 @@ from dialect_models import Astramind, ByRow, DLlm, Dlo, Ohara, Sramshetty
 
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.convert import read_foreign
-from mod_models.convert.folder import write_folder
-from mod_models.convert.foreign import ForeignModel
+from mod_models.convert.foreign import ForeignModel, write_folder
 from mod_models.generate import Session
 from mod_models.generation_spec import for_generation
 from mod_models.routing import Decisions

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from test_dialects import CAUSAL, MODELS
 
-from mod_models.convert.dialects import DIALECTS
+from mod_models.convert.implementations import IMPLEMENTATIONS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
 
@@ -20,9 +20,9 @@ def rows(heading: str) -> dict[str, list[str]]:
 
 
 def test_every_dialect_is_on_the_page() -> None:
-    read = [name for name, dialect in DIALECTS.items() if dialect.read]
+    read = [name for name, dialect in IMPLEMENTATIONS.items() if dialect.read]
     assert [*rows("dialect | implementation | a folder of it has")] == read == [*rows("dialect | a selected token")]
-    assert [*rows("dialect | implementation | reason")] == [name for name in DIALECTS if name not in read]
+    assert [*rows("dialect | implementation | reason")] == [name for name in IMPLEMENTATIONS if name not in read]
 
 
 @pytest.mark.parametrize(("name", "cells"), rows("dialect | a selected token").items())

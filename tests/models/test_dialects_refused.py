@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert import read_foreign
-from mod_models.convert.dialects import DIALECTS
+from mod_models.convert.implementations import IMPLEMENTATIONS
 
 NAMES_OF: dict[str, tuple[str, ...]] = {
     "epfml": ("transformer.h.0.mod_router.weight", "transformer.h.0.block.attn.c_attn.weight"),
@@ -77,7 +77,7 @@ def test_state_dicts_without_a_dialect(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", NAMES_OF)
 def test_dialects_that_cannot_be_converted(name: str, tmp_path: Path) -> None:
     """They are refused with the reason, whether they were declared or not."""
-    folder, dialect = with_names(tmp_path / "source", NAMES_OF[name]), DIALECTS[name]
+    folder, dialect = with_names(tmp_path / "source", NAMES_OF[name]), IMPLEMENTATIONS[name]
     assert dialect.reason
     refused(folder, f"--dialect {name} ({dialect.repository}) cannot be converted: {dialect.reason}", dialect=name)
     refused(folder, f"{name}, which cannot be converted: {dialect.reason}")
@@ -92,8 +92,8 @@ def test_several_candidates(tmp_path: Path) -> None:
 
 
 def test_every_dialect_is_read_or_has_a_reason() -> None:
-    assert {name for name, dialect in DIALECTS.items() if dialect.read is None} == set(NAMES_OF)
-    assert all((dialect.read is None) == bool(dialect.reason) for dialect in DIALECTS.values())
+    assert {name for name, dialect in IMPLEMENTATIONS.items() if dialect.read is None} == set(NAMES_OF)
+    assert all((dialect.read is None) == bool(dialect.reason) for dialect in IMPLEMENTATIONS.values())
 
 
 def test_another_dialect_than_the_folder(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ import pytest
 from pyarrow import parquet
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from mod_models.corpus import keep_tokenizer, read_corpus, tokenize
-from mod_models.documents import documents_of
-from mod_models.train_config import TrainError
+from mod_models.train import TrainError
+from mod_models.train.corpus import documents_of, keep_tokenizer, read_corpus, tokenize
 
 
 def write_lines(path: Path, *rows: object) -> Path:

@@ -9,8 +9,8 @@ from tiny_models import make_spec
 from torch.nn import functional
 from variants import VARIANTS
 
-from mod_models.losses import losses
-from mod_models.train_config import TrainConfig
+from mod_models.train import TrainConfig
+from mod_models.train.losses import losses
 from mod_models.transformer import Transformer
 
 SPEC = make_spec(vocab_size=256, d_model=16, predictor_hidden=4, layers=(0, 2), capacity=0.25, max_positions=32)

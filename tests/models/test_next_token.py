@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from mod_models import next_token
-from mod_models.next_token import Teacher, next_token_loss
+from mod_models.train import losses
+from mod_models.train.losses import Teacher, next_token_loss
 
 N, D, V = 13, 6, 11
 
@@ -32,7 +32,7 @@ def some(dtype=torch.float64):
 @pytest.mark.parametrize("chunk", [1, 4 * V, 5 * V + 1, 10**9])
 @pytest.mark.parametrize("taught", [True, False])
 def test_numbers_and_gradients(monkeypatch: pytest.MonkeyPatch, chunk: int, taught: bool) -> None:
-    monkeypatch.setattr(next_token, "CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(losses, "CHUNK_ELEMENTS", chunk)
     hidden, head, target, other = some()
     teacher = other if taught else None
     expected, found = plain(hidden, head, target, teacher, 0.7), next_token_loss(hidden, head, target, teacher, 0.7)

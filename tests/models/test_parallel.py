@@ -12,8 +12,9 @@ from tiny_models import make_spec
 from training_runs import rows, state
 from two_processes import retrofit
 
-from mod_models.parallel import Workers, launched
-from mod_models.train import TrainConfig, TrainError, train
+from mod_models.train import TrainConfig, TrainError
+from mod_models.train.parallel import Workers, launched
+from mod_models.train.run import train
 from mod_models.transformer import Transformer
 
 # All losses, a layer that takes no token, and parameters with fewer rows than processes.

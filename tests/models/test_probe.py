@@ -12,9 +12,9 @@ from torch.nn import functional
 from mod_models import probe
 from mod_models.checkpoint import Checkpoint, save_checkpoint
 from mod_models.probe import PARTS, Cost, costs_of
-from mod_models.retrofit import layers_of
 from mod_models.spec import ExpertsSpec, RoutingSpec
-from mod_models.train_config import TrainError
+from mod_models.train import TrainError
+from mod_models.train.retrofit import layers_of
 
 DENSE = make_spec(routing=None, vocab_size=256, d_model=16, n_layers=3, max_positions=64)
 QUICK = ["--seq", "16", "--batches", "2", "--batch", "1", "--threads", "1"]

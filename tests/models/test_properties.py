@@ -13,7 +13,7 @@ from tiny_models import lively_checkpoint, make_spec
 from torch import Tensor
 from variants import EVERY, VARIANTS, experts
 
-from mod_export.graph.routing_sites import Selection, SiteRun
+from mod_export.graph.sites import Selection, SiteRun
 from mod_models.checkpoint import Checkpoint
 from mod_models.declarations import CHOICES, COMBINES, FFN_GATED, GATES, LEARNED_ROUTERS, PARTS, POSITIONS, SELECTIONS
 from mod_models.routing import Decisions

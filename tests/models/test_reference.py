@@ -65,7 +65,7 @@ CHOICES: dict[str, Any] = {
 
 
 def sound(row: dict[str, Any]) -> bool:
-    """Whether `spec_checks` accepts this combination."""
+    """Whether the checks of a spec accept this combination."""
     exits, noise = row.get("selection") == "exit", row.get("router") == "noise"
     apart = row.get("parts") in ("attention", "separate")
     rule = row.get("capacity", ("ceil", 0.5))[0]

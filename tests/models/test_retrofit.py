@@ -12,10 +12,10 @@ from training_runs import lines, rows, state
 
 from mod_models.checkpoint import ROUTES, Checkpoint, load_checkpoint, save_checkpoint
 from mod_models.generation_spec import why_not
-from mod_models.retrofit import UNSEEN, layers_of, retrofitted, routed_spec
 from mod_models.spec import ExpertsSpec, ModelSpec, SpecError
-from mod_models.train import TrainConfig, TrainError, train
-from mod_models.train_run import spec_at
+from mod_models.train import TrainConfig, TrainError
+from mod_models.train.retrofit import UNSEEN, layers_of, retrofitted, routed_spec
+from mod_models.train.run import spec_at, train
 
 DENSE = make_spec(routing=None, vocab_size=256, d_model=16, n_layers=4, max_positions=32)
 PARTS = ("block", "attention", "mlp", "separate")

@@ -16,8 +16,8 @@ from variants import VARIANTS
 
 from mod_models import declarations, routing
 from mod_models import experts as expert_layers
+from mod_models.declarations import LIMITS
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RopeScaling, RoutingSpec, SpecError
-from mod_models.spec_checks import LIMITS
 
 SIZES = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_head", "d_ff", "max_positions")
 TABLES = {

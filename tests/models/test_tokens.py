@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from tiny_models import make_spec
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from mod_models import corpus as corpus_module
-from mod_models.corpus import as_bytes, load_tokenizer, read_corpus, tokenize, vocabulary_size
-from mod_models.evaluation import evaluate, held_out, rows_at
-from mod_models.losses import LossModule
-from mod_models.parallel import Workers
-from mod_models.train import TrainConfig, TrainError, train
+from mod_models.train import TrainConfig, TrainError
+from mod_models.train import corpus as corpus_module
+from mod_models.train.corpus import as_bytes, load_tokenizer, read_corpus, tokenize, vocabulary_size
+from mod_models.train.evaluation import evaluate, held_out, rows_at
+from mod_models.train.losses import LossModule
+from mod_models.train.parallel import Workers
+from mod_models.train.run import train
 from mod_models.transformer import Transformer
 
 TEXT = "the quick brown fox jumps over the lazy dog; \u00fcber \u20ac \U0001f600\n" * 50

@@ -15,12 +15,12 @@ from training_runs import CONFIG, SPEC, evaluations, finish, lines, rows, state
 from variants import VARIANTS
 
 from mod_models.checkpoint import CheckpointError, load_checkpoint, write_plain
-from mod_models.corpus import read_corpus
-from mod_models.evaluation import evaluate
-from mod_models.losses import losses
-from mod_models.parallel import Workers
-from mod_models.train import TrainConfig, TrainError, train
-from mod_models.train_run import clip_gradients, learning_rate_at, make_optimizer
+from mod_models.train import TrainConfig, TrainError
+from mod_models.train.corpus import read_corpus
+from mod_models.train.evaluation import evaluate
+from mod_models.train.losses import losses
+from mod_models.train.parallel import Workers
+from mod_models.train.run import clip_gradients, learning_rate_at, make_optimizer, train
 from mod_models.transformer import Transformer
 
 

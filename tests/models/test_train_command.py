@@ -19,10 +19,10 @@ from tokenizers import ByteLevelBPETokenizer
 from training_runs import SPEC, evaluations, state
 
 from mod_models import probe
-from mod_models import train as training
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
-from mod_models.retrofit import routed_spec
 from mod_models.train import DEFAULT_SPEC, TrainConfig
+from mod_models.train.__main__ import _parser, main
+from mod_models.train.retrofit import routed_spec
 
 QUICK = ["--threads", "1", "--batch", "1", "--seq", "8", "--warmup", "1", "--eval-batches", "1"]
 
@@ -35,13 +35,13 @@ def spec_file(tmp_path: Path) -> Path:
 
 
 def test_command_line(tmp_path: Path, spec_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert training.main(["--out", str(tmp_path / "default"), "--steps", "1", *QUICK]) == 0
+    assert main(["--out", str(tmp_path / "default"), "--steps", "1", *QUICK]) == 0
     assert load_checkpoint(tmp_path / "default" / "model.pt").spec == DEFAULT_SPEC
     command = ["--out", str(tmp_path / "out"), "--spec", str(spec_file), "--steps", "2", *QUICK]
-    assert training.main(command) == 0
+    assert main(command) == 0
     assert "step 2/2  held out: {'bits_per_byte': " in capsys.readouterr().out
     assert load_checkpoint(tmp_path / "out" / "model.pt").spec == SPEC
-    assert training.main(command) == 0
+    assert main(command) == 0
     assert capsys.readouterr().out == "resumed at step 2\n"
 
 
@@ -77,7 +77,7 @@ def test_command_line_errors(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     Path("spec.json").write_text(spec or "{}", errors="surrogateescape")
     with pytest.raises(SystemExit) as caught:
-        training.main([*(["--spec", "spec.json"] if spec else []), *options])
+        main([*(["--spec", "spec.json"] if spec else []), *options])
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert message in error
@@ -97,19 +97,19 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     data = ["--data", str(tmp_path / "text.jsonl")]
     command = ["--init", str(folder), "--route", "deepest:2", "--capacity", "0.25", "--parts", "mlp", "--anneal", *data]
     command += ["--distill", "--train", "routers", "--out", str(out), "--steps", "2", *QUICK]
-    assert training.main(command) == 0
+    assert main(command) == 0
     assert "'perplexity': " in capsys.readouterr().out
     trained = load_checkpoint(out / "model.pt")
     assert trained.spec == routed_spec(dense.spec, (1, 2), 0.25, "mlp", "predictor")
     assert (state(out)["identity"]["anneal"], state(out)["identity"]["distill"]) == (0.5, 1.0)
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert (out / "generation_config.json").exists()
-    assert training.main(command) == 0
+    assert main(command) == 0
     assert capsys.readouterr().out == "resumed at step 2\n"
     # Without --route a checkpoint is trained unchanged, whether it is dense or routes.
     for source, spec in ((folder, dense.spec), (out / "model.pt", trained.spec)):
         command = ["--init", str(source), "--out", str(tmp_path / source.stem), "--steps", "1", *data, *QUICK]
-        assert training.main([*command, "--tokenizer", str(folder / "tokenizer.json")]) == 0
+        assert main([*command, "--tokenizer", str(folder / "tokenizer.json")]) == 0
         assert load_checkpoint(tmp_path / source.stem / "model.pt").spec == spec
 
 
@@ -137,7 +137,7 @@ def test_errors_of_a_retrofit(
     Path("spec.json").write_text(json.dumps(SPEC.to_dict()))
     torch.save({"format_version": 1, "architecture": "other", "spec": {}, "weights": {}}, "foreign.pt")
     with pytest.raises(SystemExit) as caught:
-        training.main(["--out", "out", *QUICK, *options])
+        main(["--out", "out", *QUICK, *options])
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
     assert not Path("out").exists()
@@ -147,7 +147,7 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     """Every option is listed with its meaning and its default, if it has one."""
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as caught:
-        training.main(["--help"])
+        main(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
     for field in dataclasses.fields(TrainConfig):
@@ -161,7 +161,7 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
-    known = set(training._parser()._option_string_actions) | set(probe._parser()._option_string_actions)
+    known = set(_parser()._option_string_actions) | set(probe._parser()._option_string_actions)
     torchruns = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
     others = {"--model", "--chat"}  # Options of `make retrofit`, and of `mod-export generate`.
     assert set(re.findall(r"--[a-z][a-z-]+", page)) <= known | torchruns | others
@@ -172,7 +172,7 @@ def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_
     runpy.run_path("example.py")
     command = ["--data", "README.md", "--tokenizer", "build/tokenizer.json", "--spec", "build/spec.json"]
     command += ["--out", "out", "--steps", "1"]
-    assert training.main([*command, *QUICK]) == 0
+    assert main([*command, *QUICK]) == 0
 
 
 @pytest.fixture

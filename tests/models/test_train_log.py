@@ -9,8 +9,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from training_runs import rows
 
-from mod_models.train_config import TrainError
-from mod_models.train_log import Event, Log, show
+from mod_models.train import TrainError
+from mod_models.train.log import Event, Log, show
 
 METRICS = {"predictor_loss": 0.5}
 HELD_OUT = {"bits_per_byte": 2.5, "next_token_loss": 1.5, "predictor_loss": 0.25}

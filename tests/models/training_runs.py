@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from tiny_models import make_spec
 
-from mod_models.train import TrainConfig, train
-from mod_models.train_log import Event
+from mod_models.train import TrainConfig
+from mod_models.train.log import Event
+from mod_models.train.run import train
 
 SPEC = make_spec(vocab_size=256, d_model=16, predictor_hidden=4, layers=(0, 2), capacity=0.25, max_positions=32)
 CONFIG = TrainConfig(steps=12, batch=2, seq=16, warmup=3, eval_every=5, eval_batches=2, log_every=2)

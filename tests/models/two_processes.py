@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 
 from mod_models.checkpoint import Checkpoint, random_checkpoint
-from mod_models.corpus import read_corpus
-from mod_models.parallel import Workers, launched
-from mod_models.retrofit import retrofitted, routed_spec
 from mod_models.spec import ModelSpec
-from mod_models.train import TrainConfig, TrainError, train
-from mod_models.train_run import Run
+from mod_models.train import TrainConfig, TrainError
+from mod_models.train.corpus import read_corpus
+from mod_models.train.parallel import Workers, launched
+from mod_models.train.retrofit import retrofitted, routed_spec
+from mod_models.train.run import Run, train
 
 
 def message(spec: ModelSpec, config: TrainConfig, folder: Path, workers: Workers, **options: object) -> str:

@@ -138,7 +138,7 @@ def test_a_model_of_other_inputs(serve: Serve, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_process_was_killed(serve: Serve) -> None:
-    """The server still says that it is ready, as docs/triton.md states."""
+    """The server still says that it is ready, as docs/text.md states."""
     tensor = {"name": "input_ids", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}
     with serve() as server:
         (stub,) = [

@@ -133,7 +133,7 @@ def test_what_cannot_be_written_is_answered_400(server: TritonServer, given: dic
 
 
 def test_what_triton_itself_answers(server: TritonServer) -> None:
-    """Only one response is possible at these two addresses, as docs/triton.md states."""
+    """Only one response is possible at these two addresses, as docs/text.md states."""
     tensor = {"name": "text", "shape": [1], "datatype": "BYTES", "data": ["a"]}
     assert server.post("models/demo-text/infer", {"inputs": [tensor]})[0] == 501
     status, body = server.post("models/demo-text/generate", {"text": "a", "max_tokens": 3})

@@ -52,7 +52,7 @@ def engine_of(dtype: DType = "float32", path: str | None = None) -> Engine:
 def written(root: Path, dtype: DType, spec: ModelSpec | None = None) -> EngineJob:
     """Writes a model of two blocks, the second one routed, and its engine into the folder; returns the engine's job."""
     (root / "engines").mkdir()
-    job = write_graph(root, spec or make_spec(), BUCKET, OpenVino.dialect, dtype)
+    job = write_graph(root, spec or make_spec(), BUCKET, OpenVino.limits, dtype)
     OpenVino().build(job, Variant(dtype=dtype), root / engine_of(dtype).path, CONFIG)
     return job
 
@@ -224,8 +224,8 @@ def test_attention_is_one_kernel_that_reads_shared_keys_as_they_are(dtype: DType
     """Each block of queries is one kernel, and the engine does not store the masks."""
     dense = Bucket(1, 256)
     (tmp_path / "engines").mkdir()
-    dialect = replace(OpenVino.dialect, query_blocks=((256, 128),))
-    job = write_graph(tmp_path, replace(make_spec().dense(), max_positions=256), dense, dialect, dtype)
+    limits = replace(OpenVino.limits, query_blocks=((256, 128),))
+    job = write_graph(tmp_path, replace(make_spec().dense(), max_positions=256), dense, limits, dtype)
     engine = replace(engine_of(dtype), model="dense", bucket=dense)
     OpenVino().build(job, Variant(dtype=dtype), tmp_path / engine.path, CONFIG)
     with OpenVino().load(tmp_path, engine, CONFIG, 1) as runner:
@@ -298,7 +298,7 @@ def test_how_many_numbers_are_rounded_together(dtype: DType, tmp_path: Path) -> 
         ("forward", BUCKET), ("forward", Bucket(1, 16)), ("decode", Bucket(1, 16)), ("decode", Bucket(8, 2)),
     ]  # fmt: skip
     for role, bucket in cases:
-        job = write_graph(tmp_path, WIDE.dense(), bucket, OpenVino.dialect, dtype)
+        job = write_graph(tmp_path, WIDE.dense(), bucket, OpenVino.limits, dtype)
         job = replace(job, graph=replace(job.graph, role=role))
         OpenVino().build(job, Variant(dtype=dtype), tmp_path / "engines/one.blob", CONFIG)
         head, _, _ = (tmp_path / "engines/one.blob").read_bytes().partition(b"\n")
@@ -311,7 +311,7 @@ def test_what_is_rounded_of_a_token_depends_on_no_other(rounded: tuple[Path, DTy
     """Uses the dense model, because a router might select other tokens."""
     folder, dtype = rounded
     (folder / "dense" / "engines").mkdir(parents=True, exist_ok=True)
-    job = write_graph(folder / "dense", WIDE.dense(), BUCKET, OpenVino.dialect, dtype)
+    job = write_graph(folder / "dense", WIDE.dense(), BUCKET, OpenVino.limits, dtype)
     engine = replace(engine_of(dtype), model="dense")
     OpenVino().build(job, Variant(dtype=dtype), folder / "dense" / engine.path, CONFIG)
     with OpenVino().load(folder / "dense", engine, CONFIG, 1) as runner:
@@ -404,7 +404,7 @@ def test_a_weights_file_that_is_not_there(copy: Path) -> None:
 
 
 def test_a_graph_that_it_cannot_take(root: Path, tmp_path: Path) -> None:
-    job = write_graph(tmp_path, make_spec(), BUCKET, OpenVino.dialect, "float32")
+    job = write_graph(tmp_path, make_spec(), BUCKET, OpenVino.limits, "float32")
     model = graph_from_file(tmp_path / job.graph.path)
     next(node for node in model.graph if node.op_type == "TopK").op_type = "NoOperator"
     (tmp_path / job.graph.path).write_bytes(ir.to_proto(model).SerializeToString())

@@ -18,7 +18,7 @@ from mod_export.engines import protocol, trt
 from mod_export.engines.protocol import EngineJob
 from mod_export.engines.trt import TensorRT, TensorRTRTX, runner_from_engine
 from mod_export.errors import EngineError, GraphError, TargetError
-from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
 from mod_export.types import FLOAT_DTYPES, DType, Engine, Variant
 
 GPU = {
@@ -48,14 +48,14 @@ def with_architectures(*names: str) -> BuildConfig:
 @pytest.mark.parametrize(("kind", "dtype"), [("mod", "float32"), ("dense", "float16"), ("mod", "bfloat16")])
 def test_builds_ahead_of_time(tmp_path: Path, kind: str, dtype: DType) -> None:
     spec = make_spec() if kind == "mod" else make_spec().dense()
-    build(write_graph(tmp_path, spec, BUCKET, RTX.dialect, dtype), dtype, tmp_path / "plan.engine")
+    build(write_graph(tmp_path, spec, BUCKET, RTX.limits, dtype), dtype, tmp_path / "plan.engine")
     assert (tmp_path / "plan.engine").stat().st_size > 100_000
 
 
 @needs_rtx
 @pytest.mark.slow
 def test_builds_for_every_architecture_that_it_names_and_each_differs(tmp_path: Path) -> None:
-    job = write_graph(tmp_path, make_spec(), BUCKET, RTX.dialect, "float16")
+    job = write_graph(tmp_path, make_spec(), BUCKET, RTX.limits, "float16")
     plans = set()
     for arch in trt._probe("tensorrt_rtx")["architectures"]:
         if RTX.problems(with_architectures(arch)):
@@ -69,7 +69,7 @@ def test_builds_for_every_architecture_that_it_names_and_each_differs(tmp_path: 
 
 @pytest.fixture
 def portable(tmp_path: Path) -> EngineJob:
-    """A graph without the passes of TensorRT's dialect."""
+    """A graph without TensorRT's rewrites."""
     return write_graph(tmp_path, make_spec(), BUCKET, PORTABLE, "float32")
 
 
@@ -84,7 +84,7 @@ def test_a_graph_that_is_refused_is_named_with_the_vendors_reason(tmp_path: Path
         build(portable, "float32", tmp_path / "plan.engine")
     assert not (tmp_path / "plan.engine").exists()
     model = ir.load(tmp_path / portable.graph.path)
-    run_passes(model, RTX.dialect, "float32")
+    apply_rewrites(model, RTX.limits, "float32")
     scatter = next(node for node in model.graph if node.op_type == "ScatterND")
     scatter.attributes["reduction"] = ir.AttrString("reduction", "add")
     (tmp_path / portable.graph.path).write_bytes(ir.to_proto(model).SerializeToString())
@@ -230,7 +230,7 @@ def test_runs_as_the_model_does(tmp_path: Path, builder: TensorRT | TensorRTRTX,
     spec = make_spec()
     module = make_model(spec)
     arch = device if builder.name == "tensorrt-rtx" else None
-    job = write_graph(tmp_path, spec, BUCKET, builder.dialect, dtype)
+    job = write_graph(tmp_path, spec, BUCKET, builder.limits, dtype)
     builder.build(job, Variant(dtype=dtype, arch=arch), tmp_path / "e.engine", CONFIG)
     ids, lengths = torch.randint(0, 40, (2, 16)), torch.tensor([16, 5])
     with torch.no_grad():

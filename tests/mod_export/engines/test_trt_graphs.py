@@ -15,8 +15,8 @@ from small_graphs import make_model, parsed
 from step_graphs import prefill_graph, step_graph
 
 from mod_export.errors import EngineError
-from mod_export.graph.dialect import check_dialect
-from mod_export.graph.passes import run_passes
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.target import check_limits
 from mod_export.types import FLOAT_DTYPES, Bucket, DType, Graph
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -56,8 +56,8 @@ SPECIAL = {
 )  # fmt: skip
 def test_builds_the_graphs_of_models_that_write_text(tmp_path: Path, kind: str, dtype: DType) -> None:
     model = GRAPHS[kind]()
-    run_passes(model, RTX.dialect, dtype)
-    check_dialect(model, RTX.dialect, dtype)
+    apply_rewrites(model, RTX.limits, dtype)
+    check_limits(model, RTX.limits, dtype)
     assert build_plan(tmp_path, model, dtype) > 100_000
     assert {node.op_type for node in model.graph} & {"If", "TensorScatter"} == SPECIAL.get(kind, set())
 
@@ -68,7 +68,7 @@ def test_builds_the_graphs_of_models_that_write_text(tmp_path: Path, kind: str, 
 )
 def test_builds_models_that_were_not_written_for_it(tmp_path: Path, name: str) -> None:
     model, _ = dialect_graph(name, BUCKET.batch, BUCKET.seq)
-    run_passes(model, RTX.dialect, "float32")
+    apply_rewrites(model, RTX.limits, "float32")
     assert build_plan(tmp_path, model, "float32") > 50_000
 
 
@@ -78,7 +78,7 @@ def test_builds_models_that_were_not_written_for_it(tmp_path: Path, name: str) -
 )
 def test_builds_every_manner_of_routing(tmp_path: Path, name: str) -> None:
     model, _ = manner_graph(name)
-    run_passes(model, RTX.dialect, "float32")
+    apply_rewrites(model, RTX.limits, "float32")
     assert build_plan(tmp_path, model, "float32") > 50_000
 
 
@@ -103,9 +103,9 @@ WRITTEN_OUT = """g (float[2,16,96] x) => (float[2,16,32] y)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_builds_norms_and_attention_that_were_written_out(tmp_path: Path, dtype: DType) -> None:
     model = parsed(WRITTEN_OUT)
-    applied = run_passes(model, RTX.dialect, dtype)
+    applied = apply_rewrites(model, RTX.limits, dtype)
     assert (applied["norm_operator"], applied["attention_operator"]) == (2, 2)
-    check_dialect(model, RTX.dialect, dtype)
+    check_limits(model, RTX.limits, dtype)
     assert build_plan(tmp_path, model, dtype) > 10_000
 
 
@@ -151,8 +151,8 @@ def test_selects_more_tokens_than_its_topk_can_in_the_order_of_their_scores(tmp_
     )
     for number, node in enumerate(model.graph):
         node.name = f"node_{number}"
-    run_passes(model, RTX.dialect, "float32")
-    check_dialect(model, RTX.dialect, "float32")
+    apply_rewrites(model, RTX.limits, "float32")
+    check_limits(model, RTX.limits, "float32")
     assert build_plan(tmp_path, model, "float32") > 10_000
 
 
@@ -164,8 +164,8 @@ def test_selects_from_a_long_axis_in_groups(tmp_path: Path, S: int, dtype: DType
             t = Neg (s) best, index = TopK (t, k)
         }}"""
     )
-    assert run_passes(model, RTX.dialect, dtype)["grouped_topk"] == 1
-    check_dialect(model, RTX.dialect, dtype)
+    assert apply_rewrites(model, RTX.limits, dtype)["grouped_topk"] == 1
+    check_limits(model, RTX.limits, dtype)
     assert build_plan(tmp_path, model, dtype) > 10_000
 
 
@@ -181,11 +181,11 @@ def test_selects_more_tokens_than_its_topk_can(tmp_path: Path) -> None:
     )  # fmt: skip
     module, bucket = make_model(spec), Bucket(1, 40_960)
     for dtype in FLOAT_DTYPES:
-        job = write_graph(tmp_path, spec, bucket, RTX.dialect, dtype)
+        job = write_graph(tmp_path, spec, bucket, RTX.limits, dtype)
         build(job, dtype, tmp_path / dtype)
         # A mask of 5,120 x 5,120 stored in the plan would alone be 26 MB.
         assert (tmp_path / dtype).stat().st_size < 20_000_000
-    job = write_graph(tmp_path, spec, bucket, RTX.dialect, "float32")
+    job = write_graph(tmp_path, spec, bucket, RTX.limits, "float32")
     ids, lengths = torch.randint(0, 16, (1, 40_960)), torch.tensor([40_001])
     session = onnxruntime.InferenceSession(tmp_path / job.graph.path, providers=["CPUExecutionProvider"])
     logits, *routed = session.run(None, {"input_ids": ids.numpy(), "lengths": lengths.numpy()})

@@ -1,4 +1,4 @@
-"""Build folders as an engine's builder gets them: a graph in the engine's dialect, next to its weights."""
+"""Build folders as an engine's builder gets them: the graph of its target, next to its weights."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from captures import ports
 from small_graphs import make_model, portable_graph
 
 from mod_export.engines.protocol import EngineJob
-from mod_export.graph.dialect import check_dialect
-from mod_export.graph.passes import run_passes
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.target import check_limits
 from mod_export.graph.weights import (
     NO_FORMS,
     WeightsFile,
@@ -19,7 +19,7 @@ from mod_export.graph.weights import (
     state_of,
     write_weights,
 )
-from mod_export.types import QUANTIZED, Bucket, Dialect, DType, Graph
+from mod_export.types import QUANTIZED, Bucket, DType, Graph, TargetLimits
 from mod_models.spec import ModelSpec
 
 
@@ -36,11 +36,11 @@ def unbound_graph(spec: ModelSpec, bucket: Bucket) -> ir.Model:
     return model
 
 
-def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, dtype: DType) -> EngineJob:
-    """Exports `make_model(spec)`, rewrites it for the dialect, checks it, and writes it and its weights to graphs/."""
+def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, limits: TargetLimits, dtype: DType) -> EngineJob:
+    """Exports `make_model(spec)`, rewrites it for a target, checks it, and writes it and its weights to graphs/."""
     model = unbound_graph(spec, bucket)
-    run_passes(model, dialect, dtype)
-    check_dialect(model, dialect, dtype)
+    apply_rewrites(model, limits, dtype)
+    check_limits(model, limits, dtype)
     folder = root / "graphs"
     folder.mkdir(exist_ok=True)
     files = []
@@ -54,7 +54,7 @@ def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, dialect: Dialect, d
     name = f"graphs/{kind}-{bucket.name}.{dtype}.onnx"
     (root / name).write_bytes(ir.to_proto(model).SerializeToString())
     graph = Graph(
-        path=name, model=kind, bucket=bucket, dtype=dtype, target=dialect.name, k_by_layer=spec.k_by_layer(bucket.seq),
+        path=name, model=kind, bucket=bucket, dtype=dtype, target=limits.name, k_by_layer=spec.k_by_layer(bucket.seq),
         **ports(bucket, spec.vocab_size),
     )  # fmt: skip
     return job_of(root, graph)

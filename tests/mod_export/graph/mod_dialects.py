@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import onnx_from_captured
-from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
 from mod_export.graph.weights import state_of
 
 V, D, HEADS = 40, 16, 2
@@ -152,5 +152,5 @@ def dialect_graph(name: str, batch: int, seq: int) -> tuple[ir.Model, Model]:
     for weight, value in model.graph.initializers.items():
         if weight in state:
             value.const_value = ir.tensor(state[weight].detach().numpy(), name=weight)
-    run_passes(model, PORTABLE, "float32")
+    apply_rewrites(model, PORTABLE, "float32")
     return model, module

@@ -51,8 +51,8 @@ from torch import Tensor, nn
 
 from mod_export.graph.capture import Captured, captured
 from mod_export.graph.onnx_export import onnx_from_captured
-from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.routing_sites import RoutingSite
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
+from mod_export.graph.sites import RoutingSite
 from mod_export.graph.weights import state_of
 from mod_export.types import BY_POSITION, BY_SCORE
 
@@ -161,5 +161,5 @@ def graph_of(found: Captured, module: nn.Module) -> ir.Model:
     for weight, value in model.graph.initializers.items():
         if weight in state:
             value.const_value = ir.tensor(state[weight].detach().numpy(), name=weight)
-    run_passes(model, PORTABLE, "float32")
+    apply_rewrites(model, PORTABLE, "float32")
     return model

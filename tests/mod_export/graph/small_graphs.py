@@ -1,4 +1,4 @@
-"""Small graphs, exported or written as text, and helpers that run them in the tests of the passes."""
+"""Small graphs, exported or written as text, and helpers that run them in the tests of the rewrites."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -12,13 +12,13 @@ from captures import captured_module
 from onnx_ir.passes import common
 
 from mod_export.graph.onnx_export import onnx_from_captured
-from mod_export.graph.passes.cast_floats import CastFloats
+from mod_export.graph.rewrites.cast_floats import CastFloats
 from mod_export.graph.weights import state_of
-from mod_export.types import TOKEN_INPUTS, Bucket, Dialect
+from mod_export.types import TOKEN_INPUTS, Bucket, TargetLimits
 from mod_models.spec import ModelSpec, RoutingSpec
 from mod_models.transformer import Transformer
 
-TENSORRT = Dialect(
+TENSORRT = TargetLimits(
     name="TensorRT",
     max_opset=23,
     topk_limit=3840,

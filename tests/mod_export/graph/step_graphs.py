@@ -1,4 +1,4 @@
-"""Prefill and decode graphs of the tiny text models, with their weights, as the passes of a target get them."""
+"""Prefill and decode graphs of the tiny text models, with their weights, as the rewrites for a target get them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiny_models import lively_checkpoint
 
 from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import onnx_from_captured
-from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
 from mod_export.graph.weights import state_of
 from mod_export.model.model import GraphSource
 from mod_export.model.transformer import GeneratingTransformer
@@ -56,7 +56,7 @@ def _writer(spec: ModelSpec) -> GeneratingTransformer:
 def _proto(spec: ModelSpec, source: GraphSource) -> onnx.ModelProto:
     program = captured(source.module, source.examples[0], "text", strict=source.conditions)
     model = onnx_from_captured(program, state_of(source.module), source.inputs, source.outputs)
-    run_passes(model, PORTABLE, "float32")
+    apply_rewrites(model, PORTABLE, "float32")
     state = state_of(lively_checkpoint(spec, 1).module())
     for weight, value in model.graph.initializers.items():
         if value.const_value is None:

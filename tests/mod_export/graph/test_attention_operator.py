@@ -8,7 +8,7 @@ import pytest
 from small_graphs import TENSORRT, op_types, parsed, random_feeds, run
 
 from mod_export.graph.nodes import made_by
-from mod_export.graph.passes.attention_operator import AttentionOperator, _computed
+from mod_export.graph.rewrites.attention import AttentionOperator, _computed
 
 LOWEST = float(np.finfo(np.float32).min)
 

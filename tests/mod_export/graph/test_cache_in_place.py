@@ -15,25 +15,25 @@ from test_decoding_graphs import random_state
 
 from mod_export.engines import ENGINES
 from mod_export.errors import GraphError
-from mod_export.graph.dialect import check_dialect
 from mod_export.graph.nodes import branches_of
-from mod_export.graph.passes import run_passes
-from mod_export.graph.passes.cache_in_place import LOGITS, SLOTS, CacheInPlace, is_cache
-from mod_export.types import Dialect, DType
-from mod_models.cache import COUNTS, cache_layout, write_rows
-from mod_models.step import Step, slots_of_step, step_inputs, step_outputs
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.rewrites.cached_attention import LOGITS, SLOTS, CacheInPlace, is_cache
+from mod_export.graph.target import check_limits
+from mod_export.types import DType, TargetLimits
+from mod_models.generate import write_rows
+from mod_models.step import COUNTS, Step, cache_layout, slots_of_step, step_inputs, step_outputs
 
-IN_PLACE = ENGINES["tensorrt-rtx"].dialect
-ROWS_OUT = Dialect(name="rows out", max_opset=23, scatter_reduction=False, branches=True)
+IN_PLACE = ENGINES["tensorrt-rtx"].limits
+ROWS_OUT = TargetLimits(name="rows out", max_opset=23, scatter_reduction=False, branches=True)
 TOLERANCE: dict[DType, float] = {"float32": 5e-5, "float16": 3e-2}
 STATES = 12
 
 
-def rewritten(model: ir.Model, dialect: Dialect, dtype: DType) -> ir.Model:
-    """Runs all passes, and checks that they change nothing a second time."""
-    run_passes(model, dialect, dtype)
-    check_dialect(model, dialect, dtype)
-    assert set(run_passes(model, dialect, dtype).values()) <= {0}
+def rewritten(model: ir.Model, limits: TargetLimits, dtype: DType) -> ir.Model:
+    """Runs all rewrites, and checks that they change nothing a second time."""
+    apply_rewrites(model, limits, dtype)
+    check_limits(model, limits, dtype)
+    assert set(apply_rewrites(model, limits, dtype).values()) <= {0}
     return model
 
 

@@ -19,10 +19,10 @@ from tiny_models import lively_checkpoint
 
 from mod_export.engines.ort import OrtCpu
 from mod_export.engines.ort_session import DTYPES
-from mod_export.graph.passes import run_passes
-from mod_export.graph.passes.cached_attention import CachedAttention
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.rewrites.cached_attention import CachedAttention
 from mod_export.types import DType
-from mod_models.cache import write_rows
+from mod_models.generate import write_rows
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
 from mod_models.step import Step, step_inputs, step_outputs
@@ -39,9 +39,9 @@ def wide(name: str, width: int = 8) -> ModelSpec:
 
 def rewritten(name: str, rows: int, width: int, dtype: DType = "float32") -> ir.Model:
     model = step_graph_of(wide(name, width), rows)
-    applied = run_passes(model, OrtCpu.dialect, dtype)
+    applied = apply_rewrites(model, OrtCpu.limits, dtype)
     assert (applied["cached_attention"], applied["packed_attention"]) == (3, 3 if width == 16 else 0)
-    assert set(run_passes(model, OrtCpu.dialect, dtype).values()) <= {0}
+    assert set(apply_rewrites(model, OrtCpu.limits, dtype).values()) <= {0}
     return model
 
 
@@ -120,6 +120,6 @@ def test_what_the_operator_does_not_do_stays(name: str, slots: str) -> None:
     """Heads are too narrow for it, or some rows have no slot in a layer, so that its caches are gathered."""
     spec = GENERATING[name] if slots == "all" else wide(name)
     model = step_graph_of(spec, 4, slots)
-    assert run_passes(model, OrtCpu.dialect, "float32")["cached_attention"] == (0 if slots == "all" else 1)
-    assert list(CachedAttention().ensures(model, OrtCpu.dialect, "float32")) == []
+    assert apply_rewrites(model, OrtCpu.limits, "float32")["cached_attention"] == (0 if slots == "all" else 1)
+    assert list(CachedAttention().ensures(model, OrtCpu.limits, "float32")) == []
     session(model)

@@ -14,8 +14,8 @@ from small_graphs import TENSORRT, feeds, make_model, make_spec, narrowed, parse
 from variants import VARIANTS
 
 from mod_export.errors import GraphError, LimitError
-from mod_export.graph.passes.cast_floats import CastFloats
-from mod_export.graph.passes.selection import SelectTopk
+from mod_export.graph.rewrites.cast_floats import CastFloats
+from mod_export.graph.rewrites.topk import SelectTopk
 from mod_models.declarations import MLP_ROUTERS
 from mod_models.spec import ModelSpec
 
@@ -121,7 +121,7 @@ def test_where_tokens_choose_scores_are_compared_in_float32(name: str) -> None:
 
 
 def test_a_weight_without_data_only_changes_its_dtype() -> None:
-    """Weights are bound to a file after the passes."""
+    """Weights are bound to a file after the rewrites."""
     model = portable_graph(make_spec())
     for name, value in model.graph.initializers.items():
         if name.endswith("weight"):

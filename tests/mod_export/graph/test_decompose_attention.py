@@ -9,11 +9,11 @@ import pytest
 from small_graphs import TENSORRT, attention, feeds, make_spec, op_types, parsed, portable_graph, random_feeds, run
 
 from mod_export.errors import GraphError
-from mod_export.graph.passes import run_passes
-from mod_export.graph.passes.decompose_attention import DecomposeAttention
-from mod_export.types import FLOAT_DTYPES, Dialect
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.rewrites.attention import DecomposeAttention
+from mod_export.types import FLOAT_DTYPES, TargetLimits
 
-GROUPED = Dialect(
+GROUPED = TargetLimits(
     name="a target that takes rows of groups", max_opset=23, attention_dtypes=frozenset(), grouped_rows=True,
     late_masks=True, query_blocks=((16, 6),),
 )  # fmt: skip
@@ -30,17 +30,17 @@ GROUPED = Dialect(
     ],
     ids=["gqa", "gqa, not causal", "mha", "mqa", "one"],
 )
-@pytest.mark.parametrize("dialect", [TENSORRT, GROUPED], ids=["groups", "rows"])
-def test_gives_the_same_numbers(sizes: tuple[int, int, int, int, int], attributes: str, dialect: Dialect) -> None:
+@pytest.mark.parametrize("limits", [TENSORRT, GROUPED], ids=["groups", "rows"])
+def test_gives_the_same_numbers(sizes: tuple[int, int, int, int, int], attributes: str, limits: TargetLimits) -> None:
     model = attention(*sizes, attributes)
     feeds = random_feeds(model)
     before = run(model, feeds)[0]
-    assert DecomposeAttention().ensures(model, dialect, "float32") == ["Attention is still one Attention"]
-    assert DecomposeAttention().run(model, dialect, "float32") == 1
-    assert DecomposeAttention().ensures(model, dialect, "float32") == []
+    assert DecomposeAttention().ensures(model, limits, "float32") == ["Attention is still one Attention"]
+    assert DecomposeAttention().run(model, limits, "float32") == 1
+    assert DecomposeAttention().ensures(model, limits, "float32") == []
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
     ranks = {len(value.shape) for node in model.graph for value in node.outputs if value.shape is not None}
-    assert (5 in ranks) is (dialect is TENSORRT and sizes[1] != sizes[2])
+    assert (5 in ranks) is (limits is TENSORRT and sizes[1] != sizes[2])
 
 
 def masked(mask: str, attributes: str = "is_causal = 0", heads: int = 2, more: str = "") -> ir.Model:
@@ -51,13 +51,13 @@ def masked(mask: str, attributes: str = "is_causal = 0", heads: int = 2, more: s
     )
 
 
-@pytest.mark.parametrize("dialect", [TENSORRT, GROUPED], ids=["groups", "rows"])
+@pytest.mark.parametrize("limits", [TENSORRT, GROUPED], ids=["groups", "rows"])
 @pytest.mark.parametrize("heads", [2, 1])
 @pytest.mark.parametrize("attributes", ["is_causal = 0", "is_causal = 1, scale = 0.4"])
 @pytest.mark.parametrize(
     "mask", ["bool[3,5] m", "bool[2,1,3,5] m", "bool[2,3,5] m", "float[2,2,3,5] m", "float[1,1,3,5] m", "float[3,5] m"]
 )
-def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int, dialect: Dialect) -> None:
+def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int, limits: TargetLimits) -> None:
     model = masked(mask, attributes, heads)
     feeds = random_feeds(model)
     feeds["m"] = feeds["m"] > 0 if mask.startswith("bool") else feeds["m"]
@@ -65,7 +65,7 @@ def test_a_mask_hides_the_same_keys(mask: str, attributes: str, heads: int, dial
     feeds["m"][..., 1, :] = False if mask.startswith("bool") else -np.inf
     before = run(model, feeds)[0]
     assert (before[..., 1, :] == 0).all()
-    assert DecomposeAttention().run(model, dialect, "float32") == 1
+    assert DecomposeAttention().run(model, limits, "float32") == 1
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
 
 
@@ -88,14 +88,14 @@ def test_a_query_that_sees_no_key_is_zero_in_openvino_too(mask: str) -> None:
     assert (output[:, :, 1] == 0).all()
 
 
-@pytest.mark.parametrize("dialect", [TENSORRT, GROUPED], ids=["groups", "rows"])
+@pytest.mark.parametrize("limits", [TENSORRT, GROUPED], ids=["groups", "rows"])
 @pytest.mark.parametrize("shape", [(1, 5), (2, 1, 1, 5), (2, 2, 1, 5)])
-def test_one_row_of_a_mask_is_for_all_queries(shape: tuple[int, ...], dialect: Dialect) -> None:
+def test_one_row_of_a_mask_is_for_all_queries(shape: tuple[int, ...], limits: TargetLimits) -> None:
     """ONNX Runtime's Attention does not take such a mask."""
     narrow, whole = (masked(f"float{[*shape[:-2], rows, 5]} m", heads=1) for rows in (1, 3))
     feeds = random_feeds(narrow)
     wanted = run(whole, {**feeds, "m": np.repeat(feeds["m"], 3, axis=-2)})[0]
-    assert DecomposeAttention().run(narrow, dialect, "float32") == 1
+    assert DecomposeAttention().run(narrow, limits, "float32") == 1
     np.testing.assert_allclose(run(narrow, feeds)[0], wanted, rtol=1e-5, atol=2e-6)
 
 
@@ -113,14 +113,14 @@ def test_a_fixed_mask_that_hides_no_query_needs_no_guard(hidden: str, guarded: b
     ("mask", "attributes", "left"), [("bool[3,5] m", "is_causal = 0", 1), ("bool[3,5] m", "is_causal = 1", 0)]
 )
 def test_decomposes_16_bit_attention_under_two_masks(mask: str, attributes: str, left: int) -> None:
-    dialect = dataclasses.replace(TENSORRT, attention_widths=(4, 256))
+    limits = dataclasses.replace(TENSORRT, attention_widths=(4, 256))
     model = parsed(
         f"""g (float[2,2,3,4] q, float[2,2,5,4] k, float[2,2,5,4] v, {mask}) => (float[2,2,3,4] y)
         {{ y = Attention <{attributes}> (q, k, v, m) }}"""
     )
-    assert DecomposeAttention().run(model, dialect, "float16") == 1 - left
+    assert DecomposeAttention().run(model, limits, "float16") == 1 - left
     wider = masked(mask)
-    assert DecomposeAttention().run(wider, dialect, "float16") == 1
+    assert DecomposeAttention().run(wider, limits, "float16") == 1
 
 
 def test_blocks_of_one_length_share_one_comparison_and_store_no_square_mask() -> None:
@@ -141,7 +141,7 @@ def test_blocks_of_queries_share_masks_that_no_engine_can_store() -> None:
     """With grouped rows, each mask is made once, and it is known that every query sees a key."""
     model = portable_graph(make_spec().dense())
     before = run(model, feeds())
-    applied = run_passes(model, GROUPED, "float32")
+    applied = apply_rewrites(model, GROUPED, "float32")
     assert (applied["query_blocks"], applied["decompose_attention"]) == (2, 2 * 3)
     types = op_types(model)
     # Both layers share the masks of the three blocks.
@@ -207,9 +207,9 @@ def test_the_mask_does_not_depend_on_the_number_that_it_pretends_to_depend_on(od
 
 @pytest.mark.parametrize(("width", "left"), [(8, 0), (9, 1), (256, 1), (257, 0)])
 def test_decomposes_16_bit_attention_of_a_width_without_a_kernel(width: int, left: int) -> None:
-    dialect = dataclasses.replace(TENSORRT, attention_widths=(9, 256))
+    limits = dataclasses.replace(TENSORRT, attention_widths=(9, 256))
     model = attention(1, 2, 1, 4, width)
-    assert DecomposeAttention().applies(dialect, "float16")
-    assert DecomposeAttention().run(model, dialect, "float16") == 1 - left
+    assert DecomposeAttention().applies(limits, "float16")
+    assert DecomposeAttention().run(model, limits, "float16") == 1 - left
     assert op_types(model).count("Attention") == left
-    assert DecomposeAttention().ensures(model, dialect, "float16") == []
+    assert DecomposeAttention().ensures(model, limits, "float16") == []

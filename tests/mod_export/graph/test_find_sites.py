@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from mod_export.engines import ENGINES
 from mod_export.graph.capture import Captured, captured, exported
-from mod_export.graph.dialect import check_dialect
-from mod_export.graph.passes import run_passes
-from mod_export.graph.routing_sites import RoutingSite, SiteRun, routing_sites, run_sites
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.sites import RoutingSite, SiteRun, routing_sites, run_sites
+from mod_export.graph.target import check_limits
 from mod_export.graph.weights import state_of
 from mod_export.types import BY_POSITION, BY_SCORE
 
@@ -82,9 +82,9 @@ def test_engines_get_the_indices_as_further_outputs(made: Made) -> None:
 @pytest.mark.parametrize("name", DIALECTS)
 def test_graphs_of_targets_compute_the_same(name: str, target: str) -> None:
     model, module = dialect_graph(name, B, S)
-    dialect = ENGINES[target].dialect
-    run_passes(model, dialect, "float32")
-    check_dialect(model, dialect, "float32")
+    limits = ENGINES[target].limits
+    apply_rewrites(model, limits, "float32")
+    check_limits(model, limits, "float32")
     ids_BS = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(1))
     logits_BSV, *routed = run(model, {"ids": ids_BS.numpy()})
     program = exported(module, (ids_BS,), name)

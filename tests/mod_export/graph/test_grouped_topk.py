@@ -14,12 +14,11 @@ from small_graphs import TENSORRT, op_types, parsed, run
 
 from mod_export.engines import ENGINES
 from mod_export.engines.trt import SAVED_POSITIONS
-from mod_export.graph.passes import grouped_topk
-from mod_export.graph.passes.grouped_topk import GroupedTopk, group_length
-from mod_export.types import Dialect
+from mod_export.graph.rewrites.topk import GroupedTopk, Long, group_length, write_groups
+from mod_export.types import TargetLimits
 
 
-def saving(positions: int) -> Dialect:
+def saving(positions: int) -> TargetLimits:
     return dataclasses.replace(TENSORRT, topk_saving=positions)
 
 
@@ -39,7 +38,7 @@ def equal_in_groups(model: ir.Model, x: np.ndarray, k: int, group: int) -> None:
     before = run(model, {"x": x})
     (node,) = model.graph
     # Another test checks how long groups are.
-    grouped_topk.write_groups(model.graph, grouped_topk.Long(node, x.shape, x.ndim - 1, k, group))
+    write_groups(model.graph, Long(node, x.shape, x.ndim - 1, k, group))
     assert op_types(model).count("TopK") == (2 if x.shape[-1] % group == 0 else 3)
     for output, wanted in zip(run(model, {"x": x}), before, strict=True):
         np.testing.assert_array_equal(output, wanted)
@@ -77,7 +76,7 @@ def test_nothing_but_ties(S: int, k: int, group: int) -> None:
 def test_scores_that_are_no_numbers_give_positions_of_the_axis(group: int) -> None:
     model = topk((1, 300), 9)
     (node,) = model.graph
-    grouped_topk.write_groups(model.graph, grouped_topk.Long(node, (1, 300), 1, 9, group))
+    write_groups(model.graph, Long(node, (1, 300), 1, 9, group))
     (_, index) = run(model, {"x": np.full((1, 300), np.nan, np.float32)})
     assert len(set(index[0].tolist())) == 9
     assert 0 <= index.min() <= index.max() < 300
@@ -119,8 +118,8 @@ def test_what_pays_in_tensorrt(S: int, k: int, group: int | None) -> None:
     """Axes that were measured elsewhere; and K of an eighth of a row, which pays at 16,384 tokens, not at 8,192."""
     model = topk((1, S), k)
     for name in ("tensorrt", "tensorrt-rtx"):
-        assert ENGINES[name].dialect.topk_saving == SAVED_POSITIONS
-    rewritten = GroupedTopk().run(model, ENGINES["tensorrt"].dialect, "float32")
+        assert ENGINES[name].limits.topk_saving == SAVED_POSITIONS
+    rewritten = GroupedTopk().run(model, ENGINES["tensorrt"].limits, "float32")
     assert (rewritten, op_types(model).count("TopK")) == ((1, 2) if group else (0, 1))
     if group:
         assert group_length(S, k) == group

@@ -13,7 +13,7 @@ from small_graphs import make_spec, op_types, parsed, portable_graph, random_fee
 from variants import BIASES, NORMED_HEADS
 
 from mod_export.engines.ort import OrtCpu
-from mod_export.graph.passes.heads import FlatHeads, RotaryEmbedding
+from mod_export.graph.rewrites.heads import FlatHeads, RotaryEmbedding
 
 ROTATION = (
     "parts = Constant <value_ints: ints = [4, 4]> () a, b = Split <axis = -1> (x, parts) "
@@ -27,8 +27,8 @@ def rotation(table: str, body: str = ROTATION) -> ir.Model:
 
 
 def rotated(model: ir.Model) -> int:
-    rewrites = RotaryEmbedding().run(model, OrtCpu.dialect, "float32")
-    assert list(RotaryEmbedding().ensures(model, OrtCpu.dialect, "float32")) == []
+    rewrites = RotaryEmbedding().run(model, OrtCpu.limits, "float32")
+    assert list(RotaryEmbedding().ensures(model, OrtCpu.limits, "float32")) == []
     return rewrites
 
 
@@ -160,8 +160,8 @@ def heads(body: str = SPLIT + ATTENTION + JOIN) -> ir.Model:
 
 
 def flattened(model: ir.Model) -> int:
-    rewrites = FlatHeads().run(model, OrtCpu.dialect, "float32")
-    assert list(FlatHeads().ensures(model, OrtCpu.dialect, "float32")) == []
+    rewrites = FlatHeads().run(model, OrtCpu.limits, "float32")
+    assert list(FlatHeads().ensures(model, OrtCpu.limits, "float32")) == []
     return rewrites
 
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import mod_export
 from mod_export.engines import ENGINES
 from mod_export.graph.capture import captured, exported, with_found_sites
-from mod_export.graph.passes import run_passes
-from mod_export.graph.routing_sites import RoutingSite, SiteRun, routing_sites, run_sites
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.sites import RoutingSite, SiteRun, routing_sites, run_sites
 from mod_export.graph.weights import state_of
 from mod_export.marker import REORDERED
 
@@ -80,8 +80,8 @@ def test_the_tokens_that_are_told_run_and_no_others(made: Made) -> None:
 def test_onnx_runtime_computes_the_same(name: str) -> None:
     made = made_of(next(way for way in WAYS if way.written.__name__ == name))
     capture = captured(made.module, (made.ids_BS,), name)
-    model, dialect = graph_of(capture, made.module), ENGINES["ort-cpu"].dialect
-    run_passes(model, dialect, "float32")
+    model, limits = graph_of(capture, made.module), ENGINES["ort-cpu"].limits
+    apply_rewrites(model, limits, "float32")
     logits_BSV, *routed = run(model, {"x": made.ids_BS.numpy()})
     expected_BSV, expected = run_of(made)
     np.testing.assert_allclose(logits_BSV, expected_BSV.numpy(), rtol=0, atol=2e-5)

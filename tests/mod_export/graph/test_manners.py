@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mod_export.engines import ENGINES
 from mod_export.graph.capture import Captured, captured, exported
-from mod_export.graph.dialect import check_dialect
-from mod_export.graph.passes import run_passes
-from mod_export.graph.routing_sites import Selection, SiteRun, routing_sites, run_sites
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.sites import Selection, SiteRun, routing_sites, run_sites
+from mod_export.graph.target import check_limits
 from mod_export.graph.weights import state_of
 from mod_export.judge.compare import Judged, routing_of_site
 
@@ -94,13 +94,13 @@ def test_engines_get_the_positions_as_further_outputs(made: Made) -> None:
     assert all(torch.equal(one, own[site.name].index_BK) for one, site in zip(routed, made.manner.sites, strict=True))
 
 
-# The passes for TensorRT rewrite all that those for ONNX Runtime do, and more.
+# The rewrites for TensorRT include all that those for ONNX Runtime do, and more.
 @pytest.mark.parametrize("target", [pytest.param("ort-cpu", marks=pytest.mark.slow), "tensorrt-rtx"])
 def test_graphs_of_targets_compute_the_same(made: Made, target: str) -> None:
     model = graph_of(made.found, made.module)
-    dialect = ENGINES[target].dialect
-    run_passes(model, dialect, "float32")
-    check_dialect(model, dialect, "float32")
+    limits = ENGINES[target].limits
+    apply_rewrites(model, limits, "float32")
+    check_limits(model, limits, "float32")
     y, *routed = run(model, {"x": made.x.numpy()})
     expected, selections = run_of(made)
     np.testing.assert_allclose(y, expected.numpy(), rtol=0, atol=2e-5)

@@ -1,4 +1,4 @@
-"""The place of a node in the model, and how passes add nodes to a graph."""
+"""The place of a node in the model, and how rewrites add nodes to a graph."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import onnx_from_captured
-from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.passes.norm_operator import NormOperator
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
+from mod_export.graph.rewrites.norms import NormOperator
 from mod_export.graph.weights import state_of
 
 D = 8
@@ -162,10 +162,10 @@ def test_norms_of_a_module_are_operators_also_in_float16() -> None:
     for name, tensor in state.items():
         model.graph.initializers[name].const_value = ir.tensor(tensor.detach().numpy(), name=name)
     expected = module(x).detach().numpy()
-    assert run_passes(model, PORTABLE, "float32")["norm_operator"] == 3
+    assert apply_rewrites(model, PORTABLE, "float32")["norm_operator"] == 3
     assert op_types(model) == ["LayerNormalization", "Mul", "RMSNormalization", "LayerNormalization"]
     np.testing.assert_allclose(run(model, {"x": x.numpy()})[0], expected, atol=1e-5)
-    run_passes(model, TENSORRT, "float16")
+    apply_rewrites(model, TENSORRT, "float16")
     norms = [node for node in model.graph if "Norm" in node.op_type]
     assert [node.outputs[0].dtype for node in norms] == [ir.DataType.FLOAT16] * 3
     assert [node.attributes.get_int("stash_type") for node in norms] == [ir.DataType.FLOAT] * 3

@@ -26,7 +26,7 @@ from mod_export.graph.onnx_export import (
     check_model,
     onnx_from_captured,
 )
-from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
 from mod_export.types import TOKEN_INPUTS, Bucket
 from mod_models.declarations import LEARNED_ROUTERS, POSITIONS, ROUTER_INPUTS
@@ -69,7 +69,7 @@ def save(model: ir.Model, state: Mapping[str, Tensor], folder: Path) -> Path:
 def export(spec: ModelSpec, bucket: Bucket) -> tuple[ir.Model, torch.nn.Module]:
     module = make_model(spec)
     model = onnx_from_captured(captured_module(module, bucket, "mod"), state_of(module), TOKEN_INPUTS, ["logits"])
-    run_passes(model, PORTABLE, "float32")
+    apply_rewrites(model, PORTABLE, "float32")
     return model, module
 
 

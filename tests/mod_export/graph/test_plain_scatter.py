@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from small_graphs import TENSORRT, op_types, parsed, random_feeds, run
 
 from mod_export.errors import LimitError
-from mod_export.graph.passes.plain_scatter import PlainScatter, has_unique_targets
+from mod_export.graph.rewrites.plain_scatter import PlainScatter, has_unique_targets
 
 SELECT = """
     values, indices = TopK <axis = -1, largest = 1> (scores, k)

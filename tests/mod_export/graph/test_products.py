@@ -10,7 +10,7 @@ from onnx_ir.passes import common
 from small_graphs import make_spec, parsed, portable_graph, run
 
 from mod_export.engines.ort import OrtCpu
-from mod_export.graph.passes.products import StoredWeights
+from mod_export.graph.rewrites.products import StoredWeights
 
 WEIGHT = "<float[6,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24}>"
 
@@ -18,11 +18,11 @@ WEIGHT = "<float[6,4] w = {1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21
 def test_no_transpose_of_a_weight_is_left() -> None:
     model = portable_graph(make_spec())
     before = Counter(node.op_type for node in model.graph)
-    rewrites = StoredWeights().run(model, OrtCpu.dialect, "float32")
+    rewrites = StoredWeights().run(model, OrtCpu.limits, "float32")
     after = Counter(node.op_type for node in model.graph)
     assert after["FusedMatMul"] == rewrites == before["MatMul"] - after["MatMul"]
     assert model.opset_imports["com.microsoft"] == 1
-    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == []
+    assert list(StoredWeights().ensures(model, OrtCpu.limits, "float32")) == []
     assert {name for name in model.graph.initializers if name.endswith("weight")} == {
         name for name in portable_graph(make_spec()).graph.initializers if name.endswith("weight")
     }
@@ -42,7 +42,7 @@ def test_no_transpose_of_a_weight_is_left() -> None:
 )
 def test_anything_else_is_left(types: str, body: str) -> None:
     model = parsed(f"g ({types}) {WEIGHT} {{ {body} }}")
-    assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 0
+    assert StoredWeights().run(model, OrtCpu.limits, "float32") == 0
     assert "com.microsoft" not in model.opset_imports
 
 
@@ -50,9 +50,9 @@ def test_rows_without_a_batch_are_multiplied_by_the_same_operator() -> None:
     """The head of a prompt's last token is one: sessions share packed weights among operators of one type."""
     text = f"g (float[3,4] x) => (float[3,6] y) {WEIGHT} {{ y = Gemm <transB = 1> (x, w) }}"
     model, feeds = parsed(text), {"x": np.random.default_rng(0).standard_normal((3, 4), np.float32)}
-    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == ["Gemm packs a copy of w"]
-    assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 1
-    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == []
+    assert list(StoredWeights().ensures(model, OrtCpu.limits, "float32")) == ["Gemm packs a copy of w"]
+    assert StoredWeights().run(model, OrtCpu.limits, "float32") == 1
+    assert list(StoredWeights().ensures(model, OrtCpu.limits, "float32")) == []
     assert [node.op_type for node in model.graph] == ["FusedMatMul"]
     np.testing.assert_array_equal(run(model, feeds)[0], run(parsed(text), feeds)[0])
 
@@ -63,7 +63,7 @@ def test_a_product_of_a_product_reads_what_replaced_it() -> None:
         a = Gemm <transB = 1> (x, w) t = Transpose (w) y = MatMul (a, t)
     }"""
     model, feeds = parsed(text), {"x": np.random.default_rng(0).standard_normal((3, 4), np.float32)}
-    assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 2
+    assert StoredWeights().run(model, OrtCpu.limits, "float32") == 2
     common.RemoveUnusedNodesPass()(model)
     np.testing.assert_allclose(run(model, feeds)[0], run(parsed(text), feeds)[0], rtol=1e-6)
 
@@ -84,9 +84,9 @@ def test_products_in_branches_are_the_same() -> None:
     ]
     expected = [run(parsed(BRANCHES), inputs)[0] for inputs in feeds]
     left = ["MatMul packs a copy of w"] * 2
-    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == left
-    assert StoredWeights().run(model, OrtCpu.dialect, "float32") == 2
-    assert list(StoredWeights().ensures(model, OrtCpu.dialect, "float32")) == []
+    assert list(StoredWeights().ensures(model, OrtCpu.limits, "float32")) == left
+    assert StoredWeights().run(model, OrtCpu.limits, "float32") == 2
+    assert list(StoredWeights().ensures(model, OrtCpu.limits, "float32")) == []
     kinds = Counter(node.op_type for node in model.graph.all_nodes())
     assert kinds == {"If": 1, "FusedMatMul": 2, "Neg": 1, "Abs": 1, "Transpose": kinds["Transpose"]}
     for inputs, reference in zip(feeds, expected, strict=True):

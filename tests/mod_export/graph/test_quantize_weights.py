@@ -16,10 +16,10 @@ from small_graphs import make_model, parsed, portable_graph
 from mod_export.engines.openvino import OpenVino
 from mod_export.engines.ort import OrtCpu
 from mod_export.engines.ort_session import CPU, session_from_onnx
-from mod_export.graph.passes import run_passes
-from mod_export.graph.passes.quantize_weights import QuantizeWeights, stored_forms
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.rewrites.products import QuantizeWeights, stored_forms
 from mod_export.graph.weights import BELOW, Form, WeightsFile, bind_weights, forms_of, state_of, write_weights
-from mod_export.types import QUANTIZED, Bucket, Dialect, QuantizedDType
+from mod_export.types import QUANTIZED, Bucket, QuantizedDType, TargetLimits
 from mod_models.spec import ModelSpec, RoutingSpec
 
 SPEC = ModelSpec(
@@ -38,7 +38,7 @@ def logits(dtype: QuantizedDType | None, folder: Path, ids_BS: np.ndarray) -> np
     """Logits of the dense model, because a router might select other tokens."""
     model = portable_graph(SPEC.dense(), 1, ROWS)
     kind = dtype or "float32"
-    run_passes(model, OrtCpu.dialect, kind)
+    apply_rewrites(model, OrtCpu.limits, kind)
     forms = forms_of(model.graph.initializers)
     write_weights(folder / "w.data", state_of(make_model(SPEC.dense())), kind, forms if dtype else {})
     bind_weights(model, [WeightsFile.open(folder / "w.data")], folder)
@@ -48,34 +48,34 @@ def logits(dtype: QuantizedDType | None, folder: Path, ids_BS: np.ndarray) -> np
     return result
 
 
-def stored(dialect: Dialect, dtype: QuantizedDType, spec: ModelSpec, rows: int) -> dict[Form, set[str]]:
+def stored(limits: TargetLimits, dtype: QuantizedDType, spec: ModelSpec, rows: int) -> dict[Form, set[str]]:
     """The weights that a graph reads in each form."""
     weights: dict[Form, set[str]] = {}
-    for name, forms in stored_forms(portable_graph(spec, 1, rows), dialect, dtype).items():
+    for name, forms in stored_forms(portable_graph(spec, 1, rows), limits, dtype).items():
         for form in forms - {"float"}:
             weights.setdefault(form, set()).update(name.split(BELOW))
     return weights
 
 
 def test_products_of_many_rows_are_of_whole_columns_but_those_that_need_blocks() -> None:
-    assert stored(OrtCpu.dialect, "int8", SPEC.dense(), ROWS) == {"int8": INT8, "int8_blocks": GATED | HEAD}
-    assert stored(OrtCpu.dialect, "int8", SPEC.dense(), ROWS - 1) == {"int8_blocks": INT8 | GATED | HEAD}
-    assert stored(OrtCpu.dialect, "int4", SPEC.dense(), ROWS) == {"int4": INT8 | GATED, "int8_blocks64": HEAD}
+    assert stored(OrtCpu.limits, "int8", SPEC.dense(), ROWS) == {"int8": INT8, "int8_blocks": GATED | HEAD}
+    assert stored(OrtCpu.limits, "int8", SPEC.dense(), ROWS - 1) == {"int8_blocks": INT8 | GATED | HEAD}
+    assert stored(OrtCpu.limits, "int4", SPEC.dense(), ROWS) == {"int4": INT8 | GATED, "int8_blocks64": HEAD}
     # A routed layer has fewer rows.
     second = {name for name in INT8 if name.startswith("layers.1.")}
-    assert stored(OrtCpu.dialect, "int8", SPEC, ROWS) == {"int8": INT8 - second, "int8_blocks": second | GATED | HEAD}
+    assert stored(OrtCpu.limits, "int8", SPEC, ROWS) == {"int8": INT8 - second, "int8_blocks": second | GATED | HEAD}
 
 
 def test_rows_are_rounded_once_and_products_in_blocks_are_one() -> None:
     model = portable_graph(SPEC.dense(), 1, ROWS)
     # The lookup in the table that the head reads is one more.
-    assert QuantizeWeights().run(model, OrtCpu.dialect, "int8") == len(INT8 | GATED | HEAD) + 1
+    assert QuantizeWeights().run(model, OrtCpu.limits, "int8") == len(INT8 | GATED | HEAD) + 1
     counts = Counter(node.op_type for node in model.graph)
     # q, k and v read one value, gate and up another, o a third.
     assert (counts["MatMulIntegerToFloat"], counts["QuantizeLinear"], counts["MatMulNBits"]) == (12, 6, 3)
     assert model.opset_imports["com.microsoft"] == 1
     model = portable_graph(SPEC.dense(), 1, ROWS)
-    assert QuantizeWeights().run(model, OrtCpu.dialect, "int4") == len(INT8 | GATED | HEAD) + 1
+    assert QuantizeWeights().run(model, OrtCpu.limits, "int4") == len(INT8 | GATED | HEAD) + 1
     assert Counter(node.op_type for node in model.graph)["MatMulNBits"] == 2 * 4 + 1
 
 
@@ -107,7 +107,7 @@ def test_where_the_engine_rounds_activations_all_but_the_router_are_whole_number
     dtype: QuantizedDType,
 ) -> None:
     model = unbound_graph(SPEC, Bucket(1, ROWS))
-    run_passes(model, OpenVino.dialect, dtype)
+    apply_rewrites(model, OpenVino.limits, dtype)
     counts = Counter(node.op_type for node in model.graph)
     assert {name: counts[name] for name in ROUNDED_BY_THE_ENGINE[dtype]} == ROUNDED_BY_THE_ENGINE[dtype]
     assert counts["QuantizeLinear"] == counts["MatMulIntegerToFloat"] == 0
@@ -124,7 +124,7 @@ def test_where_the_engine_rounds_activations_all_but_the_router_are_whole_number
         {ir.DataType.UINT8} if dtype == "int8" else set()
     )
     # Where all products have few rows, as in a step, weights are in blocks; the lookup reads the table as it is stored.
-    assert stored(OpenVino.dialect, "int8", SPEC, ROWS - 1) == {"int8_blocks": INT8 | GATED | HEAD}
+    assert stored(OpenVino.limits, "int8", SPEC, ROWS - 1) == {"int8_blocks": INT8 | GATED | HEAD}
     compared = [node.inputs[0] for node in model.graph if node.op_type == "TopK"]
     assert ir.DataType.FLOAT in (dtypes := {value and value.dtype for value in compared})
     assert ir.DataType.BFLOAT16 not in dtypes
@@ -132,7 +132,7 @@ def test_where_the_engine_rounds_activations_all_but_the_router_are_whole_number
 
 def rounded(model: ir.Model, dtype: QuantizedDType) -> set[str]:
     """Weights that are stored as `dtype` only, not in blocks of eight bits for a head or another product."""
-    forms = stored_forms(model.clone(), OrtCpu.dialect, dtype)
+    forms = stored_forms(model.clone(), OrtCpu.limits, dtype)
     return {name for name, some in forms.items() if some == {dtype}}
 
 
@@ -153,7 +153,7 @@ def with_weight(size: int, body: str, result: str) -> ir.Model:
 def test_small_products_are_left_alone(size: int, expected: set[str], dtype: QuantizedDType) -> None:
     model = with_weight(size, "y = Relu (z)", f"1,32,{size}")
     assert rounded(model, dtype) == expected
-    assert len(list(QuantizeWeights().ensures(model, OrtCpu.dialect, dtype))) == len(expected)
+    assert len(list(QuantizeWeights().ensures(model, OrtCpu.limits, dtype))) == len(expected)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_the_product_of_two_computed_values_is_rounded_in_blocks(product: str, e
     model = with_weight(64, f"{product} v = MatMul (m, t) y = Relu (v)", "1,32,64")
     assert rounded(model, "int4") == {"w"}
     assert rounded(model, "int8") == expected
-    assert stored_forms(model, OrtCpu.dialect, "int8")["w"] == ({"int8"} if expected else {"int8_blocks"})
+    assert stored_forms(model, OrtCpu.limits, "int8")["w"] == ({"int8"} if expected else {"int8_blocks"})
 
 
 STEP = """g (int64[2] ids, bool flag, float[64,64] w, float[64,64] v) => (float[2,64] logits) {
@@ -196,7 +196,7 @@ def step_of_text(
     for value in model.graph.inputs[2:]:
         model.graph.inputs.remove(value)
         model.graph.initializers.add(value)
-    run_passes(model, OrtCpu.dialect, dtype or "float32")
+    apply_rewrites(model, OrtCpu.limits, dtype or "float32")
     write_weights(folder / "w.data", weights, dtype or "float32", forms_of(model.graph.initializers) if dtype else {})
     bind_weights(model, [WeightsFile.open(folder / "w.data")], folder)
     (folder / "g.onnx").write_bytes(ir.to_proto(model).SerializeToString())

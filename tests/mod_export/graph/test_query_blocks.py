@@ -9,15 +9,15 @@ import onnx_ir as ir
 import pytest
 from small_graphs import attention, make_spec, op_types, parsed, portable_graph, random_feeds, run
 
-from mod_export.graph.passes import query_blocks, run_passes
-from mod_export.graph.passes.query_blocks import QueryBlocks, splittable_tokens
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.rewrites.attention import QueryBlocks, splittable_tokens
 from mod_export.measure.cost import attention_sizes
-from mod_export.types import Dialect
+from mod_export.types import TargetLimits
 
-PLAIN = Dialect(name="tested", max_opset=23)
+PLAIN = TargetLimits(name="tested", max_opset=23)
 
 
-def blocks(**sizes: int) -> Dialect:
+def blocks(**sizes: int) -> TargetLimits:
     return replace(PLAIN, query_blocks=tuple((int(tokens[1:]), block) for tokens, block in sizes.items()))
 
 
@@ -37,7 +37,7 @@ def scores_of(model: ir.Model) -> int:
 )
 def test_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch, attributes: str, block: int, large: bool) -> None:
     if large:
-        monkeypatch.setattr(query_blocks, "SHARED_MASK_BYTES", 0)
+        monkeypatch.setattr("mod_export.graph.rewrites.attention.SHARED_MASK_BYTES", 0)
     model = attention(2, 4, 2, 17, 8, attributes)
     feeds = random_feeds(model)
     before = run(model, feeds)[0]
@@ -82,7 +82,7 @@ def test_late_masks_are_shared_and_depend_on_the_data() -> None:
 
 def test_only_the_lengths_that_are_named() -> None:
     model = portable_graph(make_spec())
-    assert run_passes(model, blocks(T16=8), "float32")["query_blocks"] == 1
+    assert apply_rewrites(model, blocks(T16=8), "float32")["query_blocks"] == 1
     assert sorted(splittable_tokens(node) or 0 for node in model.graph if node.op_type == "Attention") == [0, 0, 4]
 
 

@@ -15,7 +15,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from mod_export import mark_selection
 from mod_export.graph.capture import captured, exported
-from mod_export.graph.routing_sites import RoutingSite, SiteRun, routing_sites, run_sites
+from mod_export.graph.sites import RoutingSite, SiteRun, routing_sites, run_sites
 from mod_export.graph.weights import state_of
 from mod_export.marker import MARKER
 

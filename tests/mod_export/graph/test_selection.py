@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from small_graphs import TENSORRT, op_types, parsed, run
 
 from mod_export.errors import GraphError
-from mod_export.graph.passes import PORTABLE
-from mod_export.graph.passes.selection import SelectTopk, ThresholdSelection
-from mod_export.types import Dialect
+from mod_export.graph.rewrites import PORTABLE
+from mod_export.graph.rewrites.topk import SelectTopk, ThresholdSelection
+from mod_export.types import TargetLimits
 
 INFINITY = float("inf")
 
@@ -56,7 +56,7 @@ def test_a_sort_of_which_the_first_are_kept_becomes_a_selection(model: ir.Model)
     (message,) = SelectTopk().ensures(model, PORTABLE, "float32")
     assert message.endswith(f" still sorts a whole axis of which {min(expected.shape)} are kept")
     for node in model.graph:
-        node.name = None  # The pass must not depend on the exporter's names.
+        node.name = None  # The rewrite must not depend on the exporter's names.
     assert narrowed(model) == 1
     assert op_types(model) == ["TopK"]
     np.testing.assert_array_equal(run(model, {"x": x})[0], expected)
@@ -91,7 +91,7 @@ def test_everything_else_is_left_alone(model: ir.Model) -> None:
     assert op_types(model) == before
 
 
-def limited(limit: int) -> Dialect:
+def limited(limit: int) -> TargetLimits:
     return dataclasses.replace(TENSORRT, topk_limit=limit)
 
 

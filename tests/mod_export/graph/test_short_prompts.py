@@ -1,4 +1,4 @@
-"""Graphs of short prompts: each routed layer runs one of several branches, which passes rewrite like all nodes."""
+"""Graphs of short prompts: each routed layer runs one of several branches, which are rewritten like all nodes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from small_graphs import session
 from step_graphs import prefill_graph, prefill_graph_of
 
 from mod_export.engines import ENGINES
-from mod_export.graph.dialect import check_dialect
 from mod_export.graph.nodes import branches_of
-from mod_export.graph.passes import run_passes
-from mod_export.types import Dialect, DType
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.target import check_limits
+from mod_export.types import DType, TargetLimits
 from mod_models.step import Prefill, narrow_slots, prefill_outputs
 
 SEQ = 5
 TEXTS = 40
-ORT = replace(ENGINES["ort-cpu"].dialect, query_blocks=((4, 2), (5, 2)))
-RTX = ENGINES["tensorrt-rtx"].dialect
-WITHOUT: dict[str, tuple[Dialect, DType, set[str]]] = {
-    "portable": (Dialect(name="portable", max_opset=23, branches=True), "float32", set()),
+ORT = replace(ENGINES["ort-cpu"].limits, query_blocks=((4, 2), (5, 2)))
+RTX = ENGINES["tensorrt-rtx"].limits
+WITHOUT: dict[str, tuple[TargetLimits, DType, set[str]]] = {
+    "portable": (TargetLimits(name="portable", max_opset=23, branches=True), "float32", set()),
     "ort-cpu": (ORT, "float32", {"MatMul", "Split"}),
     "tensorrt-rtx": (RTX, "float32", {"Attention"}),
     "tensorrt-rtx in float16": (RTX, "float16", set()),
-    "openvino": (ENGINES["openvino"].dialect, "float32", set()),
+    "openvino": (ENGINES["openvino"].limits, "float32", set()),
 }
-"""Name -> dialect, dtype, and operators that the passes leave in no branch."""
+"""Name -> limits, dtype, and operators that the rewrites leave in no branch."""
 Run = Callable[[dict[str, np.ndarray]], Sequence[np.ndarray]]
 
 
@@ -65,15 +65,15 @@ def branch_nodes(model: ir.Model) -> list[list[ir.Node]]:
 @pytest.mark.parametrize("name", ["predictor", pytest.param("routed apart by predictors", marks=pytest.mark.slow)])
 def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     """The eager model has no branches. Of two rows, the one that runs more tokens decides which branch runs."""
-    dialect, dtype, gone = WITHOUT[target]
+    limits, dtype, gone = WITHOUT[target]
     model = generating_model(name, torch.float32)
     with torch.device("meta"):
         eager = Prefill(model.spec, SEQ)
     eager = eager.sharing(model)
     graph = prefill_graph(name, SEQ, 2)
-    run_passes(graph, dialect, dtype)
-    check_dialect(graph, dialect, dtype)
-    assert set(run_passes(graph, dialect, dtype).values()) <= {0}
+    apply_rewrites(graph, limits, dtype)
+    check_limits(graph, limits, dtype)
+    assert set(apply_rewrites(graph, limits, dtype).values()) <= {0}
     branches = branch_nodes(graph)
     assert len(branches) == 2 * len(eager.spec.k_by_layer(SEQ))
     assert not {node.op_type for nodes in branches for node in nodes} & gone
@@ -104,7 +104,7 @@ def test_products_in_branches_are_rounded(dtype: DType) -> None:
     """Each branch has as many quantized products as the layer."""
     spec = replace(GENERATING["predictor"], d_model=32, d_ff=32, d_head=8)
     graph = prefill_graph_of(spec, SEQ)
-    run_passes(graph, ORT, dtype)
+    apply_rewrites(graph, ORT, dtype)
     for nodes in branch_nodes(graph):
         rounded = [node for node in nodes if node.op_type == "MatMulNBits"]
         # Products for queries, outputs, gate and up together, and down; keys and values are too narrow.

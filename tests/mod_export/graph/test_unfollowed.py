@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mod_export
-from mod_export.graph.unfollowed import NO_SELECTION, unfollowed_selections
+from mod_export.graph.find_sites import NO_SELECTION, unfollowed_selections
 from mod_export.measure.verdict import NO_SITE_TO_COMPARE
 
 B, S, D, K = 2, 16, 8, 4

@@ -15,7 +15,7 @@ from mod_export.errors import UsageError
 from mod_export.inspect.routed_text import RoutedText, lane_lines, lanes_of, routed_text, token_marks
 from mod_export.model.model import Model
 from mod_export.model.transformer import TransformerModel
-from mod_export.rows.structure import RoutingMap
+from mod_export.rows.correctness import RoutingMap
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
 

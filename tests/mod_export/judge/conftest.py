@@ -14,14 +14,14 @@ from small_graphs import make_model, make_spec, portable_graph, session
 
 from mod_export.config import config_from_toml
 from mod_export.engines.ort_session import OrtRunner
-from mod_export.graph.passes import PORTABLE, run_passes
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
 from mod_export.graph.weights import WeightsFile, bind_weights, state_of, write_weights
 from mod_export.judge.candidates import Candidate
 from mod_export.judge.inputs import Batch, parity_batches
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Engine, Graph, Setting
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ModelSpec
@@ -65,7 +65,7 @@ def batches(loaded: TransformerModel) -> list[Batch]:
 def graph() -> ir.Model:
     """The portable graph, which a test may change."""
     model = portable_graph(SPEC, BUCKET.batch, BUCKET.seq)
-    run_passes(model, PORTABLE, "float32")
+    apply_rewrites(model, PORTABLE, "float32")
     return model
 
 
@@ -98,7 +98,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory, reference: Reference, cand
         (root / path).parent.mkdir(parents=True)
     write_weights(root / WEIGHTS, state_of(reference.module), "float32")
     model = portable_graph(SPEC, BUCKET.batch, BUCKET.seq)
-    run_passes(model, PORTABLE, "float32")
+    apply_rewrites(model, PORTABLE, "float32")
     bind_weights(model, [WeightsFile.open(root / WEIGHTS)], root / "graphs")
     for path in (candidate.path, candidate.graph.path):
         (root / path).write_bytes(ir.to_proto(model).SerializeToString())

@@ -12,7 +12,7 @@ from mod_export.judge.causality import cuts, probe_causality
 from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel
-from mod_export.rows.structure import CausalityRow
+from mod_export.rows.correctness import CausalityRow
 from mod_export.types import Bucket, Setting
 from mod_models.checkpoint import random_checkpoint
 

@@ -26,7 +26,7 @@ from mod_export.judge.checks import (
     fails_anyway,
     judge,
 )
-from mod_export.rows.parity import Gate, InputAgreement, LayerAgreement, ParityRow
+from mod_export.rows.correctness import Gate, InputAgreement, LayerAgreement, ParityRow
 from mod_export.types import DTYPES, Bucket, DType, Setting
 
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(2, 16))

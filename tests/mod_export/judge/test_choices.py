@@ -32,7 +32,7 @@ from mod_export.judge.inputs import Batch, batches_of
 from mod_export.judge.parity import compare_runner, judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.module import model_from_module
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Setting
 
 BUCKET = Bucket(*SHAPE)

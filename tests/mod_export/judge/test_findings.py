@@ -19,7 +19,7 @@ from benchmarks.faults.fault_table import f32
 from benchmarks.faults.graph_surgery import plant
 from mod_export.config import BuildConfig
 from mod_export.errors import ConfigError, EngineError
-from mod_export.graph.passes import PORTABLE
+from mod_export.graph.rewrites import PORTABLE
 from mod_export.judge.candidates import Candidate
 from mod_export.judge.causality import causality_of
 from mod_export.judge.compare import Judged
@@ -28,7 +28,7 @@ from mod_export.judge.parity import parity_of, ties_of_runs, zeroed_routers
 from mod_export.judge.reference import Reference, routing_map
 from mod_export.model.model import Model
 from mod_export.model.transformer import TransformerModel
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Graph
 from mod_models.checkpoint import Checkpoint
 from mod_models.spec import ExpertsSpec, ModelSpec

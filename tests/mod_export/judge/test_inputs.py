@@ -38,7 +38,7 @@ def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: in
         assert batch.lengths_B.shape == (bucket.batch,)
         assert batch.ids_BS.dtype == batch.lengths_B.dtype == np.int64
         assert batch.ids_BS.min() >= 0
-        assert batch.ids_BS.max() < model.vocab_size
+        assert batch.ids_BS.max() < model.tokens.vocab_size
         assert batch.lengths_B.min() >= 1
         assert batch.lengths_B.max() <= bucket.seq
 

@@ -20,7 +20,7 @@ from mod_export.judge.inputs import Batch
 from mod_export.judge.locate import locate_in_graph
 from mod_export.judge.parity import locate_by_depth
 from mod_export.judge.reference import Reference
-from mod_export.rows.parity import Located
+from mod_export.rows.correctness import Located
 
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
 Change = Callable[[Surgery], object]

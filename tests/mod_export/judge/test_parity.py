@@ -19,7 +19,7 @@ from mod_export.judge.inputs import Batch, parity_batches
 from mod_export.judge.parity import compare_runner, slack_of
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket
 from mod_models.spec import ModelSpec
 

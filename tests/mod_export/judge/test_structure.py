@@ -27,7 +27,7 @@ from mod_export.judge.structure import (
     structure_of_graph,
     structure_of_weights,
 )
-from mod_export.rows.structure import StructureRow
+from mod_export.rows.correctness import StructureRow
 from mod_export.types import Bucket, Graph
 
 WEIGHTS = "graphs/weights-float32.data"
@@ -249,7 +249,7 @@ def test_what_is_no_graph(folder: Path, candidate: Candidate, data: bytes | None
 
 
 def test_a_graph_in_half_precision(tmp_path: Path) -> None:
-    job = write_graph(tmp_path, make_spec(), Bucket(2, 16), ENGINES["tensorrt"].dialect, "float16")
+    job = write_graph(tmp_path, make_spec(), Bucket(2, 16), ENGINES["tensorrt"].limits, "float16")
     graph: Graph = replace(job.graph, target="tensorrt")
     weights = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*.data"))]
     row = structure_of_graph(tmp_path, graph.path, graph, weights)

@@ -26,7 +26,7 @@ from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.model.transformer import TransformerModel
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.runtime.decoder import Decoder, Prompts
 from mod_export.runtime.texts import Bytes
 from mod_export.types import Bucket, Engine, Setting

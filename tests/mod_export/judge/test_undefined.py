@@ -25,7 +25,7 @@ from mod_export.judge.locate import locate_against_reference, origin_in_graph, o
 from mod_export.judge.parity import parity_of
 from mod_export.judge.reference import Reference
 from mod_export.model.module import model_from_module
-from mod_export.rows.parity import Located, ParityRow
+from mod_export.rows.correctness import Located, ParityRow
 from mod_export.types import Bucket
 
 D, BUCKET = 8, Bucket(2, 6)

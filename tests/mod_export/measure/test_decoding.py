@@ -15,7 +15,7 @@ from mod_export.config import BuildConfig
 from mod_export.measure.decode import measure_prompts, measure_steps, read_text
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.pipeline.build import Build, step_bytes
-from mod_export.rows.generation import StepBytes
+from mod_export.rows.speed import StepBytes
 from mod_export.types import KINDS, Bucket, Engine, ModelKind, Role, pairs_of
 
 SEQ = 16

@@ -20,7 +20,7 @@ from mod_export.folder.manifest import open_folder
 from mod_export.measure.latency import latency_rows, measure_latency, measure_precision, precision_pairs
 from mod_export.measure.statistics import quantile_interval
 from mod_export.model.model import tokens_sample
-from mod_export.rows.latency import LatencyRow
+from mod_export.rows.speed import LatencyRow
 from mod_export.types import KINDS, Bucket, Engine, ModelKind, Setting, by_setting, pairs_of
 
 FEEDS = {"x": np.ones((2, 4), np.float32), "lengths": np.array([4], np.int64)}

@@ -24,7 +24,7 @@ from mod_export.measure.statistics import (
     ratio_of_medians,
     settled,
 )
-from mod_export.rows.latency import Control, SpeedVerdict
+from mod_export.rows.speed import Control, SpeedVerdict
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

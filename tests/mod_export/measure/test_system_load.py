@@ -11,7 +11,7 @@ import pytest
 from sample_rows import QUIET, changed
 
 from mod_export.measure.sampling import Watch, condition_flags
-from mod_export.rows.latency import Conditions
+from mod_export.rows.speed import Conditions
 
 BLOCK = bytes(2**20)
 

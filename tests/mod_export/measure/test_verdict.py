@@ -9,10 +9,10 @@ import pytest
 from sample_rows import causality_row, parity_row, speedup_row
 
 from mod_export.measure.verdict import judge
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.latency import Control, SpeedupRow
-from mod_export.rows.parity import ParityRow
+from mod_export.rows.base import FailedRow
+from mod_export.rows.correctness import ParityRow
 from mod_export.rows.report import Verdict
+from mod_export.rows.speed import Control, SpeedupRow
 from mod_export.types import Bucket, ModelKind, Role, Setting
 
 SMALL, LARGE = Bucket(1, 128), Bucket(1, 512)

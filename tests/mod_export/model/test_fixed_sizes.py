@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mod_export.errors import CaptureError
 from mod_export.graph.capture import captured, exported
-from mod_export.graph.routing_sites import routing_sites
+from mod_export.graph.sites import routing_sites
 from mod_export.model.module import model_from_module
 from mod_export.model.programs import ProgramModel
 from mod_export.types import Bucket

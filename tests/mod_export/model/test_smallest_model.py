@@ -21,9 +21,9 @@ from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.request import Request
 from mod_export.pipeline.rerun import validate_folder
 from mod_export.pipeline.stages import build
+from mod_export.rows.correctness import StructureRow
 from mod_export.rows.report import BuildReport
-from mod_export.rows.structure import StructureRow
-from mod_export.sweep.grid import Axes, cells_of
+from mod_export.sweep.run import Axes, cells_of
 
 TOML = """
 buckets = [[1, 32]]

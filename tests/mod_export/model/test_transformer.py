@@ -16,9 +16,9 @@ from tiny_models import distinct_ids, lively_checkpoint, make_spec
 from mod_export.model.model import TokenIds
 from mod_export.model.transformer import MOD_TRANSFORMER, ModTransformer, TransformerModel
 from mod_models.checkpoint import Checkpoint, save_checkpoint
-from mod_models.corpus import read_split
 from mod_models.flops import layer_costs
 from mod_models.train import DEFAULT_SPEC
+from mod_models.train.corpus import read_split
 
 SPEC = make_spec(predictor_hidden=2)
 

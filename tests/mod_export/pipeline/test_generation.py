@@ -33,8 +33,8 @@ from mod_export.model.request import Request
 from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_export.pipeline.rerun import bench_folder, validate_folder
 from mod_export.pipeline.stages import build
-from mod_export.rows.generation import DecodeRow
 from mod_export.rows.report import BuildReport
+from mod_export.rows.speed import DecodeRow
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.types import KINDS
 from mod_models.checkpoint import save_checkpoint

@@ -20,8 +20,8 @@ from mod_export.folder.workspace import LOCK
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.rerun import bench_folder
 from mod_export.pipeline.validate import check_structure
-from mod_export.rows.latency import SpeedupRow
 from mod_export.rows.report import BuildReport, report_from_json
+from mod_export.rows.speed import SpeedupRow
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 

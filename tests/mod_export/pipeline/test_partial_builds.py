@@ -28,7 +28,7 @@ from mod_export.pipeline.rerun import bench_folder, validate_folder
 from mod_export.pipeline.stages import build
 from mod_export.report import render_html
 from mod_export.report.text import render_text
-from mod_export.rows.failures import FailedRow
+from mod_export.rows.base import FailedRow
 from mod_export.rows.report import BuildReport, report_from_json
 from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint

@@ -1,4 +1,4 @@
-"""Stage passes: graphs in a target's own dialect, and the proof that they compute the same."""
+"""Stage passes: graphs of a target's own, and the proof that they compute the same."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import GraphError, LimitError
 from mod_export.folder.workspace import Step, Workspace
-from mod_export.graph.passes import PORTABLE
+from mod_export.graph.rewrites import PORTABLE
 from mod_export.model.model import Model
 from mod_export.model.transformer import TransformerModel
 from mod_export.pipeline import graphs
@@ -25,7 +25,7 @@ from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import capture, onnx, save_graph
 from mod_export.pipeline.passes import check_memory, passes
 from mod_export.pipeline.plan import make_plan
-from mod_export.types import Bucket, Dialect, Graph, Site
+from mod_export.types import Bucket, Graph, Site, TargetLimits
 
 TARGET = "ort-cuda"
 """A target that has its own float16 graphs, and needs no GPU before the stage that builds engines."""
@@ -106,7 +106,7 @@ def test_without_memory_the_proof_says_so(context: Build, monkeypatch: pytest.Mo
 def test_a_limit_of_the_target_is_an_error_before_its_parser_sees_the_graph(
     context: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    low = Dialect(name="an old target", max_opset=18)
+    low = TargetLimits(name="an old target", max_opset=18)
     monkeypatch.setattr(type(ENGINES[TARGET]), "dialect", low)
     with pytest.raises(LimitError, match=r"an old target cannot take this float.* graph: it is of opset 23"):
         passes(context)
@@ -127,7 +127,7 @@ def test_weights_that_the_file_does_not_hold_are_named(context: Build, tmp_path:
 def test_every_target_starts_from_the_portable_graph() -> None:
     for engine in ENGINES.values():
         if engine.from_onnx:
-            assert engine.dialect.max_opset >= PORTABLE.max_opset
+            assert engine.limits.max_opset >= PORTABLE.max_opset
 
 
 def test_sites_that_the_spec_does_not_declare_are_refused(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:

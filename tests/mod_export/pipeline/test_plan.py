@@ -17,7 +17,7 @@ from mod_export.errors import BuildFolderError, ConfigError, TargetError
 from mod_export.model.model import Model, Origin
 from mod_export.model.transformer import TransformerModel
 from mod_export.pipeline.plan import GenerationPlan, Plan, _targets, make_plan
-from mod_export.types import Availability, Bucket
+from mod_export.types import Availability, Bucket, Unavailable
 from mod_models.checkpoint import Checkpoint, random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -106,8 +106,8 @@ def test_why_nothing_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_
         (RoutingSpec(), {"build": "never"}, never),
     ):
         plan = make_plan(model_of(replace(tiny_spec, routing=routing)), None, generating(config, **fields), tmp_path)
-        assert isinstance(plan.generation, str)
-        assert plan.generation.startswith(reason)
+        assert isinstance(plan.generation, Unavailable)
+        assert plan.generation.reason.startswith(reason)
 
 
 def test_without_a_baseline_it_writes_alone(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_targets_that_do_not_write(config: BuildConfig, tiny_spec: ModelSpec, tm
     model = model_of(replace(tiny_spec, routing=WRITES))
     updated_config = updated(config, targets=["tensorrt-rtx"])
     reason = "it was built for tensorrt-rtx, and generation.targets are ort-cpu, openvino"
-    assert make_plan(model, None, updated_config, tmp_path).generation == reason
+    assert make_plan(model, None, updated_config, tmp_path).generation == Unavailable(reason)
     with pytest.raises(ConfigError, match=f"generation.build: always, but this model .*: {reason}"):
         make_plan(model, None, generating(updated_config, build="always"), tmp_path)
 

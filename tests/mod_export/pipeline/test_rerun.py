@@ -23,9 +23,8 @@ from mod_export.graph.weights import digests_of_file
 from mod_export.model.request import Request
 from mod_export.pipeline.rerun import bench_folder, validate_folder
 from mod_export.pipeline.stages import build
-from mod_export.rows.latency import LatencyRow, SpeedupRow
-from mod_export.rows.parity import ParityRow
-from mod_export.rows.structure import CausalityRow, StructureRow
+from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
+from mod_export.rows.speed import LatencyRow, SpeedupRow
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 

@@ -18,8 +18,7 @@ from mod_export.pipeline.graphs import capture, onnx
 from mod_export.pipeline.passes import passes
 from mod_export.pipeline.plan import make_plan
 from mod_export.pipeline.validate import validate
-from mod_export.rows.parity import ParityRow
-from mod_export.rows.structure import CausalityRow, RoutingMap, StructureRow
+from mod_export.rows.correctness import CausalityRow, ParityRow, RoutingMap, StructureRow
 
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import onnx_from_captured
-from mod_export.graph.passes import PORTABLE, run_passes
-from mod_export.graph.routing_sites import RoutingSite
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites
+from mod_export.graph.sites import RoutingSite
 from mod_export.graph.weights import state_of
 
 
@@ -24,5 +24,5 @@ def portable(
     for name, value in model.graph.initializers.items():
         if name in state:
             value.const_value = ir.tensor(state[name].detach().numpy(), name=name)
-    run_passes(model, PORTABLE, "float32")
+    apply_rewrites(model, PORTABLE, "float32")
     return model, capture.sites

@@ -21,9 +21,9 @@ import mod_export
 from mod_export.engines import ENGINES
 from mod_export.errors import CaptureError
 from mod_export.graph.capture import exported, prove_static
-from mod_export.graph.dialect import check_dialect
-from mod_export.graph.passes import run_passes
-from mod_export.graph.routing_sites import SiteRun, run_sites
+from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.sites import SiteRun, run_sites
+from mod_export.graph.target import check_limits
 from mod_export.types import Site
 
 B, S = 2, 16
@@ -73,9 +73,9 @@ def test_sites_are_found_and_onnx_runtime_computes_the_same(name: str, seq: int)
     graph, sites = portable(model, examples[0], ["y"])
     assert {site.name: site.k for site in sites} == manner.sites(seq)
     assert [str(value.name) for value in graph.graph.outputs] == ["y", *(f"routed_{site.name}" for site in sites)]
-    dialect = ENGINES["ort-cpu"].dialect
-    run_passes(graph, dialect, "float32")
-    check_dialect(graph, dialect, "float32")
+    limits = ENGINES["ort-cpu"].limits
+    apply_rewrites(graph, limits, "float32")
+    check_limits(graph, limits, "float32")
     for example in examples:
         y, *routed = run(graph, {f"x{number}": value.numpy() for number, value in enumerate(example)})
         with torch.no_grad():

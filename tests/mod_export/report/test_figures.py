@@ -15,27 +15,27 @@ from sample_rows import changed, cost_row, latency_row
 
 from mod_export.measure.cost import PARTS
 from mod_export.report.charts import CLOCK_MS, axis_from_zero
-from mod_export.report.cost_figures import flops_figures, roofline_figures, time_figures
-from mod_export.report.parity_figures import (
+from mod_export.report.figures import (
+    MOST_BINS,
     MOST_TOKENS,
     SHADES,
-    error_figure,
-    executed_figure,
-    layers_figure,
-    token_maps,
-)
-from mod_export.report.speed_figures import (
-    MOST_BINS,
     STRIP_PLACES,
     LatencyFigure,
+    error_figure,
+    executed_figure,
+    flops_figures,
     latency_figures,
+    layers_figure,
+    roofline_figures,
     speedup_figure,
     step_figure,
+    time_figures,
+    token_maps,
 )
 from mod_export.report.summary import Found, settings_of
-from mod_export.rows.generation import DecodeRow
+from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.rows.report import BuildReport
-from mod_export.rows.structure import MapLayer, RoutingMap
+from mod_export.rows.speed import DecodeRow
 
 
 def in_lanes(html: str, kind: str) -> list[dict[str, float]]:

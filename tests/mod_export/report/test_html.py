@@ -17,10 +17,10 @@ from sample_rows import changed, parity_row, precision_row
 
 from mod_export.report import render_html
 from mod_export.report.wording import interval_text
-from mod_export.rows.failures import FailedRow
-from mod_export.rows.generation import GenerationReport
-from mod_export.rows.parity import InputAgreement
+from mod_export.rows.base import FailedRow
+from mod_export.rows.correctness import InputAgreement
 from mod_export.rows.report import BuildReport
+from mod_export.rows.speed import GenerationReport
 
 
 def words(html: str) -> str:

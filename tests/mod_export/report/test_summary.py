@@ -137,4 +137,4 @@ def test_an_engine_is_judged_and_timed_by_the_rows_of_its_role(report: BuildRepo
 def test_what_stands_beside_float32(report: BuildReport) -> None:
     known = precision_row(dtype="float32")  # The report's parity has this engine.
     parity = next(row for row in report.parity if row.setting == known.setting)
-    assert precisions(changed(report, precision=(known, precision_row()))) == [(known, parity), (precision_row(), None)]
+    assert precisions((known, precision_row()), report.parity) == [(known, parity), (precision_row(), None)]

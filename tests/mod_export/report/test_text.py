@@ -15,11 +15,9 @@ from sample_rows import causality_row, changed, parity_row, precision_row
 from mod_export.report import print_report, render_text
 from mod_export.report.text import render_bench, render_validation
 from mod_export.rows.base import PairRow
-from mod_export.rows.generation import GenerationReport
-from mod_export.rows.latency import Control
-from mod_export.rows.parity import ErrorNumbers, ParityRow, RoutingAgreement, TextQuality
+from mod_export.rows.correctness import ErrorNumbers, ParityRow, RoutingAgreement, StructureRow, TextQuality
 from mod_export.rows.report import BuildReport, Verdict
-from mod_export.rows.structure import StructureRow
+from mod_export.rows.speed import Control, GenerationReport
 
 GOLDENS = Path(__file__).parent / "goldens"
 

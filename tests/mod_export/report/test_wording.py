@@ -29,7 +29,7 @@ from mod_export.report.wording import (
     value_text,
     verdicts_text,
 )
-from mod_export.rows.parity import InputAgreement
+from mod_export.rows.correctness import InputAgreement
 
 NUMBERS: list[tuple[Callable[[Any], str], dict[Any, str]]] = [
     (ms_text, {0.1234: "0.123", 2.0: "2.00", 20.14: "20.1", 99.96: "100", 671.6: "672", 4563.2: "4,563", 0: "0.00"}),

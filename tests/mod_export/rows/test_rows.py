@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from sample_rows import changed, cost_row, latency_row, parity_row, part_row, precision_row, speedup_row
 
 from mod_export.rows.base import Result, setting_fields
-from mod_export.rows.parity import Located, ParityRow
+from mod_export.rows.correctness import Located, ParityRow
 from mod_export.types import Bucket, Setting
 
 LOCATED = Located(layer="layers.1", operator=None, input="text", error=0.5, allowed=None)

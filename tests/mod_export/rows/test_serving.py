@@ -6,7 +6,7 @@ import pytest
 from sample_report import _decode
 from sample_rows import changed, latency_row
 
-from mod_export.rows.serving import ALONE, Measured, measured_from_rows, served_of
+from mod_export.rows.speed import ALONE, Measured, measured_from_rows, served_of
 from mod_export.types import DType, ModelKind
 
 

@@ -14,9 +14,8 @@ from tokenizer_folders import write_folder
 from transformers import AutoTokenizer
 
 from mod_export.errors import UsageError
-from mod_export.runtime.chat import ChatTemplate
 from mod_export.runtime.texts import Bytes
-from mod_export.runtime.tokenizer import TokenizersFile
+from mod_export.runtime.tokenizer import ChatTemplate, TokenizersFile
 
 SYSTEM = {"role": "system", "content": "Answer <briefly> & 'well'."}
 USER = {"role": "user", "content": "  What is \u00fcber \U0001f600?\n"}

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from mod_export.errors import BuildFolderError, UsageError
 from mod_export.folder.manifest import BESIDE_TOKENIZER, read_manifest
 from mod_export.runtime.generator import Generator, load_generator
-from mod_models import train as training
+from mod_models.train.__main__ import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
 
@@ -243,7 +243,7 @@ def test_a_tokenizer_travels_from_conversion_through_training(source: Path, tmp_
     options = ["--init", tmp_path / "dense", "--route", "1", "--capacity", 0.5, "--data", texts, "--steps", 2,
                "--batch", 2, "--seq", 32, "--warmup", 1, "--eval-batches", 1, "--threads", 1,
                "--out", tmp_path / "trained"]  # fmt: skip
-    assert training.main([str(option) for option in options]) == 0
+    assert main([str(option) for option in options]) == 0
     (tmp_path / "c.toml").write_text(BUILD_TOML)
     result = invoke("build", tmp_path / "trained" / "model.pt", "--no-evidence", "-c", tmp_path / "c.toml", "-q",
                   "-o", tmp_path / "build")  # fmt: skip

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from mod_export.errors import UsageError
-from mod_export.runtime.defaults import GenerationDefaults, defaults_of
 from mod_export.runtime.logits import Sampling
+from mod_export.runtime.request import GenerationDefaults, defaults_of
 
 
 def read(folder: Path, config: Any, end: int | None = None) -> GenerationDefaults:

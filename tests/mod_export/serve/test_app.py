@@ -14,8 +14,9 @@ from headless_chromium import DESK, Chromium
 from serving import PATIENCE_S, Server, serving
 
 from mod_export.errors import TargetError, UsageError
-from mod_export.serve import body, problems
-from mod_export.serve.service import ServiceOptions, Writing, open_service
+from mod_export.serve import endpoint
+from mod_export.serve.scheduler import Scheduler
+from mod_export.serve.service import ServiceOptions, open_service
 
 JSON = {"Content-Type": "application/json"}
 ASKED = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
@@ -95,7 +96,7 @@ def test_a_body_that_is_too_large_or_does_not_come(server: Server, monkeypatch: 
     answer = httpx2.post(f"{server.url}/v1/completions", content=large, headers=JSON, timeout=PATIENCE_S)
     assert answer.status_code == 413
     assert answer.json()["error"]["message"].startswith("the body of the request is larger than 1,048,576 bytes")
-    monkeypatch.setattr(body, "BODY_S", 0.2)
+    monkeypatch.setattr(endpoint, "BODY_S", 0.2)
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head)
@@ -113,7 +114,7 @@ def test_a_bug_is_logged_and_not_told(
     def broken(*_: Any, **__: Any) -> None:
         raise ZeroDivisionError("a secret")
 
-    assert isinstance(server.service.writing, Writing)
+    assert isinstance(server.service.writing, Scheduler)
     monkeypatch.setattr(server.service.writing.generator, "ids", broken)
     answer = httpx2.post(f"{server.url}/v1/completions", json=ASKED)
     assert answer.status_code == 500
@@ -147,11 +148,11 @@ def test_metrics_count_what_happened(written: Path) -> None:
 
 def test_an_engine_that_keeps_failing_is_not_live(written: Path) -> None:
     with serving(written) as server:
-        assert isinstance(server.service.writing, Writing)
-        server.service.writing.scheduler._failures = 3
+        assert isinstance(server.service.writing, Scheduler)
+        server.service.writing._failures = 3
         for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/writing/ready"):
             assert httpx2.get(server.url + path).status_code == 503
-        server.service.writing.scheduler._failures = 0
+        server.service.writing._failures = 0
         server.service.draining = True
         assert httpx2.get(f"{server.url}/v2/health/live").json() == {"live": True}
         assert httpx2.get(f"{server.url}/v2/health/ready").json() == {"ready": False}
@@ -166,9 +167,9 @@ def test_folders_that_cannot_be_served(small: Path, written: Path) -> None:
 
 
 def test_names_of_statuses() -> None:
-    assert problems.ApiError(429, "x").kind == "rate_limit_error"
-    assert problems.ApiError(418, "x").kind == "invalid_request_error"
-    assert problems.ApiError(503, "x").kind == "server_error"
+    assert endpoint.ApiError(429, "x").kind == "rate_limit_error"
+    assert endpoint.ApiError(418, "x").kind == "invalid_request_error"
+    assert endpoint.ApiError(503, "x").kind == "server_error"
 
 
 @pytest.fixture

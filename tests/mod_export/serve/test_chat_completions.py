@@ -17,7 +17,7 @@ from tokenizer_folders import write_folder
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mod_export.runtime.generator import Generator, load_generator
-from mod_export.serve.service import Writing
+from mod_export.serve.scheduler import Scheduler
 
 pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
 BUILD_TOML = """
@@ -167,7 +167,7 @@ def test_where_a_text_ends_at_once_its_stop_token_has_a_logprob(
     client: openai.OpenAI, generator: Generator, monkeypatch: pytest.MonkeyPatch, server: Server, stream: bool
 ) -> None:
     """Harnesses ask for one token after a continuation, and use every token but the last for its score."""
-    assert isinstance(server.service.writing, Writing)
+    assert isinstance(server.service.writing, Scheduler)
     (free,) = generator.generate("The quick", 1)
     owned = server.service.writing.generator
     monkeypatch.setattr(owned._requests, "defaults", replace(owned.defaults, stop_ids=frozenset(free.ids)))

@@ -15,8 +15,8 @@ import httpx2
 import pytest
 from serving import PATIENCE_S, Server, held, serving
 
-from mod_export.serve import connection as connection_module
-from mod_export.serve.jobs import Job
+from mod_export.serve import server as server_module
+from mod_export.serve.scheduler import Job
 
 HOST = b"Host: 127.0.0.1\r\n"
 GET = b"GET /v2/health/ready HTTP/1.1\r\n" + HOST
@@ -56,7 +56,7 @@ def statuses(found: bytes) -> list[int]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server waits one second for a head."""
-    monkeypatch.setattr(connection_module, "HEAD_S", 1.0)
+    monkeypatch.setattr(server_module, "HEAD_S", 1.0)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -167,7 +167,7 @@ def test_what_comes_before_an_answer_ends_the_connection_after_it(server: Server
     writing = server.writing
     alone = said(server, posted(b"Connection: close\r\n", max_tokens=3, stream=stream))
     assert statuses(said(server, posted(max_tokens=3) + more)) == [200]
-    with held(writing.scheduler, writing.generator, [[1]], 3) as busy:
+    with held(writing, writing.generator, [[1]], 3) as busy:
         threading.Timer(0.3, busy.go.set).start()
         found = said(server, posted(max_tokens=3, stream=stream), more)
     assert statuses(found) == [200]
@@ -208,11 +208,11 @@ def test_requests_that_wait_for_answers_share_a_connection(server: Server) -> No
 def test_a_client_that_leaves_is_noticed(server: Server, more: bytes, *, stream: bool) -> None:
     """It is noticed no matter what the client sent afterwards."""
     writing = server.writing
-    with held(writing.scheduler, writing.generator, [[1]], 3) as busy:
+    with held(writing, writing.generator, [[1]], 3) as busy:
         with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
             connection.sendall(posted(max_tokens=40, stream=stream))
             jobs: list[Job] = []
-            _until(lambda: bool(jobs.extend(job for job in writing.scheduler._jobs if job is not busy.job) or jobs))
+            _until(lambda: bool(jobs.extend(job for job in writing._jobs if job is not busy.job) or jobs))
             connection.sendall(more)
         _until(lambda: all(text.cancelled for text in jobs[0].texts))
 
@@ -222,7 +222,7 @@ def test_a_body_that_is_none_ends_its_request(server: Server) -> None:
     before = server.service.metrics.text()
     assert statuses(said(server, CHUNKED + b"\r\n5\r\n{    \r\n", b"no size\r\n")) == [400]
     _until(lambda: server.service.metrics.text() != before)
-    assert server.writing.scheduler.busy == 0
+    assert server.writing.busy == 0
 
 
 def _until(true: Callable[[], bool]) -> None:

@@ -36,7 +36,7 @@ def post(server: Server, body: Any, path: str = "/v1/completions") -> httpx2.Res
 
 def idle(server: Server) -> bool:
     """Whether no row is in use, shortly after the last client has left."""
-    scheduler = server.writing.scheduler
+    scheduler = server.writing
     deadline = time.monotonic() + PATIENCE_S
     while (scheduler.busy or scheduler.waiting) and time.monotonic() < deadline:
         time.sleep(0.005)
@@ -223,7 +223,7 @@ def test_a_full_queue_answers_429_with_a_time(written: Path) -> None:
     with serving(written, max_queue=1) as server:
         writing = server.writing
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        with held(writing.scheduler, writing.generator, [[1]] * 4, 4), pytest.raises(openai.RateLimitError) as refused:
+        with held(writing, writing.generator, [[1]] * 4, 4), pytest.raises(openai.RateLimitError) as refused:
             client.completions.create(model="writing", prompt=["a", "b"])
         assert (refused.value.code, refused.value.type) == ("queue_full", "rate_limit_error")
         assert int(refused.value.response.headers["retry-after"]) >= 1
@@ -250,7 +250,7 @@ def test_waiting_too_long_answers_503(written: Path, stream: bool) -> None:
             assert refused.value.response.headers["retry-after"] == "1"
             return refused.value.status_code
 
-        with held(writing.scheduler, writing.generator, [[1]] * 3, 30) as events:
+        with held(writing, writing.generator, [[1]] * 3, 30) as events:
             assert asyncio.run(ask()) == 503
 
 
@@ -259,10 +259,10 @@ def test_waiting_too_long_answers_503(written: Path, stream: bool) -> None:
 def test_a_client_that_leaves_frees_its_row(server: Server, stream: bool, queued: bool) -> None:
     writing = server.writing
     body = {"prompt": ["a"] * 3, "max_tokens": 40, "ignore_eos": True, "stream": stream}
-    with held(writing.scheduler, writing.generator, [[1]] * (3 if queued else 1), 3) as busy:
+    with held(writing, writing.generator, [[1]] * (3 if queued else 1), 3) as busy:
         with httpx2.Client() as client, pytest.raises(httpx2.ReadTimeout):
             client.post(f"{server.url}/v1/completions", json=body, timeout=0.3)
-        (job,) = [one for one in writing.scheduler._jobs if one is not busy.job]
+        (job,) = [one for one in writing._jobs if one is not busy.job]
         deadline = time.monotonic() + PATIENCE_S
         while not all(text.cancelled for text in job.texts) and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 from serving import PATIENCE_S, Server
 
-from mod_export.serve.openai_requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+from mod_export.serve.openai_formats import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}

@@ -133,7 +133,7 @@ def test_a_replica_that_ends_is_replaced(running: Application) -> None:
 def test_a_replica_that_is_not_live_is_replaced(running: Application) -> None:
     (replica,) = running.replicas()
     before = inside(replica, lambda _: os.getpid())
-    inside(replica, lambda own: own.open_folders[0].service.writing.scheduler.stop())
+    inside(replica, lambda own: own.open_folders[0].service.writing.stop())
     assert running.post({"prompt": PROMPT})[0] == 503
     until(lambda: running.post({"prompt": PROMPT})[0] == 200)
     until(lambda: len(running.replicas()) == 1)
@@ -220,7 +220,7 @@ def test_several_folders(on_ray: OnRay, written: Path, built: Path, tmp_path: Pa
         # Before a folder is closed for another one, its texts end.
         with slow(replica, folder=1):
             with asking(lambda: ask("b", **key)) as slower:
-                until(lambda: inside(replica, lambda own: own.open_folders[1].service.writing.scheduler.busy) == 2)
+                until(lambda: inside(replica, lambda own: own.open_folders[1].service.writing.busy) == 2)
                 assert ask("c", **key)[1]["model"] == "c"
             ((status, answer),) = slower
             assert (status, answer["model"]) == (200, "b")

@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from mod_export.errors import BuildFolderError, EngineError, UsageError
-from mod_export.serve.open_folder import OpenFolder
-from mod_export.serve.service import ServiceOptions, Writing
+from mod_export.serve.scheduler import Scheduler
+from mod_export.serve.service import ServiceOptions
 
 # Ray's modules warn when they are imported.
 with warnings.catch_warnings():
@@ -24,7 +24,7 @@ with warnings.catch_warnings():
     ray = pytest.importorskip("ray")
     serve = pytest.importorskip("ray.serve")
 
-    from mod_export.serve.ray_app import BESIDE_TEXTS, Arguments, Replica, app
+    from mod_export.serve.ray_app import BESIDE_TEXTS, Arguments, OpenFolder, Replica, app
 
 NAME = "tiny"
 PATIENCE_S = 60.0
@@ -83,8 +83,8 @@ def test_a_replica_by_itself(written: Path, tmp_path: Path) -> None:
             assert (status, [model["id"] for model in models["data"]]) == (200, ["a"])
             replica.check_health()
             (folder,) = replica.open_folders
-            assert isinstance(folder.service.writing, Writing)
-            folder.service.writing.scheduler.stop()
+            assert isinstance(folder.service.writing, Scheduler)
+            folder.service.writing.stop()
             with pytest.raises(EngineError, match="a: writes no text any more"):
                 replica.check_health()
         assert folder.closed
@@ -168,8 +168,8 @@ def test_a_folder_closes_when_its_requests_are_answered(written: Path) -> None:
 def test_a_folder_that_is_not_live(written: Path) -> None:
     folder = OpenFolder.of(written, ServiceOptions(name="tiny", threads=1), (), None, 30)
     folder.check()
-    assert isinstance(folder.service.writing, Writing)
-    folder.service.writing.scheduler.stop()
+    assert isinstance(folder.service.writing, Scheduler)
+    folder.service.writing.stop()
     with pytest.raises(EngineError, match=r"tiny: writes no text any more; the log says why. Start another process"):
         folder.check()
     folder.close()

@@ -21,8 +21,7 @@ from mod_export.errors import EngineError, UsageError
 from mod_export.runtime.decoder import Decoder, Prompts
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.runtime.rows import Text
-from mod_export.serve.jobs import ClosingError, Ended, Event, QueueFullError, WaitedTooLongError
-from mod_export.serve.scheduler import Scheduler
+from mod_export.serve.scheduler import ClosingError, Ended, Event, QueueFullError, Scheduler, WaitedTooLongError
 
 ROWS = 3
 SAMPLED = {"temperature": 1.3, "top_k": 50, "top_p": 0.95}

@@ -24,7 +24,6 @@ from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
     finished_cell,
-    log_of,
     machine_name,
     quality_of,
     run_cell,
@@ -86,7 +85,7 @@ def test_a_crash_shows_its_last_line(checkpoint: Path, fast: Path, tmp_path: Pat
     entry = run_cell(job)
     assert entry.exit_code == 1
     assert str(entry.error).startswith("ended with exit code 1 and no result; its last line: ")
-    assert "Traceback" in log_of(job).read_text()
+    assert "Traceback" in job.log.read_text()
 
 
 SCRIPT = """

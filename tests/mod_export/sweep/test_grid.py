@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 from packages import WithoutBaseline
@@ -14,7 +13,8 @@ from mod_export.engines import ENGINES
 from mod_export.errors import CheckpointError, ConfigError, TargetError
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
-from mod_export.sweep.grid import Axes, Cell, cells_of
+from mod_export.model.request import Request
+from mod_export.sweep.run import Axes, Cell, cells_of
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -96,12 +96,12 @@ def test_a_dense_model_has_no_capacity(tiny_spec: ModelSpec, tmp_path: Path, con
     with pytest.raises(CheckpointError, match="dense: no layer is routed by a capacity that could be swept"):
         cells_of(dense, config, Axes(), here=True)
     with pytest.raises(ConfigError, match=r"capacity 0\.5: spec\.routing: null, so there is no routed layer"):
-        dense.with_capacity(0.5)
+        Request.checkpoint(tmp_path / "dense.pt", capacity=0.5).models()
 
 
 def test_a_model_without_a_dense_baseline(tiny_spec: ModelSpec, model: Model, config: BuildConfig) -> None:
-    loaded: Any = WithoutBaseline(random_checkpoint(tiny_spec, 0))
-    alone = dataclasses.replace(model, loaded=loaded)
+    alone = WithoutBaseline(random_checkpoint(tiny_spec, 0))
+    alone.origin = model.origin
     with pytest.raises(CheckpointError, match="tiny: has no dense baseline of its own, beside which every cell of a"):
         cells_of(alone, config, Axes(), here=True)
 

@@ -12,8 +12,8 @@ from headless_chromium import DESK, PHONE, Chromium
 from report_pages import Page, drawn, told
 
 from mod_export.sweep.findings import points_of, stairs
-from mod_export.sweep.page import front_plot, render_html, speedup_plots, stair_plot
 from mod_export.sweep.schema import CellEntry, SweepReport
+from mod_export.sweep.show import front_plot, render_html, speedup_plots, stair_plot
 
 
 def words(report: SweepReport) -> str:

@@ -16,10 +16,9 @@ from rich.console import Console
 from mod_export.config import config_from_toml
 from mod_export.folder.manifest import read_manifest
 from mod_export.rows.report import report_from_json
-from mod_export.sweep.grid import Axes
-from mod_export.sweep.run import exit_code_of, sweep
+from mod_export.sweep.run import Axes, exit_code_of, sweep
 from mod_export.sweep.schema import CellEntry, SweepReport
-from mod_export.sweep.text import SweepProgress
+from mod_export.sweep.show import SweepProgress
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
 
 GOOD, HUGE = "c0.25-b1s16-ort-cpu", "c0.25-b1000000000s16-ort-cpu"

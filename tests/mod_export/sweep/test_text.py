@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 from sample_rows import changed
 
-from mod_export.rows.parity import TextQuality
+from mod_export.rows.correctness import TextQuality
 from mod_export.sweep.schema import CellEntry, SweepReport
-from mod_export.sweep.text import SweepProgress, fidelity_text, perplexity_text, render_text
+from mod_export.sweep.show import SweepProgress, fidelity_text, perplexity_text, render_text
 
 
 def test_everything_that_follows(whole: SweepReport) -> None:

@@ -1,0 +1,422 @@
+"""Formats of OpenAI's API: requests, validated field by field; and answers, whole or as the chunks of a stream.
+
+Completions and chat completions follow the same steps in different formats. An unsupported field is accepted if its
+value has no effect, because client libraries send such fields. Any other value is refused, because an answer that
+ignored it would not be what the client asked for.
+
+Source: https://platform.openai.com/docs/api-reference/completions and .../chat.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self, cast
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from mod_export.runtime.logits import Logprob
+from mod_export.runtime.rows import Completion, Piece, Text
+from mod_export.runtime.texts import Vocabulary
+
+MOST_LOGPROBS = 20
+MOST_STOPS, LONGEST_STOP = 16, 256
+MOST_MESSAGES = 4096
+LARGEST_SEED = 2**63 - 1
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+)
+"""Fields that do not affect the text."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "suffix": ("",),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+"""Unsupported field -> its values that have no effect, besides null."""
+
+Json = dict[str, Any]
+Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class StreamOptions(BaseModel):
+    """Options of a stream; `include_usage` asks for a last chunk with the token counts."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.include_obfuscation:
+            raise ValueError("include_obfuscation is not supported; leave it out")
+        return self
+
+
+class OpenAIRequest(BaseModel):
+    """Common fields of completions and chat completions. null means the same as a missing field."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    model: str | None = None
+    max_tokens: Tokens | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None = None
+    stop: Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)] = []
+    n: Annotated[int, Field(ge=1)] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simplify(cls, given: Any) -> Any:
+        """Removes fields that have no effect, and refuses unsupported ones."""
+        if not isinstance(given, dict):
+            raise ValueError("expected a JSON object")
+        fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
+        for name in fields.keys() - cls.model_fields.keys():
+            neutral = NEUTRAL.get(name)
+            if name == "best_of" and fields[name] in (1, fields.get("n", 1)):
+                continue
+            if neutral is None and name != "best_of":
+                raise ValueError(f"{name[:80]}: no such field is known here; leave it out")
+            if fields[name] not in (neutral or ()):
+                raise ValueError(f"{name}: is not supported, and this value would change the answer; leave it out")
+        fields = {name: value for name, value in fields.items() if name in cls.model_fields}
+        if isinstance(fields.get("stop"), str):
+            fields["stop"] = [fields["stop"]]
+        return fields
+
+    @model_validator(mode="after")
+    def _check_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: is about streams; give stream with it, or leave it out")
+        return self
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def cut(self) -> int | None:
+        """top_k for generators: 0 in place of -1, which means all tokens in vLLM."""
+        return 0 if self.top_k == -1 else self.top_k
+
+
+class CompletionRequest(OpenAIRequest):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    add_special_tokens: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_prompt(cls, given: Any) -> Any:
+        """Replaces pydantic's four messages, one for each type, with a single one."""
+        if isinstance(given, dict) and not _is_prompt(given.get("prompt")):
+            raise ValueError("prompt: expected a text, a list of texts, a list of token ids, or a list of such lists")
+        return given
+
+    @model_validator(mode="after")
+    def _check_length(self) -> Self:
+        if self.max_tokens == 0 and not self.scored:
+            raise ValueError("max_tokens: expected at least 1; 0 scores a prompt, with echo and logprobs")
+        return self
+
+    @property
+    def scored(self) -> bool:
+        """Whether log probabilities of the prompt's tokens are needed."""
+        return self.echo and self.logprobs is not None
+
+    @property
+    def several(self) -> list[str] | list[list[int]]:
+        """The prompts, as a list even if there is only one."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        return cast("list[list[int]]", [self.prompt]) if isinstance(self.prompt[0], int) else cast("Any", self.prompt)
+
+
+class Message(BaseModel):
+    """One turn of a conversation. Other fields of a message (`name`, `refusal`) never reach the template."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    role: str
+    content: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _simplify(cls, given: Any) -> Any:
+        """Joins parts of text into one text. Replaces the role `developer`, OpenAI's new name since o1, by `system`."""
+        if not isinstance(given, dict):
+            return given
+        for name in ("tool_calls", "function_call", "audio"):
+            if given.get(name):
+                raise ValueError(f"{name}: is not supported in a message; leave it out")
+        content = given.get("content")
+        if isinstance(content, list):
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+                raise ValueError("content: only parts of type text are supported")
+            content = "".join(str(part.get("text", "")) for part in content)
+        role = "system" if given.get("role") == "developer" else given.get("role")
+        return {"role": role, "content": "" if content is None else content}
+
+
+class ChatRequest(OpenAIRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: is about logprobs; give logprobs: true with it")
+        if 0 in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_tokens: expected at least 1")
+        return self
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, str) for item in value) or _are_ids(value) or all(map(_are_ids, value))
+
+
+def _are_ids(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+# Answers.
+
+
+class Answer(ABC):
+    """Formats the answer to one request. It holds the texts of the request, and the head of every chunk."""
+
+    def __init__(self, prefix: str, kind: str, model: str, texts: Sequence[Text], names: TokenNames, n: int) -> None:
+        """Each prompt has `n` consecutive texts."""
+        self._texts, self._names, self._n = texts, names, n
+        self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
+        self._head["model"] = model
+
+    @abstractmethod
+    def opening(self, row: int) -> list[Json]:
+        """Returns the chunks before the first piece of a choice."""
+
+    @abstractmethod
+    def piece(self, piece: Piece) -> Json | None:
+        """Returns the chunk of a piece; None if there is nothing to show."""
+
+    @abstractmethod
+    def closing(self, row: int, done: Completion) -> Json:
+        """Returns the last chunk of a choice."""
+
+    @abstractmethod
+    def _choices(self) -> list[Json]:
+        """Returns the choices of `whole`."""
+
+    def usage(self) -> Json:
+        """Returns the chunk with the token counts."""
+        return {**self._head, "choices": [], "usage": self._counted()}
+
+    def whole(self) -> Json:
+        """Returns the answer to a request that does not stream, after all texts are complete."""
+        return {**self._head, "choices": self._choices(), "usage": self._counted()}
+
+    @property
+    def _completions(self) -> list[Completion]:
+        return [text.completion for text in self._texts]
+
+    def _chunk(self, choice: Json) -> Json:
+        return {**self._head, "choices": [choice]}
+
+    def _counted(self) -> Json:
+        """Token counts of the request. A prompt with several continuations counts once."""
+        prompt = sum(len(completion.prompt_ids) for completion in self._completions[:: self._n])
+        new = sum(len(completion.ids) for completion in self._completions)
+        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+class TextAnswer(Answer):
+    """Answer of /v1/completions. With `echo`, each text begins with its prompt."""
+
+    def __init__(
+        self, model: str, texts: Sequence[Text], names: TokenNames, n: int, echo: Sequence[str] | None
+    ) -> None:
+        """`echo` holds the text of each prompt, or None."""
+        super().__init__("cmpl", "text_completion", model, texts, names, n)
+        self._echo = echo
+        self._offset = [0] * len(texts)
+
+    def opening(self, row: int) -> list[Json]:
+        if self._echo is None:
+            return []
+        return [self._chunk(self._choice(row, self._echo[row // self._n], self._of_prompt(row), None))]
+
+    def piece(self, piece: Piece) -> Json | None:
+        if not piece.text and piece.logprob is None:
+            return None
+        listed = self._listed(piece.row, [] if piece.logprob is None else [piece.logprob])
+        return self._chunk(self._choice(piece.row, piece.text, listed, None))
+
+    def closing(self, row: int, done: Completion) -> Json:
+        stop = self._listed(row, _stop(done)) if done.stop_logprob is not None else None
+        return self._chunk(self._choice(row, "", stop, done.finish))
+
+    def _choices(self) -> list[Json]:
+        choices = []
+        for row, completion in enumerate(self._completions):
+            before = "" if self._echo is None else self._echo[row // self._n]
+            listed = self._of_prompt(row) if self._echo is not None else None
+            new = self._listed(row, [*completion.logprobs, *_stop(completion)])
+            if listed is not None and new is not None:
+                listed = {name: listed[name] + new[name] for name in listed}
+            choices.append(self._choice(row, before + completion.text, listed or new, completion.finish))
+        return choices
+
+    def _choice(self, row: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
+        return {"index": row, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _of_prompt(self, row: int) -> Json | None:
+        """Log probabilities of all prompt tokens. The first token has none, because nothing comes before it."""
+        text = self._texts[row]
+        if text.logprobs is None:
+            return None
+        ids = text.completion.prompt_ids
+        first = {"tokens": [self._names.of(ids[0])], "token_logprobs": [None], "top_logprobs": [None]}
+        first["text_offset"] = self._offsets(row, [ids[0]])
+        rest = self._listed(row, text.completion.prompt_logprobs) or {}
+        return {name: first[name] + rest[name] for name in first}
+
+    def _listed(self, row: int, logprobs: Sequence[Logprob]) -> Json | None:
+        if self._texts[row].logprobs is None:
+            return None
+        return {
+            "tokens": [self._names.of(entry.token) for entry in logprobs],
+            "token_logprobs": [entry.logprob for entry in logprobs],
+            "top_logprobs": [self._names.by_name(entry) for entry in logprobs],
+            "text_offset": self._offsets(row, [entry.token for entry in logprobs]),
+        }
+
+    def _offsets(self, row: int, ids: Sequence[int]) -> list[int]:
+        """Returns the character offset of each token in the text of its choice, and advances the offset of the row."""
+        offsets = []
+        for token in ids:
+            offsets.append(self._offset[row])
+            self._offset[row] += self._names.length(token)
+        return offsets
+
+
+def _stop(done: Completion) -> list[Logprob]:
+    """Log probability of the stop id, if any. Clients that score continuations expect it after those of the text."""
+    return [] if done.stop_logprob is None else [done.stop_logprob]
+
+
+class ChatAnswer(Answer):
+    """Answer of /v1/chat/completions."""
+
+    def __init__(self, model: str, texts: Sequence[Text], names: TokenNames, n: int, *, streamed: bool) -> None:
+        super().__init__("chatcmpl", f"chat.completion{'.chunk' if streamed else ''}", model, texts, names, n)
+
+    def opening(self, row: int) -> list[Json]:
+        return [self._chunk(self._delta(row, {"role": "assistant", "content": ""}, None, None))]
+
+    def piece(self, piece: Piece) -> Json | None:
+        if not piece.text and piece.logprob is None:
+            return None
+        listed = None if piece.logprob is None else self._listed([piece.logprob])
+        return self._chunk(self._delta(piece.row, {"content": piece.text}, listed, None))
+
+    def closing(self, row: int, done: Completion) -> Json:
+        return self._chunk(self._delta(row, {}, None, done.finish))
+
+    def _choices(self) -> list[Json]:
+        return [
+            {
+                "index": row,
+                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "logprobs": None if self._texts[row].logprobs is None else self._listed(completion.logprobs),
+                "finish_reason": completion.finish,
+            }
+            for row, completion in enumerate(self._completions)
+        ]
+
+    def _delta(self, row: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
+        return {"index": row, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _listed(self, logprobs: Sequence[Logprob]) -> Json:
+        return {"content": [{**self._token(*entry[:2]), "top_logprobs": self._top(entry)} for entry in logprobs]}
+
+    def _top(self, logprob: Logprob) -> list[Json]:
+        return [self._token(token, value) for token, value in logprob.top]
+
+    def _token(self, token: int, logprob: float) -> Json:
+        name = self._names.of(token)
+        return {"token": name, "logprob": logprob, "bytes": self._names.bytes_of(token)}
+
+
+class TokenNames:
+    """Names of single tokens: their text, or another form if the token is not a whole text."""
+
+    def __init__(self, vocabulary: Vocabulary | None) -> None:
+        self._vocabulary = vocabulary
+
+    def of(self, token: int) -> str:
+        r"""Returns its text, or `bytes:\xe2\x82` for a part of a character (OpenAI's format), or else `token_id:7`."""
+        token_bytes = self.bytes_of(token)
+        if token_bytes is None:
+            return f"token_id:{token}"
+        try:
+            return bytes(token_bytes).decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
+
+    def by_name(self, one: Logprob) -> Mapping[str, float]:
+        """Returns name -> log probability of the most probable tokens, and of the token itself. If several tokens have
+        the same name, all but the first are named by id.
+        """
+        logprobs: dict[str, float] = {}
+        for token, logprob in dict([*one.top, one[:2]]).items():
+            name = self.of(token)
+            logprobs[f"token_id:{token}" if name in logprobs else name] = logprob
+        return logprobs
+
+    def length(self, token: int) -> int:
+        """Returns the number of characters that a token adds to a text."""
+        if self._vocabulary is None or not self._vocabulary.is_shown(token):
+            return 0
+        token_bytes = self.bytes_of(token)
+        # Counts the first byte of each character: a token may hold only a part of one.
+        return 0 if token_bytes is None else sum(byte & 0xC0 != 0x80 for byte in token_bytes)
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """Returns the UTF-8 bytes of a token, which may be a part of a character; None if it represents no text."""
+        token_bytes = None if self._vocabulary is None else self._vocabulary.token_bytes(token)
+        return None if token_bytes is None else list(token_bytes)

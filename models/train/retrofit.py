@@ -1,0 +1,227 @@
+"""Builds a Mixture-of-Depths model from a dense model; at capacity 1 both compute the same, bit for bit.
+
+Routers start so small that the gate, 1 + tanh(l), rounds to exactly 1. Their scores still differ, because small
+floating-point numbers keep their relative precision. So top-k starts from an arbitrary choice. With routers of zeros it
+would start from the first k tokens. docs/training.md names the methods of others.
+
+Calibration sets each predictor to its router's score minus a threshold. On text, as many tokens exceed it as top-k
+selects. A predictor learns from top-k's choices by gradient (Raposo et al., arXiv 2404.02258, section 3.5), which takes
+some thousands of steps. A short run, such as a retrofit, ends before that. But top-k selects almost the same tokens as
+one threshold for all rows, and a predictor can compute the router's score exactly: silu(a) - silu(-a) = a.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mod_models.checkpoint import Checkpoint
+from mod_models.declarations import CAUSAL_SELECTIONS, PARTS, EveryNth, RoutingSpec
+from mod_models.routing import Decisions, LinearRouter, MlpRouter
+from mod_models.spec import ModelSpec, Site, layer_of
+from mod_models.train import TrainError
+from mod_models.transformer import RoutedBlock, Transformer
+
+SELECTIONS = CAUSAL_SELECTIONS
+"""Values of `RoutingSpec.selection` with which the result can write text."""
+UNSEEN = 2.0**-26
+"""Bound of |score| at the start: 1 + tanh(l) is 1 in float32, and in every narrower dtype, if |l| < 2 ** -25."""
+WILLING = 1.0
+"""Output of every predictor for every token at the start, because at capacity 1 top-k selects all tokens."""
+SPREAD = 4.0
+"""Standard deviation of a calibrated predictor's logits. Larger logits would leave the predictor loss no gradient."""
+LEAST_HIDDEN = 2
+"""Hidden units that calibration uses, one for each sign."""
+LAYERS = (
+    "deepest:N, every:N, numbers and ranges such as 3,5,8-11, or FILE:N for the N layers that a probe found cheapest"
+)
+
+
+def layers_of(text: str, n_layers: int, parts: str) -> tuple[int, ...]:
+    """Parses the layers that `--route` names, in ascending order.
+
+    Args:
+        text: see LAYERS. FILE is the output of `python -m mod_models.probe --out FILE`.
+        n_layers: number of layers of the dense model.
+        parts: the routed part, whose ranking by the probe is used.
+
+    Raises:
+        TrainError: the text has no such form, names layers that do not exist, or the file is no such ranking.
+    """
+    form, _, count = text.rpartition(":")
+    if not form:
+        return _numbered(text, n_layers)
+    number = int(count) if count.isdecimal() else 0
+    if not 1 <= number <= n_layers:
+        raise TrainError(f"--route {text}: expected a number from 1 to {n_layers} after the colon, got {count!r}")
+    if form == "deepest":
+        return tuple(range(n_layers - number, n_layers))
+    if form == "every":
+        # The routed layer is the last of its group, as in the paper.
+        return EveryNth(every=number, offset=number - 1).of(n_layers)
+    return tuple(sorted(_ranked(Path(form), parts, n_layers)[:number]))
+
+
+def _numbered(text: str, n_layers: int) -> tuple[int, ...]:
+    layers: set[int] = set()
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", item.strip())
+        if match is None:
+            raise TrainError(f"--route {text}: expected {LAYERS}")
+        layers |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
+    if not layers or max(layers) >= n_layers:
+        raise TrainError(f"--route {text}: expected layers from 0 to {n_layers - 1}")
+    return tuple(sorted(layers))
+
+
+def _ranked(path: Path, parts: str, n_layers: int) -> list[int]:
+    """The layers as the probe ranks them, the cheapest first."""
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        costs = {int(row["layer"]): float(row["cost"]) for row in rows if row["part"] == parts}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TrainError(f"--route {path}: not what python -m mod_models.probe --out writes ({error})") from error
+    if not costs and parts == "separate":
+        raise TrainError(f"--route {path}: a probe ranks one part at a time; name the layers, or give --parts")
+    if set(costs) != set(range(n_layers)):
+        raise TrainError(f"--route {path}: has no cost of --parts {parts} for each of the {n_layers} layers")
+    return sorted(costs, key=lambda layer: costs[layer])
+
+
+def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, parts: str, selection: str) -> ModelSpec:
+    """Adds routing of these layers and parts to the spec of a dense model.
+
+    Raises:
+        TrainError: the model already routes or has experts, the selection cannot write text, or the part is unknown.
+        SpecError: the capacity is out of range.
+    """
+    if dense.routing is not None or dense.experts is not None:
+        what = "routes already" if dense.routing is not None else "has experts"
+        raise TrainError(
+            f"--route: expected a dense model, and the one of --init {what}; leave --route out to train it"
+        )
+    if selection not in SELECTIONS or parts not in PARTS:
+        raise TrainError(f"--selection, --parts: expected one of {SELECTIONS} and {PARTS}, got {selection} and {parts}")
+    routing = RoutingSpec(
+        layers=layers,
+        parts=parts,
+        capacity=capacity,
+        router="linear_bias" if selection == "threshold" else "linear",
+        router_input="normed",
+        gate="tanh_affine",
+        gate_scale=1.0,
+        gate_shift=1.0,
+        combine="paper",
+        selection=selection,
+        predictor_hidden=max(1, dense.d_model // 4) if selection == "predictor" else 0,
+    )
+    return dataclasses.replace(dense, routing=routing)
+
+
+def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
+    """Adds new routers and predictors to a dense model and shares its weights. `spec` is from `routed_spec`."""
+    with torch.device("meta"):
+        model = Transformer(dataclasses.replace(spec, max_positions=1))
+    generator = torch.Generator().manual_seed(seed)
+    weights = dict(dense.weights)
+    for layer in spec.routed_layers:
+        block = model.layers[layer]
+        for name, module in block.named_children():
+            prefix = f"layers.{layer}.{name}."
+            if name in ("router", "mlp_router"):
+                second = spec.routing is not None and spec.routing.parts == "mlp"
+                norm = "mlp_norm" if name == "mlp_router" or second else "attention_norm"
+                weights |= _router(module.state_dict(), prefix, weights[f"layers.{layer}.{norm}.weight"], generator)
+            elif isinstance(module, MlpRouter):
+                weights |= _predictor(module.state_dict(), prefix, generator)
+    return Checkpoint(spec=spec, weights=weights)
+
+
+def _router(shapes: dict[str, Tensor], prefix: str, norm_D: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    """Draws a random direction. |l| <= |w| |x|, and a normed |x| is at most sqrt(D) * the norm's largest weight."""
+    weights = {}
+    for name, shape in shapes.items():
+        if name.endswith("bias"):
+            # The bias is above every |w . x|, so that a threshold selects every token at first.
+            weights[prefix + name] = torch.full(shape.shape, UNSEEN / 2)
+            continue
+        w_1D = torch.randn(shape.shape, generator=generator)
+        longest = shape.shape[-1] ** 0.5 * norm_D.float().abs().max().clamp(min=1e-6)
+        weights[prefix + name] = w_1D / w_1D.norm() / longest * (UNSEEN / 4)
+    return weights
+
+
+def _predictor(shapes: dict[str, Tensor], prefix: str, generator: torch.Generator) -> dict[str, Tensor]:
+    weights = {}
+    for name, shape in shapes.items():
+        if name == "projection.bias":
+            weights[prefix + name] = torch.full(shape.shape, WILLING)
+        elif name == "hidden.weight":
+            weights[prefix + name] = torch.randn(shape.shape, generator=generator) / shape.shape[-1] ** 0.5
+        else:
+            weights[prefix + name] = torch.zeros(shape.shape)
+    return weights
+
+
+@torch.no_grad()
+def calibrate(model: Transformer, rows: Iterable[Tensor]) -> None:
+    """Sets the weights of every predictor from its router and from text. Routers do not change.
+
+    Args:
+        model: has linear routers, and predictors of at least two hidden units; its training mode is restored.
+        rows: int64 (B, S) token ids, without padding.
+    """
+    training = model.training
+    # In training mode top-k selects. Routers then score the same residual streams as during training.
+    model.train()
+    score_by_site: dict[Site, list[Tensor]] = {}
+    selected_share: dict[Site, float] = {}
+    for ids_BS in rows:
+        decisions = Decisions()
+        model.hidden(ids_BS, torch.full((len(ids_BS),), ids_BS.shape[1], device=ids_BS.device), decisions)
+        for site, seen in decisions.seen.items():
+            score_by_site.setdefault(site, []).append(seen.l_BT.float().flatten())
+            selected_share[site] = seen.k / seen.l_BT.shape[1]
+    model.train(training)
+    for site, scores in score_by_site.items():
+        score_N = torch.cat(scores)
+        block = model.layers[layer_of(site)]
+        assert isinstance(block, RoutedBlock)
+        second = isinstance(site, str) and site.endswith(".mlp")
+        router, predictor = (block.mlp_router, block.mlp_predictor) if second else (block.router, block.predictor)
+        assert isinstance(router, LinearRouter)
+        assert isinstance(predictor, MlpRouter)
+        _set(predictor, router, score_N, selected_share[site])
+
+
+def _quantile(score_N: Tensor, share: float) -> Tensor:
+    """Returns the value below which this share of the scores lies, linear between two scores.
+
+    `torch.quantile` does the same, and refuses more than 2**24 numbers.
+    """
+    ordered_N, rank = score_N.sort().values, share * (len(score_N) - 1)
+    below = int(rank)
+    return torch.lerp(ordered_N[below], ordered_N[min(below + 1, len(score_N) - 1)], rank - below)
+
+
+def _set(predictor: MlpRouter, router: LinearRouter, score_N: Tensor, passed: float) -> None:
+    """Makes the first two hidden units compute steepness * (score - threshold); the output ignores the others."""
+    if passed == 1:
+        nn.init.zeros_(predictor.projection.weight)
+        nn.init.ones_(predictor.projection.bias)
+        return
+    threshold = _quantile(score_N, 1 - passed)
+    steepness = SPREAD / score_N.std().clamp(min=torch.finfo(torch.float32).tiny)
+    bias = 0.0 if router.projection.bias is None else router.projection.bias[0]
+    for unit, sign in enumerate((1.0, -1.0)):
+        predictor.hidden.weight[unit] = sign * steepness * router.projection.weight[0]
+        predictor.hidden.bias[unit] = sign * steepness * (bias - threshold)
+    nn.init.zeros_(predictor.projection.weight)
+    nn.init.zeros_(predictor.projection.bias)
+    predictor.projection.weight[0, 0], predictor.projection.weight[0, 1] = 1.0, -1.0
