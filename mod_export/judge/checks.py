@@ -1,4 +1,4 @@
-"""Turns comparisons into reasons to fail: how much rounding can explain, and the table of checks.
+"""Turns comparisons into a row of the report: how much rounding can explain, and the table of checks.
 
 A fixed tolerance is too wide for a small, well-conditioned model, where it hides a wrong gate, and too narrow for a
 deep one with large logits. So the reference is also run in float64, and its float32 error is the unit: a float32
@@ -12,37 +12,44 @@ Every condition is written so that a NaN fails it: `not value <= limit`, never `
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 
 from mod_export.config import ParityGate
-from mod_export.judge.compare import SiteRouting
-from mod_export.rows.correctness import ErrorNumbers
-from mod_export.types import QUANTIZED, DType, Site
+from mod_export.judge.compare import ROUNDOFF, SiteRouting, smallest
+from mod_export.rows.base import setting_fields
+from mod_export.rows.correctness import (
+    ErrorNumbers,
+    Gate,
+    InputAgreement,
+    LayerAgreement,
+    LeftOutRows,
+    OutputParity,
+    ParityRow,
+    RoutingAgreement,
+    TextQuality,
+)
+from mod_export.types import QUANTIZED, DType, Setting, Site
 
 MADE_OF_TIES = ("ties", "near_ties")
 """Kinds of input on which scores are equal, or nearly so, by design."""
 TEXT = "text"
 """The kind of input that is real text."""
-ROUNDOFF: dict[DType, float] = {
-    "float32": 2.0**-24,
-    "float16": 2.0**-11,
-    "bfloat16": 2.0**-8,
-    "int8": 2.0**-7,
-    "int4": 2.0**-4,
-}
-"""Unit roundoff; for int8 and int4, half a quantization step as a share of the largest weight."""
+REFERENCE = "eager float32"
+"""Name of the reference in reports."""
 FEWEST_LOGITS = 1000
 """With fewer logits, the root mean square of their rounding errors varies too much to be a bound."""
 MANY_POSITIONS = 1000
 """From this many positions on, the count that agrees is close to normally distributed."""
 DEVIATIONS = 2.0
 """A shortfall of up to this many standard deviations counts as chance."""
+Missed = TypeVar("Missed", tuple[float, str], tuple[float, int, str])
+"""A number that misses its limit, and the kind of input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +181,9 @@ def coarser_than_float32(dtype: DType) -> float:
     return ROUNDOFF[dtype] / ROUNDOFF["float32"]
 
 
+# The checks
+
+
 def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks that the engine returns exactly the outputs of its model."""
     return [f"outputs: {problem}" for comparison in found for problem in comparison.problems]
@@ -209,8 +219,7 @@ def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
             if (faults := [distance for distance in one.distances if not distance <= bound])
         ]
         if faulty:
-            # A NaN is the worst.
-            worst, count, kind = max(faulty, key=lambda one: (math.isnan(one[0]), one[0]))
+            worst, count, kind = _worst_of(faulty)
             reasons.append(
                 f"{kind}: layer {site} routing: {count} tokens differ by more than a near-tie, the worst is "
                 f"{allowed.share(site, worst):.3g} from the edge of the selection, allowed "
@@ -222,18 +231,22 @@ def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
 def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks the largest error of a value and the root mean square of all errors, given the same routing."""
     reasons = []
-    outputs = dict.fromkeys(one.output for one in found)
-    for output, (name, field_name, limit) in itertools.product(
-        outputs, (("max abs error", "max_abs", allowed.max_abs), ("root mean square error", "rms", allowed.rms))
-    ):
-        errors = [(getattr(one.error, field_name), one.kind) for one in found if one.output == output]
+    limits = (("max abs error", "max_abs", allowed.max_abs), ("root mean square error", "rms", allowed.rms))
+    for name, field_name, limit in limits:
+        errors = [(getattr(one.error, field_name), one.kind) for one in found]
         missed = [(error, kind) for error, kind in errors if limit is not None and not error <= limit]
         if missed:
-            worst, kind = max(missed, key=lambda one: (math.isnan(one[0]), one[0]))
+            worst, kind = _worst_of(missed)
             reasons.append(
-                f"{kind}: {output}: {name} {worst:.3g}{given(allowed)}, allowed {limit:.3g}{_and_more(len(missed) - 1)}"
+                f"{kind}: {found[0].output}: {name} {worst:.3g}{given(allowed)}, allowed {limit:.3g}"
+                f"{_and_more(len(missed) - 1)}"
             )
     return reasons
+
+
+def _worst_of(missed: Sequence[Missed]) -> Missed:
+    """Returns the entry with the largest number, which comes first in it; NaN is the largest."""
+    return max(missed, key=lambda one: (math.isnan(one[0]), one[0]))
 
 
 def _and_more(count: int) -> str:
@@ -286,7 +299,7 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     ]
     if not missed:
         return []
-    worst, kind = max(missed, key=lambda miss: (math.isnan(miss[0]), miss[0]))
+    worst, kind = _worst_of(missed)
     return [
         f"{kind}: next token: divergence {worst:.3g} nats{given(allowed)}, allowed {allowed.gate.max_kl:g}"
         f"{_and_more(len(missed) - 1)}"
@@ -355,3 +368,150 @@ def by_site(found: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
 def _largest(values: Sequence[float]) -> float:
     """Returns the largest value; NaN if any is not finite, or a reference that overflows would allow everything."""
     return float(np.max(values)) if np.isfinite(values).all() else math.nan
+
+
+# The row
+
+
+def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
+    """Applies the gate to every batch; the row passes only if each check could be evaluated and passed."""
+    outputs = {
+        name: [one for one in found if one.output == name] for name in dict.fromkeys(one.output for one in found)
+    }
+    routed = any(one.sites for one in found)
+    allowances = {name: allowance(some, gate, setting.dtype, routed=routed) for name, some in outputs.items()}
+    reasons = [reason for name in outputs for check in CHECKS for reason in check(outputs[name], allowances[name])]
+    first, *others = outputs or [""]
+    found, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
+    reasons = reasons if found else ["nothing was compared"]
+    judged = quality_inputs(found, allowed)
+    shortfalls = [one.shortfalls for one in judged if one.shortfalls is not None]
+    nats = divergences_of(found, allowed)
+    return ParityRow(
+        **setting_fields(setting),
+        artifact=artifact,
+        reference=REFERENCE,
+        inputs=tuple(sorted({one.kind for some in outputs.values() for one in some if one.tokens or not one.left_out})),
+        tokens=sum(one.tokens for one in found),
+        rounding_tokens=sum(one.tokens for one in found if one.rounding is not None),
+        routing=_routing(found, allowed),
+        error=_worst_error(found),
+        rounding_error=allowed.rounding,
+        allowed_max_abs=allowed.max_abs,
+        # A shortfall of 0 means the same most probable next token.
+        next_token_agreement=min((float(np.mean(some <= 0)) for some in shortfalls), default=None if found else 0.0),
+        kl=_worst(float(nats_N.mean()) for _, nats_N in nats) if nats or not found else None,
+        text=_text(found),
+        ties_exact=None,
+        located=None,
+        further_outputs=tuple(
+            OutputParity(
+                name=name,
+                error=_worst_error(outputs[name]),
+                rounding_error=allowances[name].rounding,
+                allowed_max_abs=allowances[name].max_abs,
+            )
+            for name in others
+        ),
+        left_out=tuple(row for name, some in outputs.items() for row in _left_out(name, some)),
+        gate=Gate.model_validate(gate.model_dump()),
+        passed=not reasons,
+        reasons=tuple(dict.fromkeys(reasons)),
+    )
+
+
+def _left_out(name: str, found: Sequence[Comparison]) -> list[LeftOutRows]:
+    total = sum(comparison.tokens + sum(part.rows for part in comparison.left_out) for comparison in found)
+    by_cause: dict[str, list[tuple[str, int]]] = {}
+    for comparison in found:
+        for part in comparison.left_out:
+            by_cause.setdefault(part.because, []).append((comparison.kind, part.rows))
+    return [
+        LeftOutRows(
+            output=name,
+            inputs=tuple(dict.fromkeys(kind for kind, _ in some)),
+            rows=sum(rows for _, rows in some),
+            total=total,
+            because=because,
+        )
+        for because, some in by_cause.items()
+    ]
+
+
+def fails_anyway(found: Sequence[Comparison], gate: ParityGate, setting: Setting) -> bool:
+    """Whether a candidate fails a check that does not depend on the measured rounding error."""
+    allowed = allowance(found, gate, setting.dtype)
+    return any(check(found, allowed) for check in WHATEVER_ROUNDING_IS)
+
+
+def _worst_error(found: Sequence[Comparison]) -> ErrorNumbers:
+    return ErrorNumbers(
+        **{name: _worst(getattr(comparison.error, name) for comparison in found) for name in ErrorNumbers.model_fields}
+    )
+
+
+def failed_row(reason: str, gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
+    """Returns the failed row of a candidate that could not be loaded or run."""
+    return judge([], gate, setting, artifact).model_copy(update={"reasons": (reason,)})
+
+
+def _routing(found: Sequence[Comparison], allowed: Allowance) -> RoutingAgreement:
+    layers = tuple(_layer(many, allowed) for many in by_site(found).values())
+    return RoutingAgreement(
+        layers=layers,
+        routed=sum(layer.routed for layer in layers),
+        agreed=sum(layer.agreed for layer in layers),
+        near_ties=sum(layer.near_ties for layer in layers),
+        min_margin=smallest([layer.min_margin for layer in layers if layer.min_margin is not None]),
+        by_input=tuple(
+            InputAgreement(
+                input=comparison.kind,
+                routed=sum(site.routed for site in comparison.sites),
+                agreed=sum(site.agreed for site in comparison.sites),
+            )
+            for comparison in found
+        ),
+    )
+
+
+def _layer(many: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
+    site = many[0].site
+    distances = [distance for routing in many for distance in routing.distances]
+    near = sum(distance <= allowed.scores[site] for distance in distances)
+    margin = smallest([routing.min_margin for routing in many if routing.min_margin is not None])
+    return LayerAgreement(
+        layer=site,
+        k=many[0].k,
+        routed=sum(routing.routed for routing in many),
+        agreed=sum(routing.agreed for routing in many),
+        overflow=sum(routing.overflow for routing in many),
+        near_ties=near,
+        faults=len(distances) - near,
+        min_margin=None if margin is None else allowed.share(site, margin),
+        score_bound=allowed.share(site, allowed.scores[site]),
+        worst_flip=allowed.share(site, max(distances)) if distances else None,
+    )
+
+
+def _text(found: Sequence[Comparison]) -> TextQuality | None:
+    texts = [comparison.text for comparison in found if comparison.text is not None]
+    if not texts:
+        return None
+    tokens = sum(text.tokens for text in texts)
+    return TextQuality(
+        tokens=tokens,
+        perplexity=_perplexity(sum(text.nll for text in texts) / tokens),
+        reference_perplexity=_perplexity(sum(text.reference_nll for text in texts) / tokens),
+        own_perplexity=_perplexity(sum(text.own_nll for text in texts) / tokens),
+        next_token_agreement=sum(text.agreed for text in texts) / sum(text.positions for text in texts),
+    )
+
+
+def _perplexity(nats: float) -> float:
+    return math.exp(nats) if not nats > 700 else math.inf
+
+
+def _worst(values: Iterable[float]) -> float:
+    """Returns the largest value; NaN if there is none, or if any is NaN, which `max` could miss."""
+    listed = list(values)
+    return float(np.max(listed)) if listed else math.nan

@@ -1,27 +1,37 @@
-"""Discrete choices of a captured program that are not routing sites, and their outcomes in runs of the reference.
+"""What a model leaves open: discrete choices of its captured program that are not routing sites, and the rows of its
+outputs that they decide.
 
 The selection of a routing site can be forced, so the reference can follow the candidate there. Other operations with
-results that jump (an argmax, a bucket index, `round`, a comparison of scores) cannot be forced. If the input is closer
-to a jump than the size of rounding, the model itself does not determine the result, and comparing means nothing.
+results that jump (an argmax, a bucket index, `round`, a comparison of scores) cannot be forced. An input can be so
+close to a jump that rounding decides. In a row of one repeated token, all scores are equal but for rounding, so its
+argmax can be any of them. There the reference is as arbitrary as the candidate, and comparing means nothing.
 
 Choices are recognized by their dtypes: they read floating point and return integers or booleans. STEPS are operations
 that jump although they return floating point. Values that follow from sizes, weights and constants alone are the same
 on every input, so they are no choices. Values that only decide what a routing site selects belong to that site.
 
-* `Recorder` records the outcomes of a float32 run and, on request, the values that choices read;
+Whether a row is determined is measured on the reference alone, without the candidate (`movement`): the values that each
+choice reads are moved up and down by as much as a sound engine may be off. A row of an output that then moves by more
+than half of what the gate allows is not judged. A choice whose jump is not visible in the output, such as `x > 0` in a
+leaky ReLU, leaves every row judged. Three wrappers around the operations of a run do this:
+
+* `Recorder` records the outcomes of a float32 run, and values of named operations;
 * `Holder` imposes these outcomes on another run (float64, other weights), so that the runs differ by rounding only;
-* `Nudger` moves the values that choices read up and down by as much as a sound engine may be off. If no output moves
-  then, the outcome is determined (`determined.py`).
+* `Nudger` moves the values that choices read.
+
+Shape legend: B batch, R rows of an output.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, fx
 from torch.export.graph_signature import InputKind
@@ -30,8 +40,13 @@ from torch.utils import _pytree as pytree
 from mod_export.graph.program_nodes import argument_of, module_path
 from mod_export.graph.refusals import place_of
 from mod_export.graph.sites import Runnable
-from mod_export.judge.compare import Slack
+from mod_export.judge.compare import ROUNDOFF, Slack
 from mod_export.marker import MARKER
+from mod_export.types import Site
+
+if TYPE_CHECKING:
+    from mod_export.judge.inputs import Batch
+    from mod_export.judge.reference import Reference, Traced
 
 ATEN = torch.ops.aten
 WRAPS = {
@@ -59,9 +74,26 @@ PICKS = {
 }  # fmt: skip
 """Operations that return entries of their first argument unchanged, or changed without a jump, such as relu. So
 `x == x.max()` reads the scores once: both sides are moved together, and the largest score always equals itself."""
-
+COMPETING = {
+    ATEN.argmax.default, ATEN.argmin.default, ATEN.max.default, ATEN.max.dim, ATEN.min.default, ATEN.min.dim,
+    ATEN.amax.default, ATEN.amin.default, ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable,
+    ATEN.argsort.default, ATEN.argsort.stable, ATEN.kthvalue.default, ATEN.median.default, ATEN.median.dim,
+    ATEN.mode.default, ATEN.cummax.default, ATEN.cummin.default,
+}  # fmt: skip
+UNORDERED = {
+    ATEN.topk.default, ATEN.sort.default, ATEN.argsort.default, ATEN.kthvalue.default, ATEN.median.default,
+    ATEN.median.dim, ATEN.mode.default,
+}  # fmt: skip
+"""Competing operations for which PyTorch does not define which of several equal entries comes first."""
+UNIT = ROUNDOFF["float32"]
+LEAST = math.sqrt(torch.finfo(torch.float32).tiny)
+"""Least magnitude assumed for tied entries, so that they can be moved apart even if all are 0."""
+MOST_BLAMED = 8
+"""Number of choices that are tried one by one if several can jump: the report names one of them."""
 Outcomes = Mapping[str, tuple[Tensor, ...]]
 """Name of a choice's node -> the discrete parts of its result."""
+Rows = Callable[[int, np.ndarray], np.ndarray]
+"""(n, the n-th output) -> its rows that are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,20 +138,6 @@ class Choice:
         return dim if isinstance(dim, int) else None
 
 
-COMPETING = {
-    ATEN.argmax.default, ATEN.argmin.default, ATEN.max.default, ATEN.max.dim, ATEN.min.default, ATEN.min.dim,
-    ATEN.amax.default, ATEN.amin.default, ATEN.topk.default, ATEN.sort.default, ATEN.sort.stable,
-    ATEN.argsort.default, ATEN.argsort.stable, ATEN.kthvalue.default, ATEN.median.default, ATEN.median.dim,
-    ATEN.mode.default, ATEN.cummax.default, ATEN.cummin.default,
-}  # fmt: skip
-
-UNORDERED = {
-    ATEN.topk.default, ATEN.sort.default, ATEN.argsort.default, ATEN.kthvalue.default, ATEN.median.default,
-    ATEN.median.dim, ATEN.mode.default,
-}  # fmt: skip
-"""Competing operations for which PyTorch does not define which of several equal entries comes first."""
-
-
 def choices_of(program: Runnable) -> list[Choice]:
     """Returns the discrete choices that a program's own outputs depend on, in the order in which it makes them."""
     nodes = list(program.graph_module.graph.nodes)
@@ -130,7 +148,7 @@ def choices_of(program: Runnable) -> list[Choice]:
             continue
         if node.target is MARKER or node.target is operator.getitem or not _jumps(node, before):
             continue
-        read = [source for source in node.all_input_nodes if source in behind and _is_float(source.meta.get("val"))]
+        read = [source for source in node.all_input_nodes if source in behind and is_float(source.meta.get("val"))]
         if read:
             origins, chain = _origins(read, behind, nodes)
             choices.append(Choice(node=node, told=told_of(node), origins=origins, chain=chain))
@@ -169,7 +187,8 @@ def _jumps(node: fx.Node, before: set[fx.Node]) -> bool:
     return node.target in STEPS or _is_discrete(value)
 
 
-def _is_float(value: Any) -> bool:
+def is_float(value: Any) -> bool:
+    """Whether a value of a program is a tensor of floating point."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -187,14 +206,14 @@ def _origins(
         if isinstance(source, fx.Node) and source in behind and _holds_float(source.meta.get("val")):
             chain.add(node)
             todo.append(source)
-        elif _is_float(node.meta.get("val")):
+        elif is_float(node.meta.get("val")):
             origins[node] = None
     # A node that only picks from another value is part of the chain, and no origin.
     return tuple(origins), tuple(node for node in nodes if node in chain)
 
 
 def _holds_float(value: Any) -> bool:
-    return any(map(_is_float, value)) if isinstance(value, (list, tuple)) else _is_float(value)
+    return any(map(is_float, value)) if isinstance(value, (list, tuple)) else is_float(value)
 
 
 def discrete_parts(value: Any) -> tuple[Tensor, ...]:
@@ -205,11 +224,10 @@ def discrete_parts(value: Any) -> tuple[Tensor, ...]:
 
 
 class Recorder:
-    """Records `outcomes` and, with `reading`, also the `values` that choices read, by the names of their nodes."""
+    """Records the `outcomes` of choices, and the `values` of the operations `read`, by the names of their nodes."""
 
-    def __init__(self, choices: Sequence[Choice], *, reading: bool = False) -> None:
-        self._choices = {choice.name for choice in choices}
-        self._read = {name for choice in choices for name in choice.read} if reading else set()
+    def __init__(self, choices: Sequence[Choice], read: Collection[str] = ()) -> None:
+        self._choices, self._read = {choice.name for choice in choices}, set(read)
         self.outcomes: dict[str, tuple[Tensor, ...]] = {}
         self.values: dict[str, Any] = {}
 
@@ -274,14 +292,6 @@ def _divisor(node: fx.Node) -> Any:
     if node.target not in WRAPS:
         return None
     return node.args[1] if len(node.args) > 1 else 1.0
-
-
-UNIT = 2.0**-24
-"""Unit roundoff of float32: half the distance from 1 to the next number."""
-
-
-LEAST = math.sqrt(torch.finfo(torch.float32).tiny)
-"""Least magnitude assumed for tied entries, so that they can be moved apart even if all are 0."""
 
 
 class Nudger:
@@ -407,3 +417,121 @@ def _contestants(value: Tensor, dim: int | None) -> tuple[Tensor, int]:
     if dim is None or not -value.dim() <= dim < value.dim():
         return value.reshape(-1), 0
     return value, dim
+
+
+# Rows that the model does not determine
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Movement:
+    """How far the reference moves when its discrete choices are pushed across edges that are close.
+
+    Attributes:
+        outputs: for each output float64 (R,), the largest change of a value in each compared row; infinite if a value
+            becomes NaN.
+        scores: site -> float64 (B,), the largest change of a score in each row; infinite if the tokens that can be
+            selected change.
+        told: the operation that decides, and its place; empty if nothing moves.
+    """
+
+    outputs: tuple[np.ndarray, ...]
+    scores: Mapping[Site, np.ndarray]
+    told: str = ""
+
+
+def movement(
+    reference: Reference, batch: Batch, routing: Mapping[Site, np.ndarray], slack: Slack, rows: Rows
+) -> Movement | None:
+    """Measures the movement on one batch with the given selections; None for a program without such choices."""
+    choices = reference.choices(batch.bucket)
+    if not choices:
+        return None
+    recorder = Recorder(choices, {name for choice in choices for name in choice.read})
+    base = reference.forced(batch, routing, recorder)
+    holder = Holder(choices, recorder.outcomes, recorder.values)
+    reference.exact(batch, routing, holder)
+    reference.shaken(batch, routing, holder)
+    several = any(len(choice.origins) > 1 for choice in choices)
+    ways = list(itertools.product((1, -1), (False, True) if several else (False,)))
+
+    def nudgers(some: Sequence[Choice]) -> list[Nudger]:
+        return [
+            Nudger(some, slack, holder.spread, holder.same, direction, opposed=opposed) for direction, opposed in ways
+        ]
+
+    # The first jump of any run is one of these choices. If there is none, all further runs would repeat this one.
+    jumping = [
+        choice
+        for choice in choices
+        if any(_differ(choice, one.outcome(choice, recorder.values), recorder) for one in nudgers([choice]))
+    ]
+    if not jumping:
+        return _moved(base, [base], rows)
+
+    def moved(some: Sequence[Choice]) -> Movement:
+        return _moved(base, [reference.forced(batch, routing, one) for one in nudgers(some)], rows)
+
+    combined = moved(choices)
+    if any(nudgers([choice])[0].is_crowded(choice, recorder.values) for choice in jumping):
+        combined = _whole_inputs(combined, base, rows)
+    return replace(combined, told=_deciding(jumping, moved))
+
+
+def _differ(choice: Choice, nudged: object, recorder: Recorder) -> bool:
+    pairs = zip(discrete_parts(nudged), recorder.outcomes[choice.name], strict=True)
+    return not all(torch.equal(after, before) for after, before in pairs)
+
+
+def _moved(base: Traced, runs: Sequence[Traced], rows: Rows) -> Movement:
+    """Returns the largest changes over runs of the same batch, at least one."""
+
+    def score_change(run: Traced, site: Site) -> np.ndarray:
+        before, after = base.judged[site], run.judged[site]
+        return np.where((after.open_BS == before.open_BS).all(1), _change(after.score_BS, before.score_BS), np.inf)
+
+    outputs = [
+        np.max([_change(rows(n, run.outputs[n]), rows(n, before)) for run in runs], axis=0)
+        for n, before in enumerate(base.outputs)
+    ]
+    scores = {site: np.max([score_change(run, site) for run in runs], axis=0) for site in base.judged}
+    return Movement(tuple(outputs), scores)
+
+
+def _whole_inputs(found: Movement, base: Traced, rows: Rows) -> Movement:
+    """Gives all rows that belong to one row of the batch the largest change among them. If many entries are nearly
+    equal, other entries may win than those that the runs tried.
+    """
+    outputs = []
+    for n, array in enumerate(base.outputs):
+        shape = (array.shape[0], *[1] * (array.ndim - 1)) if array.ndim else ()
+        dtype = np.float64 if array.dtype.kind == "f" else np.int64
+        numbers = np.broadcast_to(np.arange(array.shape[0] if array.ndim else 1).reshape(shape), array.shape)
+        batch_R = rows(n, numbers.astype(dtype))[:, :1].reshape(-1).astype(np.int64)
+        largest = np.zeros(array.shape[0] if array.ndim else 1)
+        if batch_R.size:
+            np.maximum.at(largest, batch_R, found.outputs[n])
+        outputs.append(largest[batch_R] if batch_R.size else found.outputs[n])
+    return replace(found, outputs=tuple(outputs))
+
+
+def _change(rows: np.ndarray, before: np.ndarray) -> np.ndarray:
+    """Returns float64 (R,), the largest absolute difference in each row."""
+    if not rows.size:
+        return np.zeros(len(rows))
+    rows, before = rows.astype(np.float64), before.astype(np.float64)
+    same = (rows == before) | (np.isnan(rows) & np.isnan(before))
+    with np.errstate(invalid="ignore"):
+        change = np.where(same, 0.0, np.abs(rows - before))
+    largest: np.ndarray = np.nan_to_num(change, nan=np.inf, posinf=np.inf).max(1)
+    return largest
+
+
+def _deciding(jumping: Sequence[Choice], moved: Callable[[Sequence[Choice]], Movement]) -> str:
+    """Describes the choice that moves the outputs most when it alone is moved."""
+    if len(jumping) == 1:
+        return jumping[0].told
+
+    def largest_change(choice: Choice) -> float:
+        return max((float(rows.max(initial=0.0)) for rows in moved([choice]).outputs), default=0.0)
+
+    return max(jumping[:MOST_BLAMED], key=largest_change).told

@@ -12,13 +12,21 @@ import numpy as np
 
 from mod_export.rows.correctness import ErrorNumbers
 from mod_export.runtime.logits import log_softmax
-from mod_export.types import FOUND, Site
+from mod_export.types import FOUND, DType, Site
 
 FIRST_COME = "first_come"
 EMPTY = -1
 """Marks a slot that no token fills."""
 BLOCK = 2**16
 """Number of logits that are compared at a time."""
+ROUNDOFF: dict[DType, float] = {
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "int8": 2.0**-7,
+    "int4": 2.0**-4,
+}
+"""Unit roundoff; for int8 and int4, half a quantization step as a share of the largest weight."""
 
 
 def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
@@ -223,8 +231,6 @@ def routing_of_site(
     for b in range(B):
         open_L = np.flatnonzero(judged.open_BS[b])
         score_L = judged.score_BS[b, open_L].astype(np.float64)
-        # A model may give an infinite score to a token that it always or never selects: such scores have no scale.
-        finite_L = score_L[~np.isinf(score_L)]
         row_K = candidate_BK[b]
         got_G = row_K[np.isin(row_K, open_L)]
         # A position outside the row can never be a near-tie.
@@ -238,7 +244,7 @@ def routing_of_site(
         edge, row_margins = _edge(rule, score_L, k)
         distances += _differences(score_L[_flipped(rule, score_L, open_L, wanted_W, got_G, k)], edge).tolist()
         margins += row_margins
-        scales.append(float(np.sqrt(np.mean(finite_L**2))) if len(finite_L) else 0.0)
+        scales.append(rms_of_finite(score_L))
         if rule == FIRST_COME:
             overflow += max(0, int((score_L > 0).sum()) - k)
         if exact_BS is not None:
@@ -255,6 +261,14 @@ def routing_of_site(
         malformed=problems[0] if problems else "",
         overflow=overflow,
     )
+
+
+def rms_of_finite(score_L: np.ndarray) -> float:
+    """Returns the root mean square of finite scores: a token that is always or never selected may have an infinite
+    score, which has no scale.
+    """
+    finite_L = score_L[~np.isinf(score_L)]
+    return float(np.sqrt(np.mean(finite_L**2))) if len(finite_L) else 0.0
 
 
 def _differences(score_L: np.ndarray, other: np.ndarray | float) -> np.ndarray:

@@ -13,12 +13,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mod_export.config import BuildConfig
 from mod_export.errors import UsageError
+from mod_export.judge.compare import FIRST_COME, Judged, rms_of_finite
 from mod_export.model.model import Model, token_ids
-from mod_export.types import TOKEN_INPUTS, Bucket
+from mod_export.types import TOKEN_INPUTS, Bucket, Site
+
+if TYPE_CHECKING:
+    from mod_export.judge.reference import Reference
 
 MOST_LENGTHS = 16
 MOST_RANDOM_BATCHES = 8
@@ -28,6 +34,11 @@ MOST_FLOPS = 100 * 10**9
 """Limit for the inputs of one kind: one to three seconds on one core. Models up to 3 M parameters stay below it."""
 LEAST_LENGTHS = 4
 """Number of padded lengths that are tried even for the largest model."""
+SEARCHED_TOKENS = 2**14
+SEARCHED_ROWS = 256
+NEAR_TIE_BATCHES = 4
+FAR = 2.0**-17
+"""About a hundred times the unit roundoff of float32: below this margin, rounding alone can swap two scores."""
 TextOf = Callable[[int, int, int], np.ndarray | None]
 """(rows, length, seed) -> text as int64 (rows, length), None if there is no text of that length."""
 KINDS = ("text", "random", "padded", "sample", "ties", "near_ties")
@@ -80,6 +91,16 @@ class Batch:
     def read_by(self, inputs: Iterable[str]) -> dict[str, np.ndarray]:
         """Returns the feeds that an engine has inputs for: some builders drop an input that nothing reads."""
         return {name: array for name, array in self.feeds.items() if name in inputs}
+
+
+def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig, text_of: TextOf | None = None) -> list[Batch]:
+    """Returns all inputs of a bucket, of every kind. `text_of` is a source of text for a model that has none."""
+    per_kind, texts = config.parity.batches_per_kind, config.parity.text_batches
+    ks = reference.k_by_layer(bucket).values()
+    batches = parity_batches(reference.model, bucket, ks, config.seed, per_kind, texts, text_of)
+    return batches + reference.remembered(
+        f"near-ties of {bucket.name}, seed {config.seed}", lambda: near_tie_batches(reference, bucket, config.seed)
+    )
 
 
 def parity_batches(
@@ -138,76 +159,6 @@ def _samples(model: Model, bucket: Bucket, seed: int, per_kind: int) -> list[Bat
     return batches
 
 
-def per_token(arrays: Mapping[str, np.ndarray], bucket: Bucket) -> list[str]:
-    """Returns the names of the arrays that have a value or a vector for each token: (B, S, ...)."""
-    return [name for name, array in arrays.items() if array.shape[:2] == (bucket.batch, bucket.seq)]
-
-
-def one_of_each_kind(batches: Iterable[Batch]) -> list[Batch]:
-    """Returns the first batch of every kind."""
-    first_of: dict[str, Batch] = {}
-    for batch in batches:
-        first_of.setdefault(batch.kind, batch)
-    return list(first_of.values())
-
-
-def text_ids(
-    model: Model | None, rows: int, length: int, seed: int, text_of: TextOf | None = None
-) -> np.ndarray | None:
-    """Returns held-out text, int64 (rows, length), or else text from `text_of`; None if neither has that much text."""
-    held_out = None if model is None else model.sample_ids(rows, length, seed)
-    return text_of(rows, length, seed) if held_out is None and text_of is not None else held_out
-
-
-def documentation_of(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> TextOf:
-    """Returns a source of English text for models without held-out text: pieces of Python's own `help()` topics about
-    the language, tokenized by the model's tokenizer.
-    """
-    ids_N = _documentation_ids(tokens_of, vocab_size)
-
-    def text_of(rows: int, length: int, seed: int) -> np.ndarray | None:
-        if len(ids_N) <= length:
-            return None
-        start_R = np.random.default_rng(seed).integers(0, len(ids_N) - length, rows)
-        ids_RS: np.ndarray = ids_N[start_R[:, None] + np.arange(length)]
-        return ids_RS
-
-    return text_of
-
-
-def _documentation_ids(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> np.ndarray:
-    """Returns int64 (N,); empty if the tokenizer or the vocabulary does not fit, or if Python has no documentation."""
-    try:
-        ids_N = np.array(tokens_of(documentation()), dtype=np.int64)
-    except UsageError:
-        return np.zeros(0, np.int64)
-    return ids_N if ids_N.max(initial=-1) < vocab_size else ids_N[:0]
-
-
-def documentation() -> str:
-    """Returns the `help()` topics about Python as one text; empty if Python was installed without them."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return ""
-    return "\n".join(topics.values())
-
-
-def prompts_of(
-    model: Model | None, vocab_size: int, rows: int, length: int, seed: int, text_of: TextOf | None = None
-) -> np.ndarray:
-    """Returns prompts, int64 (rows, length): text of the model or of `text_of` if there is any, else random ids."""
-    ids_BS = text_ids(model, rows, length, seed, text_of)
-    if ids_BS is not None:
-        return ids_BS
-    return np.random.default_rng(seed).integers(0, vocab_size, (rows, length), dtype=np.int64)
-
-
-def affordable_tokens(model: Model) -> int:
-    """Returns how many tokens of one kind of input a model may run on, at two FLOPs per parameter and token."""
-    return int(MOST_FLOPS / (2 * sum(tensor.numel() for tensor in model.weights.values())))
-
-
 def _every_id(rng: np.random.Generator, bucket: Bucket, model: Model) -> list[np.ndarray]:
     """Returns batches of all ids in random order, filled up with random ids; a large vocabulary or model gets fewer."""
     size, vocab_size = bucket.batch * bucket.seq, token_ids(model).vocab_size
@@ -233,3 +184,154 @@ def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model:
     count = -(-min(len(lengths) + 2, most) // bucket.batch) * bucket.batch
     # Shuffled, so that the short lengths do not all fall into the same row of the batch.
     return list(rng.permutation([*lengths, *others][:count]).astype(np.int64).reshape(-1, bucket.batch))
+
+
+def per_token(arrays: Mapping[str, np.ndarray], bucket: Bucket) -> list[str]:
+    """Returns the names of the arrays that have a value or a vector for each token: (B, S, ...)."""
+    return [name for name, array in arrays.items() if array.shape[:2] == (bucket.batch, bucket.seq)]
+
+
+def one_of_each_kind(batches: Iterable[Batch]) -> list[Batch]:
+    """Returns the first batch of every kind."""
+    first_of: dict[str, Batch] = {}
+    for batch in batches:
+        first_of.setdefault(batch.kind, batch)
+    return list(first_of.values())
+
+
+def affordable_tokens(model: Model) -> int:
+    """Returns how many tokens of one kind of input a model may run on, at two FLOPs per parameter and token."""
+    return int(MOST_FLOPS / (2 * sum(tensor.numel() for tensor in model.weights.values())))
+
+
+# Near-ties, which only a run of the reference can find, because it shows the scores
+
+
+def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Batch]:
+    """Returns the random rows with the smallest margins at each routing site; empty if nothing is routed.
+
+    Runs the reference on up to SEARCHED_TOKENS tokens, fewer for a large model.
+    """
+    # This reference keeps no runs: they are not needed again.
+    passing = reference.with_weights({})
+    tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.model))
+    # In batches of the bucket's own shape, because another shape would have to be captured first.
+    count = max(2, min(SEARCHED_ROWS, tokens // bucket.seq) // bucket.batch)
+    samples = [reference.model.sample(bucket, seed * SEARCHED_ROWS + i) for i in range(count)]
+    margins: dict[Site, list[float]] = {}
+    for feeds in samples:
+        traced = passing.free(Batch("near_ties", bucket, feeds))
+        if not traced.routed:
+            return []
+        for site, index_BK in traced.routed.items():
+            margins.setdefault(site, []).extend(_margins(traced.judged[site], index_BK.shape[1]))
+    of_rows = all(len(values) == count * bucket.batch for values in margins.values())
+    if not of_rows:  # The model joins the rows of a batch or splits each of them, so only whole samples can be ranked.
+        margins = {site: np.reshape(values, (count, -1)).min(1).tolist() for site, values in margins.items()}
+    # The best row of every site, then the second best, and so on: several, because a swap is likely but not certain.
+    ranked = list(dict.fromkeys(np.argsort(list(margins.values()), axis=1).T.ravel().tolist()))
+    if of_rows:
+        chosen = [_batch_of_rows(samples, ranked[i : i + bucket.batch]) for i in range(0, len(ranked), bucket.batch)]
+    else:
+        chosen = [samples[i] for i in ranked]
+    return [Batch("near_ties", bucket, feeds) for feeds in chosen[: min(NEAR_TIE_BATCHES, count // 2)]]
+
+
+def _batch_of_rows(samples: Sequence[Mapping[str, np.ndarray]], rows: Sequence[int]) -> Mapping[str, np.ndarray]:
+    """Joins rows of several samples into one batch; `rows` numbers the rows of all samples consecutively. An input that
+    all rows of a batch share is taken from the sample of the first row.
+    """
+    batch = len(rows)
+    return {
+        name: np.stack([samples[row // batch][name][row % batch] for row in rows])
+        if array.shape[:1] == (batch,)
+        else array
+        for name, array in samples[rows[0] // batch].items()
+    }
+
+
+def _margins(judged: Judged, k: int) -> list[float]:
+    """Returns (k-th score - next score) / |k-th score| of each row, infinite if a coarser float would not swap the two.
+
+    If the first k tokens above 0 are selected: the smallest |score| of the row, as a share of its root mean square.
+
+    Rounding keeps the order of scores or makes them equal, and the earlier of two equal scores wins. So only a skipped
+    token that stands before the k-th one distinguishes a coarse router from an exact one.
+    """
+    rows = zip(judged.score_BS.astype(np.float64), judged.open_BS, strict=True)
+    if judged.rule == FIRST_COME:
+        return [_nearest_to_zero(score_S[open_S]) for score_S, open_S in rows]
+    return [_gap(score_S[open_S], k) for score_S, open_S in rows]
+
+
+def _gap(score_L: np.ndarray, k: int) -> float:
+    if k >= len(score_L):
+        return np.inf
+    order_L = np.argsort(-score_L, kind="stable")
+    last, following = float(score_L[order_L[k - 1]]), float(score_L[order_L[k]])
+    rms = rms_of_finite(score_L)
+    if not (last - following > FAR * rms and order_L[k] < order_L[k - 1]):
+        return np.inf
+    if np.isinf(last):
+        return np.inf
+    # The distance between neighbouring floats grows with their size.
+    return (last - following) / max(abs(last), FAR * rms)
+
+
+def _nearest_to_zero(score_L: np.ndarray) -> float:
+    """Returns the smallest |score| / root mean square of the scores that rounding alone does not move across 0."""
+    rms = rms_of_finite(score_L)
+    far_L = np.abs(score_L)[np.abs(score_L) > FAR * rms]
+    return float(far_L.min()) / rms if len(far_L) else np.inf
+
+
+# Text
+
+
+def text_ids(
+    model: Model | None, rows: int, length: int, seed: int, text_of: TextOf | None = None
+) -> np.ndarray | None:
+    """Returns held-out text, int64 (rows, length), or else text from `text_of`; None if neither has that much text."""
+    held_out = None if model is None else model.sample_ids(rows, length, seed)
+    return text_of(rows, length, seed) if held_out is None and text_of is not None else held_out
+
+
+def documentation_of(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> TextOf:
+    """Returns a source of English text for models without held-out text: pieces of Python's own `help()` topics about
+    the language, tokenized by the model's tokenizer. It has no text if the tokenizer or the vocabulary does not fit, or
+    if Python has no documentation.
+    """
+    try:
+        ids_N = np.array(tokens_of(documentation()), dtype=np.int64)
+    except UsageError:
+        ids_N = np.zeros(0, np.int64)
+    if ids_N.max(initial=-1) >= vocab_size:
+        ids_N = ids_N[:0]  # The tokenizer is not the model's.
+
+    def text_of(rows: int, length: int, seed: int) -> np.ndarray | None:
+        if len(ids_N) <= length:
+            return None
+        start_R = np.random.default_rng(seed).integers(0, len(ids_N) - length, rows)
+        ids_RS: np.ndarray = ids_N[start_R[:, None] + np.arange(length)]
+        return ids_RS
+
+    return text_of
+
+
+def documentation() -> str:
+    """Returns the `help()` topics about Python as one text; empty if Python was installed without them."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return ""
+    return "\n".join(topics.values())
+
+
+def prompts_of(
+    model: Model | None, vocab_size: int, rows: int, length: int, seed: int, text_of: TextOf | None = None
+) -> np.ndarray:
+    """Returns prompts, int64 (rows, length): text of the model or of `text_of` if there is any, else random ids."""
+    ids_BS = text_ids(model, rows, length, seed, text_of)
+    if ids_BS is not None:
+        return ids_BS
+    return np.random.default_rng(seed).integers(0, vocab_size, (rows, length), dtype=np.int64)

@@ -168,10 +168,6 @@ def _widened(program: Runnable) -> _Wide:
     return _Wide(module, program.graph_signature, program.constants)
 
 
-def _double(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
 def tensors_of(feeds: Mapping[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
     """Converts inputs to tensors, in the order of the module's arguments."""
     import torch
@@ -227,8 +223,6 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> str:
 
 class Reference:
     """Runs a model's captured programs."""
-
-    name = "eager float32"
 
     def __init__(
         self,
@@ -296,21 +290,17 @@ class Reference:
         """Runs in float32 with the model's own routing."""
         return self.forced(batch, {})
 
-    def forced(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Traced:
-        """Runs in float32 with the given positions at the sites that `routing` names, whatever their scores."""
-        return self._run(batch, routing, "float32")
+    def forced(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> Traced:
+        """Runs in float32 with the given positions at the sites that `routing` names, whatever their scores. If
+        `around` is wrapped around every operation, the run is not kept.
+        """
+        return self._run(batch, routing, "float32", around)
 
     def exact(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> Traced | None:
         """Like `forced`, but in float64, with the outcomes of other discrete choices as in float32. None if memory has
         no room for that. `around` replaces the wrapper of operations that imposes these outcomes.
         """
-        if not self._programs.has_room:
-            return None
-        return (
-            self._run(batch, routing, "float64")
-            if around is None
-            else self._observed(batch, routing, around, "float64")
-        )
+        return self._run(batch, routing, "float64", around) if self._programs.has_room else None
 
     def shaken(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> list[Traced]:
         """Runs SHAKEN times in float32, each time with other rounding errors: every weight is moved to one of its two
@@ -332,15 +322,6 @@ class Reference:
     def choices(self, bucket: Bucket) -> Sequence[Choice]:
         """Returns the discrete choices at a shape that are not routing sites."""
         return self._programs.choices(bucket)
-
-    def observed(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around) -> Traced:
-        """Runs in float32 with `around` wrapped around every operation; the run is not kept."""
-        return self._observed(batch, routing, around, "float32")
-
-    def _observed(
-        self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around, precision: Precision
-    ) -> Traced:
-        return self._trace(self._state, batch, routing, precision, around)
 
     def _holder(self, batch: Batch, routing: Mapping[Site, np.ndarray]) -> Around | None:
         from mod_export.judge.choices import Holder
@@ -375,7 +356,11 @@ class Reference:
         state = state_of(self.module)
         return {**state, **{name: torch.from_numpy(array) for name, array in self._replaced.items()}}
 
-    def _run(self, batch: Batch, routing: Mapping[Site, np.ndarray], precision: Precision) -> Traced:
+    def _run(
+        self, batch: Batch, routing: Mapping[Site, np.ndarray], precision: Precision, around: Around | None
+    ) -> Traced:
+        if around is not None:
+            return self._trace(self._state, batch, routing, precision, around)
         key = f"{self._programs.number} {_digest(batch, routing, precision)}"
         traced = self._kept.get(key)
         if traced is None:
@@ -402,7 +387,7 @@ class Reference:
         run = SiteRun(batch.bucket.seq, {site: torch.from_numpy(index_BK) for site, index_BK in routing.items()})
         inputs = tensors_of(batch.feeds)
         if precision == "float64":
-            inputs = tuple(_double(tensor) for tensor in inputs)
+            inputs = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs)
         program, default = self._programs.program(batch.bucket, precision), torch.get_default_dtype()
         try:
             # For tensors that operations create without naming a dtype: zeros to scatter into, or a mask of numbers.

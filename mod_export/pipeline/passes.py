@@ -134,7 +134,7 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
         target=str(graph.target), dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket
     )
     with OrtRunner(session, graph.path, 1) as runner:
-        row = judge_runner(runner, reference, batches, build.config.parity.gate(graph.dtype), setting)
+        row = judge_runner([(runner, batches)], reference, build.config.parity.gate(graph.dtype), setting)
     if not row.passed:
         raise GraphError(f"{graph.path}: the rewrite changed the meaning of the graph: {'; '.join(row.reasons)}")
     return f"max abs error {row.error.max_abs:.2g} on ONNX Runtime CPU"

@@ -14,7 +14,7 @@ from mod_export.config import MOST_LOGITS_BYTES, BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
-from mod_export.measure.speedup import GIVE_A_BASELINE
+from mod_export.measure.verdict import GIVE_A_BASELINE
 from mod_export.model.model import GeneratingModel, Model, Origin, token_ids
 from mod_export.pipeline.roles import ROLES, WRITING, RoleStages
 from mod_export.runtime.request import defaults_of

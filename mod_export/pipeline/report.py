@@ -10,8 +10,7 @@ from mod_export.environment import EXPORTERS, versions
 from mod_export.folder.manifest import TOKENIZER, Manifest
 from mod_export.folder.programs import PROGRAM
 from mod_export.measure.cost import flops_of
-from mod_export.measure.speedup import DENSE_ITSELF, NO_SITE_TO_COMPARE, NOTHING_COMPARED, speedup_rows
-from mod_export.measure.verdict import judge
+from mod_export.measure.verdict import DENSE_ITSELF, NO_SITE_TO_COMPARE, NOTHING_COMPARED, judge, speedup_rows
 from mod_export.pipeline.build import Build
 from mod_export.report import render_html
 from mod_export.rows.base import Result

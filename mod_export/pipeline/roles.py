@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 from mod_export.config import BuildConfig, GenerationOptions
 from mod_export.folder.manifest import GenerationFacts
 from mod_export.judge.reference import Reference, tensors_of
-from mod_export.measure.decoding import measure_prompts, measure_steps
+from mod_export.measure.decode import measure_prompts, measure_steps
 from mod_export.measure.latency import measure_latency
 from mod_export.measure.roofline import cached_roofline
-from mod_export.measure.speedup import gate_of
+from mod_export.measure.verdict import gate_of
 from mod_export.model.model import GraphSource
 from mod_export.rows.correctness import CausalityRow, ParityRow
 from mod_export.rows.speed import DecodeRow, FirstTokenRow, LatencyRow, TextsRow
@@ -25,7 +25,7 @@ from mod_export.types import QUANTIZED, Bucket, Engine, Graph, ModelKind, Output
 
 if TYPE_CHECKING:
     from mod_export.judge.candidates import Candidate
-    from mod_export.judge.findings import Fresh
+    from mod_export.judge.parity import Fresh
     from mod_export.pipeline.build import Build
 
 Engines = Mapping[ModelKind, Engine]
@@ -93,7 +93,7 @@ class Forward(RoleStages):
         return {"batches": parity.batches_per_kind, "texts": parity.text_batches, **text}
 
     def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
-        from mod_export.judge.findings import parity_of
+        from mod_export.judge.parity import parity_of
 
         reference = build.reference(candidate.setting.model)
         return parity_of(build.root, candidate, reference, build.config, fresh, build.text_of)
@@ -141,7 +141,7 @@ class Writing(RoleStages):
         return {"tokens": build.config.generation.judged_tokens, **self.beside(build, candidate, candidates)}
 
     def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
-        from mod_export.judge.texts import parity_of_decoding
+        from mod_export.judge.decode import parity_of_decoding
 
         reference = build.reference(candidate.setting.model, self.role)
         return parity_of_decoding(_decoding(build, candidates), candidate.as_engine, reference, build.text_of)
@@ -207,7 +207,7 @@ class Decode(Writing):
         return {**super().beside(build, candidate, candidates), "prompts": prompts}
 
     def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
-        from mod_export.judge.texts import texts_of_decoding
+        from mod_export.judge.decode import texts_of_decoding
 
         options, setting = build.config.generation, candidate.setting
         if not options.compared_texts:

@@ -11,9 +11,9 @@ from mod_export.folder.programs import PROGRAM
 from mod_export.folder.workspace import FinishedFolder
 from mod_export.graph.weights import digests_expected, state_of
 from mod_export.judge.candidates import Candidate, candidates_from_engines, candidates_from_graphs
+from mod_export.judge.checks import failed_row
+from mod_export.judge.decode import quality_of
 from mod_export.judge.inputs import parity_batches
-from mod_export.judge.parity_row import failed_row
-from mod_export.judge.quality import quality_of
 from mod_export.judge.reference import routing_map
 from mod_export.judge.structure import (
     structure_of_export,

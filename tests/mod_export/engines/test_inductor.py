@@ -20,11 +20,11 @@ from mod_export.engines.inductor import Inductor, calls_of_package, kernels_of_c
 from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
 from mod_export.graph.weights import state_of, write_weights
+from mod_export.judge.checks import judge
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import compare_runner, slack_of
-from mod_export.judge.parity_row import judge
 from mod_export.judge.reference import Reference
-from mod_export.measure.model_parts import ms_by_part, part_of_kernel
+from mod_export.measure.cost import ms_by_part, part_of_kernel
 from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, Engine, Graph, Variant
 from mod_models.checkpoint import random_checkpoint

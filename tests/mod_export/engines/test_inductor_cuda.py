@@ -25,9 +25,9 @@ from mod_export.engines.inductor_cuda import CudaRunner, InductorCuda, check_arc
 from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
 from mod_export.graph.weights import state_of, write_weights
+from mod_export.judge.checks import judge
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import compare_runner, slack_of
-from mod_export.judge.parity_row import judge
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, Engine, Graph, Variant

@@ -25,7 +25,7 @@ from mod_export.environment import cpu_features
 from mod_export.errors import EngineError, TargetError
 from mod_export.graph.nodes import graph_from_file
 from mod_export.graph.weights import WeightsFile
-from mod_export.judge.near_ties import batches_of
+from mod_export.judge.inputs import batches_of
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel
@@ -359,7 +359,7 @@ def test_gates_are_met_on_every_kind_of_input(dtype: DType, request: pytest.Fixt
     reference = Reference(loaded)
     batches = batches_of(reference, BUCKET, CONFIG)
     with OpenVino().load(folder, engine_of(dtype), CONFIG, 1) as runner:
-        row = judge_runner(runner, reference, batches, CONFIG.parity.gate(dtype), engine_of(dtype).setting)
+        row = judge_runner([(runner, batches)], reference, CONFIG.parity.gate(dtype), engine_of(dtype).setting)
     assert row.passed, row.reasons
     assert set(row.inputs) >= {"random", "padded", "ties", "near_ties"}
     assert row.routing.routed > 0

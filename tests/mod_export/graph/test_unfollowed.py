@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mod_export
 from mod_export.graph.find_sites import NO_SELECTION, unfollowed_selections
-from mod_export.measure.speedup import NO_SITE_TO_COMPARE
+from mod_export.measure.verdict import NO_SITE_TO_COMPARE
 
 B, S, D, K = 2, 16, 8, 4
 

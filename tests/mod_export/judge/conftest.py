@@ -75,7 +75,7 @@ def row_of(reference: Reference, batches: list[Batch]) -> Judge:
 
     def judged(model: ir.Model, by: Reference = reference, on: list[Batch] = batches) -> ParityRow:
         with OrtRunner(session(model), "candidate", 1) as runner:
-            return judge_runner(runner, by, on, GATE, SETTING)
+            return judge_runner([(runner, on)], by, GATE, SETTING)
 
     return judged
 

@@ -22,8 +22,10 @@ from mod_export.judge.checks import (
     check_outputs,
     check_perplexity,
     check_routing,
+    failed_row,
+    fails_anyway,
+    judge,
 )
-from mod_export.judge.parity_row import failed_row, fails_anyway, judge
 from mod_export.rows.correctness import Gate, InputAgreement, LayerAgreement, ParityRow
 from mod_export.types import DTYPES, Bucket, DType, Setting
 

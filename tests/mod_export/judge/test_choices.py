@@ -28,8 +28,7 @@ from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.weights import state_of
 from mod_export.judge.choices import Choice, Holder
 from mod_export.judge.compare import Slack
-from mod_export.judge.inputs import Batch
-from mod_export.judge.near_ties import batches_of
+from mod_export.judge.inputs import Batch, batches_of
 from mod_export.judge.parity import compare_runner, judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.module import model_from_module
@@ -72,7 +71,7 @@ def judged(module: nn.Module, reference: Reference, batches: list[Batch] | None 
     graph = ir.from_proto(graph_of(module, reference.output_names))
     on = batches or batches_of(reference, BUCKET, CONFIG)
     with OrtRunner(session(graph), "candidate", 1) as runner:
-        return judge_runner(runner, reference, on, CONFIG.parity.float32, SETTING)
+        return judge_runner([(runner, on)], reference, CONFIG.parity.float32, SETTING)
 
 
 @pytest.mark.parametrize("name", ALL)

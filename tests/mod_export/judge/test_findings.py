@@ -23,9 +23,8 @@ from mod_export.graph.rewrites import PORTABLE
 from mod_export.judge.candidates import Candidate
 from mod_export.judge.causality import causality_of
 from mod_export.judge.compare import Judged
-from mod_export.judge.findings import parity_of, ties_of_runs, zeroed_routers
-from mod_export.judge.inputs import Batch
-from mod_export.judge.near_ties import batches_of
+from mod_export.judge.inputs import Batch, batches_of
+from mod_export.judge.parity import parity_of, ties_of_runs, zeroed_routers
 from mod_export.judge.reference import Reference, routing_map
 from mod_export.model.model import Model
 from mod_export.model.transformer import TransformerModel

@@ -15,8 +15,7 @@ from mod_dialects import Model as Routes
 
 from mod_export.judge import inputs
 from mod_export.judge import reference as reference_module
-from mod_export.judge.inputs import KINDS, Batch, parity_batches, prompts_of
-from mod_export.judge.near_ties import NEAR_TIE_BATCHES, near_tie_batches
+from mod_export.judge.inputs import KINDS, NEAR_TIE_BATCHES, Batch, near_tie_batches, parity_batches, prompts_of
 from mod_export.judge.reference import Reference
 from mod_export.model.model import Model
 from mod_export.model.module import model_from_module
@@ -39,7 +38,7 @@ def test_batches_are_sound(model: Model, bucket: Bucket, seed: int, per_kind: in
         assert batch.lengths_B.shape == (bucket.batch,)
         assert batch.ids_BS.dtype == batch.lengths_B.dtype == np.int64
         assert batch.ids_BS.min() >= 0
-        assert batch.ids_BS.max() < model.vocab_size
+        assert batch.ids_BS.max() < model.tokens.vocab_size
         assert batch.lengths_B.min() >= 1
         assert batch.lengths_B.max() <= bucket.seq
 

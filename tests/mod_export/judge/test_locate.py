@@ -17,10 +17,10 @@ from mod_export.errors import EngineError, GraphError
 from mod_export.judge import locate
 from mod_export.judge.candidates import Candidate
 from mod_export.judge.inputs import Batch
-from mod_export.judge.locate import locate_by_depth, locate_in_graph
+from mod_export.judge.locate import locate_in_graph
+from mod_export.judge.parity import locate_by_depth
 from mod_export.judge.reference import Reference
 from mod_export.rows.correctness import Located
-from mod_export.types import Engine
 
 ENGINE = "engines/ort-cpu/mod-b2s16-float32.onnx"
 Change = Callable[[Surgery], object]
@@ -128,7 +128,7 @@ def test_a_graph_that_does_not_run(folder: Path, batches: list[Batch]) -> None:
 def by_depth(
     folder: Path, candidate: Candidate, reference: Reference, batches: list[Batch], config: BuildConfig
 ) -> Callable[..., Located | None]:
-    def search(change: Change, engine: Engine = candidate.engine) -> Located | None:
+    def search(change: Change, engine: Candidate = candidate) -> Located | None:
         plant(folder / ENGINE, change)
         return locate_by_depth(folder, engine, reference, batches[:1], config)
 
@@ -154,4 +154,4 @@ def test_a_fault_that_these_inputs_do_not_show(by_depth: Found) -> None:
 def test_an_engine_with_its_own_weights_cannot_be_asked(
     by_depth: Callable[..., Located | None], candidate: Candidate
 ) -> None:
-    assert by_depth(last_product(0, 1.5), replace(candidate.engine, weights=None)) is None
+    assert by_depth(last_product(0, 1.5), replace(candidate, weights=None)) is None

@@ -16,9 +16,8 @@ from mod_export.engines.ort_session import OrtRunner
 from mod_export.graph.capture import captured
 from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.weights import state_of
-from mod_export.judge.inputs import Batch
-from mod_export.judge.near_ties import batches_of
-from mod_export.judge.padding import declared_padding
+from mod_export.judge.causality import declared_padding
+from mod_export.judge.inputs import Batch, batches_of
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.module import model_from_module
@@ -157,7 +156,7 @@ def judged(module: nn.Module, reference: Reference) -> ParityRow:
             value.const_value = ir.tensor(state[name].detach().numpy(), name=name)
     with OrtRunner(session(model), "candidate", 1) as runner:
         batches = batches_of(reference, BUCKET, CONFIG)
-        return judge_runner(runner, reference, batches, CONFIG.parity.float32, SETTING)
+        return judge_runner([(runner, batches)], reference, CONFIG.parity.float32, SETTING)
 
 
 @pytest.mark.parametrize("kind", [Encoder, OtherPadding])

@@ -19,12 +19,11 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.errors import EngineError, UsageError
 from mod_export.judge import inputs
+from mod_export.judge.checks import failed_row
+from mod_export.judge.decode import PromptRunner, decoding_parts, quality_of, texts_of
 from mod_export.judge.inputs import documentation, documentation_of, one_of_each_kind, parity_batches, prompts_of
-from mod_export.judge.parity import judge_runner, judge_runners
-from mod_export.judge.parity_row import failed_row
-from mod_export.judge.quality import quality_of
+from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
-from mod_export.judge.texts import PromptRunner, decoding_parts, texts_of
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.model.transformer import TransformerModel
 from mod_export.rows.correctness import ParityRow
@@ -89,7 +88,7 @@ def judged(
         with opened(folder, writing_config, kind, bucket) as (prompts, decoder):
             try:
                 parts = decoding_parts(prompts, (8, 16), decoder, reference, writing_config)
-                return judge_runners(parts, reference, gate, setting)
+                return judge_runner(parts, reference, gate, setting)
             except EngineError as error:
                 return failed_row(str(error), gate, setting)
 
@@ -305,7 +304,7 @@ def test_prompts_are_judged_by_their_last_token(
         assert set(found.run({"input_ids": np.zeros((1, seq), np.int64), "lengths": np.array([3])}, ["routed_2"])) == {
             "routed_2"
         }
-        row = judge_runner(found, reference, batches, writing_config.parity.float32, engine.setting)
+        row = judge_runner([(found, batches)], reference, writing_config.parity.float32, engine.setting)
     assert row.passed, row.reasons
 
 

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 from benchmarks.faults.graph_surgery import Surgery, plant
 from mod_export.api import build
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.judge.against_reference import locate_against_reference
 from mod_export.judge.candidates import Candidate
 from mod_export.judge.compare import Slack
-from mod_export.judge.findings import parity_of
 from mod_export.judge.inputs import Batch
+from mod_export.judge.locate import locate_against_reference, origin_in_graph, origin_in_reference
+from mod_export.judge.parity import parity_of
 from mod_export.judge.reference import Reference
-from mod_export.judge.undefined import origin_in_graph, origin_in_reference
 from mod_export.model.module import model_from_module
 from mod_export.rows.correctness import Located, ParityRow
 from mod_export.types import Bucket

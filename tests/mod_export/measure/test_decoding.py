@@ -12,7 +12,7 @@ from observing import observed
 from writing import SPEC, WINDOW
 
 from mod_export.config import BuildConfig
-from mod_export.measure.decoding import measure_prompts, measure_steps, read_text
+from mod_export.measure.decode import measure_prompts, measure_steps, read_text
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.pipeline.build import Build, step_bytes
 from mod_export.rows.speed import StepBytes

@@ -13,7 +13,7 @@ from small_graphs import make_spec, parsed, portable_graph
 from mod_export.config import BuildConfig
 from mod_export.engines.ort import OrtCpu
 from mod_export.folder.manifest import open_folder
-from mod_export.measure.model_parts import (
+from mod_export.measure.cost import (
     NODE_PARTS,
     PARTS,
     ms_by_part,

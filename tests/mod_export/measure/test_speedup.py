@@ -11,7 +11,7 @@ from sample_rows import changed, cost_row, latency_row, part_row
 
 from mod_export.config import LatencyOptions
 from mod_export.errors import GraphError
-from mod_export.measure.speedup import gate_of, gated_bucket, speedup_rows
+from mod_export.measure.verdict import gate_of, gated_bucket, speedup_rows
 from mod_export.rows.speed import Control, LatencyRow, SpeedupRow
 from mod_export.types import Bucket, ModelKind
 

@@ -26,7 +26,7 @@ from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
 from mod_export.folder.manifest import open_folder, read_manifest
 from mod_export.judge.inputs import prompts_of
-from mod_export.measure.speedup import DENSE_ITSELF
+from mod_export.measure.verdict import DENSE_ITSELF
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
 from mod_export.model.request import Request

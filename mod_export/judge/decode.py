@@ -1,4 +1,5 @@
-"""Judges prefill and decode engines: on given texts like any other engine, and on the texts that they write themselves.
+"""Judges prefill and decode engines: on given texts like any other engine, and on the texts that they write themselves;
+and the quality that a model loses when it decides one token at a time.
 
 A decode bucket and the prefill buckets together become a runner, (input_ids (B, S), lengths (B,)) -> logits and the
 positions that ran, so that parity can judge them. The text is given and not written: its beginning is read as a prompt,
@@ -8,6 +9,7 @@ and the rest token by token on the cache that the prompt left.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -18,6 +20,7 @@ import numpy as np
 from mod_export.config import BuildConfig
 from mod_export.engines.protocol import Runner
 from mod_export.errors import BuildError, EngineError, TargetError
+from mod_export.judge.checks import failed_row
 from mod_export.judge.compare import EMPTY
 from mod_export.judge.inputs import (
     Batch,
@@ -28,14 +31,14 @@ from mod_export.judge.inputs import (
     prompts_of,
     text_ids,
 )
-from mod_export.judge.parity import judge_runner, judge_runners
-from mod_export.judge.parity_row import failed_row
+from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.model import GeneratingModel, token_ids
 from mod_export.rows.base import setting_fields
 from mod_export.rows.correctness import ParityRow
-from mod_export.rows.speed import TextsRow
+from mod_export.rows.speed import QualityRow, TextsRow
 from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts, kept_from_prefill
+from mod_export.runtime.logits import negative_log_likelihood
 from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
 
 LEAST_TOKENS, KINDS_OF_INPUT = 16, 4
@@ -75,13 +78,13 @@ def parity_of_decoding(
                 length, count = engine.bucket.seq, max(LEAST_PROMPTS, TEXT_TOKENS // engine.bucket.seq)
                 batches += _texts(reference, 1, length, count, found.config, text_of)
             with found.load(engine) as runner:
-                return judge_runner(PromptRunner(runner), reference, batches, gate, engine.setting, engine.path)
+                return judge_runner([(PromptRunner(runner), batches)], reference, gate, engine.setting, engine.path)
         with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
             lengths = [prefill.bucket.seq for prefill in found.prefills(engine.model, engine.target, engine.dtype)]
             parts = decoding_parts(prompts, lengths, decoder, reference, found.config, text_of)
             if engine.dtype in QUANTIZED:
                 parts += _text_parts(prompts, decoder, reference, found.config, text_of)
-            return judge_runners(parts, reference, gate, engine.setting, engine.path)
+            return judge_runner(parts, reference, gate, engine.setting, engine.path)
     except (BuildError, TargetError) as error:
         return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
 
@@ -373,3 +376,57 @@ def _greedy(prompts: Prompts, decoder: Decoder, prompt_NS: np.ndarray, max_new_t
         written.append(token_N)
     continuations: list[list[int]] = np.stack(written, axis=1).tolist()
     return continuations
+
+
+# The quality lost when a model decides one token at a time
+
+
+def quality_of(
+    model: GeneratingModel,
+    causal: Reference,
+    own: Reference,
+    texts: int,
+    seed: int,
+    text_of: TextOf | None = None,
+) -> QualityRow | None:
+    """Measures perplexity on the same texts, deciding one token at a time and as trained.
+
+    Args:
+        model: the model as it decides one token at a time.
+        causal: its reference.
+        own: the reference of the checkpoint as it was trained.
+        texts: number of texts, each one window long; fewer for a large model.
+        seed: seed for the choice of texts.
+        text_of: source of text for a model that has none of its own.
+
+    Returns:
+        None if there is no text for the model, or if its window is a single token.
+    """
+    affordable = max(1, min(texts, affordable_tokens(own.model) // model.window))
+    held_out = text_ids(own.model, affordable, model.window, seed) is not None
+    ids_NS = text_ids(own.model, affordable, model.window, seed, text_of)
+    if ids_NS is None or model.window < 2:
+        return None
+    nll = own_nll = 0.0
+    tokens = 0
+    wanted, ran = dict.fromkeys(model.sites, 0), dict.fromkeys(model.sites, 0)
+    for ids_S in ids_NS:
+        batch = Batch.of_tokens("text", ids_S[None], np.array([model.window], dtype=np.int64))
+        traced = causal.free(batch)
+        text_nll, count = negative_log_likelihood(traced.logits_BSV, batch.ids_BS)
+        nll, tokens = nll + text_nll, tokens + count
+        own_nll += negative_log_likelihood(own.free(batch).logits_BSV, batch.ids_BS)[0]
+        for site, judged in traced.judged.items():
+            ran[site] += int((traced.routed[site] >= 0).sum())
+            wanted[site] += int(((judged.score_BS > 0) & judged.open_BS).sum())
+    read = ids_NS.size
+    return QualityRow(
+        tokens=tokens,
+        window=model.window,
+        perplexity=math.exp(nll / tokens),
+        own_perplexity=math.exp(own_nll / tokens),
+        wanted={str(site): count / read for site, count in wanted.items()},
+        selected={str(site): count / read for site, count in ran.items()},
+        overflow={str(site): max(0, wanted[site] - ran[site]) for site in wanted},
+        text="held_out" if held_out else "documentation",
+    )
