@@ -11,7 +11,7 @@ from torch import Tensor
 from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.routing import Decisions
 from mod_models.spec import Site
-from mod_models.step import Prefill, Step, cache_layout, prefill_outputs, sites, step_outputs
+from mod_models.step import DecodeStep, Prefill, cache_layout, prefill_outputs, sites, step_outputs
 from mod_models.transformer import Transformer
 
 
@@ -53,7 +53,7 @@ class Session:
         """The model must have a spec from `for_generation`."""
         self.spec = model.spec
         with torch.device("meta"):  # They take the model's weights, so no initial weights are drawn.
-            prefill, step = Prefill(model.spec, max_len), Step(model.spec, rows, max_len)
+            prefill, step = Prefill(model.spec, max_len), DecodeStep(model.spec, rows, max_len)
         self.prefill, self.step = prefill.sharing(model), step.sharing(model)
         self.cache_names = [tensor.name for tensor in cache_layout(model.spec, rows, max_len)]
         self.prefill_names, self.step_names = prefill_outputs(model.spec, max_len), step_outputs(model.spec)

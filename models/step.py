@@ -1,4 +1,4 @@
-"""The two modules of a model that writes text: `Prefill` reads prompts, and `Step` reads one more token of each row.
+"""The modules of a model that writes text: `Prefill` reads prompts, and `DecodeStep` one more token of each row.
 
 Between them is the cache of the texts: keys and values of tokens, and how many slots of each routing site are in use. A
 slot holds one token. If attention is not routed, the slot number is the token's position. If it is routed, the n-th
@@ -85,12 +85,12 @@ def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
 
 
 def step_inputs(spec: ModelSpec, max_len: int) -> list[str]:
-    """Names of the inputs of `Step`, in order."""
+    """Names of the inputs of `DecodeStep`, in order."""
     return ["input_ids", "positions", *(tensor.name for tensor in cache_layout(spec, 1, max_len))]
 
 
 def step_outputs(spec: ModelSpec) -> list[str]:
-    """Names of the outputs of `Step`, in order."""
+    """Names of the outputs of `DecodeStep`, in order."""
     rows = [f"{part}_row_{layer}" for layer in range(spec.n_layers) for part in ("keys", "values")]
     return ["logits", *rows, "slots", *(["new_counts", "wanted", "ran"] if sites(spec) else [])]
 
@@ -388,7 +388,7 @@ def slots_of_step(spec: ModelSpec, rows: int, max_len: int) -> dict[Site, int]:
     return {site: max(1, math.ceil(rows * slots[layer_of(site)] / max_len)) for site in routed_sites(spec)}
 
 
-class Step(Transformer):
+class DecodeStep(Transformer):
     """The model that reads one token of each row, for a decode bucket. Shapes are static; routed parts have conditions.
 
     With one row, a routed part that skips the token is not executed. With more rows, a part has a fixed number of slots
@@ -464,7 +464,7 @@ class Step(Transformer):
 class _Run:
     """State of one step, which the layers read and update."""
 
-    step: Step
+    step: DecodeStep
     active_B: Tensor
     seen_B: Tensor
     past: Mapping[int, tuple[Tensor, Tensor]]

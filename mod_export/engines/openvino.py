@@ -107,7 +107,7 @@ class OpenVinoRunner(EngineRunner):
         with self._errors():
             self._set(request, arrays)
             request.infer()
-        return {name: np.asarray(_Result(lease, self._outputs[name], self.ports[name])) for name in wanted}
+        return {name: np.asarray(_OpenVinoResult(lease, self._outputs[name], self.ports[name])) for name in wanted}
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
@@ -160,7 +160,7 @@ class _Lease:
         self._idle.append(self.request)
 
 
-class _Result:
+class _OpenVinoResult:
     """The memory of one output, as NumPy's array interface."""
 
     def __init__(self, lease: _Lease, output: openvino.ConstOutput, port: Port) -> None:

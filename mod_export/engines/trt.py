@@ -178,7 +178,7 @@ def _cuda_errors(where: str) -> Iterator[None]:
         ) from error
 
 
-class _Base(EngineBuilder):
+class _LoggerBase(EngineBuilder):
     """Base of the two targets."""
 
     library: ClassVar[str]
@@ -248,12 +248,12 @@ def runner_from_engine(library: str, path: Path, where: str, provider: str) -> T
     trt = importlib.import_module(library)
     errors: list[str] = []
 
-    class Log(trt.ILogger):  # type: ignore[misc, name-defined]  # The library is known at run time only.
+    class VendorLog(trt.ILogger):  # type: ignore[misc, name-defined]  # The library is known at run time only.
         def log(self, severity: Any, message: str) -> None:
             if severity in (trt.Logger.ERROR, trt.Logger.INTERNAL_ERROR):
                 errors.append(message)
 
-    logger = Log()
+    logger = VendorLog()
     try:
         runtime = trt.Runtime(logger)
     except (RuntimeError, TypeError) as error:
@@ -266,7 +266,7 @@ def runner_from_engine(library: str, path: Path, where: str, provider: str) -> T
     return TensorRTRunner(trt, cuda_engine, where, provider, keep=(runtime, logger))
 
 
-class TensorRT(_Base):
+class TensorRT(_LoggerBase):
     """TensorRT 10 and 11."""
 
     name = extra = library = "tensorrt"
@@ -288,7 +288,7 @@ class TensorRT(_Base):
         }
 
 
-class TensorRTRTX(_Base):
+class TensorRTRTX(_LoggerBase):
     """TensorRT for RTX: plans for consumer and workstation GPUs, finished by a compiler on the GPU that runs them."""
 
     name = extra = "tensorrt-rtx"

@@ -20,7 +20,7 @@ from mod_export.folder.files import FileEntry, verify_files
 from mod_export.folder.programs import PROGRAM, program_files
 from mod_export.rows.base import FailedRow
 from mod_export.rows.cost import CostRow, Work
-from mod_export.rows.speed import Measured, StepBytes
+from mod_export.rows.speed import EngineSpeed, StepBytes
 from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, Unavailable, graph_of
 
 MANIFEST = "manifest.json"
@@ -110,7 +110,7 @@ class Manifest(_Facts):
     exporters: dict[str, str | None]
     verified: bool
     refused: dict[str, tuple[str, ...]]
-    measured: tuple[Measured, ...] = ()
+    measured: tuple[EngineSpeed, ...] = ()
     generation: GenerationFacts | Unavailable
     tokenizer: str | None
     cost: tuple[CostRow, ...]

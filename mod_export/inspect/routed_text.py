@@ -97,7 +97,7 @@ def _routed(model: Model, ids_S: np.ndarray, source: str, left_out: int) -> Rout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lane:
+class TokenLane:
     """One mark for each token of the text: for a routing site, or for the n-th expert of each token in a layer.
 
     Attributes:
@@ -111,7 +111,7 @@ class Lane:
     experts: bool
 
 
-def lanes_of(found: RoutingMap) -> tuple[Lane, ...]:
+def lanes_of(found: RoutingMap) -> tuple[TokenLane, ...]:
     """Returns the lanes in the order of the model. The experts of a layer share as many lanes as a token has experts,
     up to `MOST_EXPERTS`.
     """
@@ -121,13 +121,13 @@ def lanes_of(found: RoutingMap) -> tuple[Lane, ...]:
         number, _, part = str(layer.layer).partition(".")
         part = "experts" if part.startswith("expert") else part
         grouped.setdefault(f"layer {number} {part}".rstrip(), []).append(layer)
-    lanes: list[Lane] = []
+    lanes: list[TokenLane] = []
     for name, sites in grouped.items():
         if not name.endswith("experts"):
-            lanes.append(Lane(name=name, marks=_ran(sites[0], count), experts=False))
+            lanes.append(TokenLane(name=name, marks=_ran(sites[0], count), experts=False))
             continue
         for index, marks in enumerate(_experts(sites, count)):
-            lanes.append(Lane(name="" if index else name, marks=marks, experts=True))
+            lanes.append(TokenLane(name="" if index else name, marks=marks, experts=True))
     return tuple(lanes)
 
 

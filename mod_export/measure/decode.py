@@ -69,7 +69,7 @@ def _prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine]) -> Ite
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class ReadText:
     """A text for each row, and the cache of each model after reading all of it.
 
     Attributes:
@@ -86,7 +86,7 @@ class Text:
 
 def read_text(
     ids_BS: np.ndarray, prompts: Mapping[ModelKind, Prompts], sites: Mapping[ModelKind, Sequence[Site]]
-) -> Text:
+) -> ReadText:
     """Reads whole texts at once. Slots are filled in order, so the cache of a part of a text is the beginning of the
     cache of the whole text.
     """
@@ -100,7 +100,7 @@ def read_text(
             for site, ran_BS in ran[kind].items():
                 positions_K = outputs[routed_output(site)][0]
                 ran_BS[row, positions_K[positions_K >= 0]] = True
-    return Text(ids_BS, kept, ran)
+    return ReadText(ids_BS, kept, ran)
 
 
 def measure_steps(
@@ -168,7 +168,7 @@ def measure_steps(
 
 
 def _steps(
-    decoders: Mapping[ModelKind, Decoder], text: Text, positions_P: np.ndarray, seed: int, max_seconds: float
+    decoders: Mapping[ModelKind, Decoder], text: ReadText, positions_P: np.ndarray, seed: int, max_seconds: float
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns milliseconds of each model, (P, K) in the order of `decoders`, and bool (P, B, N), which rows of the MoD
     model ran at which site. After LEAST_VISITS visits, no visit begins after `max_seconds`.
@@ -194,7 +194,7 @@ def _steps(
     return ms_PK, np.stack([ran_PBN[p] for p in range(len(positions_P))])
 
 
-def _step_ms(decoder: Decoder, text: Text, kind: ModelKind, position: int) -> float:
+def _step_ms(decoder: Decoder, text: ReadText, kind: ModelKind, position: int) -> float:
     counts_BN = decoder.cache.get("counts")
     if counts_BN is not None:
         counts_BN[:] = np.stack([ran_BS[:, :position].sum(1) for ran_BS in text.ran[kind].values()], 1)

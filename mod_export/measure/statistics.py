@@ -176,7 +176,7 @@ def drift_of(samples_ms: NDArray[np.float64]) -> tuple[float, bool]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class SpeedComparison:
     """The ratio dense / MoD, the control, and the verdict that both allow."""
 
     measured: float
@@ -187,7 +187,7 @@ class Comparison:
 
 def compare(
     dense_RT: NDArray[np.float64], mod_RT: NDArray[np.float64], options: LatencyOptions, *, looks: int, seed: int
-) -> Comparison:
+) -> SpeedComparison:
     """Compares latencies, float64 (rounds, runs in a round), milliseconds.
 
     Samples are looked at `looks` times at most, and sampling stops when the result looks settled. To avoid taking
@@ -200,7 +200,7 @@ def compare(
     first_R1, second_R1 = mod_RT[:, :1], mod_RT[:, 1:]
     ci99 = ratio_interval(first_R1, second_R1, confidence=0.99, **resampling)
     control = Control(measured=ratio_of_medians(first_R1, second_R1), ci99=ci99, covers_one=ci99[0] <= 1 <= ci99[1])
-    return Comparison(
+    return SpeedComparison(
         measured=ratio_of_medians(dense_RT, mod_RT),
         ci95=ci95,
         control=control,
@@ -216,7 +216,7 @@ def verdict_of(ci95: tuple[float, float], resolution: float) -> SpeedVerdict:
     return "not faster" if high < 1 + resolution else "inconclusive"
 
 
-def gate_reached(comparison: Comparison, gate: float) -> bool | None:
+def gate_reached(comparison: SpeedComparison, gate: float) -> bool | None:
     """Whether all of the interval reaches the gate, or none of it; None if it covers the gate or the control fails."""
     low, high = comparison.ci95
     if not (math.isfinite(comparison.measured) and comparison.control.covers_one):
@@ -224,7 +224,7 @@ def gate_reached(comparison: Comparison, gate: float) -> bool | None:
     return True if low >= gate else False if high < gate else None
 
 
-def settled(comparison: Comparison, gate: float | None, precision: float) -> bool:
+def settled(comparison: SpeedComparison, gate: float | None, precision: float) -> bool:
     """Whether verdict and gate are clear, and the ratio is known to within the share `precision` of itself."""
     low, high = comparison.ci95
     clear = comparison.verdict != "inconclusive" and (gate is None or gate_reached(comparison, gate) is not None)

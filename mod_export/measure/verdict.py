@@ -16,7 +16,7 @@ from mod_export.errors import GraphError
 from mod_export.measure.explain import explain
 from mod_export.measure.profile import by_engine
 from mod_export.measure.sampling import RUNS_PER_ROUND, balanced_rounds, planned_looks
-from mod_export.measure.statistics import Comparison, compare, gate_reached
+from mod_export.measure.statistics import SpeedComparison, compare, gate_reached
 from mod_export.rows.base import FailedRow, pair_fields, reason_for, sentences, setting_fields
 from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
 from mod_export.rows.cost import CostRow, PartRow
@@ -126,7 +126,7 @@ def _cost(costs: Mapping[tuple[ModelKind, str], CostRow], model: ModelKind, buck
     return costs[model, bucket.name]
 
 
-def _compared(pair: Mapping[ModelKind, LatencyRow], options: LatencyOptions, seed: int) -> Comparison:
+def _compared(pair: Mapping[ModelKind, LatencyRow], options: LatencyOptions, seed: int) -> SpeedComparison:
     planned = planned_looks(options, balanced_rounds(RUNS_PER_ROUND * len(pair)))
     dense_RT, mod_RT = (
         np.array(pair[kind].samples_ms, dtype=np.float64).reshape(-1, RUNS_PER_ROUND) for kind in ("dense", "mod")
@@ -149,13 +149,13 @@ def _of_roofline(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> fl
     return times[0] / times[1] if all(times) and is_whole else None
 
 
-def _passed(found: Comparison, gate: float | None) -> bool | None:
+def _passed(found: SpeedComparison, gate: float | None) -> bool | None:
     if gate is None:
         return None if math.isfinite(found.measured) else False
     return gate_reached(found, gate) is True
 
 
-def _doubt(found: Comparison, pair: Mapping[ModelKind, LatencyRow]) -> str:
+def _doubt(found: SpeedComparison, pair: Mapping[ModelKind, LatencyRow]) -> str:
     """Explains why the comparison is inconclusive."""
     if not found.control.covers_one:
         low, high = found.control.ci99

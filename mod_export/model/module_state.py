@@ -114,7 +114,7 @@ def attributes_read(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Value:
+class _AttributeValue:
     """An attribute: its holder, its name in messages, and its number; for a container, its size and its numbers."""
 
     holder: Any
@@ -131,20 +131,20 @@ def _set_other(holder: Any, name: str, draw: int) -> None:
         _fill(value, items * 2 if isinstance(value, (list, deque)) and draw % 2 == 0 else [])
 
 
-def _values(module: nn.Module) -> dict[tuple[int, str], _Value]:
+def _values(module: nn.Module) -> dict[tuple[int, str], _AttributeValue]:
     """Returns the attributes by (id of the holder, name)."""
-    values: dict[tuple[int, str], _Value] = {}
+    values: dict[tuple[int, str], _AttributeValue] = {}
     for path, holder in _holders(module):
         for name, value in vars(holder).items():
             full = f"{path}.{name}" if path else name
             if _is_own(holder, name):
                 continue
             if isinstance(value, (int, float)):
-                values[id(holder), name] = _Value(holder, full, value)
+                values[id(holder), name] = _AttributeValue(holder, full, value)
             elif isinstance(value, CONTAINERS):
                 inside = value.values() if isinstance(value, dict) else value
                 numbers = [item for item in inside if isinstance(item, (int, float))]
-                values[id(holder), name] = _Value(holder, full, (len(value), *numbers))
+                values[id(holder), name] = _AttributeValue(holder, full, (len(value), *numbers))
     return values
 
 

@@ -28,8 +28,8 @@ from mod_models.generate import generate_eager
 from mod_models.generation_spec import for_generation, why_not
 from mod_models.spec import ModelSpec, RoutingSpec, is_expert, layer_of
 from mod_models.step import (
+    DecodeStep,
     Prefill,
-    Step,
     cache_layout,
     narrow_slots,
     prefill_outputs,
@@ -207,13 +207,13 @@ class GeneratingTransformer(GeneratingModel):
         return GraphSource(_on_meta(module), (full, short), ("input_ids", "lengths"), outputs, bool(narrow))
 
     def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
-        """Graph that reads one token of each row with a cache for texts of up to `length` tokens; see `Step`.
+        """Graph that reads one token of each row with a cache for texts of up to `length` tokens; see `DecodeStep`.
 
         `slots` is how many rows can run at each routing site in one step: `all`, or `fair` (`slots_of_step`).
         """
         in_step = slots_of_step(self._spec, rows, length) if slots == "fair" else None
         with META:
-            module = Step(self._spec, rows, length, in_step, skip=skip)
+            module = DecodeStep(self._spec, rows, length, in_step, skip=skip)
             first, second = (
                 (
                     torch.zeros(rows, dtype=torch.int64),

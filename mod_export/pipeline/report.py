@@ -19,10 +19,10 @@ from mod_export.rows.cost import CostRow, PartRow, Roofline
 from mod_export.rows.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
 from mod_export.rows.speed import (
     DecodeRow,
+    EngineSpeed,
     FirstTokenRow,
     GenerationReport,
     LatencyRow,
-    Measured,
     PrecisionRow,
     QualityRow,
     Served,
@@ -201,7 +201,7 @@ def refused_in(build: Build) -> dict[str, tuple[str, ...]]:
     return {row.artifact: row.reasons for row in build.rows(ParityRow) if row.artifact and not row.passed}
 
 
-def measured_in(build: Build) -> tuple[Measured, ...]:
+def measured_in(build: Build) -> tuple[EngineSpeed, ...]:
     """Returns how fast engines were; `load` chooses by it."""
     return measured_from_rows(build.rows(LatencyRow), build.rows(DecodeRow))
 

@@ -34,7 +34,7 @@ from mod_export.rows.report import Stage, Verdict, report_from_json
 Row = TypeVar("Row", bound=Result)
 
 
-class Rows(Protocol):
+class RowsOfType(Protocol):
     """Returns the results of one type."""
 
     def __call__(self, row_type: type[Row], /) -> list[Row]: ...
@@ -51,7 +51,7 @@ class Rerun:
         not_compared: why `bench` compares latencies with nothing; None if it compares them.
     """
 
-    rows: Rows
+    rows: RowsOfType
     verdict: Verdict
     notes: Sequence[str] = ()
     not_compared: str | None = None

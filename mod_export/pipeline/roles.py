@@ -69,7 +69,7 @@ class RoleStages(ABC):
         """Times the engines of one setting, interleaved."""
 
 
-class Forward(RoleStages):
+class ForwardRole(RoleStages):
     """Graphs of whole rows: parity of every output, causality, latency."""
 
     role = "forward"
@@ -125,7 +125,7 @@ class Forward(RoleStages):
         )
 
 
-class Writing(RoleStages):
+class WritingRole(RoleStages):
     """What prefill and decode have in common: both are judged token by token, with the engines of both."""
 
     @abstractmethod
@@ -147,7 +147,7 @@ class Writing(RoleStages):
         return parity_of_decoding(_decoding(build, candidates), candidate.as_engine, reference, build.text_of)
 
 
-class Prefill(Writing):
+class PrefillRole(WritingRole):
     """Graphs that read one prompt and return its cache: parity of the last token's logits, time to the first token."""
 
     role = "prefill"
@@ -178,7 +178,7 @@ class Prefill(Writing):
         )
 
 
-class Decode(Writing):
+class DecodeRole(WritingRole):
     """Graphs that add one token to each text: parity of every step, whole texts, time of a step."""
 
     role = "decode"
@@ -247,8 +247,8 @@ class Decode(Writing):
         )
 
 
-WRITING: tuple[Writing, ...] = (Prefill(), Decode())
-ROLES: Mapping[Role, RoleStages] = {stages.role: stages for stages in (Forward(), *WRITING)}
+WRITING: tuple[WritingRole, ...] = (PrefillRole(), DecodeRole())
+ROLES: Mapping[Role, RoleStages] = {stages.role: stages for stages in (ForwardRole(), *WRITING)}
 """Every role, in the order in which its engines are timed."""
 
 

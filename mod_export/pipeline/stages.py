@@ -52,7 +52,7 @@ STRUCTURE: Works = (("structure", (check_structure,)),)
 """The last stage of a build without evidence."""
 
 
-class Observer(Protocol):
+class BuildObserver(Protocol):
     """Receives the progress of a build, for a person to see."""
 
     def stage_started(self, name: str) -> None: ...
@@ -64,7 +64,7 @@ def build(
     load: Callable[[], tuple[Model, Model | None]],
     config: BuildConfig,
     root: Path,
-    observer: Observer,
+    observer: BuildObserver,
     command: str,
     capacity: float | None = None,
     tokenizer: Path | None = None,
@@ -143,7 +143,7 @@ def _write_programs(model: ProgramModel, kind: ModelKind, paths: Sequence[Path])
 
 @contextlib.contextmanager
 def _stage(
-    name: str, stages: list[Stage], steps: list[Step], failed: Sequence[FailedRow], observer: Observer
+    name: str, stages: list[Stage], steps: list[Step], failed: Sequence[FailedRow], observer: BuildObserver
 ) -> Iterator[None]:
     """Measures time and memory of a stage and counts its failures. An error says which stages were done before."""
     observer.stage_started(name)

@@ -182,7 +182,7 @@ def agreement_by_input(rows: Sequence[ParityRow]) -> tuple[InputAgreement, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class GenerationVerdict:
     """Whether a model may generate text token by token.
 
     `causal` is None if causality was not tested. `engines` is the number of tested engines and `suffixes` the number of
@@ -198,7 +198,7 @@ class Sampling:
     statements: tuple[str, ...]
 
 
-def samplings(report: BuildReport) -> tuple[Sampling, ...]:
+def samplings(report: BuildReport) -> tuple[GenerationVerdict, ...]:
     """Returns one entry for each model of the build. It may be used only if no engine of it was seen to look ahead.
 
     Empty if the models do not read tokens.
@@ -211,7 +211,7 @@ def samplings(report: BuildReport) -> tuple[Sampling, ...]:
         probed = [row for row in rows if row.suffixes]
         decoded = [row.passed for row in report.parity if (row.role, row.model) == ("decode", model)]
         listed.append(
-            Sampling(
+            GenerationVerdict(
                 model=model,
                 causal=all(row.causal for row in probed) if probed else None,
                 decodes=bool(decoded) and all(decoded),
@@ -255,7 +255,7 @@ def uncounted(report: BuildReport) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Deployment:
+class ServingFile:
     """A file that serves the MoD model: an engine of a target, or a portable graph if `target` is None.
 
     `found` are its results on this machine; None if it did not run.
@@ -267,7 +267,7 @@ class Deployment:
     found: Found | None
 
 
-def deployments(report: BuildReport) -> tuple[Deployment, ...]:
+def deployments(report: BuildReport) -> tuple[ServingFile, ...]:
     """Returns the files to deploy: engines that ran here, engines for other machines, then portable graphs."""
     passed = {row.artifact: row.passed for row in report.parity if row.model == "mod" and row.artifact is not None}
     # ONNX Runtime often runs the very bytes of the portable graph, so results for one hold for the other.
@@ -283,7 +283,7 @@ def deployments(report: BuildReport) -> tuple[Deployment, ...]:
             measured = None if state == "not run here" else by_setting.get(_setting(artifact))
         else:
             state, measured = states.get(by_bytes.get(artifact.sha256), "portable"), None
-        listed.append(Deployment(target=artifact.target, artifact=artifact, state=state, found=measured))
+        listed.append(ServingFile(target=artifact.target, artifact=artifact, state=state, found=measured))
     order = {"passed": 0, "failed": 0, "not run here": 1, "portable": 2}
     return tuple(sorted(listed, key=lambda item: (item.target is None, order[item.state], item.target or "")))
 
@@ -294,7 +294,7 @@ def _setting(engine: Artifact) -> Setting:
     return Setting(target=str(engine.target), dtype=engine.dtype, model="mod", role=role, bucket=bucket)
 
 
-class Judged(NamedTuple):
+class JudgedPrecision(NamedTuple):
     """An engine of a narrower dtype with its parity; None if it was not judged."""
 
     row: PrecisionRow
@@ -305,10 +305,10 @@ class Judged(NamedTuple):
         return self.row.setting
 
 
-def precisions(precision: Iterable[PrecisionRow], parity: Iterable[ParityRow] = ()) -> list[Judged]:
+def precisions(precision: Iterable[PrecisionRow], parity: Iterable[ParityRow] = ()) -> list[JudgedPrecision]:
     """Returns every engine of a narrower dtype with its parity."""
     by_setting = {row.setting: row for row in parity}
-    return [Judged(row, by_setting.get(row.setting)) for row in precision]
+    return [JudgedPrecision(row, by_setting.get(row.setting)) for row in precision]
 
 
 def chosen(report: BuildReport) -> list[Served]:

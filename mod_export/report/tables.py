@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mod_export.report.charts import name_of
-from mod_export.report.summary import Found, Judged
+from mod_export.report.summary import Found, JudgedPrecision
 from mod_export.report.wording import (
     agreement_text,
     bytes_text,
@@ -335,7 +335,7 @@ def _errors(row: ParityRow) -> Cell:
     return Cell(", ".join(error_text(output.error.max_abs) for output in outputs), f"gate {gates}")
 
 
-def _quality(text: Callable[[TextQuality], str]) -> Callable[[Judged], str | None]:
+def _quality(text: Callable[[TextQuality], str]) -> Callable[[JudgedPrecision], str | None]:
     return lambda row: text(row.parity.text) if row.parity and row.parity.text else None
 
 
@@ -357,7 +357,7 @@ PARITY: tuple[Column[ParityRow], ...] = (
         ),
     ),
 )
-PRECISION_TIMED: tuple[Column[Judged], ...] = (
+PRECISION_TIMED: tuple[Column[JudgedPrecision], ...] = (
     TARGET,
     BUCKET,
     DTYPE,
@@ -368,7 +368,7 @@ PRECISION_TIMED: tuple[Column[Judged], ...] = (
     Column("verdict", lambda row: _verdict(row.row.verdict), number=False),
 )
 """The columns of PRECISION that `bench` fills."""
-PRECISION: tuple[Column[Judged], ...] = (
+PRECISION: tuple[Column[JudgedPrecision], ...] = (
     *PRECISION_TIMED,
     Column("same next token", _quality(lambda text: share_text(text.next_token_agreement))),
     Column("perplexity", _quality(lambda text: f"{text.perplexity:.4f}")),

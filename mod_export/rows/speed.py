@@ -289,7 +289,7 @@ class StepBytes(Result):
         )
 
 
-class Measured(Result):
+class EngineSpeed(Result):
     """The speed of the engines of one model, role, target and dtype together."""
 
     model: ModelKind
@@ -305,14 +305,14 @@ class Measured(Result):
     steps."""
 
 
-class Served(Measured):
+class Served(EngineSpeed):
     """The engines that are served if neither target nor dtype is named."""
 
     reason: str
     """Why these engines were chosen."""
 
 
-def measured_from_rows(latency: Iterable[LatencyRow], decode: Iterable[DecodeRow]) -> tuple[Measured, ...]:
+def measured_from_rows(latency: Iterable[LatencyRow], decode: Iterable[DecodeRow]) -> tuple[EngineSpeed, ...]:
     """Returns the speed of everything that was timed, in the order of the rows. Leaves out engines that were timed in
     fewer buckets than others of their model and role.
     """
@@ -326,13 +326,13 @@ def measured_from_rows(latency: Iterable[LatencyRow], decode: Iterable[DecodeRow
     for (model, role, _, _), ms in ms_by_engines.items():
         most_buckets[model, role] = max(most_buckets[model, role], len(ms))
     return tuple(
-        Measured(model=model, role=role, target=target, dtype=dtype, ms=math.exp(sum(map(math.log, ms)) / len(ms)))
+        EngineSpeed(model=model, role=role, target=target, dtype=dtype, ms=math.exp(sum(map(math.log, ms)) / len(ms)))
         for (model, role, target, dtype), ms in ms_by_engines.items()
         if len(ms) == most_buckets[model, role]
     )
 
 
-def served_of(measured: Sequence[Measured], refused: Collection[tuple[ModelKind, bool, str, DType]]) -> list[Served]:
+def served_of(measured: Sequence[EngineSpeed], refused: Collection[tuple[ModelKind, bool, str, DType]]) -> list[Served]:
     """Returns the fastest of each model and role; of equally fast ones the first.
 
     Args:

@@ -31,7 +31,7 @@ from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
 from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
 from mod_export.runtime.request import GENERATION_CONFIG, Prompt, RequestReader, defaults_of
-from mod_export.runtime.rows import Completion, Prefix, Rows, Stream, Text
+from mod_export.runtime.rows import Completion, Prefix, RowText, Stream, TextRows
 from mod_export.runtime.texts import vocabulary_of
 from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable
 
@@ -211,7 +211,7 @@ class Generator:
         prefix: Prefix | None = None,
         rolling: bool = False,
         **options: Any,
-    ) -> list[Text]:
+    ) -> list[RowText]:
         """Prepares the texts of a request without starting them, for callers that run them in `open_rows`.
 
         Raises:
@@ -233,14 +233,14 @@ class Generator:
         return texts
 
     @contextlib.contextmanager
-    def open_rows(self, *buckets: Bucket, rolling: bool = False) -> Iterator[Rows]:
+    def open_rows(self, *buckets: Bucket, rolling: bool = False) -> Iterator[TextRows]:
         """Gives one caller exclusive use of the rows of decode buckets, all of the same length.
 
         Raises:
             UsageError: this generator is in use, or there is not enough memory for the caches.
         """
         with self._exclusive(*buckets) as decoders:
-            yield Rows(decoders, self._reads(), self._sites, rolling=rolling)
+            yield TextRows(decoders, self._reads(), self._sites, rolling=rolling)
 
     def prefix(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prefix:
         """Reads the common beginning of several texts once. Prompts that continue it are read token by token, so this

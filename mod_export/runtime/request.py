@@ -11,7 +11,7 @@ import numpy as np
 
 from mod_export.errors import UsageError
 from mod_export.runtime.logits import Sampling, rng_of
-from mod_export.runtime.rows import Prefix, Text
+from mod_export.runtime.rows import Prefix, RowText
 from mod_export.runtime.texts import StopText, Vocabulary
 from mod_export.runtime.tokenizer import read_json
 
@@ -112,7 +112,7 @@ class RequestReader:
         prefix: Prefix | None = None,
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
-    ) -> list[Text]:
+    ) -> list[RowText]:
         """Returns one text for each prompt, ready to begin. Takes the arguments of `Generator.stream`.
 
         Raises:
@@ -129,7 +129,7 @@ class RequestReader:
         sampling = self.defaults.sampling_of(temperature, top_k, top_p)
         stop_ids = self._stop_ids(stop) | (frozenset() if ignore_eos else self.defaults.stop_ids)
         texts = [
-            Text(
+            RowText(
                 row=row,
                 ids=ids,
                 prefix=prefix,

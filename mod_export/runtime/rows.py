@@ -94,7 +94,7 @@ class Completion:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Text:
+class RowText:
     """A prompt, how to continue it, and its progress.
 
     Attributes:
@@ -135,10 +135,10 @@ class Text:
         self.completion = Completion((*(self.prefix.ids if self.prefix else ()), *self.ids))
 
 
-Written = tuple[Text, Piece]
+Written = tuple[RowText, Piece]
 
 
-class Rows:
+class TextRows:
     """The rows of decoders. Only one thread may use an instance, but any thread may set `cancelled` of a text.
 
     Attributes:
@@ -163,17 +163,17 @@ class Rows:
         self.prompt_seconds = 0.0
         self.from_prompts = 0
         self._prompts, self._sites, self._rolling = prompts, sites, rolling
-        self._texts: list[Text | None] = [None] * self._decoder.batch
+        self._texts: list[RowText | None] = [None] * self._decoder.batch
 
     @property
-    def busy(self) -> list[Text]:
+    def busy(self) -> list[RowText]:
         """The texts that are being written. Removes texts that have ended or were cancelled from their rows."""
         for b, text in enumerate(self._texts):
             if text is not None and self._is_over(text):
                 self._texts[b] = None
         return [text for text in self._texts if text is not None]
 
-    def begin(self, text: Text) -> Iterator[Written]:
+    def begin(self, text: RowText) -> Iterator[Written]:
         """Gives a text a free row and reads its prompt; yields the first token if no steps are needed to read the rest.
 
         Raises:
@@ -256,14 +256,14 @@ class Rows:
             fitting.put(b, before.keep(text.b, text.position, NO_LOGITS))
             text.b = b
 
-    def _read(self, text: Text, ids: Sequence[int]) -> Iterator[Written]:
+    def _read(self, text: RowText, ids: Sequence[int]) -> Iterator[Written]:
         longest = self._prompts.longest
         begin = time.perf_counter()
         kept = self._prompts.read(ids[:longest])
         self.prompt_seconds += time.perf_counter() - begin
         return self._resume(text, kept, ids[longest:])
 
-    def _resume(self, text: Text, kept: Kept, rest: Sequence[int]) -> Iterator[Written]:
+    def _resume(self, text: RowText, kept: Kept, rest: Sequence[int]) -> Iterator[Written]:
         """Continues from a kept state; steps read the rest of the prompt."""
         self._decoder.put(text.b, kept)
         text.position = kept.length
@@ -273,14 +273,14 @@ class Rows:
             self.from_prompts += 1
             yield from self._accept(text, kept.logits_V)
 
-    def _roll(self, text: Text) -> Iterator[Written]:
+    def _roll(self, text: RowText) -> Iterator[Written]:
         """Continues as if the second half were the whole text. It is read again because positions restart at 0."""
         assert self._rolling
         self._count(text)
         whole = [*text.completion.prompt_ids, *text.completion.ids]
         yield from self._read(text, whole[-max(1, self._decoder.length // 2) :])
 
-    def _accept(self, text: Text, logits_V: np.ndarray) -> Iterator[Written]:
+    def _accept(self, text: RowText, logits_V: np.ndarray) -> Iterator[Written]:
         """Chooses the next token of a text and yields the characters that are certain with it."""
         completion = text.completion
         _check_finite(text, logits_V)
@@ -309,7 +309,7 @@ class Rows:
         if completion.finish == "length":
             yield from self._rest(text)
 
-    def _rest(self, text: Text) -> Iterator[Written]:
+    def _rest(self, text: RowText) -> Iterator[Written]:
         """Yields the characters that were held back, at the end of a text."""
         if text.reader is None:
             return
@@ -318,16 +318,16 @@ class Rows:
         if rest:
             yield text, Piece(text.row, None, rest)
 
-    def _is_over(self, text: Text) -> bool:
+    def _is_over(self, text: RowText) -> bool:
         if text.cancelled and not text.completion.finish:
             self._finish(text, "cancelled")
         return bool(text.completion.finish)
 
-    def _finish(self, text: Text, finish: str, stop: str | int | None = None) -> None:
+    def _finish(self, text: RowText, finish: str, stop: str | int | None = None) -> None:
         self._count(text)
         text.completion.finish, text.completion.stop = finish, stop
 
-    def _count(self, text: Text) -> None:
+    def _count(self, text: RowText) -> None:
         overflow_BN = self._decoder.overflow_BN
         if overflow_BN is None or not text.position:
             return
@@ -346,7 +346,7 @@ class Stream(Iterator[Piece]):
     """
 
     def __init__(
-        self, texts: Sequence[Text], open_rows: Callable[[], AbstractContextManager[Rows]], bucket: Bucket
+        self, texts: Sequence[RowText], open_rows: Callable[[], AbstractContextManager[TextRows]], bucket: Bucket
     ) -> None:
         """Computes nothing until the first piece is requested. `open_rows` gives exclusive use of the rows of
         `bucket`.
@@ -355,7 +355,7 @@ class Stream(Iterator[Piece]):
         self.bucket = bucket
         self.seconds = 0.0
         self._texts, self._open_rows = texts, open_rows
-        self._rows: Rows | None = None
+        self._rows: TextRows | None = None
         self._pieces = self._write()
 
     def __next__(self) -> Piece:
@@ -419,7 +419,7 @@ class Stream(Iterator[Piece]):
                 rows.cancel()  # Needed if the stream was closed or failed.
 
 
-def _check_finite(text: Text, logits_V: np.ndarray) -> None:
+def _check_finite(text: RowText, logits_V: np.ndarray) -> None:
     if not np.isfinite(logits_V).all():
         raise EngineError(
             f"the logits of token {len(text.completion.ids) + 1} of prompt {text.row} are not finite, at position "

@@ -8,15 +8,15 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from mod_export.runtime.rows import Text
-from mod_export.serve.scheduler import Observer
+from mod_export.runtime.rows import RowText
+from mod_export.serve.scheduler import TextObserver
 
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 SHORT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class Metrics(Observer, Collector):
+class Metrics(TextObserver, Collector):
     """Observes a scheduler, and counts HTTP responses and refused requests."""
 
     def __init__(self) -> None:
@@ -65,18 +65,18 @@ class Metrics(Observer, Collector):
 
     # The following methods run on the scheduler's thread.
 
-    def began(self, text: Text, waited_s: float) -> None:
+    def began(self, text: RowText, waited_s: float) -> None:
         self._queued.observe(waited_s)
         self._tokens.labels("prompt").inc(len(text.completion.prompt_ids))
 
-    def wrote(self, text: Text, since_s: float | None) -> None:
+    def wrote(self, text: RowText, since_s: float | None) -> None:
         self._tokens.labels("new").inc()
         if since_s is not None:
             self._between.observe(since_s)
         elif text.completion.first_token_s is not None:
             self._first.observe(text.completion.first_token_s)
 
-    def ended(self, text: Text) -> None:
+    def ended(self, text: RowText) -> None:
         done = text.completion
         self._ended.labels(done.finish).inc()
         self._all_read.inc(done.read)

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mod_export.errors import TooLongError
 from mod_export.runtime.generator import Generator, tokens_read
-from mod_export.runtime.rows import Piece, Text
+from mod_export.runtime.rows import Piece, RowText
 from mod_export.serve.endpoint import ApiError, problem_of, read_body, service_of, unless_gone
 from mod_export.serve.openai_formats import (
     Answer,
@@ -64,7 +64,7 @@ async def completions(request: Request) -> Response:
     scheduler = _scheduler(service, body.model, len(body.several) * body.n)
     generator = scheduler.generator
 
-    def read() -> tuple[list[Text], list[str] | None]:
+    def read() -> tuple[list[RowText], list[str] | None]:
         for prompt in body.several:
             _check_length(generator, prompt)
         ids = generator.ids(body.several, special=body.add_special_tokens)
@@ -85,7 +85,7 @@ async def chat_completions(request: Request) -> Response:
     scheduler = _scheduler(service, body.model, body.n)
     generator = scheduler.generator
 
-    def read() -> list[Text]:
+    def read() -> list[RowText]:
         _check_length(generator, "".join(item.content for item in body.messages))
         messages = [item.model_dump() for item in body.messages]
         ids = generator.ids(messages, body.chat_template_kwargs)
@@ -155,7 +155,7 @@ def _texts(
     logprobs: int | None,
     *,
     scored: bool = False,
-) -> list[Text]:
+) -> list[RowText]:
     # Refuses texts that are too long before each prompt is copied n times.
     generator.bucket_for(1, tokens_read(max(map(len, ids)), new_tokens))
     temperature = asked.temperature if asked.temperature is not None else generator.defaults.temperature or TEMPERATURE
@@ -182,7 +182,7 @@ def _text_of(generator: Generator, prompt: str | Sequence[int]) -> str:
 
 
 async def _answer(
-    request: Request, scheduler: Scheduler, asked: OpenAIRequest, texts: Sequence[Text], answer: Answer
+    request: Request, scheduler: Scheduler, asked: OpenAIRequest, texts: Sequence[RowText], answer: Answer
 ) -> Response:
     events: asyncio.Queue[Event] = asyncio.Queue()
     mailbox: Mailbox = request.app.state.mailbox

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mod_export.runtime.logits import Logprob
-from mod_export.runtime.rows import Completion, Piece, Text
+from mod_export.runtime.rows import Completion, Piece, RowText
 from mod_export.runtime.texts import Vocabulary
 
 MOST_LOGPROBS = 20
@@ -220,7 +220,7 @@ def _are_ids(value: object) -> bool:
 class Answer(ABC):
     """Formats the answer to one request. It holds the texts of the request, and the head of every chunk."""
 
-    def __init__(self, prefix: str, kind: str, model: str, texts: Sequence[Text], names: TokenNames, n: int) -> None:
+    def __init__(self, prefix: str, kind: str, model: str, texts: Sequence[RowText], names: TokenNames, n: int) -> None:
         """Each prompt has `n` consecutive texts."""
         self._texts, self._names, self._n = texts, names, n
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time())}
@@ -268,7 +268,7 @@ class TextAnswer(Answer):
     """Answer of /v1/completions. With `echo`, each text begins with its prompt."""
 
     def __init__(
-        self, model: str, texts: Sequence[Text], names: TokenNames, n: int, echo: Sequence[str] | None
+        self, model: str, texts: Sequence[RowText], names: TokenNames, n: int, echo: Sequence[str] | None
     ) -> None:
         """`echo` holds the text of each prompt, or None."""
         super().__init__("cmpl", "text_completion", model, texts, names, n)
@@ -342,7 +342,7 @@ def _stop(done: Completion) -> list[Logprob]:
 class ChatAnswer(Answer):
     """Answer of /v1/chat/completions."""
 
-    def __init__(self, model: str, texts: Sequence[Text], names: TokenNames, n: int, *, streamed: bool) -> None:
+    def __init__(self, model: str, texts: Sequence[RowText], names: TokenNames, n: int, *, streamed: bool) -> None:
         super().__init__("chatcmpl", f"chat.completion{'.chunk' if streamed else ''}", model, texts, names, n)
 
     def opening(self, row: int) -> list[Json]:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 
 from mod_export.errors import EngineError, ModExportError, UsageError
 from mod_export.runtime.generator import Generator
-from mod_export.runtime.rows import Completion, Piece, Rows, Text, Written
+from mod_export.runtime.rows import Completion, Piece, RowText, TextRows, Written
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
 from mod_export.types import Bucket
 
@@ -78,16 +78,16 @@ class Failed(NamedTuple):
 Event = Piece | Ended | Failed
 
 
-class Observer:
+class TextObserver:
     """Receives events of a scheduler, on the scheduler's thread. This one ignores them."""
 
-    def began(self, text: Text, waited_s: float) -> None:
+    def began(self, text: RowText, waited_s: float) -> None:
         """A text got a row after it waited `waited_s` seconds."""
 
-    def wrote(self, text: Text, since_s: float | None) -> None:
+    def wrote(self, text: RowText, since_s: float | None) -> None:
         """A token was written, `since_s` seconds after the previous one; None for the first token of a text."""
 
-    def ended(self, text: Text) -> None:
+    def ended(self, text: RowText) -> None:
         """A text is complete, or was cancelled."""
 
     def failed(self, error: Exception, texts: int) -> None:
@@ -107,8 +107,8 @@ class Job:
     """
 
     tell: Callable[[Event], None]
-    texts: Sequence[Text]
-    waiting: deque[Text]
+    texts: Sequence[RowText]
+    waiting: deque[RowText]
     begin_by: float
     begun: bool = False
 
@@ -148,7 +148,7 @@ class Scheduler:
         rows: int | None = None,
         max_queue: int = MAX_QUEUE,
         max_wait_s: float = MAX_WAIT_S,
-        observer: Observer | None = None,
+        observer: TextObserver | None = None,
     ) -> None:
         """The thread starts with the `with` block and uses the generator exclusively until the block ends.
 
@@ -171,10 +171,10 @@ class Scheduler:
         if not 0 < max_wait_s < math.inf:
             raise UsageError(f"max_wait: expected a number of seconds above 0, got {max_wait_s:g}")
         self.generator, self._max_queue, self._max_wait_s = generator, max_queue, max_wait_s
-        self._observer = observer or Observer()
+        self._observer = observer or TextObserver()
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
-        self._in_rows: dict[Text, _InRow] = {}
+        self._in_rows: dict[RowText, _InRow] = {}
         self._untold: list[tuple[Job, Event]] = []
         self._text_s = GUESSED_TEXT_S
         self._failures = 0
@@ -216,7 +216,7 @@ class Scheduler:
         with self._changed:
             self._check_room(texts)
 
-    def submit(self, texts: Sequence[Text], tell: Callable[[Event], None]) -> Job:
+    def submit(self, texts: Sequence[RowText], tell: Callable[[Event], None]) -> Job:
         """Queues a request. `tell` receives its events on the scheduler's thread and must not block. Events are pieces
         of its texts and one `Ended` per text, or `Failed` for all unfinished texts.
 
@@ -304,7 +304,7 @@ class Scheduler:
             self._changed.wait_for(lambda: self._jobs or self._in_rows or self._stopping)
             return not self._stopping
 
-    def _work(self, rows: Rows) -> None:
+    def _work(self, rows: TextRows) -> None:
         """Starts waiting texts, and runs one step."""
         self._leave_out_what_is_over()
         self._tell()
@@ -338,7 +338,7 @@ class Scheduler:
         reason = f"no row was free within {self._max_wait_s:g} s; try again later"
         self._fail(late, WaitedTooLongError(reason))
 
-    def _next(self) -> Text | None:
+    def _next(self) -> RowText | None:
         """Returns the next text of the request whose turn it is; None if no request waits."""
         with self._changed:
             if not self._jobs:
@@ -369,7 +369,7 @@ class Scheduler:
             self._text_s += WEIGHT * (time.perf_counter() - state.begun - self._text_s)
             self._say_ended(state.job, text)
 
-    def _say_ended(self, job: Job, text: Text) -> None:
+    def _say_ended(self, job: Job, text: RowText) -> None:
         self._observer.ended(text)
         self._untold.append((job, Ended(text.row, text.completion)))
 

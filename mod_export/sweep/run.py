@@ -44,7 +44,7 @@ class Axes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cell:
+class GridCell:
     """One build of the grid. If `capacity` is None, the checkpoint's own schedule of capacities per layer is used."""
 
     capacity: float | None
@@ -58,7 +58,7 @@ class Cell:
         return f"{capacity}-{self.bucket.name}-{self.target}"
 
 
-def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tuple[Cell, ...]:
+def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tuple[GridCell, ...]:
     """Returns every cell, ordered by target, batch, length and capacity. `config` and `model` fill empty axes.
 
     With `here`, the cells run on this machine, which must support the targets.
@@ -90,7 +90,7 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
     model_capacity: list[float | None] = [model.capacity]
     targets = _targets(axes.targets, config, here=here)
     return tuple(
-        Cell(capacity=capacity, bucket=bucket, target=target)
+        GridCell(capacity=capacity, bucket=bucket, target=target)
         for target, bucket, capacity in product(
             targets, _buckets(config, longest, batches, seqs), capacities or model_capacity
         )
@@ -189,7 +189,7 @@ def exit_code_of(report: SweepReport) -> int:
     return GATE_FAILED if report.missed else COULD_NOT_BUILD if report.failed else 0
 
 
-def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder: Path, command: str) -> CellJob:
+def _job(cell: GridCell, model: Model, checkpoint: Path, config: BuildConfig, folder: Path, command: str) -> CellJob:
     cells = folder.absolute() / "cells"
     cell_config = _config_of(cell, config)
     depends: dict[str, Any] = {
@@ -214,7 +214,7 @@ def _job(cell: Cell, model: Model, checkpoint: Path, config: BuildConfig, folder
     )
 
 
-def _config_of(cell: Cell, config: BuildConfig) -> dict[str, Any]:
+def _config_of(cell: GridCell, config: BuildConfig) -> dict[str, Any]:
     data = config.model_dump(mode="json", by_alias=True)
     data |= {"buckets": [[cell.bucket.batch, cell.bucket.seq]], "targets": [cell.target]}
     data["latency"] |= {"min_speedup": 0.0}

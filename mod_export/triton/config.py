@@ -10,7 +10,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from mod_export.serve import MAX_WAIT_S
-from mod_export.triton.ports import Port
+from mod_export.triton.ports import TensorPort
 
 FOLDER = "build"
 """Name of the build folder inside the version folder of a model, where Triton does not look for models."""
@@ -29,8 +29,8 @@ class Warmup:
     """
 
     name: str
-    zeros: tuple[Port, ...]
-    read: tuple[Port, ...] = ()
+    zeros: tuple[TensorPort, ...]
+    read: tuple[TensorPort, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class TritonModel:
     name: str
     about: str
     backend: str
-    inputs: tuple[Port, ...]
-    outputs: tuple[Port, ...]
+    inputs: tuple[TensorPort, ...]
+    outputs: tuple[TensorPort, ...]
     files: Mapping[str, Path | bytes]
     parameters: Mapping[str, str] = field(default_factory=dict)
     instances: int = 1

@@ -22,7 +22,7 @@ from mod_export.folder.manifest import BESIDE_TOKENIZER, MANIFEST, Manifest, ope
 from mod_export.runtime.deployment import fastest_engines, served_engines, threads_to_use
 from mod_export.serve import MAX_QUEUE
 from mod_export.triton.config import FOLDER, TritonModel, Warmup, parameters_of
-from mod_export.triton.ports import ANY, Port, any_rows, any_size, ports_of
+from mod_export.triton.ports import ANY, TensorPort, any_rows, any_size, ports_of
 from mod_export.types import (
     PRIMARY,
     ROUTED,
@@ -48,12 +48,12 @@ from mod_export.triton.{module} import TritonPythonModel
 __all__ = ["TritonPythonModel"]
 '''
 OPTIONS = (
-    Port("max_tokens", "INT64", (1,), optional=True),
+    TensorPort("max_tokens", "INT64", (1,), optional=True),
     # 64 bits, so that the same values and seed give the same text as from Python.
-    Port("temperature", "FP64", (1,), optional=True),
-    Port("top_p", "FP64", (1,), optional=True),
-    Port("top_k", "INT64", (1,), optional=True),
-    Port("seed", "INT64", (1,), optional=True),
+    TensorPort("temperature", "FP64", (1,), optional=True),
+    TensorPort("top_p", "FP64", (1,), optional=True),
+    TensorPort("top_k", "INT64", (1,), optional=True),
+    TensorPort("seed", "INT64", (1,), optional=True),
 )
 NUMPY_TYPES = {"float32": "FP32", "float16": "FP16", "float64": "FP64", "bool": "BOOL"}
 LENGTHS = TOKEN_INPUTS[1]
@@ -133,7 +133,8 @@ def _folder_model(request: RepositoryRequest) -> TritonModel:
     graphs = _by_size({engine.bucket: _graph(request, engine) for engine in engines})
     inputs = {
         bucket: tuple(
-            Port(name, NUMPY_TYPES.get(dtype, dtype.upper()), shape) for name, (dtype, shape) in graph.inputs.items()
+            TensorPort(name, NUMPY_TYPES.get(dtype, dtype.upper()), shape)
+            for name, (dtype, shape) in graph.inputs.items()
         )
         for bucket, graph in graphs.items()
     }
@@ -165,14 +166,17 @@ def text_model(request: RepositoryRequest) -> TritonModel | Unavailable:
         engines = served_engines(request.folder, manifest, "mod", request.target, dtype, texts=True)
     except ModExportError as error:
         return Unavailable(str(error))
-    ids, token = Port("input_ids", "INT64", (ANY,)), Port("token", "INT64", (1,))
-    finish = Port("finish_reason", "BYTES", (1,))
-    inputs: tuple[Port, ...] = (ids, *OPTIONS)
-    outputs: tuple[Port, ...] = (token, finish)
+    ids, token = TensorPort("input_ids", "INT64", (ANY,)), TensorPort("token", "INT64", (1,))
+    finish = TensorPort("finish_reason", "BYTES", (1,))
+    inputs: tuple[TensorPort, ...] = (ids, *OPTIONS)
+    outputs: tuple[TensorPort, ...] = (token, finish)
     if manifest.tokenizer is not None:
-        text, stop = Port("text", "BYTES", (1,), optional=True), Port("stop", "BYTES", (ANY,), optional=True)
-        inputs = (text, Port("input_ids", "INT64", (ANY,), optional=True), *OPTIONS, stop)
-        outputs = (Port("text", "BYTES", (1,)), token, finish)
+        text, stop = (
+            TensorPort("text", "BYTES", (1,), optional=True),
+            TensorPort("stop", "BYTES", (ANY,), optional=True),
+        )
+        inputs = (text, TensorPort("input_ids", "INT64", (ANY,), optional=True), *OPTIONS, stop)
+        outputs = (TensorPort("text", "BYTES", (1,)), token, finish)
     beside = [name for name in (manifest.tokenizer or "", *BESIDE_TOKENIZER) if name in manifest.files]
     return TritonModel(
         name=f"{request.model_name}-text",
@@ -398,7 +402,7 @@ def _names_of(buckets: Iterable[Bucket]) -> str:
     return ", ".join(bucket.name for bucket in buckets)
 
 
-def _results_of(request: RepositoryRequest, graph: Graph) -> tuple[Port, ...]:
+def _results_of(request: RepositoryRequest, graph: Graph) -> tuple[TensorPort, ...]:
     """Returns the model's own outputs: the primary one if it reads token ids, otherwise all but the routed positions.
 
     Raises:
@@ -412,6 +416,6 @@ def _results_of(request: RepositoryRequest, graph: Graph) -> tuple[Port, ...]:
     return tuple(port for port in ports if port.name == name)
 
 
-def _merged(request: RepositoryRequest, ports_by_bucket: Iterable[Sequence[Port]]) -> tuple[Port, ...]:
+def _merged(request: RepositoryRequest, ports_by_bucket: Iterable[Sequence[TensorPort]]) -> tuple[TensorPort, ...]:
     """Merges the inputs or outputs of all buckets into those of the model that takes requests for them."""
     return (any_size if request.vocab_size is None else any_rows)(list(ports_by_bucket))

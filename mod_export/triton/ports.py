@@ -31,7 +31,7 @@ Fields = Iterator[tuple[int, int | memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
-class Port:
+class TensorPort:
     """An input or output of a model.
 
     Attributes:
@@ -52,7 +52,7 @@ class Port:
         return "TYPE_STRING" if self.dtype == "BYTES" else f"TYPE_{self.dtype}"
 
 
-def ports_of(path: Path) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
+def ports_of(path: Path) -> tuple[tuple[TensorPort, ...], tuple[TensorPort, ...]]:
     """Returns the inputs and outputs of a graph with static shapes, in order.
 
     Raises:
@@ -72,7 +72,7 @@ def ports_of(path: Path) -> tuple[tuple[Port, ...], tuple[Port, ...]]:
     return inputs, outputs
 
 
-def _port(value: memoryview) -> Port:
+def _port(value: memoryview) -> TensorPort:
     fields = dict(_fields(value))
     tensor = dict(_fields(_message(dict(_fields(_message(fields[TYPE])))[TENSOR])))
     shape = [
@@ -81,7 +81,7 @@ def _port(value: memoryview) -> Port:
         if number == DIMENSION
     ]
     dims = tuple(_number(dimension[SIZE]) for dimension in shape)
-    return Port(bytes(_message(fields[NAME])).decode(), TYPES[_number(tensor[ELEMENT])], dims)
+    return TensorPort(bytes(_message(fields[NAME])).decode(), TYPES[_number(tensor[ELEMENT])], dims)
 
 
 def _message(value: int | memoryview) -> memoryview:
@@ -129,20 +129,20 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
         shift += 7
 
 
-def any_rows(buckets: Sequence[Sequence[Port]]) -> tuple[Port, ...]:
+def any_rows(buckets: Sequence[Sequence[TensorPort]]) -> tuple[TensorPort, ...]:
     """Ports of a model of token ids: any batch and length, padded to a bucket by the model; `lengths` is optional."""
     ports = []
     for port in buckets[0]:
         free = 1 if port.name in (TOKEN_INPUTS[1], PRIMARY["last"]) else 2
         dims = (ANY,) * free + port.dims[free:]
-        ports.append(Port(port.name, port.dtype, dims, optional=port.name == TOKEN_INPUTS[1]))
+        ports.append(TensorPort(port.name, port.dtype, dims, optional=port.name == TOKEN_INPUTS[1]))
     return tuple(ports)
 
 
-def any_size(buckets: Sequence[Sequence[Port]]) -> tuple[Port, ...]:
+def any_size(buckets: Sequence[Sequence[TensorPort]]) -> tuple[TensorPort, ...]:
     """Merges the ports of all buckets; a dimension is `ANY` if its sizes differ."""
     return tuple(
-        Port(ports[0].name, ports[0].dtype, tuple(sizes[0] if len(set(sizes)) == 1 else ANY for sizes in dims))
+        TensorPort(ports[0].name, ports[0].dtype, tuple(sizes[0] if len(set(sizes)) == 1 else ANY for sizes in dims))
         for ports in zip(*buckets, strict=True)
         for dims in [list(zip(*(port.dims for port in ports), strict=True))]
     )

@@ -19,7 +19,7 @@ import numpy as np
 
 from mod_export.errors import ModExportError, UsageError
 from mod_export.runtime.generator import Generator, load_generator
-from mod_export.runtime.rows import Text
+from mod_export.runtime.rows import RowText
 from mod_export.serve.scheduler import (
     ClosingError,
     Ended,
@@ -54,7 +54,7 @@ class Answers:
         self._changing = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="mod-export answers", daemon=True)
 
-    def begin(self, scheduler: Scheduler, texts: list[Text], sender: Any) -> None:
+    def begin(self, scheduler: Scheduler, texts: list[RowText], sender: Any) -> None:
         """Starts to answer a request with `sender`.
 
         Raises:
@@ -142,7 +142,7 @@ def _bytes(text: str) -> np.ndarray:
     return np.array([text.encode()], dtype=np.object_)
 
 
-def texts_of(generator: Generator, given: Mapping[str, np.ndarray]) -> list[Text]:
+def texts_of(generator: Generator, given: Mapping[str, np.ndarray]) -> list[RowText]:
     """Returns a list with the one text of a request.
 
     Args:

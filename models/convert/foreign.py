@@ -153,7 +153,7 @@ Find = Callable[[str, tuple[int, ...]], Place]
 """(name, shape) of one of our tensors -> its place in another format."""
 
 
-class Located(NamedTuple):
+class LocatedTensors(NamedTuple):
     """The sources of our tensors.
 
     Attributes:
@@ -174,7 +174,7 @@ def locate(
     declared_by: str,
     known: str,
     located: Mapping[str, Part] | None = None,
-) -> Located:
+) -> LocatedTensors:
     """Finds the sources of the tensors of a model with this spec.
 
     Args:
@@ -200,7 +200,7 @@ def locate(
             problems.append(f"{place.name} holds {tensor.stored}, expected {known}")
         else:
             parts[name] = Part(place.made(tensor), place.start, shape[0])
-    return Located(parts, problems, [name for name in tensors if name not in looked_up])
+    return LocatedTensors(parts, problems, [name for name in tensors if name not in looked_up])
 
 
 Fused = Mapping[str, tuple[str, ...]]

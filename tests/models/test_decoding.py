@@ -14,7 +14,7 @@ from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.generate import Session, generate_eager
 from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.spec import Site
-from mod_models.step import Step, routed_sites, sites, slots_of_layer, slots_of_step
+from mod_models.step import DecodeStep, routed_sites, sites, slots_of_layer, slots_of_step
 from mod_models.transformer import RoutedBlock, Transformer
 
 FEW = (
@@ -167,7 +167,9 @@ def test_more_rows_than_slots_in_a_step(slots: int) -> None:
     model = generating_model("threshold")
     # Row 3 equals row 1.
     ids_B = torch.tensor([3, 0, 12, 0, 6, 9])
-    free, narrow = (Step(model.spec, 6, WINDOW, slots_by_layer).sharing(model) for slots_by_layer in (None, {0: slots}))
+    free, narrow = (
+        DecodeStep(model.spec, 6, WINDOW, slots_by_layer).sharing(model) for slots_by_layer in (None, {0: slots})
+    )
     position_B, cache = torch.zeros(6, dtype=torch.int64), empty_cache(model.spec, 6, WINDOW)
     everyone, some = free(ids_B, position_B, *cache.values()), narrow(ids_B, position_B, *cache.values())
     with torch.no_grad():
@@ -197,9 +199,11 @@ def test_more_rows_than_slots_in_a_step(slots: int) -> None:
 def test_rows_that_have_slots_are_as_if_all_had(name: str) -> None:
     model, ids_B = generating_model(name), texts(1)[0, :5]
     position_B, cache = torch.zeros(5, dtype=torch.int64), empty_cache(model.spec, 5, WINDOW)
-    free = Step(model.spec, 5, WINDOW).sharing(model)(ids_B, position_B, *cache.values())
+    free = DecodeStep(model.spec, 5, WINDOW).sharing(model)(ids_B, position_B, *cache.values())
     for slots in (1, 2, 4):
-        step = Step(model.spec, 5, WINDOW, dict.fromkeys(slots_of_step(model.spec, 5, WINDOW), slots)).sharing(model)
+        step = DecodeStep(model.spec, 5, WINDOW, dict.fromkeys(slots_of_step(model.spec, 5, WINDOW), slots)).sharing(
+            model
+        )
         for skip in (True, False):
             step.skip = skip
             found = step(ids_B, position_B, *cache.values())
@@ -212,7 +216,7 @@ def test_rows_that_have_slots_are_as_if_all_had(name: str) -> None:
 def test_a_row_without_a_token_uses_no_slot() -> None:
     model = generating_model("threshold")
     ids_B, cache = torch.tensor([7, 7]), empty_cache(model.spec, 2, WINDOW)
-    step = Step(model.spec, 2, WINDOW, {0: 1, 2: 1}).sharing(model)
+    step = DecodeStep(model.spec, 2, WINDOW, {0: 1, 2: 1}).sharing(model)
     both = step(ids_B, torch.tensor([0, 0]), *cache.values())
     second = step(ids_B, torch.tensor([-1, 0]), *cache.values())
     assert both[-1][:, 0].tolist() == [True, False]
@@ -227,7 +231,7 @@ def test_slots_of_a_step() -> None:
     assert slots_of_step(spec, 1, 10) == {0: 1, 2: 1}
     for wrong in ({0: 0}, {0: 9}, {1: 2}):
         with pytest.raises(ValueError, match=r"slots: expected 1 to 8 for sites among 0, 2, got"):
-            Step(spec, 8, 10, wrong)
+            DecodeStep(spec, 8, 10, wrong)
 
 
 def assert_greedy(model: Transformer, prompt: list[int], new: int, window: int) -> None:

@@ -18,7 +18,7 @@ from step_graphs import step_graph
 from torch import Tensor
 
 from mod_models.spec import ModelSpec
-from mod_models.step import COUNTS, Prefill, Step, cache_layout, slots_of_step, step_inputs
+from mod_models.step import COUNTS, DecodeStep, Prefill, cache_layout, slots_of_step, step_inputs
 
 TOLERANCE = 2e-5
 
@@ -27,10 +27,10 @@ def branches_of(graph: onnx.GraphProto) -> list[onnx.GraphProto]:
     return [item.g for node in graph.node for item in node.attribute if item.type == onnx.AttributeProto.GRAPH]
 
 
-def step_of(name: str, rows: int, path: Path, *, skip: bool = True) -> tuple[Step, onnx.GraphProto]:
+def step_of(name: str, rows: int, path: Path, *, skip: bool = True) -> tuple[DecodeStep, onnx.GraphProto]:
     """Makes a step with a fair share of slots, and its graph, which is saved and checked to be static and sound."""
     model = generating_model(name, torch.float32)
-    step = Step(model.spec, rows, WINDOW, slots_of_step(model.spec, rows, WINDOW), skip=skip).sharing(model)
+    step = DecodeStep(model.spec, rows, WINDOW, slots_of_step(model.spec, rows, WINDOW), skip=skip).sharing(model)
     proto = ir.to_proto(step_graph(name, rows, "fair", skip=skip))
     onnx.checker.check_model(proto, full_check=True)
     for graph in (proto.graph, *branches_of(proto.graph)):
@@ -123,7 +123,7 @@ def test_weights_keep_their_names() -> None:
     """One weights file serves prompts and steps: both hold the model's weights under its names, outside branches."""
     model = generating_model("predictor", torch.float32)
     prefill = Prefill(model.spec, WINDOW).sharing(model)
-    step = Step(model.spec, 1, WINDOW).sharing(model)
+    step = DecodeStep(model.spec, 1, WINDOW).sharing(model)
     assert {*prefill.state_dict()} == {*step.state_dict()} == {*model.state_dict()}
     for name, tensor in model.state_dict().items():
         assert step.state_dict()[name].data_ptr() == tensor.data_ptr() == prefill.state_dict()[name].data_ptr()
@@ -137,7 +137,7 @@ def test_weights_keep_their_names() -> None:
 def test_a_step_is_one_graph_for_every_token(rows: int) -> None:
     """Each step is captured whole and once: no break, no other graph for another token, slot or length."""
     model = generating_model("predictor", torch.float32)
-    step = Step(model.spec, rows, WINDOW, dict.fromkeys([0, 2], (rows + 1) // 2)).sharing(model)
+    step = DecodeStep(model.spec, rows, WINDOW, dict.fromkeys([0, 2], (rows + 1) // 2)).sharing(model)
     graphs = []
 
     def count(graph: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from variants import VARIANTS, experts
 from mod_export.model.transformer import MOD_TRANSFORMER
 from mod_models.generation_spec import GenerationError, check_generates, for_generation, why_not
 from mod_models.spec import ModelSpec
-from mod_models.step import Prefill, Step, routed_sites, sites, slots_of_layer
+from mod_models.step import DecodeStep, Prefill, routed_sites, sites, slots_of_layer
 
 TRAIN = "train the predictor beside it"
 RANKED = "routing.selection=topk: whether a token is among the k best depends on tokens after it"
@@ -121,7 +121,7 @@ def test_a_window_that_cannot_be(window: int, slack: int, said: str) -> None:
     ],
 )
 def test_graphs_are_built_of_the_spec_of_a_window_alone(spec: ModelSpec, said: str) -> None:
-    for build in (lambda: Prefill(spec, 8), lambda: Step(spec, 1, 8)):
+    for build in (lambda: Prefill(spec, 8), lambda: DecodeStep(spec, 1, 8)):
         with pytest.raises(GenerationError) as caught:
             build()
         assert str(caught.value).startswith(f"this spec does not generate token by token: {said}")

@@ -185,7 +185,7 @@ WIDTHS, ROTATED_WIDTHS = 8, 16
 PARTS = ("keys", "values")
 
 
-class _Attention(NamedTuple):
+class _CachedAttention(NamedTuple):
     """The attention of one layer: its graph, the nodes from the scores on, and what they read.
 
     Attributes:
@@ -243,7 +243,7 @@ class CachedAttention:
         return [f"{label_of(layer.result)} attends in primitive operators" for layer in _attentions(model.graph)]
 
 
-def _attentions(graph: ir.Graph) -> list[_Attention]:
+def _attentions(graph: ir.Graph) -> list[_CachedAttention]:
     inputs = {value.name: value for value in graph.inputs}
     outputs = {value.name: number for number, value in enumerate(graph.outputs)}
     columns = _slots_by_layer(graph)
@@ -275,7 +275,7 @@ def _slots_by_layer(graph: ir.Graph) -> list[ir.Value]:
 
 def _attention(
     layer: int, keys: ir.Value, values: ir.Value, slot: ir.Value, outputs: tuple[int, int]
-) -> _Attention | None:
+) -> _CachedAttention | None:
     """The attention that reads a cache; None unless it has the form of a step whose rows all have a slot."""
     product = only_reader(keys)
     weighted = only_reader(values)
@@ -300,7 +300,7 @@ def _attention(
     expected = None if heads is None else (shape[0], 1, heads[1] * shape[3])
     if not is_standard(result, "Reshape") or expected is None or static_shape(result.outputs[0]) != expected:
         return None
-    return _Attention(layer, graph, result, query[0], key, value, (keys, values), query[1], slot, outputs)
+    return _CachedAttention(layer, graph, result, query[0], key, value, (keys, values), query[1], slot, outputs)
 
 
 def _softmaxed(value: ir.Value | None) -> ir.Value | None:
@@ -359,7 +359,7 @@ def _kept(slot: ir.Value) -> ir.Value | None:
     return chosen.inputs[1]
 
 
-def _written_slot(graph: ir.Graph, one: _Attention, owners: dict[ir.Graph, ir.Node]) -> ir.Value:
+def _written_slot(graph: ir.Graph, one: _CachedAttention, owners: dict[ir.Graph, ir.Node]) -> ir.Value:
     """The slot that each row writes to, int32 (B,): the last one if the row keeps nothing."""
     anchor = one.result
     while anchor.graph is not graph:
@@ -372,7 +372,7 @@ def _written_slot(graph: ir.Graph, one: _Attention, owners: dict[ir.Graph, ir.No
     return writer.op("Cast", slot_B, to=ir.DataType.INT32)
 
 
-def _attend_in_place(graph: ir.Graph, one: _Attention, slot_B: ir.Value, owners: dict[ir.Graph, ir.Node]) -> None:
+def _attend_in_place(graph: ir.Graph, one: _CachedAttention, slot_B: ir.Value, owners: dict[ir.Graph, ir.Node]) -> None:
     B, G, L, E = static_shape(one.caches[0]) or (0, 0, 0, 0)
     heads = static_shape(one.query)
     assert heads is not None

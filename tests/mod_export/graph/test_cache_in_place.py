@@ -21,7 +21,7 @@ from mod_export.graph.rewrites.cached_attention import LOGITS, SLOTS, CacheInPla
 from mod_export.graph.target import check_limits
 from mod_export.types import DType, TargetLimits
 from mod_models.generate import write_rows
-from mod_models.step import COUNTS, Step, cache_layout, slots_of_step, step_inputs, step_outputs
+from mod_models.step import COUNTS, DecodeStep, cache_layout, slots_of_step, step_inputs, step_outputs
 
 IN_PLACE = ENGINES["tensorrt-rtx"].limits
 ROWS_OUT = TargetLimits(name="rows out", max_opset=23, scatter_reduction=False, branches=True)
@@ -51,7 +51,7 @@ def rewritten(model: ir.Model, limits: TargetLimits, dtype: DType) -> ir.Model:
 def test_a_step_leaves_the_cache_of_the_eager_step(name: str, dtype: DType, rows: int) -> None:
     model = generating_model(name, torch.float32)
     spec = model.spec
-    step = Step(spec, rows, WINDOW, slots_of_step(spec, rows, WINDOW)).sharing(model)
+    step = DecodeStep(spec, rows, WINDOW, slots_of_step(spec, rows, WINDOW)).sharing(model)
     graph = rewritten(step_graph(name, rows, "fair"), IN_PLACE, dtype)
     assert graph.opset_imports[""] == 24
     running, outputs = session(graph), [value.name for value in graph.graph.outputs]

@@ -25,7 +25,7 @@ from mod_export.types import DType
 from mod_models.generate import write_rows
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
-from mod_models.step import Step, step_inputs, step_outputs
+from mod_models.step import DecodeStep, step_inputs, step_outputs
 from mod_models.transformer import Transformer
 
 STATES = 9
@@ -80,7 +80,7 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int, width: 
     model = rewritten(name, rows, width)
     spec = for_generation(wide(name, width), WINDOW)
     eager = Transformer(spec).sharing(lively_checkpoint(wide(name, width), 1).module())
-    step = Step(spec, rows, WINDOW).sharing(eager)
+    step = DecodeStep(spec, rows, WINDOW).sharing(eager)
     running = session(model)
     kinds = Counter(node.op_type for node in model.graph.all_nodes())
     # Experts weigh their results with a Softmax.

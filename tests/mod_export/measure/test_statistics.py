@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mod_export.config import LatencyOptions
 from mod_export.measure.statistics import (
-    Comparison,
+    SpeedComparison,
     block_length,
     compare,
     drift_of,
@@ -172,14 +172,14 @@ def made(ratio: float, spread: float, rounds: int = 40, seed: int = 0) -> tuple[
     return ratio * rng.lognormal(0, spread, (rounds, 2)), rng.lognormal(0, spread, (rounds, 2))
 
 
-def compared(ratio: float, spread: float, looks: int = 5, seed: int = 0) -> Comparison:
+def compared(ratio: float, spread: float, looks: int = 5, seed: int = 0) -> SpeedComparison:
     dense_RT, mod_RT = made(ratio, spread, seed=seed)
     return compare(dense_RT, mod_RT, OPTIONS, looks=looks, seed=0)
 
 
-def with_interval(low: float, high: float, covers_one: bool = True) -> Comparison:
+def with_interval(low: float, high: float, covers_one: bool = True) -> SpeedComparison:
     control = Control(measured=1.0, ci99=(0.99, 1.01), covers_one=covers_one)
-    return Comparison(measured=(low + high) / 2, ci95=(low, high), control=control, verdict="faster")
+    return SpeedComparison(measured=(low + high) / 2, ci95=(low, high), control=control, verdict="faster")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ import pytest
 from sample_report import _decode
 from sample_rows import changed, latency_row
 
-from mod_export.rows.speed import ALONE, Measured, measured_from_rows, served_of
+from mod_export.rows.speed import ALONE, EngineSpeed, measured_from_rows, served_of
 from mod_export.types import DType, ModelKind
 
 
-def timed(ms: float, target: str = "ort-cpu", dtype: DType = "float32", **fields: str) -> Measured:
-    return Measured.model_validate(
+def timed(ms: float, target: str = "ort-cpu", dtype: DType = "float32", **fields: str) -> EngineSpeed:
+    return EngineSpeed.model_validate(
         {"model": "mod", "role": "forward", "target": target, "dtype": dtype, "ms": ms, **fields}
     )
 

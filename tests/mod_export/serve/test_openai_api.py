@@ -17,7 +17,7 @@ from serving import PATIENCE_S, Server, held, serving
 from writing import WINDOW
 
 from mod_export.runtime.generator import Generator
-from mod_export.runtime.rows import Text
+from mod_export.runtime.rows import RowText
 
 PROMPT = "def main("
 
@@ -293,7 +293,7 @@ def test_a_step_that_fails_in_a_stream_is_told_in_it(written: Path, monkeypatch:
         writing, metrics = server.writing, server.service.metrics
         wrote = metrics.wrote
 
-        def spoil(text: Text, since_s: float | None) -> None:
+        def spoil(text: RowText, since_s: float | None) -> None:
             """Fills the caches with NaN after the third token."""
             wrote(text, since_s)
             if len(text.completion.ids) == 3:

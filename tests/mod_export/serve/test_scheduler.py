@@ -20,7 +20,7 @@ from writing import WINDOW, prompts_of_lengths
 from mod_export.errors import EngineError, UsageError
 from mod_export.runtime.decoder import Decoder, Prompts
 from mod_export.runtime.generator import Generator, load_generator
-from mod_export.runtime.rows import Text
+from mod_export.runtime.rows import RowText
 from mod_export.serve.scheduler import ClosingError, Ended, Event, QueueFullError, Scheduler, WaitedTooLongError
 
 ROWS = 3
@@ -106,12 +106,12 @@ def test_requests_take_turns(scheduler: Scheduler, generator: Generator) -> None
     began: list[str] = []
 
     class Began:
-        def began(self, text: Text, waited_s: float) -> None:
+        def began(self, text: RowText, waited_s: float) -> None:
             assert waited_s >= 0
             began.append({1: "first", 2: "many", 3: "one", 4: "two"}[text.ids[0]])
 
-        def wrote(self, text: Text, since_s: float | None) -> None: ...
-        def ended(self, text: Text) -> None: ...
+        def wrote(self, text: RowText, since_s: float | None) -> None: ...
+        def ended(self, text: RowText) -> None: ...
         def failed(self, error: Exception, texts: int) -> None: ...
 
     scheduler._observer = Began()

@@ -14,7 +14,7 @@ from mod_export.errors import CheckpointError, ConfigError, TargetError
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
 from mod_export.model.request import Request
-from mod_export.sweep.run import Axes, Cell, cells_of
+from mod_export.sweep.run import Axes, GridCell, cells_of
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -31,8 +31,8 @@ def test_every_combination_in_order(model: Model, config: BuildConfig) -> None:
 
 def test_defaults_are_the_models_and_the_configurations(model: Model, config: BuildConfig) -> None:
     assert cells_of(model, config, Axes(), here=True) == (
-        Cell(capacity=0.125, bucket=Bucket(1, 64), target="ort-cpu"),
-        Cell(capacity=0.125, bucket=Bucket(2, 32), target="ort-cpu"),
+        GridCell(capacity=0.125, bucket=Bucket(1, 64), target="ort-cpu"),
+        GridCell(capacity=0.125, bucket=Bucket(2, 32), target="ort-cpu"),
     )
     crossed = cells_of(model, config, Axes(batches=("4",)), here=True)
     assert [cell.bucket for cell in crossed] == [Bucket(4, 32), Bucket(4, 64)]
@@ -43,7 +43,7 @@ def test_defaults_are_the_models_and_the_configurations(model: Model, config: Bu
 
 def test_names_do_not_collide() -> None:
     names = {
-        Cell(capacity=capacity, bucket=Bucket(1, 8), target="ort-cpu").name
+        GridCell(capacity=capacity, bucket=Bucket(1, 8), target="ort-cpu").name
         for capacity in (None, 0.1234567, 0.1234568, 64.0, 1e-5)
     }
     assert names == {f"{c}-b1s8-ort-cpu" for c in ("own", "c0.1234567", "c0.1234568", "c64", "c1e-05")}
