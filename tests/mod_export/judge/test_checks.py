@@ -12,7 +12,6 @@ from comparisons import GATE, GOOD, SITE, TEXT, allowed_by, errors, with_error, 
 
 from mod_export.judge.checks import (
     CHECKS,
-    ROUNDOFF,
     Allowance,
     Comparison,
     allowance,
@@ -26,6 +25,7 @@ from mod_export.judge.checks import (
     fails_anyway,
     judge,
 )
+from mod_export.judge.compare import ROUNDOFF
 from mod_export.rows.correctness import Gate, InputAgreement, LayerAgreement, ParityRow
 from mod_export.types import DTYPES, Bucket, DType, Setting
 
