@@ -107,7 +107,7 @@ def test_a_limit_of_the_target_is_an_error_before_its_parser_sees_the_graph(
     context: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     low = TargetLimits(name="an old target", max_opset=18)
-    monkeypatch.setattr(type(ENGINES[TARGET]), "dialect", low)
+    monkeypatch.setattr(type(ENGINES[TARGET]), "limits", low)
     with pytest.raises(LimitError, match=r"an old target cannot take this float.* graph: it is of opset 23"):
         passes(context)
 
