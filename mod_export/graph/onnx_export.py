@@ -7,6 +7,7 @@ import copy
 import io
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -121,8 +122,8 @@ CLEAN_UP = (
     common.RemoveUnusedFunctionsPass(),  # type: ignore[no-untyped-call]  # Its __init__ has no annotations.
     common.RemoveUnusedOpsetsPass(),
 )
-_TRANSLATIONS: dict[int, Any] = {}
-"""Opset -> torch's table of translations, once it was made."""
+_TRANSLATIONS: dict[Any, Any] = {}
+"""What torch's table of translations depends on -> the table, once it was made."""
 
 
 def onnx_from_captured(
@@ -268,29 +269,32 @@ def _translations_found_once() -> Iterator[None]:
     """Within this context, torch's exporter gets a copy of its table of translations, which is made once per process.
 
     For every export torch parses the source of five hundred functions again, a quarter of the time of a small graph.
-    The table depends on the opset alone, and our translations are added to the copy. The names are internal to torch; a
-    release that has others makes its table as it does without this.
+    The table depends on the opset, and on whether torchvision is imported; our translations are added to the copy. The
+    names are internal to torch; a release that has others makes its table as it does without this.
     """
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry as Table
 
         make = vars(Table)["from_torchlib"]
     except (ImportError, KeyError):
+        make = None
+    if not isinstance(make, classmethod):  # A static method is the one below, of an export around this one.
         yield
         return
 
-    def copied(opset_version: int) -> Any:
-        if opset_version not in _TRANSLATIONS:
-            _TRANSLATIONS[opset_version] = make.__func__(Table, opset_version)
-        table = copy.copy(_TRANSLATIONS[opset_version])
+    def copied(*args: Any, **kwargs: Any) -> Any:
+        key = (args, *kwargs.items(), "torchvision" in sys.modules)
+        if key not in _TRANSLATIONS:
+            _TRANSLATIONS[key] = make.__func__(Table, *args, **kwargs)
+        table = copy.copy(_TRANSLATIONS[key])
         table.functions = {name: list(functions) for name, functions in table.functions.items()}
         return table
 
-    Table.from_torchlib = staticmethod(copied)  # type: ignore[assignment,method-assign]
+    Table.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Table.from_torchlib = make  # type: ignore[method-assign]
+        Table.from_torchlib = make  # type: ignore[assignment,method-assign]
 
 
 def assert_capacity(

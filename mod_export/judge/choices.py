@@ -466,7 +466,8 @@ def movement(
         if any(_differ(choice, one.outcome(choice, recorder.values), recorder) for one in nudgers([choice]))
     ]
     if not jumping:
-        return _moved(base, [base], rows)
+        still = tuple(np.zeros(len(rows(n, output))) for n, output in enumerate(base.outputs))
+        return Movement(still, {site: np.zeros(len(judged.score_BS)) for site, judged in base.judged.items()})
 
     def moved(some: Sequence[Choice]) -> Movement:
         return _moved(base, [reference.forced(batch, routing, one) for one in nudgers(some)], rows)

@@ -1,1 +1,1 @@
-"""Models to export: what a model has to provide (`protocol`), and how a checkpoint is read (`checkpoint`)."""
+"""Models to export: what a model has to provide (`model`), and how a checkpoint is read (`checkpoint`)."""

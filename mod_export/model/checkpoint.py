@@ -31,13 +31,14 @@ def architectures() -> dict[str, Architecture]:
     """Returns every registered architecture by name.
 
     Raises:
-        CheckpointError: no package registers an architecture, or a registered one cannot be loaded.
+        CheckpointError: no package registers an architecture; or what is registered cannot be loaded, or is something
+            else.
         ImportError: a module of one of mod-export's extras is missing; the command line says which extra.
     """
     loaded: dict[str, Architecture] = {}
     for entry in entry_points(group=GROUP):
         try:
-            loaded[entry.name] = entry.load()
+            architecture = entry.load()
         except (ImportError, AttributeError) as error:
             if isinstance(error, ImportError) and extra_of_import(error) is not None:
                 raise  # The architecture is not broken; an extra of mod-export is not installed.
@@ -45,6 +46,12 @@ def architectures() -> dict[str, Architecture]:
                 f"architecture {entry.name!r} cannot be loaded from {entry.value} ({error}); repair or remove the "
                 "package that registers it"
             ) from error
+        if not isinstance(architecture, Architecture):
+            raise CheckpointError(
+                f"architecture {entry.name!r}: {entry.value} is no mod_export.model.architecture.Architecture; "
+                "repair or remove the package that registers it"
+            )
+        loaded[entry.name] = architecture
     if not loaded:
         raise CheckpointError(f"no architecture is registered in the entry-point group {GROUP}; reinstall mod-export")
     return loaded

@@ -112,7 +112,9 @@ class Model(ABC):
     """
 
     origin = Origin()
-    """Set by what reads the model. A dense baseline of the model's own weights needs none."""
+    """Set by what reads the model, so an instance must accept this attribute. A dense baseline with the model's own
+    weights needs none.
+    """
 
     @property
     def name(self) -> str:
@@ -226,7 +228,7 @@ class Model(ABC):
         return None
 
     def with_capacity(self, capacity: float) -> Model:
-        """Returns a model with the same weights, declarations and origin, and this capacity in every routed layer.
+        """Returns a model with the same weights and declarations, and this capacity in every routed layer.
 
         Raises:
             ValueError: the model cannot have this capacity; the message is for the user.

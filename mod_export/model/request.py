@@ -94,10 +94,14 @@ class Request:
 
 
 def _at_capacity(model: Model, capacity: float | None) -> Model:
+    if capacity is None:
+        return model
     try:
-        return model if capacity is None else model.with_capacity(capacity)
+        changed = model.with_capacity(capacity)
     except ValueError as error:
         raise ConfigError([f"capacity {capacity:g}: {error}"]) from error
+    changed.origin = model.origin
+    return changed
 
 
 def way_of(sources: Sequence[str]) -> Way:

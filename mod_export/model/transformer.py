@@ -135,9 +135,7 @@ class TransformerModel(Model):
         return self.checkpoint.spec.capacity
 
     def with_capacity(self, capacity: float) -> TransformerModel:
-        model = TransformerModel(replace(self.checkpoint, spec=self.checkpoint.spec.with_capacity(capacity)))
-        model.origin = self.origin
-        return model
+        return TransformerModel(replace(self.checkpoint, spec=self.checkpoint.spec.with_capacity(capacity)))
 
     def layers(self, batch: int, seq: int) -> tuple[LayerCost, ...]:
         return tuple(LayerCost(**asdict(cost)) for cost in layer_costs(self.checkpoint.spec, batch, seq))
@@ -308,7 +306,7 @@ class ModTransformer(Architecture):
         dialect: str | None = None,
         capacity: float | None = None,
     ) -> Converted:
-        """See `convert.read_foreign` and `convert.folder.write_folder`."""
+        """See `convert.read_foreign` and `convert.foreign.write_folder`."""
         foreign = read_foreign(source, max_positions, ignored, dialect, capacity)
         write_folder(foreign, out, written)
         return _converted(foreign)

@@ -68,7 +68,7 @@ def cells_of(model: Model, config: BuildConfig, axes: Axes, *, here: bool) -> tu
         ConfigError: values are not numbers, or the model does not accept them; it lists all of them.
         TargetError: a target is unknown, or cannot be measured on this machine.
     """
-    if not (model.routes_depth and model.has_capacity):
+    if model.routes_depth is False or not model.has_capacity:
         raise CheckpointError(f"{model.name}: no layer is routed by a capacity that could be swept")
     if model.dense() is None:
         raise CheckpointError(

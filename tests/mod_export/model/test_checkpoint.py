@@ -73,6 +73,15 @@ def test_a_broken_package_is_named(
         architectures()
 
 
+def test_an_object_of_another_class_is_no_architecture(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    register(monkeypatch, tmp_path, "another", "another_module", "ARCHITECTURE = object()\n")
+    with pytest.raises(
+        CheckpointError,
+        match=r"'another': another_module:ARCHITECTURE is no mod_export\.model\.architecture\.Architecture; repair or",
+    ):
+        architectures()
+
+
 def test_a_file_and_a_folder_give_the_same_model(model: Model, folder_checkpoint: Path) -> None:
     restored = model_from_checkpoint(folder_checkpoint)
     assert (restored.name, model.name) == ("tiny", "tiny")

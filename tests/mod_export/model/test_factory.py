@@ -93,7 +93,7 @@ def test_the_same_function_without_skipping_is_the_baseline(code: Path) -> None:
     model, baseline = model_from_factory(f"{code}:make_model", [BUCKET])
     assert baseline is not None
     assert set(baseline.weights) == set(model.weights)
-    assert baseline.checkpoint_sha256 != model.checkpoint_sha256
+    assert baseline.origin.checkpoint_sha256 != model.origin.checkpoint_sha256
 
 
 def test_another_capacity(code: Path) -> None:

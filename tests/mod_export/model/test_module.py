@@ -103,14 +103,17 @@ def test_tied_weights_are_one_and_buffers_keep_their_dtypes() -> None:
 
 def test_the_same_module_is_the_same_model() -> None:
     first, second = (model_from_module(made("index_put"), token_ids, [SHORT], "mine") for _ in range(2))
-    assert first.checkpoint_sha256 == second.checkpoint_sha256
+    assert first.origin.checkpoint_sha256 == second.origin.checkpoint_sha256
     assert program_model(first).spec == program_model(second).spec
-    assert first.package == "mod_export"
-    assert first.code_sha256
+    assert first.origin.package == "mod_export"
+    assert first.origin.code_sha256
     changed = made("index_put")
     with torch.no_grad():
         changed.head.weight[0, 0] += 1
-    assert model_from_module(changed, token_ids, [SHORT], "mine").checkpoint_sha256 != first.checkpoint_sha256
+    assert (
+        model_from_module(changed, token_ids, [SHORT], "mine").origin.checkpoint_sha256
+        != first.origin.checkpoint_sha256
+    )
 
 
 def test_sixteen_bit_modules_become_float32() -> None:

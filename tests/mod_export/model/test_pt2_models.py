@@ -50,7 +50,7 @@ def test_files_are_the_same_model_as_the_module(masked: list[Path]) -> None:
     model = model_from_pt2(masked)
     direct = loaded(model_from_module(made(Masked), masked_inputs, [SHORT, LONG], "mine"))
     found = loaded(model)
-    assert (model.name, model.architecture) == ("mine-16", "program")
+    assert (model.name, model.origin.architecture) == ("mine-16", "program")
     assert (found.buckets, found.input_names, found.output_names()) == (
         direct.buckets, direct.input_names, direct.output_names()
     )  # fmt: skip

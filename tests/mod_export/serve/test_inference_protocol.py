@@ -19,6 +19,7 @@ from tritonclient.utils import InferenceServerException
 import mod_export
 from mod_export.serve import inference_protocol
 from mod_export.serve.service import Scoring
+from mod_export.types import Unavailable
 
 NAME = "writing"
 
@@ -187,7 +188,7 @@ def test_bodies_that_are_none(server: Server) -> None:
 
 
 def test_a_server_that_reads_no_whole_rows_says_why(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.service, "scoring", "they missed their gates")
+    monkeypatch.setattr(server.service, "scoring", Unavailable("they missed their gates"))
     answer = infer(server, {"inputs": [IDS]})
     assert (answer.status_code, answer.json()["error"]) == (
         400, "this server reads no whole rows: they missed their gates")  # fmt: skip
