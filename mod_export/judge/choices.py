@@ -463,13 +463,13 @@ def movement(
     jumping = [
         choice
         for choice in choices
-        if any(_differ(choice, one.outcome(choice, recorder.values), recorder) for one in nudgers([choice]))
+        if any(_differ(choice, nudger.outcome(choice, recorder.values), recorder) for nudger in nudgers([choice]))
     ]
     if not jumping:
         return _moved(base, [base], rows)
 
     def moved(some: Sequence[Choice]) -> Movement:
-        return _moved(base, [reference.forced(batch, routing, one) for one in nudgers(some)], rows)
+        return _moved(base, [reference.forced(batch, routing, nudger) for nudger in nudgers(some)], rows)
 
     combined = moved(choices)
     if any(nudgers([choice])[0].is_crowded(choice, recorder.values) for choice in jumping):
@@ -497,7 +497,7 @@ def _moved(base: Traced, runs: Sequence[Traced], rows: Rows) -> Movement:
     return Movement(tuple(outputs), scores)
 
 
-def _whole_inputs(found: Movement, base: Traced, rows: Rows) -> Movement:
+def _whole_inputs(combined: Movement, base: Traced, rows: Rows) -> Movement:
     """Gives all rows that belong to one row of the batch the largest change among them. If many entries are nearly
     equal, other entries may win than those that the runs tried.
     """
@@ -509,9 +509,9 @@ def _whole_inputs(found: Movement, base: Traced, rows: Rows) -> Movement:
         batch_R = rows(n, numbers.astype(dtype))[:, :1].reshape(-1).astype(np.int64)
         largest = np.zeros(array.shape[0] if array.ndim else 1)
         if batch_R.size:
-            np.maximum.at(largest, batch_R, found.outputs[n])
-        outputs.append(largest[batch_R] if batch_R.size else found.outputs[n])
-    return replace(found, outputs=tuple(outputs))
+            np.maximum.at(largest, batch_R, combined.outputs[n])
+        outputs.append(largest[batch_R] if batch_R.size else combined.outputs[n])
+    return replace(combined, outputs=tuple(outputs))
 
 
 def _change(rows: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -246,15 +246,15 @@ class TokenByToken(_Borrowed):
         return {name: named[name] for name in outputs or self.outputs}
 
 
-def _prompt_positions(found: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
+def _prompt_positions(outputs: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
     """Returns the positions that ran at a site. The prompt's own counts must agree: overflow is computed from them.
 
     Raises:
         EngineError: the counts do not match the positions.
     """
-    index_K = found[routed_output(site)][0]
+    index_K = outputs[routed_output(site)][0]
     positions: np.ndarray = index_K[index_K >= 0]
-    count, wanted = found["counts"][0, column], found["wanted"][0, column]
+    count, wanted = outputs["counts"][0, column], outputs["wanted"][0, column]
     if count != len(positions) or wanted < count:
         raise EngineError(
             f"the prompt says of {site} that {wanted} tokens chose to run and {count} did, and names "
