@@ -30,7 +30,7 @@ MOST_CUT_OFF_S = 60.0
 
 
 async def slow_readers(setting: Setting) -> list[Check]:
-    """The server cuts off clients that do not read. Others' tokens come as fast as beside clients that do read."""
+    """The server cuts off clients that do not read. Other clients get tokens as fast as beside clients that read."""
     with Served(setting, "slow_readers", stalled_ms=STALLED_MS) as server:
         window = await server.window()
         asked = prompts(STREAMS + 1, 64, setting.seed)

@@ -78,7 +78,7 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
         ):
             for placed in placed_examples:
                 compiled(*placed)
-    except Exception as error:  # torch may raise it, or the model, which runs while it is captured.
+    except Exception as error:  # From torch, or from the model, which runs during capture.
         raise refusal(error, module, placed, where) from error
     finally:
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
@@ -181,7 +181,7 @@ def exported(
     try:
         with torch.no_grad(), _on_the_cpu(module, [example]) as (placed,), without_dumps():
             program = torch.export.export(module, placed, strict=strict)
-    except Exception as error:  # torch may raise it, or the model, which runs while it is captured.
+    except Exception as error:  # From torch, or from the model, which runs during capture.
         raise refusal(error, module, example, where) from error
     refuse_dynamic(program.graph, where)
     return with_found_sites(program)

@@ -288,7 +288,7 @@ class Holder:
 
 
 def _divisor(node: fx.Node) -> Any:
-    """What a remainder is taken by: a number, or the node that computes it; None for other operations."""
+    """The divisor of a remainder: a number, or the node that computes it; None for other operations."""
     if node.target not in WRAPS:
         return None
     return node.args[1] if len(node.args) > 1 else 1.0

@@ -119,9 +119,10 @@ def decoding_parts(
 ) -> list[tuple[Runner, list[Batch]]]:
     """Returns the runs by which a decode engine is judged, each with its texts.
 
-    First, texts of every kind in every row, read from their first token on, as long as the configuration says. Then for
-    every prefill bucket a prompt that fills it and some tokens on the cache that it leaves; after the longest prompt,
-    tokens up to the last slot. For a large model, the first texts are shorter, and the prompts use the last row only.
+    The first run reads texts of every kind in every row token by token, as many tokens as the configuration says. Then
+    each prefill bucket has a run with a prompt that fills it and some tokens on the cache that it leaves; after the
+    longest prompt, tokens up to the last slot. For a large model, the first texts are shorter, and the prompts use the
+    last row only.
     """
     in_turns = config.generation.slots == "fair"
     most = affordable_tokens(reference.model)

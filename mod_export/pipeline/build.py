@@ -89,7 +89,7 @@ class Build:
         generation: GenerationFacts | Unavailable,
         buckets: Sequence[Bucket],
     ) -> None:
-        """Takes what `start` and `open` differ in; call one of these."""
+        """Takes the values in which `start` and `open` differ. Call one of these two instead."""
         self.config, self.facts, self.generation = config, facts, generation
         self.buckets = tuple(buckets)
         self.model: Callable[[ModelKind], Model] = cache(model)
@@ -191,7 +191,7 @@ class Build:
 
     @property
     def plan(self) -> Plan:
-        """The plan; only of a folder that is being built."""
+        """The plan. Only a folder that is being built has one."""
         assert self._plan is not None
         return self._plan
 
@@ -206,7 +206,7 @@ class Build:
         """Environment of this run."""
         return {**describe_machine(), "threads": self.config.latency.threads}
 
-    # Models, and what is made of them.
+    # Models, and objects that are made from them.
 
     def reference(self, kind: ModelKind, role: Role = "forward") -> Reference:
         """Returns the eager model that graphs of a role are judged by."""
@@ -435,7 +435,7 @@ class Build:
         """Returns library versions, including this package's source, as an input of a step."""
         return {"versions": versions("mod_export", *names)}
 
-    # Only of a folder that is being built.
+    # Methods for a folder that is being built.
 
     def planned(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
         """Yields every engine that can still be built, with its portable graph as it was captured."""
@@ -446,7 +446,7 @@ class Build:
                 yield builder, variant, captured[graph.path]
 
     def is_wanted(self, about: Mapping[str, Any]) -> bool:
-        """Says whether it can still be built, and, of a dense baseline, whether there will be a model to compare."""
+        """Says whether this can still be built. Without the model, a dense baseline has nothing to be compared with."""
         return not self.is_lost(about) and not self.is_lost({**about, "model": "mod"})
 
     def leave_out(self, engine: Engine) -> None:

@@ -82,7 +82,7 @@ def validate_folder(
         validate(build)
     except UsageError:
         raise
-    except Exception as error:  # Of any type, because a captured program that was changed may do anything.
+    except Exception as error:  # Of any type: a captured program that was changed may do anything.
         changed = changed_program(build)
         if changed is None:
             raise

@@ -33,7 +33,7 @@ Engines = Mapping[ModelKind, Engine]
 
 
 class RoleStages(ABC):
-    """What the stages do for graphs and engines of one role."""
+    """The parts of the stages that depend on the role of a graph or engine."""
 
     role: Role
 
@@ -195,7 +195,7 @@ class DecodeRole(WritingRole):
 
     def reference(self, build: Build, kind: ModelKind) -> Reference:
         if build.generating(kind).whole_rows.spec == build.model(kind).spec:
-            # Nothing is decided differently, so programs and runs of whole rows hold here as well.
+            # Both forms decide alike, so the programs and runs of whole rows can be used here too.
             return build.reference(kind).returning("logits")
         return Reference(build.generating(kind).whole_rows, kept=build.kept_runs)
 

@@ -257,7 +257,7 @@ def _fixed(value: ir.Value | None, known: Known) -> np.ndarray | None:
 
 
 def _computed(value: ir.Value) -> np.ndarray | None:
-    """The array that the nodes above a value compute from constants alone; None if there are too many, or others."""
+    """The array of a value that follows from constants alone; None for other values, or if it takes too many nodes."""
     nodes: list[ir.Node] = []
     constants: dict[str, np.ndarray] = {}
     waiting, seen = [value], {value}

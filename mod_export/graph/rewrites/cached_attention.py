@@ -446,7 +446,7 @@ VIEWS = ("Reshape", "Unsqueeze", "Squeeze")
 
 
 class _Rotation(NamedTuple):
-    """The rotation of queries and keys: tables (P, E / 2), int64 positions of B elements, and if it is interleaved."""
+    """The rotation of queries and keys: tables (P, E / 2), int64 positions of B elements, whether it interleaves."""
 
     cos: ir.Value
     sin: ir.Value
