@@ -131,7 +131,7 @@ def _name_of(model: object) -> str:
 
 
 def _model(
-    given: torch.nn.Module | str | Path | Sequence[str | Path],
+    model: torch.nn.Module | str | Path | Sequence[str | Path],
     inputs: Inputs | None,
     buckets: Sequence[Bucket],
     name: str,
@@ -140,8 +140,8 @@ def _model(
 ) -> tuple[Model, Model | None]:
     import torch
 
-    if not isinstance(given, torch.nn.Module):
-        sources = (given,) if isinstance(given, (str, Path)) else tuple(given)
+    if not isinstance(model, torch.nn.Module):
+        sources = (model,) if isinstance(model, (str, Path)) else tuple(model)
         request = Request(sources=tuple(map(str, sources)), samples=None if samples is None else Path(samples))
         request.check()
         return request.models(buckets, like)
@@ -152,4 +152,4 @@ def _model(
         raise UsageError(f"{name}: samples belong to .pt2 files; of a module, inputs(batch, seq, seed) gives several")
     if inputs is None:
         raise UsageError(f"{name}: of a module the inputs must be given: inputs=lambda batch, seq: ...")
-    return model_from_module(given, inputs, buckets, name), None
+    return model_from_module(model, inputs, buckets, name), None

@@ -82,14 +82,14 @@ def _weight_bytes(spec: ModelSpec) -> Counter[str]:
     return bytes_of_row
 
 
-def _layer(spec: ModelSpec, layer: int, given: LayerTokens, batch: int, seq: int) -> LayerCost:
+def _layer(spec: ModelSpec, layer: int, tokens: LayerTokens, batch: int, seq: int) -> LayerCost:
     routing = spec.routing if layer in spec.routed_layers else None
     experts = spec.experts if layer in spec.expert_layers else None
     D, H, G, E = spec.d_model, spec.n_heads, spec.n_kv_heads, spec.d_head
-    A, M = given.attended, given.transformed
+    A, M = tokens.attended, tokens.transformed
     flops = {}
     if routing is not None or experts is not None:
-        scored = batch * given.scored * (_scoring(D, routing) if routing else 0)
+        scored = batch * tokens.scored * (_scoring(D, routing) if routing else 0)
         flops["routing"] = 2 * (scored + (batch * M * D * (experts.n_experts + experts.noop_experts) if experts else 0))
     flops["attention_projections"] = 2 * batch * A * D * E * (2 * H + 2 * G)
     flops["attention"] = 4 * batch * H * E * A * A

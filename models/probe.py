@@ -116,10 +116,10 @@ def _loss(model: Transformer, x_BSD: Tensor, ids_BS1: Tensor) -> float:
     return float(next_token_loss(hidden_ND, model.head_weight, ids_BS1[:, 1:].flatten()).cross_entropy)
 
 
-def _table(dense: float, found: Sequence[Cost], skip: float) -> str:
-    parts = list(dict.fromkeys(cost.part for cost in found))
-    cost_of = {(cost.layer, cost.part): cost.cost for cost in found}
-    layers = sorted({cost.layer for cost in found})
+def _table(dense: float, costs: Sequence[Cost], skip: float) -> str:
+    parts = list(dict.fromkeys(cost.part for cost in costs))
+    cost_of = {(cost.layer, cost.part): cost.cost for cost in costs}
+    layers = sorted({cost.layer for cost in costs})
     lines = [f"held-out loss {dense:.4f} nats a token; what it rises by if {skip:.0%} of the tokens skip:", ""]
     lines += [f"{'layer':>5}" + "".join(f"{part:>12}" for part in parts)]
     lines += [f"{layer:>5}" + "".join(f"{cost_of[layer, part]:>+12.4f}" for part in parts) for layer in layers]

@@ -340,39 +340,39 @@ def routed_one(
         N = count_BN.shape[1] if count_BN is not None else 0
         return rows + tuple(x_B1D.new_zeros(B, N, dtype=torch.bool) for _ in range(n_marks))
 
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
+    def run(*args: Tensor) -> tuple[Tensor, ...]:
         row_R = decision.index_R
         if row_R is None:
-            return _part(block, part, given, has_past=past is not None)
-        inputs_R = tuple(torch.index_select(tensor, 0, row_R) for tensor in given)
+            return _part(block, part, args, has_past=past is not None)
+        inputs_R = tuple(torch.index_select(tensor, 0, row_R) for tensor in args)
         outputs = _part(block, part, inputs_R, has_past=past is not None)
-        skipped_outputs = (given[0], *nothing(given[0]))
+        skipped_outputs = (args[0], *nothing(args[0]))
         return tuple(into.index_put((row_R,), new) for into, new in zip(skipped_outputs, outputs, strict=True))
 
-    def skipped(*given: Tensor) -> tuple[Tensor, ...]:
+    def skipped(*args: Tensor) -> tuple[Tensor, ...]:
         # A branch must not return one of its inputs.
-        return given[0].clone(), *nothing(given[0])
+        return args[0].clone(), *nothing(args[0])
 
-    given = (x_B1D, *angles, decision.ran_B, decision.g_B11, *(past or ()), *(() if count_BN is None else (count_BN,)))
-    new_B1D, *outputs = either(decision.ran_B, run, skipped, given) if skip else run(*given)
+    args = (x_B1D, *angles, decision.ran_B, decision.g_B11, *(past or ()), *(() if count_BN is None else (count_BN,)))
+    new_B1D, *outputs = either(decision.ran_B, run, skipped, args) if skip else run(*args)
     n_rows = 0 if past is None else 2
     return Ran(new_B1D, tuple(outputs[:n_rows]), tuple(outputs[n_rows:]))
 
 
-def _part(block: RoutedBlock, part: str, given: tuple[Tensor, ...], *, has_past: bool) -> tuple[Tensor, ...]:
+def _part(block: RoutedBlock, part: str, args: tuple[Tensor, ...], *, has_past: bool) -> tuple[Tensor, ...]:
     """Returns the fields of `Ran` in one tuple; rows that do not run keep their stream."""
-    x_B1D, cos, sin, ran_B, g_B11, *others = given
+    x_B1D, cos, sin, ran_B, g_B11, *rest = args
     attention_B1D = mlp_B1D = None
     rows: tuple[Tensor, ...] = ()
     marks: tuple[Tensor, ...] = ()
     after_B1D = x_B1D
     if has_past:
-        past = Past(*others[:3])
+        past = Past(*rest[:3])
         attention_B1D, *rows_of_two = attended_one(block.attention, block.attention_norm(x_B1D), cos, sin, past)
         rows = tuple(rows_of_two)
         after_B1D = x_B1D + attention_B1D
     if part != "attention":
-        count_BN = others[-1] if len(others) % 3 else None
+        count_BN = rest[-1] if len(rest) % 3 else None
         mlp_B1D, marks = transformed_one(block, after_B1D, ran_B, count_BN)
     new_B1D = COMBINES[block.routing.combine](x_B1D, attention_B1D, mlp_B1D, g_B11)
     return torch.where(ran_B[:, None, None], new_B1D, x_B1D), *rows, *marks

@@ -52,9 +52,9 @@ def _totals(rows: Sequence[Row], by_name: dict[str, dict[str, Row]]) -> str:
     packages = Counter(package for package, _ in classes)
     shares = ", ".join(f"{count} of {package}" for package, count in packages.most_common())
     passed = [
-        f"| {target} | {sum(row['status'] == 'pass' for row in found)} | {len(found)} | {_worst(found)} |"
+        f"| {target} | {sum(row['status'] == 'pass' for row in judged)} | {len(judged)} | {_worst(judged)} |"
         for target in TARGETS
-        if (found := [row for row in rows if row["target"] == target])
+        if (judged := [row for row in rows if row["target"] == target])
     ]
     table = "| target | passed | entries | largest difference |\n|---|---|---|---|\n" + "\n".join(passed)
     return f"{len(by_name)} entries of {len(classes)} classes: {shares}.\n\n{table}\n\n"

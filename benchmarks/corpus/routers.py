@@ -84,8 +84,8 @@ class Routed(nn.Module):
         out = out if self.block_dim == self.dim else out.transpose(0, 1)
         if not isinstance(returned, (tuple, list)):
             return out
-        others = args if keyword_x is not None else args[1:]
-        behind = {place: others[argument] for place, argument in self.handed_on}
+        arguments = args if keyword_x is not None else args[1:]
+        behind = {place: arguments[argument] for place, argument in self.handed_on}
         return (out, *(behind.get(place, returned[place]) for place in range(1, len(returned))))
 
     def call(self, chosen: Tensor, x: Tensor, by_name: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -123,19 +123,23 @@ def largest_error(entry: Entry, model: nn.Module, out: Path, target: str) -> flo
             torch.manual_seed(seed)
             inputs = entry.inputs(ROWS, entry.tokens)
             expected = eager(model, inputs)
-            found = list(engine.infer(_feeds(inputs, next(iter(engine.inputs.values())))).values())
-            if [one.shape for one in found] != [one.shape for one in expected]:
-                raise AssertionError(f"outputs {[x.shape for x in found]} of {[x.shape for x in expected]}")
-            worst = max(worst, *map(relative_error, found, expected))
+            outputs = list(engine.infer(_feeds(inputs, next(iter(engine.inputs.values())))).values())
+            if [output.shape for output in outputs] != [output.shape for output in expected]:
+                raise AssertionError(f"outputs {[x.shape for x in outputs]} of {[x.shape for x in expected]}")
+            worst = max(worst, *map(relative_error, outputs, expected))
     return worst
 
 
 def _feeds(inputs: Inputs, names: Iterable[str]) -> dict[str, np.ndarray]:
     """Arrays by the engine's input names. Named tensors keep their names; those in tuples get the others in order."""
-    own = inputs if isinstance(inputs, dict) else {}
-    named = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
-    others = [value for value in (own.values() if own else inputs) if not own or not isinstance(value, torch.Tensor)]
-    leaves = [leaf for leaf in pytree.tree_leaves(others) if isinstance(leaf, torch.Tensor)]
+    by_name = inputs if isinstance(inputs, dict) else {}
+    named = {name: value for name, value in by_name.items() if isinstance(value, torch.Tensor)}
+    unnamed = [
+        value
+        for value in (by_name.values() if by_name else inputs)
+        if not by_name or not isinstance(value, torch.Tensor)
+    ]
+    leaves = [leaf for leaf in pytree.tree_leaves(unnamed) if isinstance(leaf, torch.Tensor)]
     named |= zip([name for name in names if name not in named], leaves, strict=True)
     return {name: tensor.numpy() for name, tensor in named.items()}
 

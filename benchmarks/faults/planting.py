@@ -47,11 +47,11 @@ def outcome_of(name: str, sound: Path, packages: Path, scratch: Path) -> Outcome
         shutil.rmtree(root)
 
 
-def _outcome(found: Rerun, fault: Fault) -> Outcome:
-    failed = [row for row in found.rows(ParityRow) if not row.passed]
-    looked = [f"{row.path}: {reason}" for row in found.rows(StructureRow) for reason in row.reasons if not row.passed]
-    reasons = (*found.verdict.reasons,)
-    assert bool(reasons) == (found.verdict.status == "fail")
+def _outcome(rerun: Rerun, fault: Fault) -> Outcome:
+    failed = [row for row in rerun.rows(ParityRow) if not row.passed]
+    looked = [f"{row.path}: {reason}" for row in rerun.rows(StructureRow) for reason in row.reasons if not row.passed]
+    reasons = (*rerun.verdict.reasons,)
+    assert bool(reasons) == (rerun.verdict.status == "fail")
     places = [str(row.located.layer) for row in failed if row.located]
     words = {fault.where, str(fault.where).replace("layers.", "layer ")}
     named = fault.where is None or any(word in reason for word in words if word for reason in reasons)

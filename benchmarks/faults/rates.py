@@ -71,11 +71,11 @@ def quiet() -> None:
 def print_faults(names: Sequence[str], pool: ProcessPoolExecutor, folder: Path) -> int:
     """Prints a line for each fault, and returns how many were missed or located wrongly."""
     needed = {FAULTS[name].folder for name in names}
-    waiting = {one: pool.submit(make, folder / one) for one, make in FOLDERS.items() if one in needed}
-    if any("compiled" in one for one in needed):
+    waiting = {name: pool.submit(make, folder / name) for name, make in FOLDERS.items() if name in needed}
+    if any("compiled" in name for name in needed):
         pool.submit(write_packages, folder / "packages").result()
-    for one in waiting.values():
-        one.result()
+    for future in waiting.values():
+        future.result()
     width = max(map(len, names), default=0)
     print(f"{'fault':<{width}}  caught  running  looking  place")
     caught = by_running = local = 0

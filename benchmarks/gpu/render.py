@@ -28,8 +28,8 @@ run it.
 
 def render(docs: Path) -> None:
     """Writes gpu.md in the folder `docs`, from gpu.json there."""
-    found = json.loads((docs / "gpu.json").read_text(encoding="utf-8"))
-    (docs / "gpu.md").write_text(page(found), encoding="utf-8")
+    results = json.loads((docs / "gpu.json").read_text(encoding="utf-8"))
+    (docs / "gpu.md").write_text(page(results), encoding="utf-8")
 
 
 def page(found: dict[str, Any]) -> str:
@@ -47,7 +47,7 @@ def _tables(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
     ran = [step for step in steps if step["status"] == "ran"]
     builds = [step["found"] for step in ran if "latency" in step["found"]]
     devices = [step["found"] for step in ran if "memory" in step["found"]]
-    alone = {_key(row): row["p50_ms"] for found in devices for row in found["one_by_one"]}
+    alone = {_key(row): row["p50_ms"] for device in devices for row in device["one_by_one"]}
     yield _table(
         "## Latency",
         [
@@ -61,7 +61,7 @@ def _tables(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
             "one by one: dense",
             "MoD",
         ],
-        [line for found in builds for line in _speed(found, alone)],
+        [line for build in builds for line in _speed(build, alone)],
     )
     yield _table(
         "## Parity",
@@ -77,12 +77,12 @@ def _tables(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
             "routed",
             "near-ties",
         ],
-        [_parity(row) for found in builds for row in found["parity"]],
+        [_parity(row) for build in builds for row in build["parity"]],
     )
     yield _table(
         "## Memory",
         ["engine", "MiB of the GPU", ""],
-        [[row["engine"], str(row["mib"]), row["what"]] for found in devices for row in found["memory"]],
+        [[row["engine"], str(row["mib"]), row["what"]] for device in devices for row in device["memory"]],
     )
     yield _table(
         "## Steps",
@@ -95,9 +95,9 @@ def _key(row: dict[str, Any]) -> tuple[str, ...]:
     return row["target"], row["dtype"], row["bucket"], row["model"]
 
 
-def _speed(found: dict[str, Any], alone: dict[tuple[str, ...], float]) -> Iterator[list[str]]:
-    ms = {_key(row): row["p50_ms"] for row in found["latency"]}
-    for row in found["speedup"]:
+def _speed(build: dict[str, Any], alone: dict[tuple[str, ...], float]) -> Iterator[list[str]]:
+    ms = {_key(row): row["p50_ms"] for row in build["latency"]}
+    for row in build["speedup"]:
         setting = (row["target"], row["dtype"], row["bucket"])
         low, high = row["ci95"]
         yield [

@@ -141,23 +141,23 @@ async def stream(
     return streamed
 
 
-def _take(found: Streamed, event: bytes) -> bool:
-    """Adds an event to `found`, and returns whether it has text."""
+def _take(streamed: Streamed, event: bytes) -> bool:
+    """Adds an event to `streamed`, and returns whether it has text."""
     data = event.removeprefix(b"data: ")
     if data == b"[DONE]":
-        found.done = True
+        streamed.done = True
         return False
     chunk = json.loads(data)
-    found.error = chunk.get("error") or found.error
+    streamed.error = chunk.get("error") or streamed.error
     if chunk.get("usage"):
-        found.tokens = chunk["usage"]["completion_tokens"]
+        streamed.tokens = chunk["usage"]["completion_tokens"]
     texts = False
     for choice in chunk.get("choices", ()):
         row = choice["index"]
-        found.texts[row] = found.texts.get(row, "") + choice["text"]
+        streamed.texts[row] = streamed.texts.get(row, "") + choice["text"]
         texts = texts or bool(choice["text"])
         if choice["finish_reason"]:
-            found.finishes[row] = choice["finish_reason"]
+            streamed.finishes[row] = choice["finish_reason"]
     return texts
 
 

@@ -80,8 +80,8 @@ def main(words: Sequence[str] | None = None) -> int:
         outcomes.append(run(name, setting))
         print(table(outcomes[-1:]), flush=True)
         print(f"{name}: {'pass' if outcomes[-1].passed else 'FAIL'}, {outcomes[-1].seconds:.0f} s", flush=True)
-    found = {"machine": machine_line(), "seed": options.seed, "scenarios": [outcome.as_json() for outcome in outcomes]}
-    (options.results / "load.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    report = {"machine": machine_line(), "seed": options.seed, "scenarios": [each.as_json() for each in outcomes]}
+    (options.results / "load.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (options.results / "load.md").write_text(f"{machine_line()}\n\n{table(outcomes)}\n", encoding="utf-8")
     failed = [outcome.scenario for outcome in outcomes if not outcome.passed]
     print(f"failed: {', '.join(failed) or 'none'}; the table is in {options.results / 'load.md'}")
@@ -107,9 +107,9 @@ def run(name: str, setting: Setting) -> Outcome:
         outcome.checks.append(holds("the scenario", False, f"{type(error).__name__}: {error}"[:300], "runs to its end"))
         traceback.print_exc()
     outcome.seconds = time.monotonic() - begin
-    others = sum(now - then for now, then in zip(cpu_seconds(), used, strict=True)) / outcome.seconds
-    disturbed = " (disturbed)" if others > QUIET_CORES else ""
-    outcome.checks.append(told("cores that other programs used", f"{max(0.0, others):.2f}{disturbed}"))
+    other_cores = sum(now - then for now, then in zip(cpu_seconds(), used, strict=True)) / outcome.seconds
+    disturbed = " (disturbed)" if other_cores > QUIET_CORES else ""
+    outcome.checks.append(told("cores that other programs used", f"{max(0.0, other_cores):.2f}{disturbed}"))
     return outcome
 
 

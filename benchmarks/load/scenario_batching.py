@@ -23,8 +23,8 @@ LEAST_FACTOR = 2.0
 async def batching(setting: Setting) -> list[Check]:
     """Measures tokens a second of all ways, which take turns, and whether a text depends on the texts beside it."""
     asked = prompts(CLIENTS, 64, setting.seed)
-    with Served(setting, "batching") as eight, Served(setting, "batching-1", ("--rows", "1")) as one:
-        many, single = client_of(eight), client_of(one)
+    with Served(setting, "batching") as eight, Served(setting, "batching-1", ("--rows", "1")) as single_row:
+        many, single = client_of(eight), client_of(single_row)
         ways: dict[str, Callable[[], Awaitable[list[str]]]] = {
             "together": lambda: together(many, asked),
             "in turn": lambda: in_turn(many, asked),
@@ -44,7 +44,7 @@ async def batching(setting: Setting) -> list[Check]:
             [a / b for a, b in zip(speeds["together"], speeds[way], strict=True)]
             for way in ("in turn", "in turn, one row")
         )
-        checks = [told(f"tokens/s, {way}", spread(found, 0)) for way, found in speeds.items()]
+        checks = [told(f"tokens/s, {way}", spread(rates, 0)) for way, rates in speeds.items()]
         checks += [
             told(f"factor of {CLIENTS} at once, median of {ROUNDS} (least to most)", spread(factor)),
             at_least("that factor, median", sorted(factor)[ROUNDS // 2], LEAST_FACTOR, digits=2),
@@ -53,7 +53,7 @@ async def batching(setting: Setting) -> list[Check]:
             told("texts that an engine of one row writes alike", f"{same} of {CLIENTS}"),
         ]
         await asyncio.gather(many.close(), single.close())
-        return [*checks, *await eight.end(), *await one.end()]
+        return [*checks, *await eight.end(), *await single_row.end()]
 
 
 def client_of(server: Served) -> openai.AsyncOpenAI:

@@ -30,12 +30,12 @@ async def _first(setting: Setting) -> list[Check]:
         new = await raw_client.complete(server.port, greedy("def ", 4))
         ready = await raw_client.get(server.port, "/v2/health/ready")
         live = await raw_client.get(server.port, "/v2/health/live")
-        unfinished = sum(not one.done() for one in running)
+        unfinished = sum(not task.done() for task in running)
         streams = await asyncio.gather(*running)
         code = await server.ended()
         return [
             told("texts when SIGTERM came", f"{rows} running, {rows} waiting, {unfinished} unfinished 0.3 s later"),
-            equal("texts that came whole", sum(one.whole and one.tokens == tokens for one in streams), 2 * rows),
+            equal("texts that came whole", sum(reply.whole and reply.tokens == tokens for reply in streams), 2 * rows),
             equal("a new request, its Retry-After", f"{new.status}, {new.headers.get('retry-after')}", "503, 1"),
             equal("/v2/health/ready, /live", f"{ready.status}, {live.status}", "503, 200"),
             equal("exit code", code, 0),
@@ -54,11 +54,11 @@ async def _second(setting: Setting) -> list[Check]:
         server.signal(signal.SIGTERM)
         code = await server.ended()
         took = time.perf_counter() - begin
-        found = await asyncio.gather(*running, return_exceptions=True)
+        results = await asyncio.gather(*running, return_exceptions=True)
         return [
             equal("exit code after a second SIGTERM", code, 143),
             at_most("from the second signal to the end", took, MOST_SECOND_S, " s", 2),
-            equal("clients with no error", sum(not isinstance(one, BROKEN) for one in found), 0),
+            equal("clients with no error", sum(not isinstance(result, BROKEN) for result in results), 0),
             server.log_check(),
         ]
 

@@ -46,36 +46,36 @@ async def fuzz(setting: Setting) -> list[Check]:
         payload = greedy("def main(", 16)
         right = (await raw_client.complete(server.port, payload)).body.split(b'"choices"')[1]
         before = server.sample()
-        found = _Found()
+        tally = _Found()
         rss = []
         waiting = asyncio.create_task(_half_a_body(server.port))
         sent = cases(rng, CASES, name)
         for begin in range(0, CASES, PROBE_EVERY):
-            await _send_all(server.port, sent[begin : begin + PROBE_EVERY], found)
+            await _send_all(server.port, sent[begin : begin + PROBE_EVERY], tally)
             reply = await raw_client.complete(server.port, payload)
             rss.append(server.sample().rss)
-            found.wrong += reply.status != 200 or reply.body.split(b'"choices"')[1] != right
+            tally.wrong += reply.status != 200 or reply.body.split(b'"choices"')[1] != right
         huge = [await _huge(server.port, path) for path in ("/v1/completions", f"/v2/models/{name}/infer")]
         library = {what: await _status(server.port, wrong) for what, wrong in BESIDE_HTTP.items()}
-        prompted = [greedy(one, 16) for one in prompts(rows, 64, setting.seed)]
-        again = await asyncio.gather(*(raw_client.complete(server.port, one) for one in prompted))
-        first = found.problems[0] if found.problems else ""
+        prompted = [greedy(prompt, 16) for prompt in prompts(rows, 64, setting.seed)]
+        again = await asyncio.gather(*(raw_client.complete(server.port, payload) for payload in prompted))
+        first = tally.problems[0] if tally.problems else ""
         return [
             told("requests, seed", f"{CASES}, {setting.seed}"),
-            told("by status", ", ".join(f"{status}: {count}" for status, count in sorted(found.statuses.items()))),
-            holds("answers that are not as they should be", not found.problems,
-                  f"{len(found.problems)}; {dict(found.kinds)}; {first}" if first else "0", "0"),
-            equal("right texts between them that were wrong", found.wrong, 0),
+            told("by status", ", ".join(f"{status}: {count}" for status, count in sorted(tally.statuses.items()))),
+            holds("answers that are not as they should be", not tally.problems,
+                  f"{len(tally.problems)}; {dict(tally.kinds)}; {first}" if first else "0", "0"),
+            equal("right texts between them that were wrong", tally.wrong, 0),
             # The server closes the connection with data unread, which may happen before the client has the answer.
             holds("bodies that are too large", set(huge) <= {"413", "closed"}, ", ".join(huge), "413, or closed"),
             equal("half a body, and nothing after it", await waiting, "408"),
-            holds("what the HTTP library refuses", all(one in LIBRARY for one in library.values()),
+            holds("what the HTTP library refuses", all(status in LIBRARY for status in library.values()),
                   ", ".join(f"{what}: {status}" for what, status in library.items()), "a refusal, or closed"),
             await server.idle(5),
-            equal(f"{rows} at once afterwards", [one.status for one in again].count(200), rows),
+            equal(f"{rows} at once afterwards", [reply.status for reply in again].count(200), rows),
             await server.descriptors_back(before.descriptors),
             told("RSS before, in the middle, at the end",
-                 ", ".join(f"{one / 2**20:.0f}" for one in (before.rss, rss[len(rss) // 2], rss[-1])) + " MiB"),
+                 ", ".join(f"{size / 2**20:.0f}" for size in (before.rss, rss[len(rss) // 2], rss[-1])) + " MiB"),
             at_most("most RSS over that before", (max(rss) - before.rss) / 2**20, MOST_MIB, " MiB"),
             *await server.end(),
         ]  # fmt: skip
@@ -89,18 +89,18 @@ class _Found:
         self.wrong = 0
 
 
-async def _send_all(port: int, sent: list[Case], found: _Found) -> None:
+async def _send_all(port: int, sent: list[Case], tally: _Found) -> None:
     async def client(mine: list[Case]) -> None:
         for case in mine:
             try:
                 reply = await raw_client.exchange(port, case.sent, ANSWER_S)
-                found.statuses[reply.status] += 1
+                tally.statuses[reply.status] += 1
                 wrong = problem(case, reply)
             except BROKEN as error:
                 wrong = f"no answer: {type(error).__name__}"
             if wrong:
-                found.kinds[case.kind] += 1
-                found.problems.append(f"{case.kind}, {case.path[:60]}: {wrong}: {case.sent[-200:]!r}")
+                tally.kinds[case.kind] += 1
+                tally.problems.append(f"{case.kind}, {case.path[:60]}: {wrong}: {case.sent[-200:]!r}")
 
     await asyncio.gather(*(client(sent[number::AT_ONCE]) for number in range(AT_ONCE)))
 

@@ -27,7 +27,7 @@ async def kill(setting: Setting) -> list[Check]:
         before = (await raw_client.complete(server.port, payload)).json()["choices"][0]["text"]
         tokens = await server.window() - 128
         noticed: list[float] = []
-        running = [asyncio.create_task(_kind_of_end(server.port, greedy(one, tokens), noticed)) for one in pieces]
+        running = [asyncio.create_task(_kind_of_end(server.port, greedy(prompt, tokens), noticed)) for prompt in pieces]
         await asyncio.sleep(1.5)
         server.signal(signal.SIGKILL)
         killed = time.perf_counter()

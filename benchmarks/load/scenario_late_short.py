@@ -32,9 +32,9 @@ async def late_short(setting: Setting) -> list[Check]:
         return [
             equal("status of the short request", short.status, 200),
             equal("long texts still being written when it ended", running, rows - 1),
-            holds("long texts that are whole", all(one.whole for one in ended), str(sum(one.whole for one in ended)),
-                  str(rows - 1)),
+            holds("long texts that are whole", all(text.whole for text in ended),
+                  str(sum(text.whole for text in ended)), str(rows - 1)),
             told(f"the short one ({SHORT} tokens, {late:.2f} s late) took", f"{1e3 * short.seconds:.0f} ms"),
-            told(f"the long ones ({window - 128} tokens) took", f"{max(one.seconds for one in ended):.2f} s"),
+            told(f"the long ones ({window - 128} tokens) took", f"{max(text.seconds for text in ended):.2f} s"),
             *await server.end(),
         ]  # fmt: skip

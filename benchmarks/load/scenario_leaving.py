@@ -39,8 +39,8 @@ async def leaving(setting: Setting) -> list[Check]:
             payload = greedy(long, 8) if kind == "prefill" else greedy(asked[0], window - 128)
             payload = {**payload, "stream": kind != "not streaming"}
             for clients in _rounds(CLIENTS // len(KINDS)):
-                found = await asyncio.gather(*(_leave(server.port, payload, kind, rng) for _ in range(clients)))
-                left[kind] += sum(found)
+                unanswered = await asyncio.gather(*(_leave(server.port, payload, kind, rng) for _ in range(clients)))
+                left[kind] += sum(unanswered)
             for task in occupied:
                 task.cancel()
         await asyncio.sleep(0.2)
@@ -48,12 +48,11 @@ async def leaving(setting: Setting) -> list[Check]:
         await running
         idle = await server.idle(10)
         again = await asyncio.gather(*(_text(server.port, greedy(prompt, 96)) for prompt in asked[:rows]))
-        found = await server.metrics()
+        metrics = await server.metrics()
         return [
             equal("clients that left unanswered", sum(left.values()), CLIENTS),
             told("of them", ", ".join(f"{kind} {count}" for kind, count in left.items())),
-            told("texts that the server counted as cancelled",
-                 f"{found.get(CANCELLED, 0):.0f}"),
+            told("texts that the server counted as cancelled", f"{metrics.get(CANCELLED, 0):.0f}"),
             idle,
             equal(f"right texts, {rows} at once, afterwards", sum(a == b for a, b in zip(again, right, strict=False)),
                   rows),

@@ -47,17 +47,17 @@ async def overload(setting: Setting) -> list[Check]:
             answers += (round_answers := await loading)
             goodputs.append(rate(round_answers, WARM_S, LOAD_S)[1])
             capacities.append(await capacity(server.port, payloads, rows, MEASURE_S))
-        tokens_s = [one[1] for one in capacities]
+        tokens_s = [measured[1] for measured in capacities]
         shares = [2 * goodputs[number] / (tokens_s[number] + tokens_s[number + 1]) for number in range(ROUNDS)]
-        refused = [one for one in answers if one.status == 429]
-        late_ms = percentile([1e3 * one.seconds for one in refused], 0.99)
+        refused = [reply for reply in answers if reply.status == 429]
+        late_ms = percentile([1e3 * reply.seconds for reply in refused], 0.99)
         return [
             told(f"capacity in tokens/s ({TOKENS} of each request)", spread(tokens_s, 0)),
             told("offered, refused",
                  f"{len(answers) / ROUNDS / LOAD_S:.0f} requests/s, {len(refused) / len(answers):.0%}"),
-            equal("answers that are neither 200 nor 429", sum(one.status not in (200, 429) for one in answers), 0),
+            equal("answers that are neither 200 nor 429", sum(reply.status not in (200, 429) for reply in answers), 0),
             equal("refusals without Retry-After in seconds",
-                  sum(not (one.retry_after or "").isdigit() for one in refused), 0),
+                  sum(not (reply.retry_after or "").isdigit() for reply in refused), 0),
             at_least("refusals", len(refused), 1),
             at_most("refusal p99", late_ms, MOST_REFUSAL_MS, " ms"),
             told(f"goodput over capacity, {ROUNDS} rounds", spread(shares)),

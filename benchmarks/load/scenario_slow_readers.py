@@ -30,17 +30,17 @@ MOST_CUT_OFF_S = 60.0
 
 
 async def slow_readers(setting: Setting) -> list[Check]:
-    """The server cuts off clients that do not read. Others' tokens come as fast as beside clients that do read."""
+    """The server cuts off clients that do not read. Other clients get tokens as fast as beside clients that read."""
     with Served(setting, "slow_readers", stalled_ms=STALLED_MS) as server:
         window = await server.window()
         asked = prompts(STREAMS + 1, 64, setting.seed)
-        payloads = [greedy(one, window - 128, n=TEXTS, logprobs=20, stream=True) for one in asked[:STREAMS]]
+        payloads = [greedy(prompt, window - 128, n=TEXTS, logprobs=20, stream=True) for prompt in asked[:STREAMS]]
         at_first = server.sample()
         right = (await raw_client.stream(server.port, greedy(asked[-1], OTHER_TOKENS))).texts[0]
-        other = _Other(server.port, greedy(asked[-1], OTHER_TOKENS), right)
-        reading = [asyncio.create_task(_read_on(server.port, one)) for one in payloads]
+        other_client = _Other(server.port, greedy(asked[-1], OTHER_TOKENS), right)
+        reading = [asyncio.create_task(_read_on(server.port, payload)) for payload in payloads]
         until = time.monotonic() + READ_S
-        beside_readers = await other.run(lambda: time.monotonic() < until)
+        beside_readers = await other_client.run(lambda: time.monotonic() < until)
         for task in reading:
             task.cancel()
         await asyncio.gather(*reading, return_exceptions=True)
@@ -53,7 +53,7 @@ async def slow_readers(setting: Setting) -> list[Check]:
             ports = [_open_unread(stack, server.port, payload) for payload in payloads]
             while len(_connected(server, ports)) < STREAMS and time.monotonic() - begin < ACCEPTED_S:
                 await asyncio.sleep(0.05)
-            beside_unread = await other.run(
+            beside_unread = await other_client.run(
                 lambda: bool(_connected(server, ports)) and time.monotonic() - begin < MOST_CUT_OFF_S
             )
             left, cut_off_s = _connected(server, ports), time.monotonic() - begin
@@ -62,7 +62,7 @@ async def slow_readers(setting: Setting) -> list[Check]:
             descriptors = await server.descriptors_back(before.descriptors)
         slower = percentile(beside_unread, 0.5) / percentile(beside_readers, 0.5)
         late = percentile(beside_unread, 0.99) / percentile(beside_readers, 0.99)
-        peak = max(one.rss for one in samples)
+        peak = max(sample.rss for sample in samples)
         return [
             told("streams", f"{STREAMS} of {TEXTS} texts of {window - 128} tokens with 20 logprobs; limit "
                             f"{STALLED_MS / 1e3:g} s"),
@@ -74,9 +74,9 @@ async def slow_readers(setting: Setting) -> list[Check]:
                  f"{_shown(beside_readers)} beside clients that read, {_shown(beside_unread)} beside these"),
             at_most("how much longer p50 is", slower, MOST_TIMES_SLOWER, " times", 2),
             at_most("how much longer p99 is", late, MOST_TIMES_LATER, " times", 2),
-            equal("its wrong texts", f"{other.wrong} of {other.texts}", f"0 of {other.texts}"),
+            equal("its wrong texts", f"{other_client.wrong} of {other_client.texts}", f"0 of {other_client.texts}"),
             told("RSS at first, before them, most beside them",
-                 ", ".join(f"{one / 2**20:.0f}" for one in (at_first.rss, before.rss, peak)) + " MiB"),
+                 ", ".join(f"{size / 2**20:.0f}" for size in (at_first.rss, before.rss, peak)) + " MiB"),
             at_most("most RSS over that at first", (peak - at_first.rss) / 2**20, MOST_MIB, " MiB"),
             *await server.end(),
         ]  # fmt: skip

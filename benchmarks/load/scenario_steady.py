@@ -45,7 +45,7 @@ async def steady(setting: Setting) -> list[Check]:
         samples: list[Sample] = []
         cpu_before = psutil.Process().cpu_times(), server.process.cpu_times()
         watching = asyncio.create_task(server.watch(samples))
-        found = await locust(setting, server, {"payloads": payloads, "seconds": setting.steady_s, "times": times})
+        results = await locust(setting, server, {"payloads": payloads, "seconds": setting.steady_s, "times": times})
         watching.cancel()
         del samples[int(setting.steady_s) :]
         cpu_after = server.process.cpu_times()
@@ -53,11 +53,11 @@ async def steady(setting: Setting) -> list[Check]:
         return [
             told("capacity, requests of 64 tokens", f"{most['requests_s']:.1f} requests/s"),
             told("offered", f"{offered:.1f} requests/s for {setting.steady_s / 60:.1f} minutes"),
-            equal("failed of all requests", f"{found['failed']} of {found['sent']}", f"0 of {len(times)}"),
-            equal("prompts that got more than one text", found["prompts_with_several_texts"], 0),
-            told("time to first token, p50, p95, p99", milliseconds(found["first_s"])),
-            told("between tokens, p50, p95, p99", milliseconds(found["between_s"], 1)),
-            told("whole request, p50, p95, p99", milliseconds(found["whole_s"])),
+            equal("failed of all requests", f"{results['failed']} of {results['sent']}", f"0 of {len(times)}"),
+            equal("prompts that got more than one text", results["prompts_with_several_texts"], 0),
+            told("time to first token, p50, p95, p99", milliseconds(results["first_s"])),
+            told("between tokens, p50, p95, p99", milliseconds(results["between_s"], 1)),
+            told("whole request, p50, p95, p99", milliseconds(results["whole_s"])),
             told("cores that the server used", f"{cores:.2f}"),
             *flat(samples, before),
             await server.descriptors_back(before.descriptors),

@@ -90,14 +90,16 @@ async def open_loop(port: int, payloads: Sequence[Mapping[str, Any]], times: Seq
 
 def rate(answers: Sequence[Answered], begin: float, end: float) -> tuple[float, float]:
     """Returns texts and tokens a second, counting texts that were complete between two times."""
-    inside = [one for one in answers if one.status == 200 and begin <= one.ended <= end]
-    return len(inside) / (end - begin), sum(one.tokens for one in inside) / (end - begin)
+    inside = [answer for answer in answers if answer.status == 200 and begin <= answer.ended <= end]
+    return len(inside) / (end - begin), sum(answer.tokens for answer in inside) / (end - begin)
 
 
 def wrong_texts(answers: Sequence[Answered], right: Mapping[int, str] | None = None) -> int:
     """Counts texts that differ from the right text of their prompt, or, if there is none, from its first answer."""
     known = dict(right or {})
-    return sum(known.setdefault(one.prompt, one.text) != one.text for one in answers if one.status == 200)
+    return sum(
+        known.setdefault(answer.prompt, answer.text) != answer.text for answer in answers if answer.status == 200
+    )
 
 
 async def capacity(port: int, payloads: Sequence[Mapping[str, Any]], rows: int, seconds: float) -> tuple[float, float]:

@@ -84,7 +84,7 @@ def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path:
     for axes, label, of in zip(both, about, (lambda row: row["tokens_run"], _speed), strict=True):
         axes.plot([1], [untouched["perplexity"]], "kx", label="dense, as given")
         for number, part in enumerate(dict.fromkeys(row["parts"] for row in rows)):
-            for row in (one for one in rows if one["parts"] == part):
+            for row in (row for row in rows if row["parts"] == part):
                 at = (of(row), math.exp(row["next_token_loss"]))
                 if row["speed"] is None:
                     axes.plot(*at, "o", color=f"C{number}", label="dense, trained as long")

@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
         print(f"[{number}/{len(grid)}] {run_way(way, options, corpus)}", flush=True)
         text = corpus.name if options.data is None else options.data.name
         about = {"model": options.model.name, "text": text, "steps": options.steps, "batch": options.batch}
-        render(options.results, options.docs, [one.name for one in grid], {**about, "seq": options.seq})
+        render(options.results, options.docs, [way.name for way in grid], {**about, "seq": options.seq})
     return 0
 
 

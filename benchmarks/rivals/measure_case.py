@@ -40,13 +40,15 @@ def measure(
     matrix products of the model's sizes in the same rounds. A route that failed to prepare, open or run has the reason
     instead of times.
     """
-    chosen = [one for one in routes if one.precision == precision]
-    anchor = [one for one in routes if (one.name, one.precision) == (ANCHOR, "float32") and precision != "float32"]
-    steps = [REFERENCE, PORTABLE, *(one.step for one in (*chosen, *anchor))]
+    chosen = [route for route in routes if route.precision == precision]
+    anchor = [
+        route for route in routes if (route.name, route.precision) == (ANCHOR, "float32") and precision != "float32"
+    ]
+    steps = [REFERENCE, PORTABLE, *(route.step for route in (*chosen, *anchor))]
     missing = prepare(ALL_STEPS, dict.fromkeys(steps), case, folder)
     if reason := missing.get(REFERENCE) or missing.get(PORTABLE):
         raise RuntimeError(f"{case.name}: {reason}")
-    names = {**{one.name: one for one in chosen}, **{_title(one, precision): one for one in anchor}}
+    names = {**{route.name: route for route in chosen}, **{_title(route, precision): route for route in anchor}}
     openers: dict[str, Any] = {
         name: (opened, (route, case, folder, threads)) for name, route in names.items() if route.step not in missing
     }
@@ -121,10 +123,10 @@ def _sizes(case: Case) -> list[tuple[int, int, int]]:
 
 
 def _products(case: Case, threads: int) -> dict[str, Callable[[], None]]:
-    products = [product("onnxruntime", threads, *one) for one in _sizes(case)]
+    products = [product("onnxruntime", threads, *size) for size in _sizes(case)]
 
     def run() -> None:
-        for one in products:
-            one()
+        for multiply in products:
+            multiply()
 
     return {GEMM: run}

@@ -30,10 +30,12 @@ def measure(
     """Returns milliseconds to the first token and tokens per second of every round, by program and batch, and the
     quality and a sample of each program. A program that failed to prepare, open or run has the reason instead.
     """
-    chosen = {one.name: one for one in routes if one.precision == precision}
+    chosen = {route.name: route for route in routes if route.precision == precision}
     if precision != "float32":
-        chosen |= {f"{ANCHOR}, float32": one for one in routes if (one.name, one.precision) == (ANCHOR, "float32")}
-    missing = prepare(STEPS, dict.fromkeys((MODELS, *(one.step for one in chosen.values()))), case, folder)
+        chosen |= {
+            f"{ANCHOR}, float32": route for route in routes if (route.name, route.precision) == (ANCHOR, "float32")
+        }
+    missing = prepare(STEPS, dict.fromkeys((MODELS, *(route.step for route in chosen.values()))), case, folder)
     if MODELS in missing:
         raise RuntimeError(f"{case.name}: {missing[MODELS]}")
     openers = {
@@ -48,7 +50,7 @@ def measure(
         taken, failed_later = rounds(turns, WARMUP, FEWEST_ROUNDS, seconds)
     failed |= {name: reason for (name, _), reason in failed_later.items()}
     spec, machine = dense_checkpoint(case).spec, describe_machine()
-    ran = [one["ran"] for one in answers.values() if one.get("ran")]
+    ran = [answer["ran"] for answer in answers.values() if answer.get("ran")]
     return {
         "model": case.name, "trained": bool(case.model), "capacity": case.capacity,
         "prompt": case.prompt, "new": case.new, "judged": case.judged, "window": case.window,

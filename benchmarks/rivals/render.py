@@ -153,8 +153,8 @@ def _read(results: Path, kind: str) -> list[Found]:
     )
 
 
-def _place(one: Found) -> tuple[object, ...]:
-    return "XSML".index(one["size"]), one["vocab"], one["batch"], one["seq"], one["threads"]
+def _place(cell: Found) -> tuple[object, ...]:
+    return "XSML".index(cell["size"]), cell["vocab"], cell["batch"], cell["seq"], cell["threads"]
 
 
 def case_name(one: Found) -> str:
@@ -189,10 +189,10 @@ def _exceeds(route: Found, kind: str, most_error: float) -> bool:
 
 
 def _head(rows: Sequence[Found], texts: Sequence[Found]) -> str:
-    found = [*rows, *texts]
-    machine = found[0]["machine"]
-    versions = sorted({(name, version) for one in found for name, version in one["versions"].items()})
-    rounds = min(len(ms) for ms in _samples(found))
+    cells = [*rows, *texts]
+    machine = cells[0]["machine"]
+    versions = sorted({(name, version) for cell in cells for name, version in cell["versions"].items()})
+    rounds = min(len(ms) for ms in _samples(cells))
     return HEAD.format(
         summary=table(SUMMARY, filter(any, (_in_short(precision, rows, texts) for precision in PRECISIONS))),
         rounds=rounds,
@@ -202,9 +202,9 @@ def _head(rows: Sequence[Found], texts: Sequence[Found]) -> str:
     )
 
 
-def _samples(found: Sequence[Found]) -> Iterator[Sequence[float]]:
-    for one in found:
-        for route in one["routes"].values():
+def _samples(cells: Sequence[Found]) -> Iterator[Sequence[float]]:
+    for cell in cells:
+        for route in cell["routes"].values():
             yield from route.get("ms", {}).values()
             yield from (batch["tokens_per_s"] for batch in route.get("batches", {}).values())
 
@@ -212,17 +212,17 @@ def _samples(found: Sequence[Found]) -> Iterator[Sequence[float]]:
 def _in_short(precision: str, rows: Sequence[Found], texts: Sequence[Found]) -> list[str]:
     """Returns a line of the summary; an empty one if nothing was measured in this precision."""
     gains: list[list[float]] = [[] for _ in SUMMARY[1:]]
-    for one in rows:
+    for cell in rows:
         dense, mod, rival = (
-            fastest(one, kind, ours=ours) for kind, ours in (("dense", True), ("mod", True), ("mod", False))
+            fastest(cell, kind, ours=ours) for kind, ours in (("dense", True), ("mod", True), ("mod", False))
         )
-        if one["precision"] == precision and dense and mod:
+        if cell["precision"] == precision and dense and mod:
             gains[0].append(dense[1] / mod[1])
             if rival:
                 gains[1].append(rival[1] / mod[1])
-    for one in texts:
+    for cell in texts:
         for at, batch in enumerate(("1", "8")):
-            if one["precision"] == precision and (compared := against(one, batch)):
+            if cell["precision"] == precision and (compared := against(cell, batch)):
                 gains[2 + 2 * at].append(compared.mod / compared.dense)
                 gains[3 + 2 * at].append(compared.mod / compared.rival)
     return [precision, *map(_range, gains)] if any(gains) else []
@@ -233,11 +233,11 @@ def _range(values: Sequence[float]) -> str:
     return " to ".join(dict.fromkeys(ends))
 
 
-def _row_tables(found: Sequence[Found]) -> Iterator[str]:
-    measured = [precision for precision in PRECISIONS if any(one["precision"] == precision for one in found)]
+def _row_tables(cells: Sequence[Found]) -> Iterator[str]:
+    measured = [precision for precision in PRECISIONS if any(cell["precision"] == precision for cell in cells)]
     qualities = []
     for precision in measured:
-        chosen = [one for one in found if one["precision"] == precision]
+        chosen = [cell for cell in cells if cell["precision"] == precision]
         names = names_in(chosen)
         yield f"### Whole rows in {precision}\n"
         yield _times(chosen, names)
@@ -254,73 +254,73 @@ def _row_tables(found: Sequence[Found]) -> Iterator[str]:
     yield RATES
     yield table(
         ["precision", "case", "threads", "roofline", "dense", "MoD", "speed-up", "efficiency"],
-        [_rates(one) for precision in measured for one in found if one["precision"] == precision],
+        [_rates(cell) for precision in measured for cell in cells if cell["precision"] == precision],
     )
 
 
-def _times(found: Sequence[Found], names: Sequence[str]) -> str:
+def _times(cells: Sequence[Found], names: Sequence[str]) -> str:
     columns = {
-        "ours : rival": [_of_kinds(one, _ratio) for one in found],
-        "minima": [_of_kinds(one, partial(_ratio, summary=min)) for one in found],
-        "same quality": [_of_kinds(one, _ratio_to_equal) for one in found],
+        "ours : rival": [_of_kinds(cell, _ratio) for cell in cells],
+        "minima": [_of_kinds(cell, partial(_ratio, summary=min)) for cell in cells],
+        "same quality": [_of_kinds(cell, _ratio_to_equal) for cell in cells],
     }
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     return table(
         ["case", "threads", *names, *columns],
         [
-            [one["name"], threads_of(one), *(_both(one, name) for name in names), *cells]
-            for one, *cells in zip(found, *columns.values(), strict=True)
+            [cell["name"], threads_of(cell), *(_both(cell, name) for name in names), *cells]
+            for cell, *cells in zip(cells, *columns.values(), strict=True)
         ],
     )
 
 
-def _both(one: Found, name: str) -> str:
+def _both(cell: Found, name: str) -> str:
     """Returns the times of the dense and of the MoD model."""
-    return " / ".join(shown for kind in KINDS if (shown := _shown(time_of(one, kind, name))))
+    return " / ".join(shown for kind in KINDS if (shown := _shown(time_of(cell, kind, name))))
 
 
-def _of_kinds(one: Found, ratio: Callable[[Found, str], tuple[float, str] | None]) -> str:
+def _of_kinds(cell: Found, ratio: Callable[[Found, str], tuple[float, str] | None]) -> str:
     """Returns a ratio for the dense and for the MoD model; a dash where there is none."""
-    ratios = [ratio(one, kind) for kind in KINDS]
-    return " / ".join(f"{found[0]:.2f}" if found else "-" for found in ratios) if any(ratios) else ""
+    ratios = [ratio(cell, kind) for kind in KINDS]
+    return " / ".join(f"{pair[0]:.2f}" if pair else "-" for pair in ratios) if any(ratios) else ""
 
 
-def _ratio(one: Found, kind: str, worse: float = math.inf, summary: Summary = medians) -> tuple[float, str] | None:
+def _ratio(cell: Found, kind: str, worse: float = math.inf, summary: Summary = medians) -> tuple[float, str] | None:
     """Returns the time of our fastest route divided by that of the fastest rival, and the rival's name. A rival's error
     must be at most `worse` times ours.
     """
-    own = fastest(one, kind, ours=True, summary=summary)
-    if own is None:
+    ours = fastest(cell, kind, ours=True, summary=summary)
+    if ours is None:
         return None
-    error = max(one["routes"][own[0]]["quality"][kind]["error"] * worse, ROUNDING)
-    rival = fastest(one, kind, ours=False, summary=summary, most_error=error)
-    return None if rival is None else (own[1] / rival[1], rival[0])
+    error = max(cell["routes"][ours[0]]["quality"][kind]["error"] * worse, ROUNDING)
+    rival = fastest(cell, kind, ours=False, summary=summary, most_error=error)
+    return None if rival is None else (ours[1] / rival[1], rival[0])
 
 
-def _ratio_to_equal(one: Found, kind: str) -> tuple[float, str] | None:
+def _ratio_to_equal(cell: Found, kind: str) -> tuple[float, str] | None:
     """Returns the ratio to the fastest rival of the same quality, or None if it is the fastest of all."""
-    ratio = _ratio(one, kind, WORSE)
-    return None if ratio == _ratio(one, kind) else ratio
+    ratio = _ratio(cell, kind, WORSE)
+    return None if ratio == _ratio(cell, kind) else ratio
 
 
-def _quality(found: Sequence[Found], name: str) -> list[str]:
+def _quality(cells: Sequence[Found], name: str) -> list[str]:
     """Returns the smallest agreement and the largest error over all cases, for both kinds."""
-    qualities = [one["routes"][name]["quality"] for one in found if one["routes"].get(name, {}).get("quality")]
+    qualities = [cell["routes"][name]["quality"] for cell in cells if cell["routes"].get(name, {}).get("quality")]
     if not qualities:
         return [""] * 4
-    least = [f"{min(one[kind]['agreement'] for one in qualities):.2%}" for kind in KINDS]
-    return [*least, *(f"{max(one[kind]['error'] for one in qualities):.2g}" for kind in KINDS)]
+    least = [f"{min(quality[kind]['agreement'] for quality in qualities):.2%}" for kind in KINDS]
+    return [*least, *(f"{max(quality[kind]['error'] for quality in qualities):.2g}" for kind in KINDS)]
 
 
-def _rates(one: Found) -> list[str]:
-    roofline = float(one["gemm_flops"]) / medians(one["gemm_ms"]) / 1e6
-    row = [one["precision"], one["name"], threads_of(one), f"{roofline:.0f}"]
-    times = {kind: fastest(one, kind, ours=True) for kind in KINDS}
+def _rates(cell: Found) -> list[str]:
+    roofline = float(cell["gemm_flops"]) / medians(cell["gemm_ms"]) / 1e6
+    row = [cell["precision"], cell["name"], threads_of(cell), f"{roofline:.0f}"]
+    times = {kind: fastest(cell, kind, ours=True) for kind in KINDS}
     ms = {kind: time[1] for kind, time in times.items() if time}
     if len(ms) < len(KINDS):
         return [*row, *[""] * 4]
-    rates = [f"{one['needed_flops'][kind] / ms[kind] / 1e6:.0f}" for kind in KINDS]
-    gain, ideal = ms["dense"] / ms["mod"], one["needed_flops"]["dense"] / one["needed_flops"]["mod"]
+    rates = [f"{cell['needed_flops'][kind] / ms[kind] / 1e6:.0f}" for kind in KINDS]
+    gain, ideal = ms["dense"] / ms["mod"], cell["needed_flops"]["dense"] / cell["needed_flops"]["mod"]
     return [*row, *rates, f"{gain:.2f}x", f"{gain / ideal:.2f}"]
 
 
@@ -328,13 +328,13 @@ def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:,.4g}"
 
 
-def _rows_figure(found: Sequence[Found], path: Path) -> None:
+def _rows_figure(cells: Sequence[Found], path: Path) -> None:
     """Draws both kinds of all routes of the first case, at its largest number of threads, for each precision."""
-    case = found[0]["name"]
-    most = max(cell["threads"] for cell in found if cell["name"] == case)
+    case = cells[0]["name"]
+    most = max(cell["threads"] for cell in cells if cell["name"] == case)
     groups = []
     for precision in PRECISIONS:
-        for cell in found:
+        for cell in cells:
             if (cell["name"], cell["precision"], cell["threads"]) == (case, precision, most):
                 rows = [
                     (
@@ -352,4 +352,4 @@ def _rows_figure(found: Sequence[Found], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    render(*(Path(given) for given in (sys.argv[1:] or ("build/benchmarks", "docs"))))
+    render(*(Path(path) for path in (sys.argv[1:] or ("build/benchmarks", "docs"))))

@@ -81,11 +81,11 @@ def _tables_of_model(cells: Sequence[Found]) -> Iterator[str]:
     )
 
 
-def _model(one: Found) -> str:
-    weights = "trained" if one["trained"] else "initial weights"
+def _model(cell: Found) -> str:
+    weights = "trained" if cell["trained"] else "initial weights"
     return (
-        f"{one['name']} (d={one['d_model']} L={one['n_layers']}, vocabulary {one['vocab']:,}, {weights}; "
-        f"MoD at {one['capacity']:.1%})"
+        f"{cell['name']} (d={cell['d_model']} L={cell['n_layers']}, vocabulary {cell['vocab']:,}, {weights}; "
+        f"MoD at {cell['capacity']:.1%})"
     )
 
 
@@ -127,13 +127,13 @@ def against(one: Found, batch: str) -> Compared | None:
     return Compared(dense, mod, rivals[best], best)
 
 
-def _ratios(one: Found, batch: str) -> list[str] | None:
-    rates = against(one, batch)
+def _ratios(cell: Found, batch: str) -> list[str] | None:
+    rates = against(cell, batch)
     if rates is None:
         return None
-    predicted = f"{one['predicted_bytes']:.2f}" if batch == "1" and one["predicted_bytes"] else ""
+    predicted = f"{cell['predicted_bytes']:.2f}" if batch == "1" and cell["predicted_bytes"] else ""
     ratios = (rates.dense / rates.rival, rates.mod / rates.rival, rates.mod / rates.dense)
-    return [threads_of(one), batch, rates.rival_name, *(f"{ratio:.2f}" for ratio in ratios), predicted]
+    return [threads_of(cell), batch, rates.rival_name, *(f"{ratio:.2f}" for ratio in ratios), predicted]
 
 
 def text_figure(found: Sequence[Found], path: Path) -> None:

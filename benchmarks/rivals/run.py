@@ -63,12 +63,12 @@ def text_cases(given: argparse.Namespace) -> list[TextCase]:
     return cases
 
 
-def _cells(subject: str, given: argparse.Namespace, measure: Callable[..., dict[str, Any]]) -> Iterator[Cell]:
+def _cells(subject: str, options: argparse.Namespace, measure: Callable[..., dict[str, Any]]) -> Iterator[Cell]:
     for precision in PRECISIONS:
-        for threads in given.threads:
+        for threads in options.threads:
             name = f"{subject}-{precision}-t{threads}"
-            if any(fnmatch(name, pattern) for pattern in given.only):
-                yield Cell(subject, name, partial(_measured, measure, precision, threads, given.seconds))
+            if any(fnmatch(name, pattern) for pattern in options.only):
+                yield Cell(subject, name, partial(_measured, measure, precision, threads, options.seconds))
 
 
 def _measured(

@@ -32,10 +32,10 @@ def threads_of(one: Found) -> str:
 def failures(found: Sequence[Found]) -> list[str]:
     """Returns a line with the reason for every route that has no time in some cell."""
     places: dict[tuple[str, str], list[str]] = {}
-    for one in found:
-        for name, route in one["routes"].items():
+    for cell in found:
+        for name, route in cell["routes"].items():
             if route["failed"]:
-                places.setdefault((name, route["failed"]), []).append(f"{one['name']} at {one['threads']} threads")
+                places.setdefault((name, route["failed"]), []).append(f"{cell['name']} at {cell['threads']} threads")
     return [f"* No time of {name} ({', '.join(where)}): {reason}" for (name, reason), where in places.items()]
 
 
@@ -45,7 +45,7 @@ def medians(values: Sequence[float]) -> float:
 
 def names_in(found: Sequence[Found]) -> list[str]:
     """Returns the routes, ours first, otherwise in the order of their measurement."""
-    seen = {name: route["ours"] for one in found for name, route in one["routes"].items()}
+    seen = {name: route["ours"] for cell in found for name, route in cell["routes"].items()}
     return sorted(seen, key=lambda name: not seen[name])
 
 

@@ -89,10 +89,13 @@ class OurWriter:
                     first.setdefault(piece.row, time.perf_counter())
                     early += 1
         end = time.perf_counter()
-        rows = [list(one.ids) for one in stream.completions]
+        rows = [list(completion.ids) for completion in stream.completions]
         last = max(first.values())
         read = ids_BS.size + sum(map(len, rows)) - len(rows)
-        ran = {site: sum(one.ran[site] for one in stream.completions) / read for site in stream.completions[0].ran}
+        ran = {
+            site: sum(completion.ran[site] for completion in stream.completions) / read
+            for site in stream.completions[0].ran
+        }
         return Written(last - begin, end - last, sum(map(len, rows)) - early, rows, ran)
 
     def logits(self, ids: np.ndarray) -> np.ndarray:
@@ -125,15 +128,18 @@ def our_targets() -> tuple[str, ...]:
 
 STEPS: dict[str, tuple[str | None, Callable[[TextCase, Path], None]]] = {
     MODELS: (None, write_models),
-    **{f"llama.cpp-{one}": (MODELS, partial(rivals.write_llama_cpp, one)) for one in ("bfloat16", "int8", "int4")},
     **{
-        f"onnxruntime-genai-{one}": (MODELS, partial(rivals.write_onnxruntime_genai, one))
-        for one in ("float32", "int8", "int4")
+        f"llama.cpp-{precision}": (MODELS, partial(rivals.write_llama_cpp, precision))
+        for precision in ("bfloat16", "int8", "int4")
+    },
+    **{
+        f"onnxruntime-genai-{precision}": (MODELS, partial(rivals.write_onnxruntime_genai, precision))
+        for precision in ("float32", "int8", "int4")
     },
     "openvino-genai": (MODELS, rivals.write_openvino_genai),
     **{
-        f"openvino-genai-{one}": ("openvino-genai", partial(rivals.write_openvino_compressed, one))
-        for one in ("int8", "int4")
+        f"openvino-genai-{precision}": ("openvino-genai", partial(rivals.write_openvino_compressed, precision))
+        for precision in ("int8", "int4")
     },
     **{
         f"ours-{target}-{dtype}": (

@@ -43,17 +43,22 @@ def measured(folder: Path, spec: ModelSpec) -> dict[str, Any]:
     text_N = read_corpus().held_out.id_N
     batches = [batch_at(text_N, EVAL_ROWS, SEQ + 1, EVAL_SEED + i) for i in range(EVAL_BATCHES)]
     model = trained_model(folder, spec)
-    found = [losses(model, ids_BS1) for ids_BS1 in batches]
-    accuracies = [one.metrics[name] for one in found for name in one.metrics if name.startswith("predictor_accuracy")]
+    by_batch = [losses(model, ids_BS1) for ids_BS1 in batches]
+    accuracies = [
+        batch_losses.metrics[name]
+        for batch_losses in by_batch
+        for name in batch_losses.metrics
+        if name.startswith("predictor_accuracy")
+    ]
     result: dict[str, Any] = {
-        "bits_per_byte": _bits([one.next_token for one in found]),
+        "bits_per_byte": _bits([batch_losses.next_token for batch_losses in by_batch]),
         "predictor_accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
-        "overflow": _means(found, "overflow"),
+        "overflow": _means(by_batch, "overflow"),
     }
     if accuracies:
         causal = trained_model(folder, spec, "predictor")
         again = [losses(causal, ids_BS1) for ids_BS1 in batches]
-        result["predictor_bits_per_byte"] = _bits([one.next_token for one in again])
+        result["predictor_bits_per_byte"] = _bits([batch_losses.next_token for batch_losses in again])
         result["predictor_overflow"] = _means(again, "overflow")
     if spec.routing is not None:
         result |= _routing(model, batches)
@@ -65,9 +70,12 @@ def _bits(nats: list[Tensor]) -> float:
     return float(torch.stack(nats).mean()) / math.log(2)
 
 
-def _means(found: list[Any], prefix: str) -> dict[str, float]:
-    names = [name for name in found[0].metrics if name.startswith(f"{prefix}/")]
-    return {name.partition("/")[2]: sum(one.metrics[name] for one in found) / len(found) for name in names}
+def _means(by_batch: list[Any], prefix: str) -> dict[str, float]:
+    names = [name for name in by_batch[0].metrics if name.startswith(f"{prefix}/")]
+    return {
+        name.partition("/")[2]: sum(batch_losses.metrics[name] for batch_losses in by_batch) / len(by_batch)
+        for name in names
+    }
 
 
 def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
@@ -80,10 +88,10 @@ def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
         logits_BSV = model.logits(model.hidden(ids_BS, torch.full((len(ids_BS),), SEQ), decisions))
         p_BSV = torch.softmax(logits_BSV, -1)
         entropies.append(-(p_BSV * p_BSV.clamp(min=1e-12).log2()).sum(-1).flatten())
-        depth = {site: one for site, one in decisions.made.items() if not is_expert(site)}
-        for site, one in depth.items():
-            scores.setdefault(str(site), []).append(one.score_BT.flatten())
-        selected = [torch.zeros(ids_BS.shape).scatter(1, one.position_BK, 1.0) for one in depth.values()]
+        depth = {site: decision for site, decision in decisions.made.items() if not is_expert(site)}
+        for site, decision in depth.items():
+            scores.setdefault(str(site), []).append(decision.score_BT.flatten())
+        selected = [torch.zeros(ids_BS.shape).scatter(1, decision.position_BK, 1.0) for decision in depth.values()]
         passes.append(torch.stack(selected).mean(0).flatten())
     entropy, share = torch.cat(entropies), torch.cat(passes)
     edges = torch.quantile(entropy[:: max(1, len(entropy) // 100_000)], torch.linspace(0, 1, BINS + 1))
@@ -91,8 +99,8 @@ def _routing(model: Transformer, batches: list[Tensor]) -> dict[str, Any]:
     pairs = torch.stack([entropy, share])
     return {
         "scores": {site: torch.cat(many)[:20_000].tolist() for site, many in scores.items()},
-        "entropy_bins": [float(entropy[one].mean()) for one in inside],
-        "share_by_entropy": [float(share[one].mean()) for one in inside],
+        "entropy_bins": [float(entropy[mask].mean()) for mask in inside],
+        "share_by_entropy": [float(share[mask].mean()) for mask in inside],
         "entropy_correlation": float(torch.corrcoef(pairs)[0, 1]) if share.std() > 0 else 0.0,
     }
 
@@ -102,5 +110,7 @@ def _map(model: Transformer, text_N: Tensor) -> dict[str, Any]:
     ids_1S = batch_at(text_N, 1, SEQ, MAP_SEED)
     decisions = Decisions()
     model.hidden(ids_1S, torch.tensor([SEQ]), decisions)
-    layers = {str(site): one.position_BK[0].tolist() for site, one in decisions.made.items() if not is_expert(site)}
+    layers = {
+        str(site): decision.position_BK[0].tolist() for site, decision in decisions.made.items() if not is_expert(site)
+    }
     return {"ids": ids_1S[0].tolist(), "layers": layers}

@@ -135,11 +135,11 @@ def _answers(runs: Results) -> list[tuple[str, str]]:
     ]
 
 
-def _against(runs: Results, one: str, other: str) -> str:
-    """Says whether the loss of `one` is lower on every seed, and the differences. Pairs runs by their order."""
-    if one not in runs or other not in runs:
+def _against(runs: Results, name: str, other_name: str) -> str:
+    """Says whether the loss of `name` is below that of `other_name` on every seed. Pairs runs by their order."""
+    if name not in runs or other_name not in runs:
         return ""
-    pairs = zip(runs[one], runs[other], strict=False)
+    pairs = zip(runs[name], runs[other_name], strict=False)
     differences = [a["bits_per_byte"] - b["bits_per_byte"] for a, b in pairs]
     better = sum(difference < 0 for difference in differences)
     verdict = {len(differences): "holds", 0: "does not hold"}.get(better, "undecided")

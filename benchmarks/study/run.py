@@ -34,7 +34,7 @@ def folder_of(results: Path, studied: Studied, seed: int) -> Path:
 def train_one(results: Path, name: str, seed: int, budget: float) -> str:
     """Trains and measures one model on one thread, unless that has been done; returns a line to show."""
     torch.set_num_threads(1)
-    studied = next(one for one in STUDIED if one.name == name)
+    studied = next(studied for studied in STUDIED if studied.name == name)
     folder = folder_of(results, studied, seed)
     done = folder / "result.json"
     if done.exists():
@@ -60,8 +60,8 @@ def _curve(log: Path) -> list[dict[str, float]]:
     """(step, held-out bits per byte) of every evaluation."""
     with log.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    held = "held_out_bits_per_byte"
-    return [{"step": int(row["step"]), "bits_per_byte": float(row[held])} for row in rows if row.get(held)]
+    column = "held_out_bits_per_byte"
+    return [{"step": int(row["step"]), "bits_per_byte": float(row[column])} for row in rows if row.get(column)]
 
 
 def main() -> int:

@@ -106,13 +106,13 @@ def _exit_code(function: Callable[..., int], *, verbosity: int, **arguments: Any
 
 
 def _say_warning(
-    others: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
+    show_default: Callable[..., None], message: Warning | str, category: type[Warning], *where: Any, **more: Any
 ) -> None:
     """Shows our own warnings like the messages of a command, because a line of our code is no use to a user."""
     if issubclass(category, UnverifiedWarning):
         click.echo(f"warning: {message}", err=True)
     else:
-        others(message, category, *where, **more)
+        show_default(message, category, *where, **more)
 
 
 def _missing_package(error: ImportError, name: str) -> UsageError | None:

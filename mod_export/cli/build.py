@@ -97,10 +97,10 @@ def build(
 
     overrides = {"max_memory": max_memory, "buckets": buckets}
     config = config_of(config_file, targets, **{name: value for name, value in overrides.items() if value is not None})
-    here = {source: fetched(source) for source in (*models, *baseline)}
+    paths = {source: fetched(source) for source in (*models, *baseline)}
     request = Request(
-        sources=tuple(here[named] for named in models),
-        baseline=tuple(here[named] for named in baseline),
+        sources=tuple(paths[named] for named in models),
+        baseline=tuple(paths[named] for named in baseline),
         samples=samples,
         capacity=capacity,
     )

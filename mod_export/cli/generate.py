@@ -155,9 +155,9 @@ def _check(prompts: Sequence[Prompt], *, chat: bool, ids: bool, system: str | No
         raise UsageError("expected a prompt; give it as TEXT, or with --prompt, --prompt-file or --ids")
 
 
-def _variables(given: Sequence[str]) -> dict[str, Any]:
+def _variables(assignments: Sequence[str]) -> dict[str, Any]:
     variables = {}
-    for assignment in given:
+    for assignment in assignments:
         name, _, value = assignment.partition("=")
         try:
             variables[name] = json.loads(value)  # Without a "=" the value is empty, which is not valid JSON either.

@@ -70,10 +70,10 @@ def targets(verbosity: int) -> int:
     missing = missing_modules("build")
     width = max(map(len, ENGINES))
     for name, engine in ENGINES.items():
-        found = engine.availability()
-        able = [verb for verb, can in (("builds", found.builds and not missing), ("runs", found.runs)) if can]
-        reason = found.reason
-        if found.builds and missing:
+        status = engine.availability()
+        able = [verb for verb, can in (("builds", status.builds and not missing), ("runs", status.runs)) if can]
+        reason = status.reason
+        if status.builds and missing:
             reason += f'; to build, pip install "mod-export[build]" (missing: {", ".join(missing)})'
         click.echo(f"{name:<{width}}  {', '.join(able) or '-':<12}  {reason}")
     return 0

@@ -140,8 +140,8 @@ class InductorCuda(AotInductor):
         package, metadata, tensors = self.opened(
             root, engine, weights, device, run_single_threaded=True, device_index=options.device
         )
-        where, here = f"{self.name} {engine.path}", architecture(options.device)
-        check_architecture(engine.path, metadata["gpu"], here)
+        where, gpu = f"{self.name} {engine.path}", architecture(options.device)
+        check_architecture(engine.path, metadata["gpu"], gpu)
         # A probe with replaced weights runs only once, so recording would not pay.
         return CudaRunner(package, metadata, tensors, where, device, cuda_graph=options.cuda_graph and weights is None)
 

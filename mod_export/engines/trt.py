@@ -228,14 +228,14 @@ class _LoggerBase(EngineBuilder):
     def _options(self, config: BuildConfig) -> dict[str, int | str]:
         return {}
 
-    def _run_problem(self, found: Mapping[str, Any]) -> str:
-        return str(found["run_problem"])
+    def _run_problem(self, probe: Mapping[str, Any]) -> str:
+        return str(probe["run_problem"])
 
-    def _reason(self, found: Mapping[str, Any]) -> str:
-        problem = found["build_problem"] or self._run_problem(found)
-        if not found["version"]:
+    def _reason(self, probe: Mapping[str, Any]) -> str:
+        problem = probe["build_problem"] or self._run_problem(probe)
+        if not probe["version"]:
             return str(problem)
-        return f"{self.title} {found['version']}" + (f", {problem}" if problem else f" on {found['devices'][0]}")
+        return f"{self.title} {probe['version']}" + (f", {problem}" if problem else f" on {probe['devices'][0]}")
 
 
 def runner_from_engine(library: str, path: Path, where: str, provider: str) -> TensorRTRunner:
@@ -310,7 +310,7 @@ class TensorRTRTX(_LoggerBase):
             if known and arch not in known
         ]
 
-    def _run_problem(self, found: Mapping[str, Any]) -> str:
-        if found["devices"] and found["devices"][0] not in found["architectures"]:
-            return f"which has no kernels for this GPU ({found['devices'][0]})"
-        return super()._run_problem(found)
+    def _run_problem(self, probe: Mapping[str, Any]) -> str:
+        if probe["devices"] and probe["devices"][0] not in probe["architectures"]:
+            return f"which has no kernels for this GPU ({probe['devices'][0]})"
+        return super()._run_problem(probe)

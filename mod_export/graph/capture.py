@@ -78,7 +78,7 @@ def prove_static(module: torch.nn.Module, examples: Sequence[Sequence[torch.Tens
         ):
             for placed in placed_examples:
                 compiled(*placed)
-    except Exception as error:  # torch may raise it, or the model, which runs while it is captured.
+    except Exception as error:  # From torch, or from the model, which runs during capture.
         raise refusal(error, module, placed, where) from error
     finally:
         breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
@@ -108,8 +108,8 @@ def _on_the_cpu(
     """Context in which the tensors of a module on the meta device are fake tensors of the CPU; it yields examples that
     are such tensors. A module on another device, and its examples, stay as they are.
     """
-    state = {one: (dict(one._parameters), dict(one._buffers)) for one in module.modules()}
-    tensors = [*module.parameters(), *module.buffers(), *(one for example in examples for one in example)]
+    state = {part: (dict(part._parameters), dict(part._buffers)) for part in module.modules()}
+    tensors = [*module.parameters(), *module.buffers(), *(tensor for example in examples for tensor in example)]
     if not any(tensor.is_meta for tensor in tensors):
         yield [tuple(example) for example in examples]
         return
@@ -125,14 +125,14 @@ def _on_the_cpu(
         return made[tensor]
 
     try:
-        for one, (parameters, buffers) in state.items():
-            one._parameters.update((name, placed(value)) for name, value in parameters.items() if value is not None)  # type: ignore[misc]  # It is one.
-            one._buffers.update((name, placed(value)) for name, value in buffers.items() if value is not None)
+        for part, (parameters, buffers) in state.items():
+            part._parameters.update((name, placed(value)) for name, value in parameters.items() if value is not None)  # type: ignore[misc]  # It is one.
+            part._buffers.update((name, placed(value)) for name, value in buffers.items() if value is not None)
         yield [tuple(map(placed, example)) for example in examples]
     finally:
-        for one, (parameters, buffers) in state.items():
-            one._parameters.update(parameters)
-            one._buffers.update(buffers)
+        for part, (parameters, buffers) in state.items():
+            part._parameters.update(parameters)
+            part._buffers.update(buffers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +181,7 @@ def exported(
     try:
         with torch.no_grad(), _on_the_cpu(module, [example]) as (placed,), without_dumps():
             program = torch.export.export(module, placed, strict=strict)
-    except Exception as error:  # torch may raise it, or the model, which runs while it is captured.
+    except Exception as error:  # From torch, or from the model, which runs during capture.
         raise refusal(error, module, example, where) from error
     refuse_dynamic(program.graph, where)
     return with_found_sites(program)

@@ -67,7 +67,7 @@ def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[F
     rows = _rows_of_inputs(program)
     flows, known = flows_of(program, list(selectors(program.graph)))
     sites: list[FoundSite] = []
-    others: list[Flow] = []
+    other_flows: list[Flow] = []
     for flow in flows:
         order = None
         if flow.selector.is_order:
@@ -78,8 +78,8 @@ def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[F
         if is_site:
             sites.append(_in_the_row(flow, order, sites, known))
         else:
-            others.append(flow)
-    return sites, others
+            other_flows.append(flow)
+    return sites, other_flows
 
 
 def _part_that_runs(flow: Flow) -> slice | None:
@@ -286,23 +286,25 @@ class _Marker:
         if positions is not None:
             self._positions[selector.indices] = positions
 
-    def _add(self, one: Selector, target: Any, *args: Any) -> fx.Node:
-        return add_node(self._graph, one.node, target, *args)
+    def _add(self, selector: Selector, target: Any, *args: Any) -> fx.Node:
+        return add_node(self._graph, selector.node, target, *args)
 
-    def _again(self, one: Selector, node: fx.Node) -> fx.Node:
-        return node if node is one.node else self._graph.node_copy(node, lambda before: self._again(one, before))
+    def _again(self, selector: Selector, node: fx.Node) -> fx.Node:
+        return node if node is selector.node else self._graph.node_copy(node, lambda arg: self._again(selector, arg))
 
-    def _rows(self, one: Selector, node: fx.Node, size: int) -> fx.Node:
+    def _rows(self, selector: Selector, node: fx.Node, size: int) -> fx.Node:
         """Reshapes a node to (B, size)."""
-        if one.rows == 1 or not one.is_tokens_first:
-            return self._add(one, ATEN.reshape.default, node, [one.rows, size])
-        return self._add(one, ATEN.t.default, self._add(one, ATEN.reshape.default, node, [size, one.rows]))
+        if selector.rows == 1 or not selector.is_tokens_first:
+            return self._add(selector, ATEN.reshape.default, node, [selector.rows, size])
+        return self._add(
+            selector, ATEN.t.default, self._add(selector, ATEN.reshape.default, node, [size, selector.rows])
+        )
 
-    def _as_before(self, one: Selector, index: fx.Node, before: fx.Node) -> fx.Node:
+    def _as_before(self, selector: Selector, index: fx.Node, before: fx.Node) -> fx.Node:
         """Reshapes indices (B, K) to the shape that the selection returned."""
-        turned = one.rows > 1 and one.is_tokens_first
-        index = self._add(one, ATEN.t.default, index) if turned else index
-        return self._add(one, ATEN.reshape.default, index, list(shape_of(before)))
+        turned = selector.rows > 1 and selector.is_tokens_first
+        index = self._add(selector, ATEN.t.default, index) if turned else index
+        return self._add(selector, ATEN.reshape.default, index, list(shape_of(before)))
 
     def _positions_of(self, site: FoundSite) -> fx.Node | None:
         """The node of the row positions (B, T) that the site selects from; None if it selects from the whole row."""

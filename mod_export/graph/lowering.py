@@ -44,7 +44,7 @@ TAKEN_APART = {*JOINS, ATEN.cross_entropy_loss.default}
 """Operators that torch decomposes itself. The exporter ignores label smoothing and probability targets of losses."""
 PRODUCTS: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ATEN.baddbmm.default: torch.bmm, ATEN.addmm.default: torch.mm, ATEN.addmv.default: torch.mv,
-    ATEN.addr.default: torch.outer, ATEN.addbmm.default: lambda one, other: torch.bmm(one, other).sum(0),
+    ATEN.addr.default: torch.outer, ATEN.addbmm.default: lambda a, b: torch.bmm(a, b).sum(0),
 }  # fmt: skip
 """Operator -> product that it adds to beta times a tensor. If beta is 0, that tensor may hold anything, even NaN."""
 
@@ -147,7 +147,7 @@ def _lowered_products(node: fx.Node) -> Lowered | None:
     if argument_of(node, "beta") != 0:
         return None
     product = PRODUCTS[node.target]
-    return lambda _, one, other, *, beta, alpha=1: product(one, other) * alpha
+    return lambda _, a, b, *, beta, alpha=1: product(a, b) * alpha
 
 
 def _lowered_conv3d(node: fx.Node) -> Lowered | None:
@@ -155,7 +155,7 @@ def _lowered_conv3d(node: fx.Node) -> Lowered | None:
     if argument_of(node, "bias") is not None:
         return None
     return lambda x, weight, _=None, *rest, **named: ATEN.conv3d.default(
-        x, weight, weight.new_zeros(weight.shape[0]), *rest, **{key: one for key, one in named.items() if key != "bias"}
+        x, weight, weight.new_zeros(weight.shape[0]), *rest, **{key: v for key, v in named.items() if key != "bias"}
     )
 
 
@@ -186,10 +186,10 @@ def _attention(
     lead = torch.broadcast_shapes(query.shape[:-2], *leads)  # type: ignore[no-untyped-call]  # torch has no annotations there.
     *rows, heads = [1] * (2 - len(lead)) + list(lead)
 
-    def of_four(tensor: Tensor, own: int = heads) -> Tensor:
+    def of_four(tensor: Tensor, count: int = heads) -> Tensor:
         # A mask may lack outer dimensions, because it is the same for all of them.
         tensor = tensor.reshape(*[1] * (len(rows) + 3 - tensor.dim()), *tensor.shape)
-        return tensor.expand(*rows, own, *tensor.shape[-2:]).reshape(-1, own, *tensor.shape[-2:])
+        return tensor.expand(*rows, count, *tensor.shape[-2:]).reshape(-1, count, *tensor.shape[-2:])
 
     def of_keys(tensor: Tensor) -> Tensor:
         return of_four(tensor, tensor.shape[-3] if shares_heads and tensor.dim() > 2 else heads)
@@ -228,30 +228,30 @@ def _summed(tensor: Tensor, names: str, wanted: set[str]) -> tuple[Tensor, str]:
 
 
 def _in_order(tensor: Tensor, names: str, wanted: str) -> Tensor:
-    return tensor if names == wanted else tensor.permute([names.index(one) for one in wanted])
+    return tensor if names == wanted else tensor.permute([names.index(name) for name in wanted])
 
 
 def _product(
-    one: Tensor, names: str, other: Tensor, others: str, wanted: set[str], size: dict[str, int]
+    left: Tensor, names: str, right: Tensor, right_names: str, wanted: set[str], size: dict[str, int]
 ) -> tuple[Tensor, str]:
     """The product and its labels: first the wanted labels of both operands, then those of only one operand."""
-    shared = [name for name in names if name in others]
+    shared = [name for name in names if name in right_names]
     batch = "".join(name for name in shared if name in wanted)
     inner = "".join(name for name in shared if name not in wanted)
-    rows = "".join(name for name in names if name not in others)
-    columns = "".join(name for name in others if name not in names)
+    rows = "".join(name for name in names if name not in right_names)
+    columns = "".join(name for name in right_names if name not in names)
 
     def shape(*parts: str) -> list[int]:
         return [size[name] for part in parts for name in part]
 
-    one, other = _in_order(one, names, batch + rows + inner), _in_order(other, others, batch + inner + columns)
+    left, right = _in_order(left, names, batch + rows + inner), _in_order(right, right_names, batch + inner + columns)
     if not inner:
-        one = one.reshape(shape(batch, rows) + [1] * len(columns))
-        return one * other.reshape(shape(batch) + [1] * len(rows) + shape(columns)), batch + rows + columns
+        left = left.reshape(shape(batch, rows) + [1] * len(columns))
+        return left * right.reshape(shape(batch) + [1] * len(rows) + shape(columns)), batch + rows + columns
     k = math.prod(shape(inner))
     # Without a batch, the second operand is like the weight of a linear layer, which reads rows of any shape.
     folded = [math.prod(shape(rows))] if batch else shape(rows)
-    product = one.reshape([*shape(batch), *folded, k]) @ other.reshape([*shape(batch), k, math.prod(shape(columns))])
+    product = left.reshape([*shape(batch), *folded, k]) @ right.reshape([*shape(batch), k, math.prod(shape(columns))])
     return product.reshape(shape(batch, rows, columns)), batch + rows + columns
 
 

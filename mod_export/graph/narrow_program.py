@@ -59,7 +59,7 @@ def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
     wanted = NARROW[dtype]
     module = copy.deepcopy(program.graph_module)
     graph, state = module.graph, dict(program.state_dict)
-    for node in [one for one in graph.nodes if one.target is aten._assert_tensor_metadata.default]:
+    for node in [node for node in graph.nodes if node.target is aten._assert_tensor_metadata.default]:
         graph.erase_node(node)
     weights = {
         spec.arg.name: str(spec.target)
@@ -67,9 +67,11 @@ def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
         if spec.kind is InputKind.PARAMETER
     }
     deciding = _deciding(graph, weights)
-    products = [one for one in graph.nodes if one.target in PRODUCTS and one not in deciding and _is_float32(one)]
-    readers = {*products, *(one for one in graph.nodes if one.target in TABLES)}
-    stored = [one for one in graph.nodes if one.name in weights and _is_float32(one) and _only_read_by(one, readers)]
+    products = [node for node in graph.nodes if node.target in PRODUCTS and node not in deciding and _is_float32(node)]
+    readers = {*products, *(node for node in graph.nodes if node.target in TABLES)}
+    stored = [
+        node for node in graph.nodes if node.name in weights and _is_float32(node) and _only_read_by(node, readers)
+    ]
     for node in stored:
         name = weights[node.name]
         node.meta["val"] = node.meta["val"].to(wanted)
@@ -115,7 +117,7 @@ def _is_float32(node: Any) -> bool:
 
 def _read_by(product: fx.Node) -> set[fx.Node]:
     """The operands of a product, before any cast."""
-    return {one.all_input_nodes[0] if one.target is aten.to.dtype else one for one in product.all_input_nodes}
+    return {node.all_input_nodes[0] if node.target is aten.to.dtype else node for node in product.all_input_nodes}
 
 
 def _deciding(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:

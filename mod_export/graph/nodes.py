@@ -182,10 +182,10 @@ def _module(node: ir.Node) -> str | None:
     Any other node gets the latest layer among the nearest nodes that it reads from. If there is none, it gets the only
     layer that reads from it, or else a module that it reads from.
     """
-    above = _nearest(node, lambda one: one.predecessors())
+    above = _nearest(node, lambda n: n.predecessors())
     if above and max(above)[0] > UNNUMBERED:
         return max(above)[1]
-    below = {found for found in _nearest(node, lambda one: one.successors()) if found[0] > UNNUMBERED}
+    below = {layer for layer in _nearest(node, lambda n: n.successors()) if layer[0] > UNNUMBERED}
     if len(below) == 1:
         return below.pop()[1]
     return min(above)[1] if above else None

@@ -247,10 +247,10 @@ class Known:
 
     def _weighted(self, node: fx.Node) -> Any:
         """One-hot rows or a mask after a product with unknown gates, which count as 1; None for any other operation."""
-        if not any(_is_mask(self.value(one)) for one in node.all_input_nodes):
+        if not any(_is_mask(self.value(source)) for source in node.all_input_nodes):
             return None
-        one, two = self.run(node, {}, 1.0), self.run(node, {}, 2.0)
-        return compact(one) if _is_mask(one) and isinstance(two, Tensor) and torch.equal(two, one * 2) else None
+        ones, twos = self.run(node, {}, 1.0), self.run(node, {}, 2.0)
+        return compact(ones) if _is_mask(ones) and isinstance(twos, Tensor) and torch.equal(twos, ones * 2) else None
 
     def _whatever_else(self, node: fx.Node) -> Any:
         """The result if only shape or dtype of the unknown inputs are used; None if their values may matter."""
@@ -292,7 +292,7 @@ def bases_after_write(node: fx.Node, value: Any, values: Values) -> list[tuple[f
     chain: list[Any] = [node.args[written]]
     while isinstance(chain[-1], fx.Node) and is_view(chain[-1]) and chain[-1].args:
         chain.append(chain[-1].args[0])
-    if not all(isinstance(one, fx.Node) for one in chain):
+    if not all(isinstance(member, fx.Node) for member in chain):
         return []
     base = values(chain[-1])
     base = filled(chain[-1], 0.0) if base is None else base
@@ -300,11 +300,11 @@ def bases_after_write(node: fx.Node, value: Any, values: Values) -> list[tuple[f
         return []
     base = base.clone(memory_format=torch.contiguous_format)
     changed: list[tuple[fx.Node, Tensor]] = [(chain[-1], base)]
-    for one in reversed(chain[:-1]):
-        view = ran(one, dict(changed).get)
+    for member in reversed(chain[:-1]):
+        view = ran(member, dict(changed).get)
         if not isinstance(view, Tensor):
             return []
-        changed.append((one, view))
+        changed.append((member, view))
     if changed[-1][1].shape != value.shape:
         return []
     changed[-1][1].copy_(value)
@@ -533,8 +533,8 @@ def broadcast_labels(labels: Sequence[Tensor], shape: Sequence[int]) -> Tensor |
     return result
 
 
-def _are_same(one: Tensor, two: Tensor) -> bool:
-    first, second = narrowest(one), narrowest(two)
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    first, second = narrowest(a), narrowest(b)
     return first.shape == second.shape and torch.equal(first, second)
 
 

@@ -277,9 +277,11 @@ def _line_of(lines: Sequence[_Line], packages: Collection[str]) -> _Line | None:
 def _line_of_node(node: fx.Node) -> _Line | None:
     # The text is read from the trace too, because a program can come from another machine: its files are not opened.
     frames = _FRAME.finditer(node.stack_trace or "")
-    classes = [str(one[1]) for one in node.meta.get("nn_module_stack", {}).values() if len(one) > 1]
+    classes = [str(entry[1]) for entry in node.meta.get("nn_module_stack", {}).values() if len(entry) > 1]
     packages = {re.sub(r"^<class '", "", name).partition(".")[0] for name in classes}
-    return _line_of([_Line(one["file"], int(one["line"]), (one["text"] or "").strip()) for one in frames], packages)
+    return _line_of(
+        [_Line(frame["file"], int(frame["line"]), (frame["text"] or "").strip()) for frame in frames], packages
+    )
 
 
 def _is_foreign(file: str) -> bool:
@@ -304,10 +306,10 @@ def _packages_of(module: torch.nn.Module) -> set[str]:
 
 
 def _line_of_error(error: Exception, module: torch.nn.Module) -> _Line | None:
-    frames = [(one.filename, one.lineno or 0) for one in getattr(error, "real_stack", None) or ()]
+    frames = [(frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or ()]
     # For a recompilation, only the message names the line.
-    frames = frames or [(one["file"], int(one["line"])) for one in _FRAME.finditer(str(error))]
-    ran = [(one.filename, one.lineno or 0) for one in traceback.extract_tb(error.__traceback__)]
+    frames = frames or [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(str(error))]
+    ran = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     lines = [_Line(file, number, linecache.getline(file, number).strip()) for file, number in ran + frames]
     return _line_of(lines, _packages_of(module))
 

@@ -219,11 +219,11 @@ def _cumprod(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor
     return x
 
 
-def _cdist(one: Tensor, other: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
+def _cdist(x: Tensor, y: Tensor, p: float = 2.0, compute_mode: int | None = None) -> Tensor:
     """Distances computed from differences, as they are defined: matrix products would lose digits."""
-    difference = (one[..., :, None, :] - other[..., None, :, :]).abs()
+    difference = (x[..., :, None, :] - y[..., None, :, :]).abs()
     if p == 0:
-        return (difference != 0).to(one.dtype).sum(-1)
+        return (difference != 0).to(x.dtype).sum(-1)
     if p == math.inf:
         return difference.amax(-1)
     if p == 2:
@@ -285,16 +285,16 @@ def _log_sigmoid(x: Tensor) -> Tensor:
     return -torch.relu(-x) - _log_of_one_and(-x.abs())
 
 
-def _logaddexp(one: Tensor, other: Tensor) -> Tensor:
-    largest = torch.maximum(one, other)
+def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
+    largest = torch.maximum(x, y)
     # Equal numbers are treated apart, because the difference of equal infinities is NaN.
-    return torch.where(one == other, largest + math.log(2), largest + _log_of_one_and(-(one - other).abs()))
+    return torch.where(x == y, largest + math.log(2), largest + _log_of_one_and(-(x - y).abs()))
 
 
-def _logaddexp2(one: Tensor, other: Tensor) -> Tensor:
-    largest, turns = torch.maximum(one, other), math.log(2)
-    added = _log_of_one_and(-(one - other).abs() * turns) / turns
-    return torch.where(one == other, largest + 1, largest + added)
+def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
+    largest, turns = torch.maximum(x, y), math.log(2)
+    added = _log_of_one_and(-(x - y).abs() * turns) / turns
+    return torch.where(x == y, largest + 1, largest + added)
 
 
 def _logcumsumexp(x: Tensor, dim: int) -> Tensor:
@@ -315,20 +315,20 @@ def _bce_with_logits(
     return loss.mean() if reduction == MEAN else loss.sum() if reduction == SUM else loss
 
 
-def _hypot(one: Tensor, other: Tensor) -> Tensor:
+def _hypot(x: Tensor, y: Tensor) -> Tensor:
     """Divides by the larger number, so that no square overflows."""
-    one, other = one.abs(), other.abs()
-    largest, smallest = torch.maximum(one, other), torch.minimum(one, other)
+    x, y = x.abs(), y.abs()
+    largest, smallest = torch.maximum(x, y), torch.minimum(x, y)
     share = smallest / torch.where(largest == 0, 1.0, largest)
     return torch.where(largest.isinf(), largest, largest * (share * share + 1).sqrt())
 
 
-def _fmax(one: Tensor, other: Tensor) -> Tensor:
-    return torch.where(one.isnan(), other, torch.where(other.isnan(), one, torch.maximum(one, other)))
+def _fmax(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, torch.maximum(x, y)))
 
 
-def _fmin(one: Tensor, other: Tensor) -> Tensor:
-    return torch.where(one.isnan(), other, torch.where(other.isnan(), one, torch.minimum(one, other)))
+def _fmin(x: Tensor, y: Tensor) -> Tensor:
+    return torch.where(x.isnan(), y, torch.where(y.isnan(), x, torch.minimum(x, y)))
 
 
 def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_training: Any) -> Tensor:

@@ -360,8 +360,8 @@ class _Follower:
         k = int((torch.unique(places[places > 0]) <= layout.places).sum())
         return [index_BK[:, :k], index_BK[:, index_BK.shape[1] - k :]] if 0 < k < index_BK.shape[1] else [index_BK]
 
-    def _run(self, node: fx.Node, given: Mapping[fx.Node, Any]) -> Any:
-        return self._known.run(node, given, 0.0)
+    def _run(self, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
+        return self._known.run(node, values, 0.0)
 
     def _puts(self, node: fx.Node) -> bool:
         """Whether the result holds tokens at their own places, or differs at exactly these places."""
@@ -446,18 +446,18 @@ class _Follower:
     def _moved(self, node: fx.Node, labels: Mapping[fx.Node, Tensor], indexed: bool) -> Any:
         selector = self._flow.selector
         last = selector.rows * selector.tokens + 1
-        result = self._run(node, {one: as_value_of(one, each) for one, each in labels.items()})
+        result = self._run(node, {source: as_value_of(source, each) for source, each in labels.items()})
         if not is_view(node) and not indexed:
-            mirrored = {one: as_value_of(one, reversed_labels(each, last)) for one, each in labels.items()}
+            mirrored = {source: as_value_of(source, reversed_labels(each, last)) for source, each in labels.items()}
             if not agrees_reversed(result, self._run(node, mirrored), last):
                 return None
         if isinstance(result, (tuple, list)):
-            several = [labels_of(one) if isinstance(one, Tensor) else None for one in result]
-            return several if any(has_tokens(one) for one in several) else None
+            several = [labels_of(item) if isinstance(item, Tensor) else None for item in result]
+            return several if any(has_tokens(item) for item in several) else None
         whole = labels_of(result) if isinstance(result, Tensor) else None
         if whole is None or not has_tokens(whole):
             return None
-        known = torch.cat([narrowest(one).flatten() for one in labels.values()])
+        known = torch.cat([narrowest(tensor).flatten() for tensor in labels.values()])
         return whole if is_among(whole, known) else None
 
 

@@ -67,19 +67,19 @@ def routed_text(model: Model, given: str | None) -> RoutedText | None:
     return _routed(model, ids_S[:most], source, max(0, len(ids_S) - most))
 
 
-def _read(given: str) -> tuple[str, str]:
-    if not _names_a_file(given):
-        return given, "the text that was given"
+def _read(text_or_file: str) -> tuple[str, str]:
+    if not _names_a_file(text_or_file):
+        return text_or_file, "the text that was given"
     try:
         # Accepts any bytes: those that are not UTF-8 survive a round trip.
-        return Path(given).read_bytes().decode(errors="surrogateescape"), given
+        return Path(text_or_file).read_bytes().decode(errors="surrogateescape"), text_or_file
     except OSError as error:
-        raise UsageError(f"--text: {given}: cannot be read ({error.strerror})") from error
+        raise UsageError(f"--text: {text_or_file}: cannot be read ({error.strerror})") from error
 
 
-def _names_a_file(given: str) -> bool:
+def _names_a_file(text_or_file: str) -> bool:
     try:
-        return Path(given).is_file()
+        return Path(text_or_file).is_file()
     except (OSError, ValueError):
         return False  # A text that is too long for a file name, or contains a null character.
 

@@ -165,10 +165,10 @@ def _differs(feeds: Mapping[str, np.ndarray], batch: Batch) -> bool:
     return any(not np.array_equal(feeds[name][:, -1], batch.feeds[name][:, -1]) for name in names)
 
 
-def _with_ending(batch: Batch, other: Mapping[str, np.ndarray], cut: int) -> Batch:
+def _with_ending(batch: Batch, ending: Mapping[str, np.ndarray], cut: int) -> Batch:
     feeds = dict(batch.feeds)
     for name in per_token(feeds, batch.bucket):
-        feeds[name] = np.concatenate([feeds[name][:, :cut], other[name][:, cut:]], axis=1)
+        feeds[name] = np.concatenate([feeds[name][:, :cut], ending[name][:, cut:]], axis=1)
     return replace(batch, feeds=feeds)
 
 
@@ -264,11 +264,11 @@ def _have_rows(reference: Reference, batch: Batch) -> bool:
     return any(array.shape[:2] == shape for array in reference.free(batch).outputs)
 
 
-def _same_elsewhere(reference: Reference, one: Batch, other: Batch, real_BS: np.ndarray) -> bool:
+def _same_elsewhere(reference: Reference, batch: Batch, other: Batch, real_BS: np.ndarray) -> bool:
     """Whether both batches give the same bits outside padded rows, given the same routing. The routing is fixed because
     candidates are compared given the same routing, and a router that does not see the mask selects padding too.
     """
-    run = reference.free(one)
+    run = reference.free(batch)
     pairs = zip(run.outputs, reference.forced(other, run.routed).outputs, strict=True)
     return all(_same(before, after, real_BS) for before, after in pairs)
 

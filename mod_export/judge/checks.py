@@ -150,23 +150,23 @@ class Allowance:
 
 def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType, *, routed: bool = False) -> Allowance:
     """Derives the allowance from the largest rounding error over all inputs: on a small one it can be low by luck."""
-    measured = [one.rounding for one in found if one.rounding is not None]
+    measured = [comparison.rounding for comparison in found if comparison.rounding is not None]
     coarser = coarser_than_float32(dtype)
     scores, scales = {}, {}
     for site, many in by_site(found).items():
-        scales[site] = _largest([one.scale for one in many])
+        scales[site] = _largest([routing.scale for routing in many])
         scores[site] = gate.near_tie * scales[site]
         if measured:
             # No score is more exact than its last digits. Two scores are compared, each with its own error.
-            unit = _largest([*(one.rounding or 0.0 for one in many), 2 * ROUNDOFF["float32"] * scales[site]])
+            unit = _largest([*(routing.rounding or 0.0 for routing in many), 2 * ROUNDOFF["float32"] * scales[site]])
             # np.minimum, unlike min, keeps a NaN.
             scores[site] = float(np.minimum(scores[site], 2 * gate.rounding_error * coarser * unit))
-    rounding = _largest([one.max_abs for one in measured]) if measured else None
-    enough = measured and sum(one.values for one in found) >= FEWEST_LOGITS
+    rounding = _largest([error.max_abs for error in measured]) if measured else None
+    enough = measured and sum(comparison.values for comparison in found) >= FEWEST_LOGITS
     return Allowance(
         gate=gate,
         max_abs=gate.max_abs if rounding is None else gate.rounding_error * coarser * rounding,
-        rms=gate.rounding_error_rms * coarser * _largest([one.rms for one in measured]) if enough else None,
+        rms=gate.rounding_error_rms * coarser * _largest([error.rms for error in measured]) if enough else None,
         scores=scores,
         scales=scales,
         rounding=rounding,
@@ -207,16 +207,16 @@ def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
     """Checks that positions are a valid selection, and that every token routed differently is a near-tie."""
     reasons = []
     for site, many in by_site(found).items():
-        kinds = [comparison.kind for comparison in found for one in comparison.sites if one.site == site]
-        malformed = [(kind, one.malformed) for kind, one in zip(kinds, many, strict=True) if one.malformed]
+        kinds = [comparison.kind for comparison in found for routing in comparison.sites if routing.site == site]
+        malformed = [(kind, routing.malformed) for kind, routing in zip(kinds, many, strict=True) if routing.malformed]
         if malformed:
             kind, why = malformed[0]
             reasons.append(f"{kind}: layer {site} routing: {why}{_and_more(len(malformed) - 1)}")
         bound = allowed.scores[site]
         faulty = [
             (max(faults), len(faults), kind)
-            for kind, one in zip(kinds, many, strict=True)
-            if (faults := [distance for distance in one.distances if not distance <= bound])
+            for kind, routing in zip(kinds, many, strict=True)
+            if (faults := [distance for distance in routing.distances if not distance <= bound])
         ]
         if faulty:
             worst, count, kind = _worst_of(faulty)
@@ -233,7 +233,7 @@ def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str
     reasons = []
     limits = (("max abs error", "max_abs", allowed.max_abs), ("root mean square error", "rms", allowed.rms))
     for name, field_name, limit in limits:
-        errors = [(getattr(one.error, field_name), one.kind) for one in found]
+        errors = [(getattr(comparison.error, field_name), comparison.kind) for comparison in found]
         missed = [(error, kind) for error, kind in errors if limit is not None and not error <= limit]
         if missed:
             worst, kind = _worst_of(missed)
@@ -246,7 +246,7 @@ def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str
 
 def _worst_of(missed: Sequence[Missed]) -> Missed:
     """Returns the entry with the largest number, which comes first in it; NaN is the largest."""
-    return max(missed, key=lambda one: (math.isnan(one[0]), one[0]))
+    return max(missed, key=lambda entry: (math.isnan(entry[0]), entry[0]))
 
 
 def _and_more(count: int) -> str:
@@ -259,12 +259,12 @@ def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     """
     least = allowed.gate.next_token_agreement
     judged = quality_inputs(found, allowed)
-    texts = [one.text for one in judged if one.text is not None] if allowed.quantized else []
+    texts = [comparison.text for comparison in judged if comparison.text is not None] if allowed.quantized else []
     if texts:
         positions, agreed = sum(text.positions for text in texts), sum(text.agreed for text in texts)
         how = "agree on text, each with its own routing"
     else:
-        shortfalls = [one.shortfalls for one in judged if one.shortfalls is not None]
+        shortfalls = [comparison.shortfalls for comparison in judged if comparison.shortfalls is not None]
         if not shortfalls:
             return []
         same = np.concatenate(shortfalls) <= allowed.next_token_slack
@@ -308,7 +308,7 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
 
 def divergences_of(found: Sequence[Comparison], allowed: Allowance) -> list[tuple[str, np.ndarray]]:
     """Returns pairs (kind of input, divergences); the gate applies to the mean of each array."""
-    by_input = [(one.kind, one.divergences) for one in quality_inputs(found, allowed) if one.divergences is not None]
+    by_input = [(c.kind, c.divergences) for c in quality_inputs(found, allowed) if c.divergences is not None]
     if not allowed.quantized or not by_input:
         return by_input
     return [(by_input[0][0], np.concatenate([nats_N for _, nats_N in by_input]))]
@@ -376,24 +376,25 @@ def _largest(values: Sequence[float]) -> float:
 def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
     """Applies the gate to every batch; the row passes only if each check could be evaluated and passed."""
     outputs = {
-        name: [one for one in found if one.output == name] for name in dict.fromkeys(one.output for one in found)
+        name: [comparison for comparison in found if comparison.output == name]
+        for name in dict.fromkeys(comparison.output for comparison in found)
     }
-    routed = any(one.sites for one in found)
+    routed = any(comparison.sites for comparison in found)
     allowances = {name: allowance(some, gate, setting.dtype, routed=routed) for name, some in outputs.items()}
     reasons = [reason for name in outputs for check in CHECKS for reason in check(outputs[name], allowances[name])]
-    first, *others = outputs or [""]
+    first, *other_names = outputs or [""]
     found, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
     reasons = reasons if found else ["nothing was compared"]
     judged = quality_inputs(found, allowed)
-    shortfalls = [one.shortfalls for one in judged if one.shortfalls is not None]
+    shortfalls = [comparison.shortfalls for comparison in judged if comparison.shortfalls is not None]
     nats = divergences_of(found, allowed)
     return ParityRow(
         **setting_fields(setting),
         artifact=artifact,
         reference=REFERENCE,
-        inputs=tuple(sorted({one.kind for some in outputs.values() for one in some if one.tokens or not one.left_out})),
-        tokens=sum(one.tokens for one in found),
-        rounding_tokens=sum(one.tokens for one in found if one.rounding is not None),
+        inputs=tuple(sorted({c.kind for some in outputs.values() for c in some if c.tokens or not c.left_out})),
+        tokens=sum(comparison.tokens for comparison in found),
+        rounding_tokens=sum(comparison.tokens for comparison in found if comparison.rounding is not None),
         routing=_routing(found, allowed),
         error=_worst_error(found),
         rounding_error=allowed.rounding,
@@ -411,7 +412,7 @@ def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artif
                 rounding_error=allowances[name].rounding,
                 allowed_max_abs=allowances[name].max_abs,
             )
-            for name in others
+            for name in other_names
         ),
         left_out=tuple(row for name, some in outputs.items() for row in _left_out(name, some)),
         gate=Gate.model_validate(gate.model_dump()),
@@ -420,10 +421,10 @@ def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artif
     )
 
 
-def _left_out(name: str, found: Sequence[Comparison]) -> list[LeftOutRows]:
-    total = sum(comparison.tokens + sum(part.rows for part in comparison.left_out) for comparison in found)
+def _left_out(name: str, comparisons: Sequence[Comparison]) -> list[LeftOutRows]:
+    total = sum(comparison.tokens + sum(part.rows for part in comparison.left_out) for comparison in comparisons)
     by_cause: dict[str, list[tuple[str, int]]] = {}
-    for comparison in found:
+    for comparison in comparisons:
         for part in comparison.left_out:
             by_cause.setdefault(part.because, []).append((comparison.kind, part.rows))
     return [
@@ -444,9 +445,9 @@ def fails_anyway(found: Sequence[Comparison], gate: ParityGate, setting: Setting
     return any(check(found, allowed) for check in WHATEVER_ROUNDING_IS)
 
 
-def _worst_error(found: Sequence[Comparison]) -> ErrorNumbers:
+def _worst_error(comparisons: Sequence[Comparison]) -> ErrorNumbers:
     return ErrorNumbers(
-        **{name: _worst(getattr(comparison.error, name) for comparison in found) for name in ErrorNumbers.model_fields}
+        **{name: _worst(getattr(c.error, name) for c in comparisons) for name in ErrorNumbers.model_fields}
     )
 
 
@@ -455,8 +456,8 @@ def failed_row(reason: str, gate: ParityGate, setting: Setting, artifact: str | 
     return judge([], gate, setting, artifact).model_copy(update={"reasons": (reason,)})
 
 
-def _routing(found: Sequence[Comparison], allowed: Allowance) -> RoutingAgreement:
-    layers = tuple(_layer(many, allowed) for many in by_site(found).values())
+def _routing(comparisons: Sequence[Comparison], allowed: Allowance) -> RoutingAgreement:
+    layers = tuple(_layer(many, allowed) for many in by_site(comparisons).values())
     return RoutingAgreement(
         layers=layers,
         routed=sum(layer.routed for layer in layers),
@@ -469,7 +470,7 @@ def _routing(found: Sequence[Comparison], allowed: Allowance) -> RoutingAgreemen
                 routed=sum(site.routed for site in comparison.sites),
                 agreed=sum(site.agreed for site in comparison.sites),
             )
-            for comparison in found
+            for comparison in comparisons
         ),
     )
 
@@ -493,8 +494,8 @@ def _layer(many: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
     )
 
 
-def _text(found: Sequence[Comparison]) -> TextQuality | None:
-    texts = [comparison.text for comparison in found if comparison.text is not None]
+def _text(comparisons: Sequence[Comparison]) -> TextQuality | None:
+    texts = [comparison.text for comparison in comparisons if comparison.text is not None]
     if not texts:
         return None
     tokens = sum(text.tokens for text in texts)

@@ -288,7 +288,7 @@ class Holder:
 
 
 def _divisor(node: fx.Node) -> Any:
-    """What a remainder is taken by: a number, or the node that computes it; None for other operations."""
+    """The divisor of a remainder: a number, or the node that computes it; None for other operations."""
     if node.target not in WRAPS:
         return None
     return node.args[1] if len(node.args) > 1 else 1.0
@@ -463,14 +463,14 @@ def movement(
     jumping = [
         choice
         for choice in choices
-        if any(_differ(choice, one.outcome(choice, recorder.values), recorder) for one in nudgers([choice]))
+        if any(_differ(choice, nudger.outcome(choice, recorder.values), recorder) for nudger in nudgers([choice]))
     ]
     if not jumping:
         still = tuple(np.zeros(len(rows(n, output))) for n, output in enumerate(base.outputs))
         return Movement(still, {site: np.zeros(len(judged.score_BS)) for site, judged in base.judged.items()})
 
     def moved(some: Sequence[Choice]) -> Movement:
-        return _moved(base, [reference.forced(batch, routing, one) for one in nudgers(some)], rows)
+        return _moved(base, [reference.forced(batch, routing, nudger) for nudger in nudgers(some)], rows)
 
     combined = moved(choices)
     if any(nudgers([choice])[0].is_crowded(choice, recorder.values) for choice in jumping):
@@ -498,7 +498,7 @@ def _moved(base: Traced, runs: Sequence[Traced], rows: Rows) -> Movement:
     return Movement(tuple(outputs), scores)
 
 
-def _whole_inputs(found: Movement, base: Traced, rows: Rows) -> Movement:
+def _whole_inputs(combined: Movement, base: Traced, rows: Rows) -> Movement:
     """Gives all rows that belong to one row of the batch the largest change among them. If many entries are nearly
     equal, other entries may win than those that the runs tried.
     """
@@ -510,9 +510,9 @@ def _whole_inputs(found: Movement, base: Traced, rows: Rows) -> Movement:
         batch_R = rows(n, numbers.astype(dtype))[:, :1].reshape(-1).astype(np.int64)
         largest = np.zeros(array.shape[0] if array.ndim else 1)
         if batch_R.size:
-            np.maximum.at(largest, batch_R, found.outputs[n])
-        outputs.append(largest[batch_R] if batch_R.size else found.outputs[n])
-    return replace(found, outputs=tuple(outputs))
+            np.maximum.at(largest, batch_R, combined.outputs[n])
+        outputs.append(largest[batch_R] if batch_R.size else combined.outputs[n])
+    return replace(combined, outputs=tuple(outputs))
 
 
 def _change(rows: np.ndarray, before: np.ndarray) -> np.ndarray:

@@ -119,9 +119,10 @@ def decoding_parts(
 ) -> list[tuple[Runner, list[Batch]]]:
     """Returns the runs by which a decode engine is judged, each with its texts.
 
-    First, texts of every kind in every row, read from their first token on, as long as the configuration says. Then for
-    every prefill bucket a prompt that fills it and some tokens on the cache that it leaves; after the longest prompt,
-    tokens up to the last slot. For a large model, the first texts are shorter, and the prompts use the last row only.
+    The first run reads texts of every kind in every row token by token, as many tokens as the configuration says. Then
+    each prefill bucket has a run with a prompt that fills it and some tokens on the cache that it leaves; after the
+    longest prompt, tokens up to the last slot. For a large model, the first texts are shorter, and the prompts use the
+    last row only.
     """
     in_turns = config.generation.slots == "fair"
     most = affordable_tokens(reference.model)
@@ -246,15 +247,15 @@ class TokenByToken(_Borrowed):
         return {name: named[name] for name in outputs or self.outputs}
 
 
-def _prompt_positions(found: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
+def _prompt_positions(outputs: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
     """Returns the positions that ran at a site. The prompt's own counts must agree: overflow is computed from them.
 
     Raises:
         EngineError: the counts do not match the positions.
     """
-    index_K = found[routed_output(site)][0]
+    index_K = outputs[routed_output(site)][0]
     positions: np.ndarray = index_K[index_K >= 0]
-    count, wanted = found["counts"][0, column], found["wanted"][0, column]
+    count, wanted = outputs["counts"][0, column], outputs["wanted"][0, column]
     if count != len(positions) or wanted < count:
         raise EngineError(
             f"the prompt says of {site} that {wanted} tokens chose to run and {count} did, and names "

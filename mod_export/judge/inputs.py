@@ -172,18 +172,18 @@ def _every_id(rng: np.random.Generator, bucket: Bucket, model: Model) -> list[np
 def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model: Model) -> list[np.ndarray]:
     """Returns lengths around which a selection of k tokens behaves differently, and others, in batches of the bucket.
 
-    First k - 1 and k + 1; then one token, all but one, k, half and a sixteenth of the bucket; then at least two random
-    lengths. A large model gets only the first of these.
+    The first lengths are k - 1 and k + 1. Then come one token, all but one, k, half and a sixteenth of the bucket, and
+    at least two random lengths. A large model gets only the first of these.
     """
     S = bucket.seq
     ks = rng.permutation(ks).tolist()
     edges = [*(k + step for step in (-1, 1) for k in ks), 1, S - 1, *ks, S // 2, S // 16]
-    others = rng.integers(max(1, S // 2), S + 1, 2 + bucket.batch).tolist()
+    random_lengths = rng.integers(max(1, S // 2), S + 1, 2 + bucket.batch).tolist()
     lengths = [length for length in dict.fromkeys(edges) if 1 <= length <= S][:MOST_LENGTHS]
     most = max(LEAST_LENGTHS, affordable_tokens(model) // S)
     count = -(-min(len(lengths) + 2, most) // bucket.batch) * bucket.batch
     # Shuffled, so that the short lengths do not all fall into the same row of the batch.
-    return list(rng.permutation([*lengths, *others][:count]).astype(np.int64).reshape(-1, bucket.batch))
+    return list(rng.permutation([*lengths, *random_lengths][:count]).astype(np.int64).reshape(-1, bucket.batch))
 
 
 def per_token(arrays: Mapping[str, np.ndarray], bucket: Bucket) -> list[str]:

@@ -93,11 +93,11 @@ def _described(value: ir.Value) -> str:
     return f"{value.name} ({module_of(producer)})" if producer is not None else str(value.name)
 
 
-def _largest(found: np.ndarray, expected: np.ndarray) -> float | None:
-    if found.shape != expected.shape:
+def _largest(actual: np.ndarray, expected: np.ndarray) -> float | None:
+    if actual.shape != expected.shape:
         return None
     with np.errstate(invalid="ignore"):
-        return float(np.abs(found.astype(np.float64) - expected.astype(np.float64)).max())
+        return float(np.abs(actual.astype(np.float64) - expected.astype(np.float64)).max())
 
 
 # Values inside a graph, as ONNX Runtime's CPU kernels compute them without any optimisation
@@ -191,14 +191,14 @@ def _routing(runner: Runner, routed: Mapping[Site, str], reference: Reference, b
     return routing
 
 
-def _off(found: np.ndarray, expected: np.ndarray, exact: np.ndarray, slack: Slack) -> tuple[float, float]:
+def _off(actual: np.ndarray, expected: np.ndarray, exact: np.ndarray, slack: Slack) -> tuple[float, float]:
     """Returns the largest distance of a value from float64, and the distance that rounding explains."""
-    if not found.size:
+    if not actual.size:
         return 0.0, 0.0
     with np.errstate(invalid="ignore"):
         rounding = np.where(expected == exact, 0.0, np.abs(expected - exact))
-        off = np.where(found == exact, 0.0, np.abs(found.astype(np.float64) - exact))
-    undefined = np.isnan(exact) & np.isnan(found)
+        off = np.where(actual == exact, 0.0, np.abs(actual.astype(np.float64) - exact))
+    undefined = np.isnan(exact) & np.isnan(actual)
     finite = np.abs(exact[np.isfinite(exact)])
     largest = float(finite.max()) if finite.size else 0.0
     unit = max(float(np.nan_to_num(rounding, posinf=0.0).max()), ROUNDOFF["float32"] * largest)

@@ -205,20 +205,20 @@ def check_program(
                 )
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors of any rank have the same bits, NaN included."""
     import torch
 
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     # A tensor without dimensions cannot be viewed as bytes.
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
 
 
-def _difference(one: torch.Tensor, other: torch.Tensor) -> str:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return f"is {one.dtype} {list(one.shape)} in place of {other.dtype} {list(other.shape)}"
-    return f"differs by up to {float((one.double() - other.double()).abs().max()):.3g}"
+def _difference(actual: torch.Tensor, expected: torch.Tensor) -> str:
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return f"is {actual.dtype} {list(actual.shape)} in place of {expected.dtype} {list(expected.shape)}"
+    return f"differs by up to {float((actual.double() - expected.double()).abs().max()):.3g}"
 
 
 class Reference:

@@ -107,8 +107,12 @@ def _outputs(model: ir.Model, graph: Graph) -> Iterator[str]:
 
 def _hidden(proto: onnx.ModelProto) -> Iterator[str]:
     """Reports content that runtimes may read although it is not visible in the graph itself."""
-    yield from (f"holds a function {one.name}, which could stand in for an operator" for one in proto.functions)
-    yield from (f"{one.values.name}: a sparse initializer; weights are dense" for one in proto.graph.sparse_initializer)
+    yield from (
+        f"holds a function {function.name}, which could stand in for an operator" for function in proto.functions
+    )
+    yield from (
+        f"{tensor.values.name}: a sparse initializer; weights are dense" for tensor in proto.graph.sparse_initializer
+    )
     names = Counter(tensor.name for tensor in proto.graph.initializer)
     yield from (f"{name}: defined {count} times" for name, count in names.items() if count > 1)
 
@@ -236,15 +240,15 @@ def _entries(proto: onnx.ModelProto) -> dict[str, tuple[str, ir.Node | None]]:
 
 
 def _differences(
-    found: Mapping[str, tuple[str, ir.Node | None]], expected: Mapping[str, tuple[str, ir.Node | None]]
+    actual: Mapping[str, tuple[str, ir.Node | None]], expected: Mapping[str, tuple[str, ir.Node | None]]
 ) -> list[str]:
     """Lists the first few entries that were added, are missing, or have changed."""
     listed = []
-    for name in dict.fromkeys((*found, *expected)):
-        if found.get(name, ("",))[0] == expected.get(name, ("",))[0]:
+    for name in dict.fromkeys((*actual, *expected)):
+        if actual.get(name, ("",))[0] == expected.get(name, ("",))[0]:
             continue
-        what = "added" if name not in expected else "missing" if name not in found else "changed"
-        node = (found.get(name) or expected[name])[1]
+        what = "added" if name not in expected else "missing" if name not in actual else "changed"
+        node = (actual.get(name) or expected[name])[1]
         listed.append(f"{name} {what}" + (f" in {module_of(node)}" if node is not None else ""))
     # Nodes first, because they show the place.
     listed.sort(key=lambda text: not text.startswith("node "))

@@ -334,9 +334,9 @@ def _bytes(value: ir.Value, where: str) -> int:
     return math.ceil(math.prod(_shape(value, where)) * value.dtype.bitwidth / 8)
 
 
-def _unknown(value: ir.Value, where: str, found: str) -> GraphError:
+def _unknown(value: ir.Value, where: str, actual: str) -> GraphError:
     return GraphError(
-        f"{where}: the shape and dtype of value {value.name} must be known and static to count its cost, got {found}; "
+        f"{where}: the shape and dtype of value {value.name} must be known and static to count its cost, got {actual}; "
         "export with fixed shapes and store ONNX shape inference in the graph"
     )
 

@@ -61,11 +61,11 @@ def _first_token(prompts: Prompts, ids: Sequence[int]) -> int:
 
 
 @contextlib.contextmanager
-def _prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine]) -> Iterator[dict[ModelKind, Prompts]]:
+def _prompts(decoding: DecodingEngines, engines: Mapping[ModelKind, Engine]) -> Iterator[dict[ModelKind, Prompts]]:
     """Opens the readers of prompts of the models in `engines`, in ORDER."""
     target, dtype = engines["mod"].target, engines["mod"].dtype
     with contextlib.ExitStack() as opened:
-        yield {kind: opened.enter_context(found.prompts(kind, target, dtype)) for kind in ORDER if kind in engines}
+        yield {kind: opened.enter_context(decoding.prompts(kind, target, dtype)) for kind in ORDER if kind in engines}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def measure_steps(
     with contextlib.ExitStack() as opened:
         prompts = opened.enter_context(_prompts(found, engines))
         decoders = {kind: opened.enter_context(found.decoder(engines[kind])) for kind in prompts}
-        S = min(setting.bucket.seq, *(one.longest for one in prompts.values()))
+        S = min(setting.bucket.seq, *(reader.longest for reader in prompts.values()))
         text = read_text(ids_BS[:, :S], prompts, sites)
         positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
         ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed, config.latency.max_seconds)
@@ -155,7 +155,7 @@ def measure_steps(
         threads=config.latency.threads,
         positions=len(positions_P),
         ms=ms,
-        tokens_per_second={kind: 1e3 * setting.bucket.batch / one for kind, one in ms.items()},
+        tokens_per_second={kind: 1e3 * setting.bucket.batch / step_ms for kind, step_ms in ms.items()},
         executed=executed,
         selected=dict(zip(names, ran_PBN.mean(axis=(0, 1)).tolist(), strict=True)),
         least_bytes=least_bytes,

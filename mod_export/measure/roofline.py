@@ -68,8 +68,8 @@ def cached_roofline(
 def _measured(dtype: DType, threads: int, library: str) -> Roofline:
     watch = Watch()
     gemm, stream = gemm_rate(library, threads), stream_rate(library, threads)
-    others = watch.conditions().other_load or 0.0
-    quiet = gemm.steady and stream.steady and others <= MOST_OTHERS
+    other_load = watch.conditions().other_load or 0.0
+    quiet = gemm.steady and stream.steady and other_load <= MOST_OTHERS
     method = "MatMul with constant weights; negation of a large array"
     name = {"onnxruntime": "ONNX Runtime", "torch": "PyTorch"}[library]
     return Roofline(

@@ -187,7 +187,7 @@ class Watch:
     def conditions(self) -> Conditions:
         """Returns the conditions since this watch started."""
         elapsed = time.perf_counter() - self._begin
-        own, busy = time.process_time() - self._own, _busy_seconds() - self._busy
+        own_cpu, busy = time.process_time() - self._own, _busy_seconds() - self._busy
         after = self._thread_seconds()
         spent = [seconds - self._threads.get(thread, 0.0) for thread, seconds in after.items()]
         frequency = _frequency_mhz()
@@ -195,7 +195,7 @@ class Watch:
             threads_used=_effective_number(spent),
             frequency_mhz=None if self._frequency is None or frequency is None else (self._frequency, frequency),
             load=self._load,
-            other_load=_share_of_others(busy - own, elapsed),
+            other_load=_share_of_others(busy - own_cpu, elapsed),
         )
 
     def _thread_seconds(self) -> dict[int, float]:
@@ -207,11 +207,11 @@ def condition_flags(conditions: Conditions, threads: int, disturbance: float) ->
     other processes took more than the share `disturbance` of CPU time, or the clock changed by more than that share.
     """
     flags = []
-    used, others, frequency = conditions.threads_used, conditions.other_load, conditions.frequency_mhz
+    used, other_load, frequency = conditions.threads_used, conditions.other_load, conditions.frequency_mhz
     if threads and used is not None and round(used) > threads:
         flags.append(f"{used:.1f} threads were busy, {threads} configured")
-    if others is not None and others > disturbance:
-        flags.append(f"others took {100 * others:.0f} % of the machine's CPU time")
+    if other_load is not None and other_load > disturbance:
+        flags.append(f"others took {100 * other_load:.0f} % of the machine's CPU time")
     if frequency is not None and abs(frequency[1] - frequency[0]) > disturbance * frequency[0]:
         flags.append(f"the CPU's clock went from {frequency[0]:.0f} to {frequency[1]:.0f} MHz")
     return tuple(flags)

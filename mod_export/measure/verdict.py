@@ -149,21 +149,21 @@ def _of_roofline(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> fl
     return times[0] / times[1] if all(times) and is_whole else None
 
 
-def _passed(found: SpeedComparison, gate: float | None) -> bool | None:
+def _passed(comparison: SpeedComparison, gate: float | None) -> bool | None:
     if gate is None:
-        return None if math.isfinite(found.measured) else False
-    return gate_reached(found, gate) is True
+        return None if math.isfinite(comparison.measured) else False
+    return gate_reached(comparison, gate) is True
 
 
-def _doubt(found: SpeedComparison, pair: Mapping[ModelKind, LatencyRow]) -> str:
+def _doubt(comparison: SpeedComparison, pair: Mapping[ModelKind, LatencyRow]) -> str:
     """Explains why the comparison is inconclusive."""
-    if not found.control.covers_one:
-        low, high = found.control.ci99
+    if not comparison.control.covers_one:
+        low, high = comparison.control.ci99
         return (
-            f"the control does not cover 1: the MoD engine against itself is {found.control.measured:.3f}x "
+            f"the control does not cover 1: the MoD engine against itself is {comparison.control.measured:.3f}x "
             f"(99 % interval {low:.3f} to {high:.3f}), so this machine shows differences that are not there"
         )
-    low, high = found.ci95
+    low, high = comparison.ci95
     flags = "; ".join(dict.fromkeys(flag for kind in ("dense", "mod") for flag in pair[kind].flags))
     return f"the interval {low:.3f} to {high:.3f} of {len(pair['mod'].samples_ms)} samples allows both" + (
         f" ({flags})" if flags else ""

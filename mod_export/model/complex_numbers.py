@@ -114,17 +114,17 @@ def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
     def add(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         # Values are inferred for the whole graph later.
         new = graph.call_function(target, args, kwargs)
-        new.meta = {key: one for key, one in node.meta.items() if key != "val"}
+        new.meta = {key: value for key, value in node.meta.items() if key != "val"}
         return new
 
-    def given(one: Any) -> Any:
-        return parts.get(one, one) if isinstance(one, fx.Node) else one
+    def given(argument: Any) -> Any:
+        return parts.get(argument, argument) if isinstance(argument, fx.Node) else argument
 
     leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
-    leaves = [given(one) for one in leaves]
+    leaves = [given(leaf) for leaf in leaves]
     with graph.inserting_before(node):
         if node.target is operator.getitem:
-            result: Any = Parts(*(add(operator.getitem, one, node.args[1]) for one in leaves[0]))
+            result: Any = Parts(*(add(operator.getitem, part, node.args[1]) for part in leaves[0]))
         elif node.target in TRANSFORMS:
             source = leaves[0] if isinstance(leaves[0], Parts) else (leaves[0], None)
             pair = transformed(add, node, *source)
@@ -133,7 +133,7 @@ def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
             args, kwargs = pytree.tree_unflatten(leaves, tree)
             result = _OWN[node.target](add, *args, **kwargs)
         else:
-            rule = next((one for one in _RULES if _holds(one, node)), None)
+            rule = next((rule for rule in _RULES if _holds(rule, node)), None)
             result = None if rule is None else rule(add, node.target, leaves, tree)
     if result is None:
         return False
@@ -159,15 +159,15 @@ def _each_part_beside_real(
 ) -> Parts:
     """Like `_each_part`, but a real operand, such as a summand, has the imaginary part 0."""
 
-    def imaginary(one: Any) -> Any:
-        if isinstance(one, (Parts, complex, torch.dtype)):
-            return _part(one, 1)
-        if _is_floating(one):
-            return evaluate(ATEN.mul.Scalar, one, 0)
-        return 0 if type(one) in numbers else one
+    def imaginary(leaf: Any) -> Any:
+        if isinstance(leaf, (Parts, complex, torch.dtype)):
+            return _part(leaf, 1)
+        if _is_floating(leaf):
+            return evaluate(ATEN.mul.Scalar, leaf, 0)
+        return 0 if type(leaf) in numbers else leaf
 
-    real = _applied(evaluate, target, [_part(one, 0) for one in leaves], tree)
-    return Parts(real, _applied(evaluate, target, [imaginary(one) for one in leaves], tree))
+    real = _applied(evaluate, target, [_part(leaf, 0) for leaf in leaves], tree)
+    return Parts(real, _applied(evaluate, target, [imaginary(leaf) for leaf in leaves], tree))
 
 
 def _product(evaluate: Evaluate, target: Any, leaves: list[Any], tree: pytree.TreeSpec) -> Parts | None:
@@ -196,16 +196,16 @@ _RULES: tuple[Rule, ...] = (
 """Rules in the order in which they are tried. The first rule that reproduces an operator's result is used."""
 
 
-def _part(one: Any, number: int) -> Any:
-    if isinstance(one, Parts):
-        return one[number]
-    if isinstance(one, complex):
-        return (one.real, one.imag)[number]
-    return REAL.get(one, one) if isinstance(one, torch.dtype) else one
+def _part(leaf: Any, number: int) -> Any:
+    if isinstance(leaf, Parts):
+        return leaf[number]
+    if isinstance(leaf, complex):
+        return (leaf.real, leaf.imag)[number]
+    return REAL.get(leaf, leaf) if isinstance(leaf, torch.dtype) else leaf
 
 
-def _is_floating(one: Any) -> bool:
-    value = one.meta.get("val") if isinstance(one, fx.Node) else one
+def _is_floating(leaf: Any) -> bool:
+    value = leaf.meta.get("val") if isinstance(leaf, fx.Node) else leaf
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
@@ -255,63 +255,63 @@ def _is_same(expected: Any, real: Any, imaginary: Any) -> bool:
     return all(torch.allclose(reference, part.to(reference.dtype), rtol=CLOSE, atol=CLOSE) for reference, part in parts)
 
 
-def _as_parts(add: Evaluate, one: Any) -> Parts:
-    if isinstance(one, Parts):
-        return one
-    if isinstance(one, fx.Node):
-        return Parts(one, add(ATEN.mul.Scalar, one, 0))
-    return Parts(complex(one).real, complex(one).imag)
+def _as_parts(add: Evaluate, operand: Any) -> Parts:
+    if isinstance(operand, Parts):
+        return operand
+    if isinstance(operand, fx.Node):
+        return Parts(operand, add(ATEN.mul.Scalar, operand, 0))
+    return Parts(complex(operand).real, complex(operand).imag)
 
 
 def _turned(add: Evaluate, length: Any, angle: Any, **_out: Any) -> Parts:
     return Parts(*(add(ATEN.mul.Tensor, length, add(op, angle)) for op in (ATEN.cos.default, ATEN.sin.default)))
 
 
-def _squares(add: Evaluate, one: Parts) -> Any:
-    return add(ATEN.add.Tensor, *(add(ATEN.mul.Tensor, part, part) for part in one))
+def _squares(add: Evaluate, z: Parts) -> Any:
+    return add(ATEN.add.Tensor, *(add(ATEN.mul.Tensor, part, part) for part in z))
 
 
-def _times(add: Evaluate, one: Parts, other: Parts) -> Parts:
-    (a, b), (c, d) = one, other
+def _times(add: Evaluate, z: Parts, w: Parts) -> Parts:
+    (a, b), (c, d) = z, w
     ac, bd, ad, bc = (add(ATEN.mul.Tensor, *two) for two in ((a, c), (b, d), (a, d), (b, c)))
     return Parts(add(ATEN.sub.Tensor, ac, bd), add(ATEN.add.Tensor, ad, bc))
 
 
-def _quotient(add: Evaluate, one: Any, other: Any) -> Parts:
-    if not isinstance(other, Parts):
-        real = other.real if isinstance(other, complex) and not other.imag else other
+def _quotient(add: Evaluate, dividend: Any, divisor: Any) -> Parts:
+    if not isinstance(divisor, Parts):
+        real = divisor.real if isinstance(divisor, complex) and not divisor.imag else divisor
         if not isinstance(real, complex):
-            return Parts(*(add(ATEN.div.Tensor, part, real) for part in one))
-        return _times(add, one, _as_parts(add, 1 / real))
-    return _times(add, _as_parts(add, one), _inverse(add, other))
+            return Parts(*(add(ATEN.div.Tensor, part, real) for part in dividend))
+        return _times(add, dividend, _as_parts(add, 1 / real))
+    return _times(add, _as_parts(add, dividend), _inverse(add, divisor))
 
 
-def _inverse(add: Evaluate, one: Parts) -> Parts:
-    squares = _squares(add, one)
-    real, imaginary = (add(ATEN.div.Tensor, part, squares) for part in one)
+def _inverse(add: Evaluate, z: Parts) -> Parts:
+    squares = _squares(add, z)
+    real, imaginary = (add(ATEN.div.Tensor, part, squares) for part in z)
     return Parts(real, add(ATEN.neg.default, imaginary))
 
 
-def _power(add: Evaluate, one: Parts, exponent: Any) -> Parts | None:
+def _power(add: Evaluate, base: Parts, exponent: Any) -> Parts | None:
     if not isinstance(exponent, int) or exponent < 1:
         return None
-    result = one
+    result = base
     for _ in range(exponent - 1):
-        result = _times(add, result, one)
+        result = _times(add, result, base)
     return result
 
 
-def _conjugate(add: Evaluate, one: Parts) -> Parts:
-    return Parts(one.real, add(ATEN.neg.default, one.imaginary))
+def _conjugate(add: Evaluate, z: Parts) -> Parts:
+    return Parts(z.real, add(ATEN.neg.default, z.imaginary))
 
 
-def _cast(add: Evaluate, one: Any, dtype: torch.dtype | None = None, **_how: Any) -> Any:
+def _cast(add: Evaluate, operand: Any, dtype: torch.dtype | None = None, **_how: Any) -> Any:
     """Casts to another complex dtype, to a real dtype (keeps the real part), or a real tensor to a complex dtype."""
-    if dtype is None or not isinstance(one, Parts):
-        return one if isinstance(one, Parts) else _as_parts(add, one)
+    if dtype is None or not isinstance(operand, Parts):
+        return operand if isinstance(operand, Parts) else _as_parts(add, operand)
     if dtype.is_complex:
-        return Parts(*(add(ATEN._to_copy.default, part, dtype=REAL[dtype]) for part in one))
-    return add(ATEN._to_copy.default, one.real, dtype=dtype)
+        return Parts(*(add(ATEN._to_copy.default, part, dtype=REAL[dtype]) for part in operand))
+    return add(ATEN._to_copy.default, operand.real, dtype=dtype)
 
 
 def _ones(target: Any) -> Callable[..., Parts]:

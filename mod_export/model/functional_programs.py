@@ -107,10 +107,10 @@ def _compute_both_branches(module: fx.GraphModule) -> None:
     module.delete_all_unused_submodules()
 
 
-def _both(condition: Any, true: Callable[..., Any], false: Callable[..., Any], given: Sequence[Any] = ()) -> list[Any]:
+def _both(condition: Any, true: Callable[..., Any], false: Callable[..., Any], args: Sequence[Any] = ()) -> list[Any]:
     if not isinstance(condition, torch.Tensor):
-        return list(true(*given) if condition else false(*given))
-    pairs = zip(true(*given), false(*given), strict=True)
+        return list(true(*args) if condition else false(*args))
+    pairs = zip(true(*args), false(*args), strict=True)
     return [torch.where(condition.reshape(()), yes, no) if isinstance(yes, torch.Tensor) else yes for yes, no in pairs]
 
 
@@ -188,21 +188,21 @@ def _results(program: ExportedProgram, state: Mapping[str, Any], inputs: Sequenc
         return list(fx.Interpreter(program.graph_module).run(*arguments, enable_io_processing=False))
 
 
-def _drawn(held: Mapping[str, torch.Tensor], names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
+def _drawn(state: Mapping[str, torch.Tensor], names: Sequence[str], seed: int) -> dict[str, torch.Tensor]:
     """Returns random values for the named tensors of the state."""
     generator = torch.Generator().manual_seed(seed)
     values = {}
     for name in dict.fromkeys(names):
-        if name in held:
-            noise = torch.randint(0, 100, held[name].shape, generator=generator)
-            values[name] = noise > 50 if held[name].dtype is torch.bool else noise.to(held[name].dtype)
+        if name in state:
+            noise = torch.randint(0, 100, state[name].shape, generator=generator)
+            values[name] = noise > 50 if state[name].dtype is torch.bool else noise.to(state[name].dtype)
     return values
 
 
-def _same_bits(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor):
-        return bool(one == other)
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+def _same_bits(a: Any, b: Any) -> bool:
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b)
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def program_of(

@@ -159,18 +159,20 @@ def _takes_seed(inputs: Callable[..., Given]) -> bool:
     return True
 
 
-def _call(module: nn.Module, given: Any, where: str) -> Call:
+def _call(module: nn.Module, inputs: Any, where: str) -> Call:
     """Returns the arguments of `forward`, by name if all of them have one, because inputs are named after them."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
-    if isinstance(given, Mapping):
-        kwargs = dict(given)
-    elif isinstance(given, (tuple, list)):
-        args = tuple(given)
-    elif isinstance(given, torch.Tensor):
-        args = (given,)
+    if isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    elif isinstance(inputs, (tuple, list)):
+        args = tuple(inputs)
+    elif isinstance(inputs, torch.Tensor):
+        args = (inputs,)
     else:
-        raise UsageError(f"{where}: inputs are {type(given).__name__}; expected a tensor, a tuple or a dict of tensors")
+        raise UsageError(
+            f"{where}: inputs are {type(inputs).__name__}; expected a tensor, a tuple or a dict of tensors"
+        )
     signature = inspect.signature(module.forward)
     try:
         bound = signature.bind(*args, **kwargs)
@@ -294,9 +296,9 @@ def _compare_runs(program: ExportedProgram, module: nn.Module, calls: Sequence[C
             _compare(reference, value, f"{where}: output {number}")
 
 
-def _compare(expected: torch.Tensor, found: torch.Tensor, where: str) -> None:
-    size = (expected.double() - found.double()).abs()
-    size = size.masked_fill((expected == found) | (expected.isnan() & found.isnan()), 0.0).nan_to_num(float("inf"))
+def _compare(expected: torch.Tensor, actual: torch.Tensor, where: str) -> None:
+    size = (expected.double() - actual.double()).abs()
+    size = size.masked_fill((expected == actual) | (expected.isnan() & actual.isnan()), 0.0).nan_to_num(float("inf"))
     largest = size.max().item() if size.numel() else 0.0
     allowed = 0.0
     if expected.is_floating_point():

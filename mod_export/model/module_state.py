@@ -185,10 +185,10 @@ def _is_own(holder: Any, name: str) -> bool:
     return isinstance(holder, nn.Module) and name in OWN
 
 
-def _contents(held: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+def _contents(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
     """Returns every container among these values, or nested in them, with its items."""
     contents: dict[int, tuple[Any, list[Any]]] = {}
-    waiting = list(held)
+    waiting = list(values)
     while waiting:
         value = waiting.pop()
         if isinstance(value, CONTAINERS) and id(value) not in contents:
@@ -224,10 +224,10 @@ def _base(container: Any) -> Any:
     return next(base for base in CONTAINERS if isinstance(container, base))
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(first: Any, second: Any) -> bool:
     """Returns whether both are the same object, or pairs of the same objects; `dict.items` makes new pairs."""
-    is_pair = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)
-    return one is other or (is_pair and all(a is b for a, b in zip(one, other, strict=True)))
+    is_pair = isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second)
+    return first is second or (is_pair and all(a is b for a, b in zip(first, second, strict=True)))
 
 
 def same_values(expected: torch.Tensor, found: torch.Tensor) -> bool:

@@ -146,11 +146,11 @@ def _replace(node: fx.Node, value: Any) -> None:
         use.args, use.kwargs = fx.map_arg((use.args, use.kwargs), lambda arg: value if arg is node else arg)
 
 
-def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, Any], where: str) -> None:
+def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], stored: Mapping[str, Any], where: str) -> None:
     for _, spec in kept:
         if spec.kind is InputKind.USER_INPUT:
             continue
-        tensor = held.get(str(spec.target))
+        tensor = stored.get(str(spec.target))
         if not isinstance(tensor, torch.Tensor):
             raise CaptureError(f"{where}: reads {spec.target}, an object that is no tensor; engines take tensors only")
         if tensor.dtype is torch.float64 and spec.kind is InputKind.PARAMETER:
@@ -160,7 +160,7 @@ def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, A
 
 
 def _outputs(
-    program: ExportedProgram, module: fx.GraphModule, given: set[fx.Node], where: str
+    program: ExportedProgram, module: fx.GraphModule, inputs: set[fx.Node], where: str
 ) -> tuple[list[fx.Node], list[str]]:
     """Returns the output nodes and their names. The nodes are all different, and none of them is an input. The name of
     a single output without keys is empty.
@@ -181,7 +181,7 @@ def _outputs(
             continue
         if not isinstance(value, fx.Node):
             raise CaptureError(f"{where}: returns the number {value!r} beside its tensors; return tensors only")
-        if not _reads(value, given):
+        if not _reads(value, inputs):
             raise CaptureError(
                 f"{where}: returns {name or 'output'}, which does not depend on its inputs; an engine has nothing to "
                 "compute there. Leave it out of what forward returns"
@@ -201,18 +201,18 @@ def _outputs(
     return nodes, names
 
 
-def _reads(node: fx.Node, given: set[fx.Node]) -> bool:
-    """Returns whether a node depends on one of the nodes in `given`."""
+def _reads(node: fx.Node, inputs: set[fx.Node]) -> bool:
+    """Returns whether a node depends on one of the nodes in `inputs`."""
     seen, waiting = {node}, [node]
     for current in waiting:  # The loop appends to this list.
         new = [source for source in current.all_input_nodes if source not in seen]
         seen.update(new)
         waiting += new
-    return not seen.isdisjoint(given)
+    return not seen.isdisjoint(inputs)
 
 
 def _infer(
-    module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], held: Mapping[str, Any], where: str
+    module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], stored: Mapping[str, Any], where: str
 ) -> None:
     """Infers the values of all nodes again, with float32 in place of 16-bit dtypes."""
     mode = detect_fake_mode([node.meta["val"] for node, _ in kept])
@@ -234,7 +234,7 @@ def _made(
     program: ExportedProgram,
     module: fx.GraphModule,
     kept: Sequence[tuple[fx.Node, InputSpec]],
-    held: Mapping[str, torch.Tensor],
+    stored: Mapping[str, torch.Tensor],
     outputs: Sequence[fx.Node],
 ) -> ExportedProgram:
     state: dict[str, torch.Tensor] = {}
@@ -245,7 +245,7 @@ def _made(
         spec = replace(spec, arg=TensorArgument(name=node.name))
         if spec.kind is not InputKind.USER_INPUT:
             name = str(spec.target)
-            tensor = held[name]
+            tensor = stored[name]
             if not tensor.is_contiguous():
                 # Code that writes files reads a tensor's memory from its beginning to its end.
                 is_parameter = isinstance(tensor, torch.nn.Parameter)

@@ -251,14 +251,14 @@ def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tenso
     return weights
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Returns whether two tensors have the same dtype, shape and bytes."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    if one.numel() == 0 or (one.data_ptr() == other.data_ptr() and one.stride() == other.stride()):
+    if a.numel() == 0 or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()):
         return True
-    equal = torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
-    let_go([one, other])  # Gives back pages of mapped files.
+    equal = torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b)))
+    let_go([a, b])  # Gives back pages of mapped files.
     return equal
 
 
@@ -317,9 +317,9 @@ def _embedding_rows(plain: PlainProgram) -> dict[str, int]:
     return smallest
 
 
-def _drawn(given: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:
+def _drawn(array: np.ndarray, rows: int, rng: np.random.Generator) -> np.ndarray:
     if rows:
-        return rng.integers(0, rows, given.shape).astype(given.dtype)
-    if not np.issubdtype(given.dtype, np.floating) or not np.isfinite(given).all() or len(np.unique(given)) <= 2:
-        return given
-    return rng.normal(given.mean(), given.std(), given.shape).astype(given.dtype)
+        return rng.integers(0, rows, array.shape).astype(array.dtype)
+    if not np.issubdtype(array.dtype, np.floating) or not np.isfinite(array).all() or len(np.unique(array)) <= 2:
+        return array
+    return rng.normal(array.mean(), array.std(), array.shape).astype(array.dtype)

@@ -63,7 +63,7 @@ def _count(root: Path, path: str, whole_scores: bool, paths: Sequence[Path]) -> 
 
     from mod_export.measure.cost import work_of_graph
 
-    return [one.model_dump(mode="json") for one in work_of_graph(ir.load(root / path), path, whole_scores=whole_scores)]
+    return [row.model_dump(mode="json") for row in work_of_graph(ir.load(root / path), path, whole_scores=whole_scores)]
 
 
 def profile(build: Build) -> None:
@@ -87,5 +87,5 @@ def profile(build: Build) -> None:
 
 def _profile(build: Build, engine: Engine, paths: Sequence[Path]) -> dict[str, Any] | None:
     feeds = build.feeds(engine.bucket)
-    found = profile_engine(build.root, engine, build.work[engine.path], feeds, build.config)
-    return None if found is None else {"profiler": found.profiler, "ms_by_part": dict(found.ms_by_part)}
+    profiled = profile_engine(build.root, engine, build.work[engine.path], feeds, build.config)
+    return None if profiled is None else {"profiler": profiled.profiler, "ms_by_part": dict(profiled.ms_by_part)}

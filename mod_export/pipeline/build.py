@@ -89,7 +89,7 @@ class Build:
         generation: GenerationFacts | Unavailable,
         buckets: Sequence[Bucket],
     ) -> None:
-        """Takes what `start` and `open` differ in; call one of these."""
+        """Takes the values in which `start` and `open` differ. Call one of these two instead."""
         self.config, self.facts, self.generation = config, facts, generation
         self.buckets = tuple(buckets)
         self.model: Callable[[ModelKind], Model] = cache(model)
@@ -191,7 +191,7 @@ class Build:
 
     @property
     def plan(self) -> Plan:
-        """The plan; only of a folder that is being built."""
+        """The plan. Only a folder that is being built has one."""
         assert self._plan is not None
         return self._plan
 
@@ -206,7 +206,7 @@ class Build:
         """Environment of this run."""
         return {**describe_machine(), "threads": self.config.latency.threads}
 
-    # Models, and what is made of them.
+    # Models, and objects that are made from them.
 
     def reference(self, kind: ModelKind, role: Role = "forward") -> Reference:
         """Returns the eager model that graphs of a role are judged by."""
@@ -250,9 +250,9 @@ class Build:
     ) -> list[Row]:
         """Does a step whose results are rows, and keeps them for the verdict and the report."""
         step = self.step(name, inputs, [], lambda paths: [row.model_dump(mode="json") for row in make()])
-        found = [row_type.model_validate_json(json.dumps(item)) for item in step.result]
-        self._rows += found
-        return found
+        rows = [row_type.model_validate_json(json.dumps(item)) for item in step.result]
+        self._rows += rows
+        return rows
 
     @contextlib.contextmanager
     def attempt(self, stage: str, about: Mapping[str, Any], arch: str | None = None) -> Iterator[None]:
@@ -291,21 +291,21 @@ class Build:
         Raises:
             BuildError: the first failure of the model, with further failures in its notes.
         """
-        if not self.failed or any(one.model == "mod" for one in left):
+        if not self.failed or any(entry.model == "mod" for entry in left):
             return
         first = next((index for index, row in enumerate(self.failed) if row.model != "dense"), 0)
         error = self._errors[first]
-        others = sentences(row for row in self.failed if row.why != self.failed[first].why)
-        for sentence in others[:MOST_NOTES]:
+        further = sentences(row for row in self.failed if row.why != self.failed[first].why)
+        for sentence in further[:MOST_NOTES]:
             error.add_note(f"also: {sentence}")
-        if len(others) > MOST_NOTES:
-            error.add_note(f"also: {len(others) - MOST_NOTES} more")
+        if len(further) > MOST_NOTES:
+            error.add_note(f"also: {len(further) - MOST_NOTES} more")
         raise error
 
     @property
     def gated_buckets(self) -> tuple[Bucket, ...]:
         """The buckets of whole rows that the model has engines for. The gate on speed applies to the largest one."""
-        built = {one.bucket for one in self.engines if (one.model, one.role) == ("mod", "forward")}
+        built = {engine.bucket for engine in self.engines if (engine.model, engine.role) == ("mod", "forward")}
         return tuple(bucket for bucket in self.buckets if bucket in built) or self.buckets
 
     def add(self, rows: Sequence[Result]) -> None:
@@ -351,8 +351,8 @@ class Build:
             return False
         if engine.target not in self._availability:
             self._availability[engine.target] = ENGINES[engine.target].availability()
-        found = self._availability[engine.target]
-        return found.can_run(engine) and (not engine.writes_text or ENGINES[engine.target].binds)
+        availability = self._availability[engine.target]
+        return availability.can_run(engine) and (not engine.writes_text or ENGINES[engine.target].binds)
 
     @cached_property
     def text_of(self) -> TextOf | None:
@@ -411,7 +411,7 @@ class Build:
             "machine": [self.machine["cpu"], self.machine["cores"], self.machine["gpu"]],
             "versions": {
                 **versions("mod_export", "torch", "onnxruntime"),
-                **{name: found for target in targets for name, found in ENGINES[target].versions().items()},
+                **{name: version for target in targets for name, version in ENGINES[target].versions().items()},
             },
         }
 
@@ -427,15 +427,15 @@ class Build:
             "checkpoint": self.identity(kind),
         }
 
-    def timing_inputs(self, engines: Iterable[Engine], **others: Any) -> dict[str, Any]:
+    def timing_inputs(self, engines: Iterable[Engine], **options: Any) -> dict[str, Any]:
         """Returns what a timing depends on, as inputs of a step."""
-        return {**self.conditions(list(engines)), "seed": self.config.seed, **others}
+        return {**self.conditions(list(engines)), "seed": self.config.seed, **options}
 
     def versions(self, *names: str) -> dict[str, Any]:
         """Returns library versions, including this package's source, as an input of a step."""
         return {"versions": versions("mod_export", *names)}
 
-    # Only of a folder that is being built.
+    # Methods for a folder that is being built.
 
     def planned(self) -> Iterator[tuple[EngineBuilder, Variant, Graph]]:
         """Yields every engine that can still be built, with its portable graph as it was captured."""
@@ -446,7 +446,7 @@ class Build:
                 yield builder, variant, captured[graph.path]
 
     def is_wanted(self, about: Mapping[str, Any]) -> bool:
-        """Says whether it can still be built, and, of a dense baseline, whether there will be a model to compare."""
+        """Says whether this can still be built. Without the model, a dense baseline has nothing to be compared with."""
         return not self.is_lost(about) and not self.is_lost({**about, "model": "mod"})
 
     def leave_out(self, engine: Engine) -> None:

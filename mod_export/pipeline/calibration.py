@@ -45,20 +45,20 @@ class Calibration:
         """
         if name in self._left:
             self._read(self._next(name))
-        found = self._found.get(name)
-        if found is not None and not found.isfinite().all():
+        moments_KK = self._found.get(name)
+        if moments_KK is not None and not moments_KK.isfinite().all():
             raise GraphError(
                 f"int4: {name} is multiplied with numbers that are not finite, or too large to be squared in float32, "
                 "so it cannot be rounded to four bits; take int4 out of the dtypes"
             )
-        return found
+        return moments_KK
 
     def _next(self, name: str) -> list[str]:
         """Takes this weight and as many after it as there is room for."""
         after = self._left[self._left.index(name) :]
-        size = np.cumsum([torch.float32.itemsize * self._shapes[one][1] ** 2 for one in after])
+        size = np.cumsum([torch.float32.itemsize * self._shapes[weight][1] ** 2 for weight in after])
         group = after[: max(1, int((size <= ROOM).sum()))]
-        self._left = [one for one in after if one not in group]
+        self._left = [weight for weight in after if weight not in group]
         return group
 
     def _read(self, names: Sequence[str]) -> None:
@@ -85,8 +85,8 @@ class Calibration:
 
     def _longest(self) -> Graph:
         """Returns a forward graph as long as the longest prompt, because short rows hold mostly first tokens."""
-        graphs = [one for one in self._build.graphs if one.model == self._kind and one.target is None]
-        longest = max((one for one in graphs if one.role != "decode"), key=lambda one: one.bucket.seq)
+        graphs = [graph for graph in self._build.graphs if graph.model == self._kind and graph.target is None]
+        longest = max((graph for graph in graphs if graph.role != "decode"), key=lambda graph: graph.bucket.seq)
         return replace(longest, role="forward", outputs=self._build.config.returned)
 
     def _batches(self, graph: Graph) -> Iterator[Batch]:

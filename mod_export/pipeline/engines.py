@@ -34,8 +34,8 @@ def build_engines(build: Build) -> None:
     with ThreadPoolExecutor(_at_once(build)) as pool:
         try:
             waiting = {job: pool.submit(_build, build, *job) for job in jobs if job[0].apart}
-            here = {job: _build(build, *job) for job in jobs if not job[0].apart}
-            errors = {**here, **{job: future.result() for job, future in waiting.items()}}
+            local_errors = {job: _build(build, *job) for job in jobs if not job[0].apart}
+            errors = {**local_errors, **{job: future.result() for job, future in waiting.items()}}
         except BaseException:  # Also on an interrupt: builds that have not begun are cancelled.
             pool.shutdown(cancel_futures=True)
             raise
@@ -55,12 +55,12 @@ def _leave_out_halves(build: Build) -> None:
     writing = [engine for engine in build.engines if engine.writes_text]
     sets = {(engine.target, engine.dtype, engine.model) for engine in writing}
     for target, dtype, model in sorted(sets):
-        own = [engine for engine in writing if (engine.target, engine.dtype, engine.model) == (target, dtype, model)]
-        built = {engine.role for engine in own}
-        for engine in own:
+        group = [engine for engine in writing if (engine.target, engine.dtype, engine.model) == (target, dtype, model)]
+        built = {engine.role for engine in group}
+        for engine in group:
             if len(built) == 1:
-                other = "decode" if engine.role == "prefill" else "prefill"
-                why = f"no {other} engine of {target} {dtype} could be built, and text is written by both together"
+                missing = "decode" if engine.role == "prefill" else "prefill"
+                why = f"no {missing} engine of {target} {dtype} could be built, and text is written by both together"
                 build.leave_out(engine)
                 build.fail("engines", setting_fields(engine.setting), EngineError(why), engine.arch)
 

@@ -121,13 +121,13 @@ def _portable_step(build: Build, graph: Graph) -> None:
 
 def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
     """Returns the forms in which the graphs of one weights file read each weight."""
-    found: dict[str, set[Form]] = {}
+    by_name: dict[str, set[Form]] = {}
     for builder, variant, graph in build.planned():
         if variant.dtype == dtype and build.facts[graph.model].weights == build.facts[kind].weights:
             model = ir.load(build.root / graph.path)
             for name, forms in stored_forms(model, graph.limits(builder.limits), dtype).items():
-                found.setdefault(name, set()).update(forms)
-    return found
+                by_name.setdefault(name, set()).update(forms)
+    return by_name
 
 
 def _with_stored_bytes(build: Build, facts: GenerationFacts, dtypes: Sequence[DType]) -> GenerationFacts:
@@ -137,7 +137,7 @@ def _with_stored_bytes(build: Build, facts: GenerationFacts, dtypes: Sequence[DT
         kinds = [kind for kind in build.facts if build.weights_path(kind, dtype) in build.weight_digests]
         if dtype not in QUANTIZED:
             wide = step_bytes[bucket]["float32"]
-            step_bytes[bucket][dtype] = {kind: one.stored_in(dtype) for kind, one in wide.items()}
+            step_bytes[bucket][dtype] = {kind: sizes.stored_in(dtype) for kind, sizes in wide.items()}
             continue
         files = {kind: WeightsFile.open(build.root / build.weights_path(kind, dtype)) for kind in kinds}
         models = {kind: build.generating(kind) for kind in files}
@@ -173,17 +173,17 @@ def _portable(build: Build, graph: Graph) -> tuple[ir.Model, dict[str, int], tup
     """
     source = build.source(graph)
     # In strict mode conditions are captured with the rest. Otherwise torch compiles each alone, which takes longer.
-    found = captured(source.module, source.examples[0], graph.stem, strict=source.conditions)
-    model = onnx_from_captured(found, state_of(source.module), source.inputs, source.outputs)
+    capture = captured(source.module, source.examples[0], graph.stem, strict=source.conditions)
+    model = onnx_from_captured(capture, state_of(source.module), source.inputs, source.outputs)
     # Rewrites read the values of small buffers, such as a causal mask.
     _bind(build, model, graph)
     applied = apply_rewrites(model, PORTABLE, "float32")
-    _check_ports(graph, model, source.inputs, [*source.outputs, *found.routed])
+    _check_ports(graph, model, source.inputs, [*source.outputs, *capture.routed])
     if not graph.writes_text:
-        k_by_layer = {site.name: site.k for site in found.sites}
+        k_by_layer = {site.name: site.k for site in capture.sites}
         _check_routing(build.model(graph.model), graph, k_by_layer)
         assert_capacity(model, graph.bucket, k_by_layer, source.outputs)
-    return model, applied, found.sites
+    return model, applied, capture.sites
 
 
 def _check_routing(model: Model, graph: Graph, k_by_layer: Mapping[Site, int]) -> None:
@@ -262,8 +262,8 @@ def fresh_graph(build: Build, graph: Graph) -> bytes:
     weights = build.weights_path(graph.model, "float32")
     entries = WeightsFile.open(build.root / weights).entries
     # The key covers the model itself: two folders may have the same manifest entries for different programs.
-    held = dict(build.model(graph.model).spec)
-    key = json.dumps([build.source_inputs(graph), held, weights, sorted(entries.items())], default=str)
+    spec = dict(build.model(graph.model).spec)
+    key = json.dumps([build.source_inputs(graph), spec, weights, sorted(entries.items())], default=str)
     if key not in _kept:
         model, _, _ = _portable(build, portable)
         _bind(build, model, portable)

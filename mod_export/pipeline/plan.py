@@ -230,9 +230,9 @@ def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> d
     refused = [f"{name}: {availability[name].reason}" for name in config.targets if not availability[name].builds]
     if refused:
         raise TargetError("cannot build here for " + "; ".join(refused))
-    wanted = config.targets or tuple(name for name, found in availability.items() if found.builds)
+    wanted = config.targets or tuple(name for name, status in availability.items() if status.builds)
     if not wanted:
-        reasons = "; ".join(f"{name}: {found.reason}" for name, found in availability.items())
+        reasons = "; ".join(f"{name}: {status.reason}" for name, status in availability.items())
         raise TargetError(f"no target can build on this machine: {reasons}")
     return {name: ENGINES[name] for name in ENGINES if name in wanted}
 
@@ -342,8 +342,10 @@ def _beyond_budget(plan: Plan) -> list[str]:
 def _check_baseline(model: Model, baseline: Model) -> None:
     if baseline.routes_depth:
         raise CheckpointError(f"baseline {baseline.name}: has routed layers; a baseline is a dense model")
-    ours, found = _job_of(model), _job_of(baseline)
-    problems = [f"{what} {found.get(what)} instead of {one}" for what, one in ours.items() if found.get(what) != one]
+    ours, theirs = _job_of(model), _job_of(baseline)
+    problems = [
+        f"{what} {theirs.get(what)} instead of {value}" for what, value in ours.items() if theirs.get(what) != value
+    ]
     if problems:
         raise CheckpointError(f"baseline {baseline.name}: has {' and '.join(problems)}, so it does not do the same job")
 

@@ -137,8 +137,8 @@ def write_report(
     """
     compare_with_baseline(build)
     reused = all(stage.status == "reused" for stage in stages)
-    own = Stage(name="report", status="reused" if reused else "built", seconds=0.0, peak_rss_bytes=None)
-    report = _report(build, [*stages, own], command, capacity, rebuild)
+    report_stage = Stage(name="report", status="reused" if reused else "built", seconds=0.0, peak_rss_bytes=None)
+    report = _report(build, [*stages, report_stage], command, capacity, rebuild)
 
     def write(paths: Sequence[Path]) -> None:
         for path, text in zip(paths, texts_of(report).values(), strict=True):
@@ -166,9 +166,9 @@ def completed(build: Build, report: BuildReport, stage: Stage) -> BuildReport:
     written = report.generation
     if written is not None:
         # A field that this run did not fill keeps its rows.
-        found = {name: tuple(build.rows(kind)) or getattr(written, name) for name, kind in WRITTEN_ROWS.items()}
+        rows = {name: tuple(build.rows(kind)) or getattr(written, name) for name, kind in WRITTEN_ROWS.items()}
         quality = next(iter(build.rows(QualityRow)), written.quality)
-        written = written.model_copy(update={**found, "quality": quality})
+        written = written.model_copy(update={**rows, "quality": quality})
     failed = (*report.failed, *build.failed)
     verdict = judge(
         [engine.setting for engine in build.runnable("forward") if engine.model == "mod"],
@@ -191,7 +191,7 @@ def completed(build: Build, report: BuildReport, stage: Stage) -> BuildReport:
             "generation": written,
             "environment": build.machine,
             "stages": (*report.stages[:-1], stage, report.stages[-1]),
-            "targets": tuple(one.model_copy(update={"ran": one.target in ran}) for one in report.targets),
+            "targets": tuple(row.model_copy(update={"ran": row.target in ran}) for row in report.targets),
         }
     )
 
@@ -261,34 +261,34 @@ def _generation(build: Build) -> GenerationReport:
 
 def _artifacts(build: Build) -> list[Artifact]:
     files = {path: entry.model_dump() for path, entry in build.workspace.files().items()}
-    found = [
+    artifacts = [
         Artifact(
-            kind=kind, path=one.path, role=one.role, target=one.target, model=one.model, bucket=one.bucket.name,
-            dtype=one.dtype, **files[one.path],
+            kind=kind, path=item.path, role=item.role, target=item.target, model=item.model, bucket=item.bucket.name,
+            dtype=item.dtype, **files[item.path],
         )
         for kind, made in (("graph", build.graphs), ("engine", build.engines))
-        for one in made
+        for item in made
     ]  # fmt: skip
     nothing = dict.fromkeys(("target", "model", "bucket", "role"))
     for path in build.weight_digests:
         dtype = path.rpartition("-")[2].removesuffix(".data")
-        found.append(Artifact(kind="weights", path=path, dtype=dtype, **nothing, **files[path]))
-    return found
+        artifacts.append(Artifact(kind="weights", path=path, dtype=dtype, **nothing, **files[path]))
+    return artifacts
 
 
 def _targets(build: Build) -> list[Target]:
     ran = {row.target for row in build.rows(ParityRow)}
     built = {engine.target for engine in build.engines}
     rows = []
-    for name, found in build.plan.availability.items():
-        reason = found.reason
+    for name, status in build.plan.availability.items():
+        reason = status.reason
         if name not in built and name in build.plan.targets:
             # The target's own failure says more than a graph's or dtype's, and the model's more than the baseline's.
             lost = min(build.failed, key=lambda row: (row.target != name, row.target is not None, row.model == "dense"))
             reason = f"nothing could be built; of {lost.what}: {lost.why}"
-        elif name not in built and found.builds:
-            reason = f"not asked for ({found.reason})"
-        rows.append(Target(target=name, available=found.builds, reason=reason, ran=name in ran))
+        elif name not in built and status.builds:
+            reason = f"not asked for ({status.reason})"
+        rows.append(Target(target=name, available=status.builds, reason=reason, ran=name in ran))
     return rows
 
 

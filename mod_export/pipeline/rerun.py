@@ -82,7 +82,7 @@ def validate_folder(
         validate(build)
     except UsageError:
         raise
-    except Exception as error:  # Of any type, because a captured program that was changed may do anything.
+    except Exception as error:  # Of any type: a captured program that was changed may do anything.
         changed = changed_program(build)
         if changed is None:
             raise
@@ -113,7 +113,7 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
     profile(build)
     compare_with_baseline(build)
     verdict = verdict_of(build, parity=False)
-    facts = {"measured": [one.model_dump(mode="json") for one in measured_in(build)]}
+    facts = {"measured": [row.model_dump(mode="json") for row in measured_in(build)]}
     said = _complete(build, "benchmark", begin, facts) if config is None and not targets else []
     return Rerun(rows=build.rows, verdict=verdict, notes=said, not_compared=not_compared(build))
 
@@ -130,7 +130,7 @@ def _complete(build: Build, stage: str, begin: float, facts: Mapping[str, Any]) 
         return []  # `validate` has a row about it, and `report` refuses to show it.
     where = root / REPORT_FILES[0]
     report = report_from_json(where.read_text(encoding="utf-8"), str(where))
-    if stage in (one.name for one in report.stages):
+    if stage in (earlier.name for earlier in report.stages):
         return []
     seconds, peak = round(time.perf_counter() - begin, 3), peak_rss_bytes() or None
     done = Stage(name=stage, status="built", seconds=seconds, peak_rss_bytes=peak)

@@ -33,7 +33,7 @@ Engines = Mapping[ModelKind, Engine]
 
 
 class RoleStages(ABC):
-    """What the stages do for graphs and engines of one role."""
+    """The parts of the stages that depend on the role of a graph or engine."""
 
     role: Role
 
@@ -195,7 +195,7 @@ class DecodeRole(WritingRole):
 
     def reference(self, build: Build, kind: ModelKind) -> Reference:
         if build.generating(kind).whole_rows.spec == build.model(kind).spec:
-            # Nothing is decided differently, so programs and runs of whole rows hold here as well.
+            # Both forms decide alike, so the programs and runs of whole rows can be used here too.
             return build.reference(kind).returning("logits")
         return Reference(build.generating(kind).whole_rows, kept=build.kept_runs)
 
@@ -228,8 +228,8 @@ class DecodeRole(WritingRole):
         assert isinstance(facts, GenerationFacts)
         decoding = build.decoding_engines()
         # Prefill engines read the texts at whose positions steps are timed, and the longest sets the texts' length.
-        readers = [one for kind in engines for one in decoding.prefills(kind, setting.target, setting.dtype)]
-        prompts = [build.hash_of(one.path) for one in readers]
+        readers = [engine for kind in engines for engine in decoding.prefills(kind, setting.target, setting.dtype)]
+        prompts = [build.hash_of(engine.path) for engine in readers]
 
         def make() -> list[DecodeRow]:
             # The dtype does not matter: bytes of any dtype move at the same rate.
@@ -254,9 +254,9 @@ ROLES: Mapping[Role, RoleStages] = {stages.role: stages for stages in (ForwardRo
 
 def _decoding(build: Build, candidates: Sequence[Candidate]) -> DecodingEngines:
     """Returns the prefill and decode candidates, opened as validation opens them."""
-    by_path = {one.path: one for one in candidates if one.setting.writes_text}
+    by_path = {candidate.path: candidate for candidate in candidates if candidate.setting.writes_text}
     return DecodingEngines(
-        [one.as_engine for one in by_path.values()],
+        [candidate.as_engine for candidate in by_path.values()],
         lambda engine: by_path[engine.path].open(build.root, build.config),
         build.config,
     )

@@ -156,8 +156,8 @@ def _stage(
         error.add_note(f"stage {name} failed; done before it: {done}")
         raise
     # A stage without steps counts as reused if all stages before it were.
-    own, lost = steps[first:], len(failed) - before
-    reused = all(step.reused for step in own) if own else all(stage.status == "reused" for stage in stages)
+    new_steps, lost = steps[first:], len(failed) - before
+    reused = all(step.reused for step in new_steps) if new_steps else all(stage.status == "reused" for stage in stages)
     stage = Stage(
         name=name,
         status="reused" if reused and not lost else "built",

@@ -43,7 +43,7 @@ def validate(build: Build) -> None:
     for candidate in candidates:
         _parity(build, candidate, candidates, is_changed=candidate.path in changed)
     ran = {row.artifact: row for row in build.rows(ParityRow) if row.inputs}
-    engines = [one for one in candidates if one.engine is not None and one.path in ran]
+    engines = [candidate for candidate in candidates if candidate.engine is not None and candidate.path in ran]
     for candidate in engines:
         with build.attempt("validate", setting_fields(candidate.setting)):
             allowed = ran[candidate.path].allowed_max_abs
@@ -72,7 +72,7 @@ def check_structure(build: Build) -> None:
 def _structure(build: Build) -> None:
     """Checks the structure of weights files, graphs, and engines that are ONNX graphs."""
     graphs = {graph.path: graph for graph in build.graphs}
-    graphs |= {one.path: build.graph_of(one) for one in build.engines if one.path.endswith(".onnx")}
+    graphs |= {engine.path: build.graph_of(engine) for engine in build.engines if engine.path.endswith(".onnx")}
     files = {path: build.hash_of(path) for path in (*build.weight_digests, *graphs)}
     inputs = {"files": files, "weights": build.weight_digests, **build.versions("onnx_ir")}
     build.measure(StructureRow, "structure", inputs, lambda: list(_structure_rows(build, graphs)))
@@ -127,8 +127,8 @@ def _against_checkpoint(build: Build) -> Iterator[StructureRow]:
     # The model comes last: if both share a file, its tensors include those of the dense baseline.
     built_from = build.facts["mod"].checkpoint_sha256
     kinds = [kind for kind in reversed(KINDS) if kind in build.facts]
-    own = [kind for kind in kinds if build.facts[kind].checkpoint_sha256 == built_from]
-    files = {build.weights_path(kind, dtype): (kind, dtype) for kind in own for dtype in DTYPES}
+    same_source = [kind for kind in kinds if build.facts[kind].checkpoint_sha256 == built_from]
+    files = {build.weights_path(kind, dtype): (kind, dtype) for kind in same_source for dtype in DTYPES}
     for path, (kind, dtype) in files.items():
         if path in build.weight_digests:
             state = state_of(build.reference(kind).module)
@@ -146,8 +146,8 @@ def _candidates(build: Build) -> list[Candidate]:
         return engines
     graphs = candidates_from_graphs(build.graphs, engines, build.weights_path, build.hash_of)
     # A step is judged after a prompt, so it needs a graph that reads prompts, and that one may have failed.
-    reads = {replace(one.setting, bucket=NO_BUCKET) for one in graphs if one.setting.role == "prefill"}
-    return [*engines, *(one for one in graphs if one.setting.role != "decode" or _prompts_of(one) in reads)]
+    reads = {replace(graph.setting, bucket=NO_BUCKET) for graph in graphs if graph.setting.role == "prefill"}
+    return [*engines, *(graph for graph in graphs if graph.setting.role != "decode" or _prompts_of(graph) in reads)]
 
 
 def _prompts_of(step: Candidate) -> Setting:
@@ -182,8 +182,8 @@ def _quality(build: Build) -> None:
     def make() -> list[QualityRow]:
         own, causal = build.reference("mod").returning("logits"), build.reference("mod", "decode")
         generating, seed = build.generating("mod"), build.config.seed
-        found = quality_of(generating, causal, own, QUALITY_TEXTS, seed, build.text_of)
-        return [] if found is None else [found]
+        quality = quality_of(generating, causal, own, QUALITY_TEXTS, seed, build.text_of)
+        return [] if quality is None else [quality]
 
     generation = build.config.generation.model_dump(include={"window", "slack"})
     inputs = {**build.identity("mod"), "generation": generation, **build.text_inputs}
@@ -192,15 +192,15 @@ def _quality(build: Build) -> None:
 
 def _maps(build: Build) -> None:
     inputs = {"checkpoint": build.identity("mod"), "seed": build.config.seed, **build.versions("torch")}
-    graphs = [one for one in build.graphs if (one.model, one.role, one.target) == ("mod", "forward", None)]
+    graphs = [graph for graph in build.graphs if (graph.model, graph.role, graph.target) == ("mod", "forward", None)]
     for graph in graphs:
 
         def make(bucket: Bucket = graph.bucket) -> list[RoutingMap]:
             reference = build.reference("mod")
             ks = reference.k_by_layer(bucket).values()
             batches = parity_batches(reference.model, bucket, ks, build.config.seed, 1)
-            found = routing_map(reference, bucket, batches)
-            return [] if found is None else [found]
+            row = routing_map(reference, bucket, batches)
+            return [] if row is None else [row]
 
         with build.attempt("validate", fields_of_graph(graph)):
             build.measure(RoutingMap, f"map/{graph.bucket.name}", inputs, make)

@@ -141,8 +141,8 @@ def latency_figures(settings: Iterable[Found]) -> tuple[LatencyFigure, ...]:
     return tuple(_latency_figure(entry.setting, rows) for entry in settings if (rows := entry.of(LatencyRow)))
 
 
-def _latency_figure(setting: Setting, found: Iterable[LatencyRow]) -> LatencyFigure:
-    rows = tuple(sorted(found, key=lambda row: MODELS.index(row.model)))
+def _latency_figure(setting: Setting, measured: Iterable[LatencyRow]) -> LatencyFigure:
+    rows = tuple(sorted(measured, key=lambda row: MODELS.index(row.model)))
     axis = axis_from_zero((sample for row in rows for sample in row.samples_ms), smallest=CLOCK_MS, unit=" ms")
     drawn = [row for row in rows if row.samples_ms and row.p50_ms > 0]
     shares = [sample / row.p50_ms for row in drawn for sample in row.samples_ms if math.isfinite(sample)]
@@ -385,22 +385,22 @@ def token_maps(maps: Sequence[RoutingMap]) -> tuple[TokenMap, ...]:
     return tuple(_token_map(routing_map) for routing_map in maps if routing_map.tokens)
 
 
-def _token_map(one: RoutingMap) -> TokenMap:
-    routed = [(layer.layer, set(layer.routed)) for layer in one.layers]
+def _token_map(routing_map: RoutingMap) -> TokenMap:
+    routed = [(layer.layer, set(layer.routed)) for layer in routing_map.layers]
     tokens = []
-    for position, text in enumerate(one.tokens[:MOST_TOKENS]):
+    for position, text in enumerate(routing_map.tokens[:MOST_TOKENS]):
         layers = tuple(layer for layer, positions in routed if position in positions)
-        scores = tuple(_score(layer, position) for layer in one.layers)
-        shade = math.ceil(SHADES * len(layers) / len(one.layers)) if layers else 0
+        scores = tuple(_score(layer, position) for layer in routing_map.layers)
+        shade = math.ceil(SHADES * len(layers) / len(routing_map.layers)) if layers else 0
         tokens.append(MapToken(position=position, text=text, layers=layers, scores=scores, shade=shade))
     ran = {position for _, positions in routed for position in positions}
     return TokenMap(
-        bucket=one.bucket,
-        total=len(one.tokens),
-        skipped=len(one.tokens) - len(ran & set(range(len(one.tokens)))),
+        bucket=routing_map.bucket,
+        total=len(routing_map.tokens),
+        skipped=len(routing_map.tokens) - len(ran & set(range(len(routing_map.tokens)))),
         tokens=tuple(tokens),
-        layers=tuple(layer.layer for layer in one.layers),
-        chart=lanes_chart((_positions_lane(layer, len(tokens)) for layer in one.layers), None, "positions"),
+        layers=tuple(layer.layer for layer in routing_map.layers),
+        chart=lanes_chart((_positions_lane(layer, len(tokens)) for layer in routing_map.layers), None, "positions"),
     )
 
 

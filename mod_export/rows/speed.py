@@ -343,7 +343,7 @@ def served_of(measured: Sequence[EngineSpeed], refused: Collection[tuple[ModelKi
     served = []
     for model, role in dict.fromkeys((row.model, row.role) for row in allowed):
         ranked = sorted((row for row in allowed if (row.model, row.role) == (model, role)), key=lambda row: row.ms)
-        others = ", ".join(f"{row.target} {row.dtype} {row.ms:.3g} ms" for row in ranked[1:])
-        reason = f"the fastest of those that met their gates; {others}" if others else ALONE
+        slower = ", ".join(f"{row.target} {row.dtype} {row.ms:.3g} ms" for row in ranked[1:])
+        reason = f"the fastest of those that met their gates; {slower}" if slower else ALONE
         served.append(Served(**ranked[0].model_dump(), reason=reason))
     return served

@@ -69,8 +69,8 @@ def runnable_engines(
     refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     if refused and (targets or len(refused) == len(availability)):
         raise TargetError(f"{folder}: no {what} runs here: {'; '.join(refused)}")
-    here = [name for name, reason in reasons.items() if not reason]
-    return [engine for engine in engines if engine.target in here and availability[engine.target].can_run(engine)]
+    runnable = [name for name, reason in reasons.items() if not reason]
+    return [engine for engine in engines if engine.target in runnable and availability[engine.target].can_run(engine)]
 
 
 def _why_missing(failed: Iterable[FailedRow]) -> str:
@@ -105,11 +105,11 @@ def served_engines(
         raise UsageError(
             f"{folder}: holds no {what} of model {model!r}; expected {' or '.join(map(repr, manifest.models))}"
         )
-    here = runnable_engines(folder, engines, [target] if target else [], texts=texts, failed=failed)
-    wanted = [engine for engine in here if dtype in (None, engine.dtype)]
+    runnable = runnable_engines(folder, engines, [target] if target else [], texts=texts, failed=failed)
+    wanted = [engine for engine in runnable if dtype in (None, engine.dtype)]
     if not wanted:
         lost = _why_missing(row for row in failed if row.target in (None, target) and row.dtype in (None, dtype))
-        names = ", ".join(dict.fromkeys(candidate.target for candidate in here))
+        names = ", ".join(dict.fromkeys(candidate.target for candidate in runnable))
         raise TargetError(f"{folder}: holds no {dtype} {what} for {names}{lost}")
     first = (wanted[0].target, wanted[0].dtype)
     pair = first if target else fastest_engines(manifest, wanted, texts=texts) or first
@@ -131,11 +131,11 @@ def fastest_engines(manifest: Manifest, engines: Sequence[Engine], *, texts: boo
         for entry in manifest.engines
         if entry.path in manifest.refused
     }
-    here = {(entry.model, entry.target, entry.dtype) for entry in engines}
+    offered = {(entry.model, entry.target, entry.dtype) for entry in engines}
     measured = [
         entry
         for entry in manifest.measured
-        if (entry.model, entry.target, entry.dtype) in here and writes_text(entry.role) == texts
+        if (entry.model, entry.target, entry.dtype) in offered and writes_text(entry.role) == texts
     ]
     return next(((entry.target, entry.dtype) for entry in served_of(measured, refused)), None)
 

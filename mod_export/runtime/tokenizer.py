@@ -239,8 +239,8 @@ def _byte_of_character() -> dict[str, int]:
     to the characters from U+0100 on, in order.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(unprintable)}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -362,10 +362,10 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _plain(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+def _plain(data: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Copies the data into new lists, dicts and scalars, so that a template cannot reach methods of other objects."""
     try:
-        copy: dict[str, Any] = json.loads(json.dumps(dict(given)))
+        copy: dict[str, Any] = json.loads(json.dumps(dict(data)))
     except (TypeError, ValueError) as error:
         raise UsageError(f"{what} holds more than plain data ({error}); leave it out") from error
     return copy

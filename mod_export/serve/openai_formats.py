@@ -88,11 +88,11 @@ class OpenAIRequest(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _simplify(cls, given: Any) -> Any:
+    def _simplify(cls, data: Any) -> Any:
         """Removes fields that have no effect, and refuses unsupported ones."""
-        if not isinstance(given, dict):
+        if not isinstance(data, dict):
             raise ValueError("expected a JSON object")
-        fields = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
+        fields = {name: value for name, value in data.items() if value is not None and name not in IGNORED}
         for name in fields.keys() - cls.model_fields.keys():
             neutral = NEUTRAL.get(name)
             if name == "best_of" and fields[name] in (1, fields.get("n", 1)):
@@ -133,11 +133,11 @@ class CompletionRequest(OpenAIRequest):
 
     @model_validator(mode="before")
     @classmethod
-    def _check_prompt(cls, given: Any) -> Any:
+    def _check_prompt(cls, data: Any) -> Any:
         """Replaces pydantic's four messages, one for each type, with a single one."""
-        if isinstance(given, dict) and not _is_prompt(given.get("prompt")):
+        if isinstance(data, dict) and not _is_prompt(data.get("prompt")):
             raise ValueError("prompt: expected a text, a list of texts, a list of token ids, or a list of such lists")
-        return given
+        return data
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
@@ -168,19 +168,19 @@ class Message(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _simplify(cls, given: Any) -> Any:
+    def _simplify(cls, data: Any) -> Any:
         """Joins parts of text into one text. Replaces the role `developer`, OpenAI's new name since o1, by `system`."""
-        if not isinstance(given, dict):
-            return given
+        if not isinstance(data, dict):
+            return data
         for name in ("tool_calls", "function_call", "audio"):
-            if given.get(name):
+            if data.get(name):
                 raise ValueError(f"{name}: is not supported in a message; leave it out")
-        content = given.get("content")
+        content = data.get("content")
         if isinstance(content, list):
             if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
                 raise ValueError("content: only parts of type text are supported")
             content = "".join(str(part.get("text", "")) for part in content)
-        role = "system" if given.get("role") == "developer" else given.get("role")
+        role = "system" if data.get("role") == "developer" else data.get("role")
         return {"role": role, "content": "" if content is None else content}
 
 

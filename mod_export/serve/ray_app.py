@@ -90,8 +90,8 @@ class Arguments(BaseModel):
 
     @field_validator("hosts", mode="before")
     @classmethod
-    def _split(cls, given: Any) -> Any:
-        return given.split(",") if isinstance(given, str) else given
+    def _split(cls, value: Any) -> Any:
+        return value.split(",") if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -189,7 +189,7 @@ def fronts(points: Sequence[Point]) -> tuple[Front, ...]:
     return tuple(findings)
 
 
-def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[Stair]) -> Iterator[str]:
+def _notes(cells: Sequence[CellEntry], points: Sequence[Point], stairs: Sequence[Stair]) -> Iterator[str]:
     failed = [cell.name for cell in cells if cell.failed]
     missed = [cell.name for cell in cells if cell.missed]
     if failed:
@@ -207,7 +207,7 @@ def _notes(cells: Sequence[CellEntry], points: Sequence[Point], found: Sequence[
         yield f"measured on {len(machines)} kinds of machine, which are not compared with each other: " + "; ".join(
             machines
         )
-    for stair in found:
+    for stair in stairs:
         if stair.drift > LARGE_DRIFT:
             yield (
                 f"{stair.target} {stair.dtype} batch {stair.batch} seq {stair.seq}: the median of the dense "
@@ -230,8 +230,8 @@ def _step(step: Sequence[Point], dense_ms: float) -> StairStep:
     )
 
 
-def _dominates(one: tuple[float, float], other: tuple[float, float]) -> bool:
-    return one != other and one[0] <= other[0] and one[1] <= other[1]
+def _dominates(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    return a != b and a[0] <= b[0] and a[1] <= b[1]
 
 
 def _perplexity(point: Point) -> float | None:

@@ -105,12 +105,12 @@ def length_lines(found: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
     return [(setting, f"capacity {', '.join(names)}: {answer}") for (setting, answer), names in capacities.items()]
 
 
-def _length_text(found: LengthBreakEven) -> str:
-    if found.smallest_seq is None:
+def _length_text(finding: LengthBreakEven) -> str:
+    if finding.smallest_seq is None:
         return "at no length in the grid faster than dense"
-    shorter = found.tried[: found.tried.index(found.smallest_seq)]
+    shorter = finding.tried[: finding.tried.index(finding.smallest_seq)]
     tail = f"{shorter[-1]} is not" if shorter else "every length tried"
-    return f"faster than dense from seq {found.smallest_seq} on; {tail}"
+    return f"faster than dense from seq {finding.smallest_seq} on; {tail}"
 
 
 def break_even_lines(findings: Findings) -> list[tuple[str, str]]:
@@ -134,8 +134,8 @@ def advice_text(stair: Stair) -> str:
     flat = [step for step in stair.steps if len(set(step.k)) > 1]
     if not flat:
         return "every k tried has a latency of its own: none can be raised without cost"
-    others = (" or ".join(str(k) for k in dict.fromkeys(step.k) if k != step.advised_k) for step in flat)
-    return "; ".join(f"k {k} costs the same as k {step.advised_k}" for k, step in zip(others, flat, strict=True))
+    other_ks = (" or ".join(str(k) for k in dict.fromkeys(step.k) if k != step.advised_k) for step in flat)
+    return "; ".join(f"k {k} costs the same as k {step.advised_k}" for k, step in zip(other_ks, flat, strict=True))
 
 
 def front_text(point: FrontPoint) -> str:
@@ -239,9 +239,9 @@ def _stair(stair: Stair) -> Iterator[str]:
 def _front(front: Front) -> Iterator[str]:
     yield f"  {setting_text(front)} seq {front.seq}"
     yield from (f"    {front_text(point)}" for point in front.points if point.on_front)
-    others = [point for point in front.points if not point.on_front]
-    if others:
-        yield f"    not on the front: capacity {', '.join(share_of(point.capacity) for point in others)}"
+    dominated = [point for point in front.points if not point.on_front]
+    if dominated:
+        yield f"    not on the front: capacity {', '.join(share_of(point.capacity) for point in dominated)}"
 
 
 def _outcome(report: SweepReport, folder: str) -> str:

@@ -107,9 +107,9 @@ def _add_retrofit(group: argparse._ArgumentGroup) -> None:
 
 def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]:
     """Returns the spec to train, and the checkpoint to start from, if there is one."""
-    given = [name for name in ("capacity", "parts", "selection") if getattr(options, name) is not None]
-    if options.route is None and given:
-        raise TrainError(f"--{given[0]}: is for layers that are to route; name them with --route")
+    routing_options = [name for name in ("capacity", "parts", "selection") if getattr(options, name) is not None]
+    if options.route is None and routing_options:
+        raise TrainError(f"--{routing_options[0]}: is for layers that are to route; name them with --route")
     if options.init is None:
         if options.route is not None:
             raise TrainError("--route: needs the dense model that is to route, --init PATH")

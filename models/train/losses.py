@@ -109,9 +109,9 @@ class _InChunks(torch.autograd.Function):
         return cross_entropy + distill * divergence, cross_entropy, divergence
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *d_outputs: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
-        gradients = [saved.pop(0) * given[0] if wanted else None for wanted in ctx.wanted]
+        gradients = [saved.pop(0) * d_outputs[0] if wanted else None for wanted in ctx.wanted]
         return (*gradients, None, None, None, None)
 
 

@@ -130,7 +130,7 @@ def _progress(step: int, config: TrainConfig, bits: float, rate: float) -> Event
     return Event(step, config.steps, f"step {step}/{config.steps}  {brief}  {left}", brief)
 
 
-def _check_routing(spec: ModelSpec, config: TrainConfig, given: bool) -> None:
+def _check_routing(spec: ModelSpec, config: TrainConfig, has_initial: bool) -> None:
     if spec.routing is not None and spec.routing.selection == "threshold" and config.router_loss == 0:
         raise TrainError(
             "router_loss: where tokens choose (spec.routing.selection=threshold) it is what teaches them how many may, "
@@ -141,7 +141,7 @@ def _check_routing(spec: ModelSpec, config: TrainConfig, given: bool) -> None:
         raise TrainError(f"{name}: {getattr(config, name)} is for models that route, and this one does not")
     if config.anneal > 0 and spec.routing is not None and spec.routing.capacity_rule == "absolute":
         raise TrainError("anneal: lowers a share of the tokens, and spec.routing.capacity_rule is absolute")
-    if config.distill > 0 and not (given and spec.routing is not None):
+    if config.distill > 0 and not (has_initial and spec.routing is not None):
         raise TrainError("distill: the dense model to learn from is the one that --init and --route start from")
 
 

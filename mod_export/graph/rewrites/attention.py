@@ -257,7 +257,7 @@ def _fixed(value: ir.Value | None, known: Known) -> np.ndarray | None:
 
 
 def _computed(value: ir.Value) -> np.ndarray | None:
-    """The array that the nodes above a value compute from constants alone; None if there are too many, or others."""
+    """The array of a value that follows from constants alone; None for other values, or if it takes too many nodes."""
     nodes: list[ir.Node] = []
     constants: dict[str, np.ndarray] = {}
     waiting, seen = [value], {value}
@@ -277,7 +277,7 @@ def _computed(value: ir.Value) -> np.ndarray | None:
         seen.update(new)
         waiting += new
     # Not in the order of a graph: nodes in a branch of an If can read what is computed around it.
-    order = TopologicalSorter({node: [one for one in node.predecessors() if one in nodes] for node in nodes})
+    order = TopologicalSorter({node: [source for source in node.predecessors() if source in nodes] for node in nodes})
     graph = onnx.helper.make_graph(
         [ir.to_proto(node) for node in order.static_order()],
         "mask",
@@ -443,8 +443,8 @@ def _unwanted(model: ir.Model, limits: TargetLimits, dtype: DType) -> list[ir.No
     widths = [{require_static_shape(value, node)[-1] for value in node.inputs[:3]} for node in attentions]
     return [
         node
-        for node, (width, *others) in zip(attentions, widths, strict=True)
-        if others or not narrowest <= width <= widest or (input_of(node, MASK) is not None and _is_causal(node))
+        for node, (width, *other_widths) in zip(attentions, widths, strict=True)
+        if other_widths or not narrowest <= width <= widest or (input_of(node, MASK) is not None and _is_causal(node))
     ]
 
 

@@ -142,8 +142,8 @@ def _rows(graph: ir.Graph) -> list[tuple[int, re.Match[str]]]:
     return [(number, match) for number, match in named if match]
 
 
-def _write(graph: ir.Graph, number: int, found: re.Match[str]) -> _Write:
-    row, name, layer = graph.outputs[number], f"{found[1]}_{found[2]}", int(found[2])
+def _write(graph: ir.Graph, number: int, name_match: re.Match[str]) -> _Write:
+    row, name, layer = graph.outputs[number], f"{name_match[1]}_{name_match[2]}", int(name_match[2])
     cache = next((value for value in graph.inputs if value.name == name), None)
     slots, logits = (next((value for value in graph.outputs if value.name == key), None) for key in (SLOTS, LOGITS))
     shapes = [static_shape(value) for value in (row, cache, slots, logits)]
@@ -326,8 +326,8 @@ def _total(weighted: ir.Node, scores: ir.Value) -> tuple[ir.Value | None, ir.Val
     added = only_reader(weighted.outputs[0])
     if added is None or not is_standard(added, "Add"):
         return None, None
-    other = next((value for value in added.inputs if value is not weighted.outputs[0]), None)
-    product = made_by(other, "Mul")
+    own_part = next((value for value in added.inputs if value is not weighted.outputs[0]), None)
+    product = made_by(own_part, "Mul")
     if product is None or _softmaxed(product.inputs[0]) is not scores:
         return None, None
     return added.outputs[0], product.inputs[1]
@@ -359,45 +359,51 @@ def _kept(slot: ir.Value) -> ir.Value | None:
     return chosen.inputs[1]
 
 
-def _written_slot(graph: ir.Graph, one: _CachedAttention, owners: dict[ir.Graph, ir.Node]) -> ir.Value:
+def _written_slot(graph: ir.Graph, attention: _CachedAttention, owners: dict[ir.Graph, ir.Node]) -> ir.Value:
     """The slot that each row writes to, int32 (B,): the last one if the row keeps nothing."""
-    anchor = one.result
+    anchor = attention.result
     while anchor.graph is not graph:
         anchor = owners[graph_around(anchor)]
-    shape = static_shape(one.caches[0])
+    shape = static_shape(attention.caches[0])
     assert shape is not None
     writer = NodeWriter(graph, anchor, "slot")
-    kept_B = writer.op("GreaterOrEqual", one.slot, np.array(0))
-    slot_B = writer.op("Where", kept_B, one.slot, np.array(shape[2]))
+    kept_B = writer.op("GreaterOrEqual", attention.slot, np.array(0))
+    slot_B = writer.op("Where", kept_B, attention.slot, np.array(shape[2]))
     return writer.op("Cast", slot_B, to=ir.DataType.INT32)
 
 
-def _attend_in_place(graph: ir.Graph, one: _CachedAttention, slot_B: ir.Value, owners: dict[ir.Graph, ir.Node]) -> None:
-    B, G, L, E = static_shape(one.caches[0]) or (0, 0, 0, 0)
-    heads = static_shape(one.query)
+def _attend_in_place(
+    graph: ir.Graph, attention: _CachedAttention, slot_B: ir.Value, owners: dict[ir.Graph, ir.Node]
+) -> None:
+    B, G, L, E = static_shape(attention.caches[0]) or (0, 0, 0, 0)
+    heads = static_shape(attention.query)
     assert heads is not None
     H = heads[1]
-    for cache in one.caches:
+    for cache in attention.caches:
         cache.shape = ir.Shape((B, G, L + 1, E))
-    writer = NodeWriter(one.graph, one.result, "cached")
-    flat = [_flat(writer, value, E) for value in (one.query, one.key, one.value)]
+    writer = NodeWriter(attention.graph, attention.result, "cached")
+    flat = [_flat(writer, value, E) for value in (attention.query, attention.key, attention.value)]
     attributes: dict[str, int | float] = {"num_heads": H, "kv_num_heads": G}
-    if np.float32(one.scale) != np.float32(E**-0.5):
-        attributes["scale"] = one.scale
+    if np.float32(attention.scale) != np.float32(E**-0.5):
+        attributes["scale"] = attention.scale
     y, *present = writer.ops(
         "GroupQueryAttention",
-        [one.result.outputs[0], *one.caches],
+        [attention.result.outputs[0], *attention.caches],
         *flat,
-        *one.caches,
+        *attention.caches,
         slot_B,
         np.array(L + 1, np.int32),
         domain=MICROSOFT,
         **attributes,
     )
-    substitute(one.result.outputs[0], y, one.result)
-    for part, number, value, cache in zip(PARTS, one.outputs, present, one.caches, strict=True):
-        name = f"present_{part}_{one.layer}"
-        outside = _returned(graph.outputs[number], one.graph, value, cache, owners) if one.graph is not graph else value
+    substitute(attention.result.outputs[0], y, attention.result)
+    for part, number, value, cache in zip(PARTS, attention.outputs, present, attention.caches, strict=True):
+        name = f"present_{part}_{attention.layer}"
+        outside = (
+            _returned(graph.outputs[number], attention.graph, value, cache, owners)
+            if attention.graph is not graph
+            else value
+        )
         outside.name = name
         graph.outputs[number] = outside
 
@@ -417,15 +423,15 @@ def _returned(
     """Makes an If return a cache in place of one of its rows; its other branch returns the cache as it is."""
     owner = owners[branch]
     index = list(owner.outputs).index(row)
-    for other in branches_of(owner):
-        if other is branch:
-            other.outputs[index] = present
+    for sibling in branches_of(owner):
+        if sibling is branch:
+            sibling.outputs[index] = present
             continue
         name = f"{cache.name}_kept"
         identity = ir.node("Identity", [cache], name=name)
         identity.outputs[0].name, identity.outputs[0].type, identity.outputs[0].shape = name, cache.type, cache.shape
-        other.append(identity)
-        other.outputs[index] = identity.outputs[0]
+        sibling.append(identity)
+        sibling.outputs[index] = identity.outputs[0]
     row.shape = cache.shape
     return row
 
@@ -440,7 +446,7 @@ VIEWS = ("Reshape", "Unsqueeze", "Squeeze")
 
 
 class _Rotation(NamedTuple):
-    """The rotation of queries and keys: tables (P, E / 2), int64 positions of B elements, and if it is interleaved."""
+    """The rotation of queries and keys: tables (P, E / 2), int64 positions of B elements, whether it interleaves."""
 
     cos: ir.Value
     sin: ir.Value
@@ -477,7 +483,7 @@ def _rotation(node: ir.Node) -> _Rotation | None:
     cache = static_shape(node.inputs[KEY_CACHE])
     if query is None or key is None or cache is None or list(query.inputs[1:]) != list(key.inputs[1:]):
         return None
-    interleaved, partial = ({one.attributes.get_int(name, 0) for one in (query, key)} for name in ATTRIBUTES)
+    interleaved, partial = ({rotary.attributes.get_int(name, 0) for rotary in (query, key)} for name in ATTRIBUTES)
     cos, sin = (_looked_up(value, cache) for value in query.inputs[1:3])
     if len(query.inputs) != 3 or len(interleaved) > 1 or partial != {0} or cache[3] % ROTATED_WIDTHS:
         return None

@@ -78,8 +78,8 @@ class RotaryEmbedding:
 def _written_out(op: Any, x: Any, cos: Any, sin: Any) -> Any:
     """concat(a * cos - b * sin, b * cos + a * sin) of the halves a and b of x."""
 
-    def either(operator: Any, one: Any, other: Any) -> Any:
-        return pattern.OrValue([operator(one, other), operator(other, one)])
+    def either(operator: Any, a: Any, b: Any) -> Any:
+        return pattern.OrValue([operator(a, b), operator(b, a)])
 
     a, b = op.Split(x, _allow_other_inputs=True, _outputs=2)
     difference = op.Sub(either(op.Mul, a, cos), either(op.Mul, b, sin))

@@ -170,9 +170,9 @@ def _centred(value: ir.Value) -> ir.Value | None:
     return x if one_for_each_row and _averaged(mean) is x else None
 
 
-def _same(one: ir.Value, other: ir.Value) -> bool:
+def _same(a: ir.Value, b: ir.Value) -> bool:
     """Whether two values are equal: they are one value, or both are the same value minus its mean."""
-    return one is other or ((centre := _centred(one)) is not None and centre is _centred(other))
+    return a is b or ((centre := _centred(a)) is not None and centre is _centred(b))
 
 
 def _with_vector(node: ir.Node, D: int) -> tuple[ir.Value | None, ir.Value | None]:

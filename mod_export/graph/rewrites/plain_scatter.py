@@ -151,8 +151,8 @@ class _Tracer:
         if table is None or index is None or not _distinct_lines(table, axis) or not _distinct_lines(index, axis):
             return None
         offset, span = _range_of_lines(table, axis)
-        others = [slice(None) if i == axis else slice(size) for i, size in enumerate(shape)]
-        return self._drawn(shape, axis, offset[tuple(others)], span[tuple(others)])
+        slices = [slice(None) if i == axis else slice(size) for i, size in enumerate(shape)]
+        return self._drawn(shape, axis, offset[tuple(slices)], span[tuple(slices)])
 
     def _drawn(self, shape: tuple[int, ...], axis: int, offset: np.ndarray, span: np.ndarray) -> np.ndarray:
         """A new draw for each line along the axis."""
@@ -211,9 +211,9 @@ def _sliced(node: ir.Node, index: np.ndarray, shape: tuple[int, ...]) -> np.ndar
     bounds = [None if value is None else constant_array(value) for value in node.inputs[1:]]
     if len(bounds) < 2 or any(array is None for array in bounds):
         return None
-    starts, ends, *others = (array.tolist() for array in bounds if array is not None)
-    axes = others[0] if others else range(len(starts))
-    steps = others[1] if len(others) > 1 else [1] * len(starts)
+    starts, ends, *axes_and_steps = (array.tolist() for array in bounds if array is not None)
+    axes = axes_and_steps[0] if axes_and_steps else range(len(starts))
+    steps = axes_and_steps[1] if len(axes_and_steps) > 1 else [1] * len(starts)
     if not len(starts) == len(ends) == len(axes) == len(steps) or min(steps, default=1) < 1:
         return None
     parts = dict(zip(axes, map(slice, starts, ends, steps), strict=True))

@@ -180,7 +180,7 @@ def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterato
     island = float32_island(graph)
     # In int4 graphs only the head has 8 bits, and its errors are small there, also with longer blocks.
     in_blocks: Form = "int8_blocks64" if dtype == "int4" else "int8_blocks"
-    products = [found for node in graph.all_nodes() if node not in island and (found := product_of(node)) is not None]
+    products = [p for node in graph.all_nodes() if node not in island and (p := product_of(node)) is not None]
     most = max((_rows(product) for product in products), default=0)
     for product in products:
         if product.weight.dtype != FLOAT or min(product.sizes) < SMALLEST:

@@ -361,14 +361,16 @@ def write_groups(graph: ir.Graph, one: Long) -> None:
     substitute(one.node.outputs[1], index, one.node)
 
 
-def _winners(writer: NodeWriter, one: Long, given: ir.Value, begin: int, end: int, G: int) -> tuple[ir.Value, ir.Value]:
+def _winners(
+    writer: NodeWriter, topk: Long, scores: ir.Value, begin: int, end: int, G: int
+) -> tuple[ir.Value, ir.Value]:
     """The winners' scores of the groups in [begin, end), and their positions in the axis: (..., N * min(k, G), ...)."""
-    axis, N, kept = one.axis, (end - begin) // G, min(one.k, G)
-    before, after = one.shape[:axis], one.shape[axis + 1 :]
-    if end - begin < one.shape[axis]:
-        given = writer.op("Slice", given, [begin], [end], [axis])
-    grouped = writer.op("Reshape", given, [*before, N, G, *after])
-    largest = one.node.attributes.get_int("largest", 1)
+    axis, N, kept = topk.axis, (end - begin) // G, min(topk.k, G)
+    before, after = topk.shape[:axis], topk.shape[axis + 1 :]
+    if end - begin < topk.shape[axis]:
+        scores = writer.op("Slice", scores, [begin], [end], [axis])
+    grouped = writer.op("Reshape", scores, [*before, N, G, *after])
+    largest = topk.node.attributes.get_int("largest", 1)
     values, inside = writer.ops("TopK", 2, grouped, [kept], axis=axis + 1, largest=largest, sorted=1)
     first = (begin + G * np.arange(N)).reshape(N, 1, *(1 for _ in after))
     positions = writer.op("Add", inside, first)
