@@ -7,7 +7,6 @@ import copy
 import io
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -123,7 +122,7 @@ CLEAN_UP = (
     common.RemoveUnusedOpsetsPass(),
 )
 _TRANSLATIONS: dict[Any, Any] = {}
-"""What torch's table of translations depends on -> the table, once it was made."""
+"""What torch's table of translations depends on -> the table that was made last."""
 
 
 def onnx_from_captured(
@@ -269,7 +268,7 @@ def _translations_found_once() -> Iterator[None]:
     """Within this context, torch's exporter gets a copy of its table of translations, which is made once per process.
 
     For every export torch parses the source of five hundred functions again, a quarter of the time of a small graph.
-    The table depends on the opset, and on whether torchvision is imported; our translations are added to the copy. The
+    The table depends on the opset and on the operators that are registered; our translations are added to the copy. The
     names are internal to torch; a release that has others makes its table as it does without this.
     """
     try:
@@ -283,8 +282,9 @@ def _translations_found_once() -> Iterator[None]:
         return
 
     def copied(*args: Any, **kwargs: Any) -> Any:
-        key = (args, *kwargs.items(), "torchvision" in sys.modules)
+        key = (args, *kwargs.items(), len(torch._C._dispatch_get_all_op_names()))
         if key not in _TRANSLATIONS:
+            _TRANSLATIONS.clear()
             _TRANSLATIONS[key] = make.__func__(Table, *args, **kwargs)
         table = copy.copy(_TRANSLATIONS[key])
         table.functions = {name: list(functions) for name, functions in table.functions.items()}

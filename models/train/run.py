@@ -255,7 +255,7 @@ class Run:
         return Trained(losses_of_parts, n_bytes, gradient_norm)
 
     def calibrate(self) -> None:
-        """Calls `calibration.calibrate`. Every process computes the same weights from the same rows."""
+        """Calls `train.retrofit.calibrate`. Every process computes the same weights from the same rows."""
         drawn = (CALIBRATION_SEED + number for number in range(self.config.calibrate))
         rows = (batch_at(self.corpus.train.id_N, self.config.batch, self.config.seq, seed) for seed in drawn)
         portions = (part_BS.to(self.workers.device) for ids_BS in rows for part_BS in parts(ids_BS, self.config))

@@ -23,6 +23,7 @@ from mod_export.model.checkpoint import (
     sha256_of,
 )
 from mod_export.model.model import Model
+from mod_export.model.request import Request
 from mod_export.model.transformer import ModTransformer
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
@@ -107,6 +108,12 @@ def test_the_dense_baseline_has_the_same_weights_without_routers(model: Model) -
     assert model.k_by_layer(64) == {1: 8, 3: 8}
     assert dense.k_by_layer(64) == {}
     assert set(model.weights) - set(dense.weights) == {f"layers.{layer}.router.projection.weight" for layer in (1, 3)}
+
+
+def test_another_capacity_is_the_same_checkpoint(model: Model, checkpoint: Path) -> None:
+    changed, baseline = Request.checkpoint(checkpoint, capacity=0.5).models()
+    assert changed.origin == model.origin
+    assert (changed.capacity, baseline) == (0.5, None)
 
 
 def test_weights_restore_the_model(model: Model) -> None:

@@ -17,6 +17,7 @@ from mod_export.errors import TargetError, UsageError
 from mod_export.serve import endpoint
 from mod_export.serve.scheduler import Scheduler
 from mod_export.serve.service import ServiceOptions, open_service
+from mod_export.types import Unavailable
 
 JSON = {"Content-Type": "application/json"}
 ASKED = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
@@ -199,6 +200,13 @@ def test_the_page_shows_what_happens_and_writes_text(page: Chromium, server: Ser
     assert waited(page, "document.getElementById('sites').textContent.includes('%')")
     assert page.complaints() == []
     assert all(url.startswith(server.url) for url in page.requests())
+
+
+def test_the_page_of_a_model_that_writes_no_text_says_why(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service, "writing", Unavailable("its router looks ahead"))
+    text = httpx2.get(f"{server.url}/").text
+    assert "This model writes no text: its router looks ahead" in text
+    assert 'id="form"' not in text
 
 
 def test_the_page_says_what_is_wrong(page: Chromium) -> None:

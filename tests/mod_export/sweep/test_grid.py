@@ -14,6 +14,7 @@ from mod_export.errors import CheckpointError, ConfigError, TargetError
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
 from mod_export.model.request import Request
+from mod_export.model.transformer import TransformerModel
 from mod_export.sweep.run import Axes, GridCell, cells_of
 from mod_export.types import Bucket
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
@@ -115,3 +116,14 @@ def test_targets_that_cannot_be_measured_here(model: Model, config: BuildConfig)
     with pytest.raises(TargetError, match=f"a sweep builds and measures, which cannot be done here for {unable}: "):
         cells_of(model, config, Axes(targets=("ort-cpu", unable)), here=True)
     assert {cell.target for cell in cells_of(model, config, Axes(targets=(unable,)), here=False)} == {unable}
+
+
+def test_a_model_that_does_not_declare_whether_it_skips_blocks_can_be_swept(tiny_spec: ModelSpec) -> None:
+    class Undeclared(TransformerModel):
+        routes_depth = None
+
+        def dense(self) -> TransformerModel:
+            return TransformerModel(self.checkpoint.dense())
+
+    cells = cells_of(Undeclared(random_checkpoint(tiny_spec, 0)), BuildConfig(), Axes(seqs=("64",)), here=True)
+    assert [cell.bucket for cell in cells] == [Bucket(1, 64)]
