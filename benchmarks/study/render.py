@@ -38,9 +38,10 @@ def read_runs(results: Path) -> Results:
 def _intro(runs: Results) -> list[str]:
     text = f"""\
 `make study` compares the models of the Mixture-of-Depths paper. Each is trained for {_flops(BUDGET)}, forward and
-backward, so a model with cheaper steps gets more of them. No model is near the end of its training, which explains
+backward, as PyTorch's flop counter counts a step with its auxiliary losses, and attention scores as the full square. A
+model with cheaper steps gets more of them. No model is near the end of its training, which explains
 much of the differences. Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source,
-{BATCH} rows of {SEQ} a step, AdamW at {TrainConfig().learning_rate:g}; {len(runs)} models,
+{BATCH} rows of {SEQ} a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine; {len(runs)} models,
 {len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters, so its results need not agree with these.
 """
     return [*text.splitlines(), ""]
