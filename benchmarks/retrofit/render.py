@@ -42,9 +42,9 @@ def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], a
     return [
         f"Model `{about['model']}`, text: {about['text']}. Every variant has the same budget: "
         f"{about['steps']:,} steps of {about['batch']} rows of {about['seq']} tokens, {tokens:,} tokens.",
-        "Perplexity is measured on held-out text. The predictors decide, as at generation. *Against dense* compares it",
-        "with the dense model that was trained as long. *Tokens run* is the share of the tokens that an attention or",
-        "an MLP runs, averaged over all layers. The speed-up is that of whole rows on one thread of ONNX Runtime.",
+        "Perplexity is held-out; the predictors decide. *Against dense* compares with the dense model",
+        "that was trained as long. *Tokens run*: mean share over all attentions and MLPs. Speed-up: whole rows on one",
+        "thread of ONNX Runtime.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",

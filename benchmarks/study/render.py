@@ -39,7 +39,7 @@ def _intro(runs: Results) -> list[str]:
     text = f"""\
 `make study` compares the models of the Mixture-of-Depths paper. Each is trained for {_flops(BUDGET)}, forward and
 backward, as PyTorch's flop counter counts a step with its auxiliary losses, and attention scores as the full square. A
-model with cheaper steps gets more of them, and more text. No model is near the end of its training, which explains
+model with cheaper steps gets more of them. No model is near the end of its training, which explains
 much of the differences. Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source,
 {BATCH} rows of {SEQ} a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine; {len(runs)} models,
 {len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters, so its results need not agree with these.
@@ -53,9 +53,9 @@ def _table(runs: Results, times: dict[str, Any]) -> list[str]:
         "by predictor",
     )  # fmt: skip
     about = (
-        "Loss is held-out bits per byte. *By predictor*: the predictor decides, first come first served, instead of\n"
-        "top-k, as at generation. FLOPs and times are relative to the dense model. Times: one thread, all models\n"
-        "interleaved in one process; the median, and in brackets the smallest and the largest."
+        "Loss is held-out bits per byte. *By predictor*: the predictor decides instead of top-k, as at generation.\n"
+        "FLOPs and times are relative to the dense model. Times: one thread, models interleaved; median (smallest to\n"
+        "largest)."
     )
     lines = [about, "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     dense = flops_of_row(DENSE, training=False)
