@@ -34,6 +34,7 @@ from mod_export.rows.correctness import (
     RoutingAgreement,
     TextQuality,
 )
+from mod_export.runtime.logits import perplexity_of
 from mod_export.types import QUANTIZED, DType, Setting, Site
 
 MADE_OF_TIES = ("ties", "near_ties")
@@ -501,15 +502,11 @@ def _text(comparisons: Sequence[Comparison]) -> TextQuality | None:
     tokens = sum(text.tokens for text in texts)
     return TextQuality(
         tokens=tokens,
-        perplexity=_perplexity(sum(text.nll for text in texts) / tokens),
-        reference_perplexity=_perplexity(sum(text.reference_nll for text in texts) / tokens),
-        own_perplexity=_perplexity(sum(text.own_nll for text in texts) / tokens),
+        perplexity=perplexity_of(sum(text.nll for text in texts) / tokens),
+        reference_perplexity=perplexity_of(sum(text.reference_nll for text in texts) / tokens),
+        own_perplexity=perplexity_of(sum(text.own_nll for text in texts) / tokens),
         next_token_agreement=sum(text.agreed for text in texts) / sum(text.positions for text in texts),
     )
-
-
-def _perplexity(nats: float) -> float:
-    return math.exp(nats) if not nats > 700 else math.inf
 
 
 def _worst(values: Iterable[float]) -> float:

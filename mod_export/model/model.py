@@ -21,6 +21,8 @@ from mod_export.types import PRIMARY, TOKEN_INPUTS, Bucket, Outputs, Site
 if TYPE_CHECKING:
     import torch
 
+    from mod_export.model.plain_programs import PlainProgram
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -160,6 +162,11 @@ class Model(ABC):
         selects from. Empty if it reads rows of any length.
         """
         return ()
+
+    @property
+    def programs(self) -> Mapping[Bucket, PlainProgram]:
+        """Programs that the model consists of, by shape; empty if its module is captured when it is built."""
+        return {}
 
     def sample(self, bucket: Bucket, seed: int) -> Mapping[str, np.ndarray]:
         """Returns inputs of one run by name, in the order of the module's arguments. Other seeds give other values.

@@ -97,7 +97,7 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
     _check_state(kept, tensors, where)
     feeds = {node for node, spec in kept if spec.kind is InputKind.USER_INPUT}
     outputs, returned = _outputs(program, module, feeds, where)
-    _infer(module, kept, tensors, where)
+    _infer(module, kept, where)
     taken = {str(spec.target) for _, spec in kept if spec.kind in STATE}
     if returned == [""]:
         returned = [only_output(outputs[0].meta["val"], next(node.meta["val"] for node, _ in kept if node in feeds))]
@@ -211,9 +211,7 @@ def _reads(node: fx.Node, inputs: set[fx.Node]) -> bool:
     return not seen.isdisjoint(inputs)
 
 
-def _infer(
-    module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], stored: Mapping[str, Any], where: str
-) -> None:
+def _infer(module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], where: str) -> None:
     """Infers the values of all nodes again, with float32 in place of 16-bit dtypes."""
     mode = detect_fake_mode([node.meta["val"] for node, _ in kept])
     for node, _ in kept:

@@ -47,7 +47,7 @@ class ProgramModel(Model):
         Raises:
             CheckpointError: the programs do not belong to one model.
         """
-        self.programs = {bucket: programs[bucket] for bucket in sorted(programs)}
+        self._programs = {bucket: programs[bucket] for bucket in sorted(programs)}
         self._weights: Mapping[str, torch.Tensor] = _one_model(self.programs)
         first = next(iter(self.programs.values()))
         self.input_names, self._output_names = first.inputs, first.outputs
@@ -62,6 +62,10 @@ class ProgramModel(Model):
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         return self._weights
+
+    @property
+    def programs(self) -> Mapping[Bucket, PlainProgram]:
+        return self._programs
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:

@@ -73,7 +73,7 @@ def model_from_pt2(paths: Sequence[Path], samples: Path | None = None, like: Mod
     return model
 
 
-def bucket_of(plain: PlainProgram, like: ProgramModel | None = None) -> Bucket:
+def bucket_of(plain: PlainProgram, like: Model | None = None) -> Bucket:
     """Returns the bucket of a program: its rows, and the tokens of a row that routing selects from."""
     shapes = [tuple(value.shape) for value in input_values(plain.program)]
     first = shapes[0]
@@ -92,7 +92,7 @@ def _checked(program: ExportedProgram, path: Path, like: Model | None) -> tuple[
         args, kwargs = program.example_inputs or ((), {})
         samples = [sample_tensors(program, args, kwargs)] if program.example_inputs else []
         plain = plain_program(functional_program(program, str(path), samples), str(path))
-        return plain, bucket_of(plain, like if isinstance(like, ProgramModel) else None)
+        return plain, bucket_of(plain, like)
     except ModExportError:
         raise
     except Exception as error:  # Any type of error: the user's file may hold any graph.

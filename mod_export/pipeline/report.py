@@ -111,14 +111,12 @@ def not_compared(build: Build) -> str | None:
 def unfollowed(build: Build) -> tuple[str, ...]:
     """Describes the selections of a captured model in which no routing site was found; empty for other models."""
     from mod_export.graph.find_sites import unfollowed_selections  # PyTorch, which a benchmark does without.
-    from mod_export.model.programs import ProgramModel
 
-    model = build.plan.model
-    if not isinstance(model, ProgramModel) or any(graph.k_by_layer for graph in build.graphs):
+    shortest = next(iter(build.plan.model.programs.values()), None)
+    if shortest is None or any(graph.k_by_layer for graph in build.graphs):
         return ()
-    program = model.programs[model.buckets[0]].program
     # Markers are sites, so a program without sites has none.
-    return tuple(unfollowed_selections(program))
+    return tuple(unfollowed_selections(shortest.program))
 
 
 def write_report(

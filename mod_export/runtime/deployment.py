@@ -27,7 +27,7 @@ from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.rows.base import FailedRow
 from mod_export.rows.speed import served_of
-from mod_export.runtime.logits import log_softmax, negative_log_likelihood
+from mod_export.runtime.logits import log_softmax, negative_log_likelihood, perplexity_of
 from mod_export.types import PRIMARY, ROUTED, Bucket, DType, Engine, ModelKind, graph_of, primary_output, writes_text
 
 NO_CACHE = "its cache is kept on the device by the server that uses it; see docs/text.md#tensorrt"
@@ -372,7 +372,7 @@ class Score:
     @property
     def perplexity(self) -> float:
         """exp(nll)."""
-        return math.exp(self.nll) if not self.nll > 700 else math.inf
+        return perplexity_of(self.nll)
 
 
 def score(deployment: Deployment, ids: Sequence[int]) -> Score:

@@ -7,6 +7,7 @@ id comes first, so the result does not depend on a library's sort order.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from mod_export.errors import EngineError, UsageError
+
+
+def perplexity_of(nats: float) -> float:
+    """Returns exp of the mean negative log-likelihood in nats; infinity where exp overflows."""
+    return math.inf if nats > 700 else math.exp(nats)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,6 +38,7 @@ from mod_export.model.checkpoint import sha256_of
 from mod_export.model.model import Model, token_ids
 from mod_export.model.request import Request
 from mod_export.rows.report import BuildReport
+from mod_export.runtime.logits import perplexity_of
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
 
 if TYPE_CHECKING:
@@ -264,8 +265,7 @@ def _perplexity(model: Model, ids_RT: np.ndarray, at_once: int) -> float:
     with torch.no_grad():
         nats = math.fsum(_nats(module, text_RT[first : first + at_once]) for first in range(0, len(text_RT), at_once))
     mean = nats / (text_RT.shape[0] * (text_RT.shape[1] - 1))
-    # exp() would overflow; such a model predicts nothing.
-    return math.exp(mean) if mean < math.log(np.finfo(np.float64).max) else math.inf
+    return perplexity_of(mean)
 
 
 def _nats(module: torch.nn.Module, text_BT: torch.Tensor) -> float:
