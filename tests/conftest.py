@@ -15,7 +15,10 @@ SLICES = 5
 """Number of parts that `--slice` divides tests into. One part of the slow tests takes about 5 minutes on two cores."""
 
 torch.set_num_threads(1)
-hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+# A busy machine must not fail a test: neither a time limit of an example, nor one of making examples.
+hypothesis.settings.register_profile(
+    "repeatable", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("repeatable")
 
 
