@@ -118,12 +118,14 @@ def test_targets_that_cannot_be_measured_here(model: Model, config: BuildConfig)
     assert {cell.target for cell in cells_of(model, config, Axes(targets=(unable,)), here=False)} == {unable}
 
 
-def test_a_model_that_does_not_declare_whether_it_skips_blocks_can_be_swept(tiny_spec: ModelSpec) -> None:
+def test_a_model_that_does_not_declare_whether_it_skips_blocks_can_be_swept(
+    tiny_spec: ModelSpec, config: BuildConfig
+) -> None:
     class Undeclared(TransformerModel):
         routes_depth = None
 
         def dense(self) -> TransformerModel:
             return TransformerModel(self.checkpoint.dense())
 
-    cells = cells_of(Undeclared(random_checkpoint(tiny_spec, 0)), BuildConfig(), Axes(seqs=("64",)), here=True)
+    cells = cells_of(Undeclared(random_checkpoint(tiny_spec, 0)), config, Axes(batches=("1",), seqs=("64",)), here=True)
     assert [cell.bucket for cell in cells] == [Bucket(1, 64)]
