@@ -177,7 +177,7 @@ def replace_work(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     [
         ("os.abort()", "signal SIGABRT: before"),
         ("sys.exit(3)", "exit 3: before"),
-        ("time.sleep(600)", "stopped after 10 s: before"),
+        pytest.param("time.sleep(600)", "stopped after 10 s: before", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_leaves_no_rows(line: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,6 +142,7 @@ def test_attention_under_a_mask_in_a_buffer_becomes_the_operator(tmp_path: Path,
         assert all(("is_causal", 1) in [(item.name, item.i) for item in node.attribute] for node in attentions)
 
 
+@pytest.mark.slow
 def test_programs_with_a_baseline_and_samples(tmp_path: Path, toml: Path) -> None:
     model, dense = made("scatter_add"), made("scatter_add")
     dense.blocks = nn.ModuleList([Inner().eval() for _ in range(4)])

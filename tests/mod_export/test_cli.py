@@ -126,6 +126,7 @@ def test_nobody_reads_the_result(small: Path) -> None:
     assert errors == b""
 
 
+@pytest.mark.slow
 def test_bench_and_validate_take_a_config(small: Path, tmp_path: Path) -> None:
     text = FAST_TOML.replace("min_speedup = 0.0", "min_speedup = 90.0") + "[parity.float32]\nrounding_error = 0.0\n"
     strict = toml_file(tmp_path, text)

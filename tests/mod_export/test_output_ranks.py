@@ -72,6 +72,7 @@ def check_ranks(tmp_path: Path, targets: list[str]) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_outputs_of_any_rank(tmp_path: Path) -> None:
     out = check_ranks(tmp_path, ["ort-cpu", "openvino"])
     graph = open_folder(out).graphs[0]

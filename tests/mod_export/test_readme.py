@@ -50,6 +50,7 @@ class Named(torch.nn.Module):
         return found
 
 
+@pytest.mark.slow
 def test_example_of_a_model_of_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Uses the smallest model with the README's names, at shapes that take no time, and one target."""
     monkeypatch.chdir(tmp_path)

@@ -126,7 +126,7 @@ def test_what_vmap_decomposes_to_is_followed() -> None:
     assert [site.name for site in routing_sites(with_found_sites(program))] == ["blocks.1", "blocks.3"]
 
 
-@pytest.mark.parametrize("written", [order_and_inverse, scattered_rows])
+@pytest.mark.parametrize("written", [pytest.param(order_and_inverse, marks=pytest.mark.slow), scattered_rows])
 def test_a_whole_build_is_judged_by_its_selections(written: object, tmp_path: Path) -> None:
     made = made_of(next(way for way in WAYS if way.written is written))
     report = mod_export.build(

@@ -94,8 +94,16 @@ def test_engines_get_the_positions_as_further_outputs(made: Made) -> None:
     assert all(torch.equal(one, own[site.name].index_BK) for one, site in zip(routed, made.manner.sites, strict=True))
 
 
-# The rewrites for TensorRT include all that those for ONNX Runtime do, and more.
-@pytest.mark.parametrize("target", [pytest.param("ort-cpu", marks=pytest.mark.slow), "tensorrt-rtx"])
+# The rewrites for TensorRT include all that those for ONNX Runtime do, and more. `make test` takes every fifth manner.
+@pytest.mark.parametrize(
+    ("made", "target"),
+    [
+        pytest.param(name, target, marks=[] if target == "tensorrt-rtx" and not n % 5 else pytest.mark.slow)
+        for n, name in enumerate(MANNERS)
+        for target in ("ort-cpu", "tensorrt-rtx")
+    ],
+    indirect=["made"],
+)
 def test_graphs_of_targets_compute_the_same(made: Made, target: str) -> None:
     model = graph_of(made.found, made.module)
     limits = ENGINES[target].limits

@@ -117,6 +117,7 @@ def test_constants_that_differ_between_buckets(tmp_path: Path) -> None:
         assert torch.equal(restored.module()(ids)[0], model.weights["embedding.weight"][ids] * seq)
 
 
+@pytest.mark.slow
 def test_the_same_graphs_are_the_same_bytes_in_another_process(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"

@@ -296,10 +296,13 @@ def mutated(rng: random.Random, value: Any) -> Any:
     return rng.choice([None, -1, 2**70, "", "torch.os.system", [], {}, {"as_int": -5}, True, 1.5, "x" * 1000])
 
 
-def test_files_that_were_changed_anywhere(records: dict[str, bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "seeds", [range(60), pytest.param(range(60, MUTATIONS), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_files_that_were_changed_anywhere(seeds: range, records: dict[str, bytes], tmp_path: Path) -> None:
     """A changed file is either read, or refused with an error of one line."""
     messages: list[str] = []
-    for seed in range(MUTATIONS):
+    for seed in seeds:
         rng, changed = random.Random(seed), dict(records)
         name = rng.choice([MODEL, MODEL, MODEL, WEIGHTS, SAMPLES, *records])
         if name.endswith(".json") and rng.random() < 0.8:
@@ -317,5 +320,5 @@ def test_files_that_were_changed_anywhere(records: dict[str, bytes], tmp_path: P
             model_from_pt2([path])
         except ModExportError as error:
             messages.append(str(error))
-    assert len(messages) > MUTATIONS / 2
+    assert len(messages) > len(seeds) / 2
     assert not [message for message in messages if "\n" in message]

@@ -289,6 +289,7 @@ print(peak_rss_bytes() - before)
 """
 
 
+@pytest.mark.slow
 def test_reading_takes_no_memory_for_weights(tmp_path: Path, masked: list[Path]) -> None:
     """In its own process, 128 MB of weights in two files are mapped and compared, but not copied."""
     module = Wide()

@@ -28,6 +28,10 @@ TOLERANCE = 1e-3
 """Largest difference of logits between a prompt and steps, which round to the same bits but sum in another order."""
 
 
+pytestmark = pytest.mark.slow
+"""Whole rows in these dtypes (`test_low_precision.py`) and texts in float32 (`test_generation.py`) are built faster."""
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("low") / "build"

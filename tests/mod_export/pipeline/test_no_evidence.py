@@ -155,6 +155,7 @@ def test_validate_with_other_gates_or_a_part_verifies_nothing(root: Path, tmp_pa
         assert not open_folder(root).verified
 
 
+@pytest.mark.slow
 def test_what_then_misses_its_gate_is_not_served(made: Path, tmp_path: Path) -> None:
     strict = toml_file(tmp_path, TOML + IMPOSSIBLE)
     root = tmp_path / "strict"

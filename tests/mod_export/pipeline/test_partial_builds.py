@@ -184,7 +184,7 @@ def test_a_baseline_of_which_nothing_can_be_built_leaves_the_model(tmp_path: Pat
     ("scales", "lost"),
     [
         pytest.param({"scale": 1e5}, ("b1s16", "b1s32"), id="a target", marks=pytest.mark.slow),
-        pytest.param({"growth": 2500.0}, ("b1s32",), id="one bucket of a target"),
+        pytest.param({"growth": 2500.0}, ("b1s32",), id="one bucket of a target", marks=pytest.mark.slow),
     ],
 )
 def test_a_target_that_fails_leaves_the_others(scales: dict[str, float], lost: tuple[str, ...], tmp_path: Path) -> None:

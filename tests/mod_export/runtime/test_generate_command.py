@@ -181,6 +181,7 @@ def test_prompts_without_a_score(built: Path, arguments: list[str], message: str
     refused(invoke("generate", built, *arguments, *SCORED), message)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path, tmp_path: Path) -> None:
     """Nothing else is made again."""
     copy = Path(shutil.copytree(writing_folder / "build", tmp_path / "out"))

@@ -216,6 +216,7 @@ def test_an_empty_folder_becomes_a_repository(written: Path, repository: Path, w
     assert {path.name for path in repository.iterdir()} == {"writing", "writing-text", MARKER}
 
 
+@pytest.mark.slow
 def test_a_model_of_other_inputs(tmp_path: Path, repository: Path, write: Any) -> None:
     (tmp_path / "c.toml").write_text(f'targets = ["ort-cpu"]\n{FEW_SAMPLES}', encoding="utf-8")
     folder, buckets = tmp_path / "built", [(1, 16), (2, 32)]
