@@ -290,11 +290,11 @@ def _translations_found_once() -> Iterator[None]:
         table.functions = {name: list(functions) for name, functions in table.functions.items()}
         return table
 
-    Table.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]
+    Table.from_torchlib = staticmethod(copied)  # type: ignore[method-assign]  # It is put back below.
     try:
         yield
     finally:
-        Table.from_torchlib = make  # type: ignore[assignment,method-assign]
+        Table.from_torchlib = make  # type: ignore[assignment,method-assign]  # As above.
 
 
 def assert_capacity(
