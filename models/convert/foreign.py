@@ -1,6 +1,7 @@
 """A model in another format, as every reader describes it: spec, location of each tensor, and the files beside them.
 
-`write_folder` writes it as a checkpoint folder, one piece of the weights at a time.
+`write_folder` writes it as a checkpoint folder, one piece of the weights at a time. A build of the model itself copies
+only weights that must be dequantized or reordered.
 """
 
 from __future__ import annotations
