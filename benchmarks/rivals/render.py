@@ -51,9 +51,9 @@ Compare mod-export with other runtimes on your CPU:
     make bench ARGS="--text-model build/smollm2 --text english.txt"    # also text of a dense checkpoint of `convert`
     make bench ARGS="--only 'rows-M-s512-*,text-*-int4-*'"             # some cells; `--list` names them
 
-It installs the rivals, compiles llama.cpp, keeps every finished cell, and resumes after an interruption. Then it writes
-this page (`benchmarks/rivals/render.py`; do not edit). [benchmarks/](benchmarks) has one JSON file for each cell, with
-all samples and the text that each program wrote.
+It installs the rivals, compiles llama.cpp, resumes after an interruption, and writes this page
+(`benchmarks/rivals/render.py`; do not edit). [benchmarks/](benchmarks) has all samples, and the text that each program
+wrote.
 
 Other results: [model classes](corpus.md), [planted faults and false alarms](evidence.md#planted-faults),
 [a server under load](text.md#under-load), [training, and routers in a trained dense model](training.md),
@@ -62,43 +62,41 @@ Other results: [model classes](corpus.md), [planted faults and false alarms](evi
 ## Summary
 
 {summary}
-*MoD / dense* is the speed-up over the dense baseline. *MoD / rival* compares the Mixture-of-Depths model of mod-export
-with the fastest rival, whatever its quality: in whole rows with the rival's Mixture-of-Depths model, in text with its
-dense model, because the rivals that write text have no other. Above 1, mod-export is faster. A range covers all cases
-and numbers of threads.
+Numbers are speed-ups: above 1, the Mixture-of-Depths (MoD) model of mod-export is faster. *MoD / dense* compares it
+with its dense baseline, *MoD / rival* with the fastest rival, whatever the rival's quality. In whole rows the rival
+runs the MoD model too; in text it runs the dense model, because the rivals that write text have no other. A range
+covers all cases and numbers of threads.
 
 ## How it is measured
 
 * **Machine.** {cpu}, {cores} cores. {versions}.
-* **Time.** Each route (a program, or a way to run the model) has a process of its own, because thread pools of several
-  libraries disturb each other. In every round each route runs once, in a new random order, after a pause in which the
-  other thread pools go to sleep. Times are medians of at least {rounds} rounds after a warm-up round. Compare ratios
-  within a table, not times: other work on the machine slows down all routes of a round alike. The float32 engine of
-  `ort-cpu` runs in every table for comparison.
-* **Quality.** *Next token*: share of positions with the same most probable next token as eager float32 PyTorch; that of
-  initial weights does not predict that of trained weights. *Error*: root mean square of the error of the logits divided
-  by that of the logits, over the nine tenths of the tokens with the smallest error (two router scores within rounding
-  of each other may select another token). *Perplexity*: divided by that of eager float32, on English text.
-* **A star** at the number of threads: before this cell was sampled, other processes used more than a tenth of the
-  machine.
+* **Time.** A *route* is a program, or a way to run the model, in a process of its own. In every round each route runs
+  once, in a new random order, after a pause in which the thread pools of the others go to sleep. Times are medians of
+  at least {rounds} rounds after a warm-up round. Compare ratios within a table, not times between tables: other work on
+  the machine slows down all routes of a round alike. Every table has the float32 engine of `ort-cpu` for comparison.
+* **Quality**, compared with eager float32 PyTorch. *Next token*: share of positions with the same most probable next
+  token; with initial weights it does not predict that of trained weights. *Error*: root mean square of the error of the
+  logits divided by that of the logits, over the nine tenths of the tokens with the smallest error, because two router
+  scores within rounding of each other may select another token. *Perplexity*: ratio, on English text.
+* **A star** at the number of threads: other processes used more than a tenth of the machine before this cell was
+  sampled.
 """
 ROWS = f"""## Whole rows
 
-The time of one prefill, in milliseconds.
+Milliseconds for one prefill, dense / MoD. *Ours : rival* is the time of the fastest mod-export route divided by that of
+the fastest rival (below 1: ours is faster); *minima* is this ratio for the fastest rounds. *Same quality* is the ratio
+to the fastest rival whose error is at most {WORSE} times ours, if that is another rival.
 
 * **Models.** Llama-like decoders with initial weights: S d=256 L=8, M d=512 L=12, L d=1024 L=16; heads of width 64,
-  half as many key and value heads, SwiGLU of 2.75 d, vocabulary {VOCABULARY:,} unless the case says otherwise. In MoD
-  every other block is routed at 12.5 %; dense has no routers. `--cases` measures other sizes and shapes.
+  half as many key and value heads, SwiGLU of 2.75 d, vocabulary {VOCABULARY:,} unless the case says otherwise. MoD
+  routes every other block at 12.5 %; dense has no routers. `--cases` measures other sizes and shapes.
 * **mod-export**: the engines that `mod-export build` writes and `mod_export.load` runs, for each target.
-* **ONNX Runtime**: `torch.onnx.export` at opset 23 with its own optimiser, default settings; *dynamic*:
-  `quantize_dynamic`, by channel; *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4.
-* **OpenVINO**: its CPU plug-in on that export, set for latency, with a hint of float32 or bfloat16; *our graph*: the
-  portable graph of `mod-export build` instead; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups of
-  64), activations quantized at run time; *quantized*: `nncf.quantize`, weights and activations.
+* **ONNX Runtime**: `torch.onnx.export` at opset 23, default settings; *dynamic*: `quantize_dynamic`, by channel;
+  *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4.
+* **OpenVINO**: that export on the CPU, set for latency, with a hint of float32 or bfloat16; *our graph*: the portable
+  graph of `mod-export build` instead; *weights*: `nncf.compress_weights` (int8 by channel, int4 in groups of 64),
+  activations quantized at run time; *quantized*: `nncf.quantize`, weights and activations.
 * **torch.compile**: the eager model, weights frozen. All rivals select with `torch.topk`.
-* **Cells** show dense / MoD. *Ours : rival* is the time of the fastest mod-export route divided by that of the fastest
-  rival (below 1: ours is faster); *minima*: this ratio of the fastest rounds; *same quality*: this ratio to the fastest
-  rival whose error is at most {WORSE} times ours, where that is another rival.
 """
 QUALITY = """### Quality of whole rows
 
@@ -106,9 +104,9 @@ The smallest agreement and the largest error over all cases:
 """
 RATES = """### Speed-up and FLOPs
 
-The fastest mod-export route. Roofline, dense and MoD are in GFLOP/s. FLOPs leave out the half of the scores that a
-causal mask hides. The roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same
-rounds. Efficiency: speed-up divided by the ratio of the FLOPs.
+The fastest mod-export route. Roofline, dense and MoD are in GFLOP/s; FLOPs leave out the scores that a causal mask
+hides. The roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same rounds.
+Efficiency is the speed-up divided by the ratio of the FLOPs.
 """
 FIGURES = {
     "rows": "![Time of whole rows by route and precision](figures/latency.svg)\n",

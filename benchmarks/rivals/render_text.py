@@ -13,24 +13,23 @@ from benchmarks.rivals.tables import OURS, RIVAL, ROUTED, Found, bars, failures,
 BATCHES = ("1", "8")
 TEXT = """## Text
 
-Tokens per second after the first token, of one text and of eight at once, and milliseconds until the first token of one
-text. The prompt has {prompt} tokens; {new} tokens are written, greedy. All programs have the same dense weights, as a
-Hugging Face folder or as a GGUF file in float32. {models}
+Tokens per second after the first token, for one text and for eight at once, and milliseconds until the first token of
+one text. The prompt has {prompt} tokens; {new} tokens are written, greedy. All programs have the same dense weights, as
+a Hugging Face folder or as a GGUF file in float32. {models}
 
-* **mod-export**: `mod-export build` and `mod_export.load_generator`, window {window}, caches as long as the request, as
-  in the other programs. In the Mixture-of-Depths model every other block is routed; its routers are random, and its
-  predictors are calibrated so that as many tokens run as declared. Its text means nothing, so only its speed is shown
-  ([training](training.md#measured-on-smollm2-135m) has the quality of such a model after training).
+* **mod-export**: `mod_export.load_generator`, window {window}, caches as long as the request, as in the other programs.
+  The MoD model routes every other block. Its routers are random, and its predictors are calibrated so that as many
+  tokens run as declared. Its text means nothing, so only its speed is shown;
+  [training](training.md#measured-on-smollm2-135m) has the quality of such a model after training.
 * **llama.cpp** through `llama-cpp-python`, compiled for this processor: F32, BF16, Q8_0 and Q4_0 of its own
-  `llama_model_quantize`; the cache in float16, its default.
+  `llama_model_quantize`; cache in float16, its default.
 * **onnxruntime-genai**: its model builder, `accuracy_level` 4 and blocks of 32 in int8 and int4.
 * **OpenVINO GenAI**: its reader of GGUF files (float16), `nncf.compress_weights` for int8 and int4, paged attention, a
-  whole batch of prompts at once, prefix cache off. With int8 and int4 weights, precision hint and cache are its
-  defaults.
+  whole batch of prompts at once, prefix cache off; with int8 and int4 weights, default precision hint and cache.
 * **transformers**: eager. llama.cpp and OpenVINO GenAI have no MoD models.
-* **Ratios** are those of tokens per second (above 1: the first is faster); dense and MoD are our fastest. *Predicted*
-  is MoD / dense by bytes: the weights that a step of the dense model reads divided by those of the MoD model, for one
-  text, with the measured share of tokens in each routed layer.
+* **Ratios** of tokens per second: above 1, the first is faster. Dense and MoD are our fastest. *Predicted* is MoD /
+  dense by bytes, for one text: the weights that a dense step reads divided by those that a MoD step reads, with the
+  measured share of tokens in each routed layer.
 """
 
 
