@@ -163,6 +163,7 @@ def session_from_onnx(
     try:
         if weights:
             values = [ort.OrtValue.ortvalue_from_numpy(array) for array in weights.values()]
+            # `add_initializer` is silently ignored for weights in external files.
             options.add_external_initializers(list(weights), values)
         graph = path if isinstance(path, bytes) else str(path)
         return ort.InferenceSession(graph, options, providers=list(providers))
