@@ -135,14 +135,14 @@ class GatedMlp(nn.Module):
 Branch = Callable[..., tuple[Tensor, ...]]
 
 
-def either(mark_B: Tensor, run: Branch, other: Branch, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Returns `run(*given)` if any row is marked, else `other(*given)`: a condition on the data in a static graph.
+def either(mark_B: Tensor, run: Branch, other: Branch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Returns `run(*inputs)` if any row is marked, else `other(*inputs)`: a condition on the data in a static graph.
 
     A graph holds both branches (ONNX If) and executes one. In eager mode only that one is called. Both must return
     tensors of the same shapes, dtypes and strides, and must not return their inputs.
     """
     any_row = mark_B.reshape(()) if len(mark_B) == 1 else mark_B.any()
     if torch.compiler.is_compiling():
-        outputs: tuple[Tensor, ...] = torch.cond(any_row, run, other, given)
+        outputs: tuple[Tensor, ...] = torch.cond(any_row, run, other, inputs)
         return outputs
-    return run(*given) if bool(any_row) else other(*given)
+    return run(*inputs) if bool(any_row) else other(*inputs)

@@ -29,7 +29,7 @@ say = partial(click.echo, nl=False)
 
 @click.command()
 @folder_argument
-@click.argument("given", metavar="[TEXT]...", nargs=-1)
+@click.argument("text_arguments", metavar="[TEXT]...", nargs=-1)
 @click.option(
     "--prompt", "texts", metavar="TEXT", multiple=True, help="A prompt, like TEXT; may be given several times."
 )
@@ -85,7 +85,7 @@ say = partial(click.echo, nl=False)
 @command
 def generate(
     folder: Path,
-    given: Sequence[str],
+    text_arguments: Sequence[str],
     texts: Sequence[str],
     files: Sequence[Path],
     ids: Sequence[str],
@@ -110,7 +110,7 @@ def generate(
 
     Each TEXT is a prompt to continue or, with --chat, a message to answer.
     """
-    prompts = _prompts_from([*given, *texts], files, ids)
+    prompts = _prompts_from([*text_arguments, *texts], files, ids)
     _check(prompts, chat=chat, ids=bool(ids), system=system, template=bool(template))
     if selection == "topk-prefill":
         if stop or roll or chat or kind == "dense":

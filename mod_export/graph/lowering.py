@@ -112,10 +112,10 @@ def _lowered_squeeze(node: fx.Node) -> Lowered | None:
     """Leaves out dimensions whose size is not 1: PyTorch ignores them, and ONNX rejects them."""
     shape, dims = shape_of(node.args[0]), argument_of(node, "dim")  # type: ignore[arg-type]  # A tensor's node.
     dims = [dims] if isinstance(dims, int) else list(dims)
-    ones = [dim for dim in dims if shape and shape[dim] == 1]
-    if len(ones) == len(dims):
+    unit_dims = [dim for dim in dims if shape and shape[dim] == 1]
+    if len(unit_dims) == len(dims):
         return None
-    return lambda x, *_, **__: ATEN.squeeze.dims(x, ones) if ones else x
+    return lambda x, *_, **__: ATEN.squeeze.dims(x, unit_dims) if unit_dims else x
 
 
 def _is_projected(node: fx.Node) -> bool:

@@ -212,14 +212,14 @@ class Known:
         """The value of a node; None if it is unknown."""
         return self._values[node] if node in self._values else self._constant(node)
 
-    def run(self, node: fx.Node, given: Mapping[fx.Node, Any], fill: float | None) -> Any:
-        """Runs the operation of a node on the given values, else on known values; the other inputs are filled with one
+    def run(self, node: fx.Node, values: Mapping[fx.Node, Any], fill: float | None) -> Any:
+        """Runs the operation of a node on these values, else on known values; the other inputs are filled with one
         number, or with noise if it is None.
         """
 
         def value_of(source: fx.Node) -> Any:
-            value = given[source] if source in given else self.value(source)
-            if value is not None or source in given:
+            value = values[source] if source in values else self.value(source)
+            if value is not None or source in values:
                 return value
             return _noise(source) if fill is None else filled(source, fill)
 
@@ -249,8 +249,10 @@ class Known:
         """One-hot rows or a mask after a product with unknown gates, which count as 1; None for any other operation."""
         if not any(_is_mask(self.value(source)) for source in node.all_input_nodes):
             return None
-        ones, twos = self.run(node, {}, 1.0), self.run(node, {}, 2.0)
-        return compact(ones) if _is_mask(ones) and isinstance(twos, Tensor) and torch.equal(twos, ones * 2) else None
+        with_ones, with_twos = self.run(node, {}, 1.0), self.run(node, {}, 2.0)
+        if not _is_mask(with_ones) or not isinstance(with_twos, Tensor) or not torch.equal(with_twos, with_ones * 2):
+            return None
+        return compact(with_ones)
 
     def _whatever_else(self, node: fx.Node) -> Any:
         """The result if only shape or dtype of the unknown inputs are used; None if their values may matter."""
@@ -486,14 +488,14 @@ def has_tokens(labels: Any) -> bool:
     return isinstance(labels, Tensor) and bool((narrowest(labels) > 0).any())
 
 
-def labels_of(found: Tensor) -> Tensor | None:
+def labels_of(result: Tensor) -> Tensor | None:
     """Labels as int64, without memory for dimensions along which they are equal; None if these are not labels."""
-    if found.dtype is torch.bool or found.is_complex():
+    if result.dtype is torch.bool or result.is_complex():
         return None
-    narrow = narrowest(found)
+    narrow = narrowest(result)
     numbers = narrow.long()
     are_labels = bool((numbers == narrow).all()) and bool((numbers >= 0).all())
-    return numbers.expand(found.shape) if are_labels else None
+    return numbers.expand(result.shape) if are_labels else None
 
 
 def reversed_labels(labels: Tensor, last: int) -> Tensor:
@@ -502,19 +504,19 @@ def reversed_labels(labels: Tensor, last: int) -> Tensor:
     return torch.where(narrow > 0, last - narrow, 0).expand(labels.shape)
 
 
-def agrees_reversed(found: Any, other: Any, last: int) -> bool:
+def agrees_reversed(result: Any, other: Any, last: int) -> bool:
     """Whether an operation did the same with reversed labels, so that it does not depend on their values."""
-    if isinstance(found, (tuple, list)):
+    if isinstance(result, (tuple, list)):
         return isinstance(other, (tuple, list)) and all(
-            agrees_reversed(*pair, last) for pair in zip(found, other, strict=True)
+            agrees_reversed(*pair, last) for pair in zip(result, other, strict=True)
         )
-    if not isinstance(found, Tensor):
-        return found is None
-    if not isinstance(other, Tensor) or found.shape != other.shape:
+    if not isinstance(result, Tensor):
+        return result is None
+    if not isinstance(other, Tensor) or result.shape != other.shape:
         return False
-    if found.dtype is torch.bool or found.is_complex():
+    if result.dtype is torch.bool or result.is_complex():
         return False
-    return _are_same(reversed_labels(found, last), other)
+    return _are_same(reversed_labels(result, last), other)
 
 
 def broadcast_labels(labels: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:

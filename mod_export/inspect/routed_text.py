@@ -41,21 +41,21 @@ class RoutedText:
     map: RoutingMap
 
 
-def routed_text(model: Model, given: str | None) -> RoutedText | None:
+def routed_text(model: Model, text_or_file: str | None) -> RoutedText | None:
     """Runs the model on a text. Returns None if the model routes nothing, or no held-out text suits its vocabulary.
 
     Args:
         model: the model.
-        given: the name of a file that holds a text, or else the text itself; None for a held-out sample.
+        text_or_file: the name of a file that holds a text, or else the text itself; None for a held-out sample.
 
     Raises:
         UsageError: the text is empty or cannot be read, or the model's ids do not represent text.
     """
     most = min(MOST_TOKENS, token_ids(model).max_positions)
-    if given is None:
+    if text_or_file is None:
         sample_1S = text_ids(model, 1, most, 0)
         return None if sample_1S is None else _routed(model, sample_1S[0], "held-out text", 0)
-    text, source = _read(given)
+    text, source = _read(text_or_file)
     ids_S = model.ids_of_text(text)
     if ids_S is None:
         raise UsageError(
@@ -111,13 +111,13 @@ class TokenLane:
     experts: bool
 
 
-def lanes_of(found: RoutingMap) -> tuple[TokenLane, ...]:
+def lanes_of(routing_map: RoutingMap) -> tuple[TokenLane, ...]:
     """Returns the lanes in the order of the model. The experts of a layer share as many lanes as a token has experts,
     up to `MOST_EXPERTS`.
     """
-    count = len(found.tokens)
+    count = len(routing_map.tokens)
     grouped: dict[str, list[MapLayer]] = {}
-    for layer in found.layers:
+    for layer in routing_map.layers:
         number, _, part = str(layer.layer).partition(".")
         part = "experts" if part.startswith("expert") else part
         grouped.setdefault(f"layer {number} {part}".rstrip(), []).append(layer)
@@ -131,9 +131,9 @@ def lanes_of(found: RoutingMap) -> tuple[TokenLane, ...]:
     return tuple(lanes)
 
 
-def token_marks(found: RoutingMap) -> str:
+def token_marks(routing_map: RoutingMap) -> str:
     """Returns one character for each token: its first one, or a middle dot if that is not printable."""
-    return "".join(text[0] if text and text[0].isprintable() else UNSEEN for text in found.tokens)
+    return "".join(text[0] if text and text[0].isprintable() else UNSEEN for text in routing_map.tokens)
 
 
 def lane_lines(routed: RoutedText) -> list[str]:

@@ -149,12 +149,12 @@ class Allowance:
         return distance / (self.scales[site] or 1.0)
 
 
-def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType, *, routed: bool = False) -> Allowance:
+def allowance(comparisons: Sequence[Comparison], gate: ParityGate, dtype: DType, *, routed: bool = False) -> Allowance:
     """Derives the allowance from the largest rounding error over all inputs: on a small one it can be low by luck."""
-    measured = [comparison.rounding for comparison in found if comparison.rounding is not None]
+    measured = [comparison.rounding for comparison in comparisons if comparison.rounding is not None]
     coarser = coarser_than_float32(dtype)
     scores, scales = {}, {}
-    for site, many in by_site(found).items():
+    for site, many in by_site(comparisons).items():
         scales[site] = _largest([routing.scale for routing in many])
         scores[site] = gate.near_tie * scales[site]
         if measured:
@@ -163,7 +163,7 @@ def allowance(found: Sequence[Comparison], gate: ParityGate, dtype: DType, *, ro
             # np.minimum, unlike min, keeps a NaN.
             scores[site] = float(np.minimum(scores[site], 2 * gate.rounding_error * coarser * unit))
     rounding = _largest([error.max_abs for error in measured]) if measured else None
-    enough = measured and sum(comparison.values for comparison in found) >= FEWEST_LOGITS
+    enough = measured and sum(comparison.values for comparison in comparisons) >= FEWEST_LOGITS
     return Allowance(
         gate=gate,
         max_abs=gate.max_abs if rounding is None else gate.rounding_error * coarser * rounding,
@@ -185,14 +185,14 @@ def coarser_than_float32(dtype: DType) -> float:
 # The checks
 
 
-def check_outputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+def check_outputs(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks that the engine returns exactly the outputs of its model."""
-    return [f"outputs: {problem}" for comparison in found for problem in comparison.problems]
+    return [f"outputs: {problem}" for comparison in comparisons for problem in comparison.problems]
 
 
-def check_coverage(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+def check_coverage(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks that the gate's share of rows was judged, over all inputs that are not made of ties."""
-    usual = [comparison for comparison in found if comparison.kind not in MADE_OF_TIES] or found
+    usual = [comparison for comparison in comparisons if comparison.kind not in MADE_OF_TIES] or comparisons
     judged = sum(comparison.tokens for comparison in usual)
     total = judged + sum(comparison.undetermined for comparison in usual)
     if judged >= allowed.gate.judged_rows * total:
@@ -204,11 +204,11 @@ def check_coverage(found: Sequence[Comparison], allowed: Allowance) -> Sequence[
     ]
 
 
-def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+def check_routing(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks that positions are a valid selection, and that every token routed differently is a near-tie."""
     reasons = []
-    for site, many in by_site(found).items():
-        kinds = [comparison.kind for comparison in found for routing in comparison.sites if routing.site == site]
+    for site, many in by_site(comparisons).items():
+        kinds = [comparison.kind for comparison in comparisons for routing in comparison.sites if routing.site == site]
         malformed = [(kind, routing.malformed) for kind, routing in zip(kinds, many, strict=True) if routing.malformed]
         if malformed:
             kind, why = malformed[0]
@@ -229,17 +229,17 @@ def check_routing(found: Sequence[Comparison], allowed: Allowance) -> Sequence[s
     return reasons
 
 
-def check_error(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+def check_error(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks the largest error of a value and the root mean square of all errors, given the same routing."""
     reasons = []
     limits = (("max abs error", "max_abs", allowed.max_abs), ("root mean square error", "rms", allowed.rms))
     for name, field_name, limit in limits:
-        errors = [(getattr(comparison.error, field_name), comparison.kind) for comparison in found]
+        errors = [(getattr(comparison.error, field_name), comparison.kind) for comparison in comparisons]
         missed = [(error, kind) for error, kind in errors if limit is not None and not error <= limit]
         if missed:
             worst, kind = _worst_of(missed)
             reasons.append(
-                f"{kind}: {found[0].output}: {name} {worst:.3g}{given(allowed)}, allowed {limit:.3g}"
+                f"{kind}: {comparisons[0].output}: {name} {worst:.3g}{given(allowed)}, allowed {limit:.3g}"
                 f"{_and_more(len(missed) - 1)}"
             )
     return reasons
@@ -254,12 +254,12 @@ def _and_more(count: int) -> str:
     return f", and on {count} more input{'' if count == 1 else 's'}" if count else ""
 
 
-def check_next_token(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+def check_next_token(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks the share of positions with the same most probable next token, as far as float32 can tell. It is over all
     inputs, because one input is short. Whole texts of a quantized model are compared with each model's own routing.
     """
     least = allowed.gate.next_token_agreement
-    judged = quality_inputs(found, allowed)
+    judged = quality_inputs(comparisons, allowed)
     texts = [comparison.text for comparison in judged if comparison.text is not None] if allowed.quantized else []
     if texts:
         positions, agreed = sum(text.positions for text in texts), sum(text.agreed for text in texts)
@@ -287,13 +287,13 @@ def _is_chance(agreed: int, positions: int, share: float) -> bool:
     return at_most >= NormalDist().cdf(-DEVIATIONS)
 
 
-def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+def check_divergence(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks the mean divergence of the next-token distribution on every input; for a quantized model the mean over all
     its text, with a margin for chance.
     """
     missed = [
         (float(nats_N.mean()), kind)
-        for kind, nats_N in divergences_of(found, allowed)
+        for kind, nats_N in divergences_of(comparisons, allowed)
         # The margin is two standard deviations of the mean: a few tokens make up most of it.
         if not nats_N.mean() - (2 * nats_N.std() / math.sqrt(len(nats_N)) if allowed.quantized else 0.0)
         <= allowed.gate.max_kl
@@ -307,26 +307,26 @@ def check_divergence(found: Sequence[Comparison], allowed: Allowance) -> Sequenc
     ]
 
 
-def divergences_of(found: Sequence[Comparison], allowed: Allowance) -> list[tuple[str, np.ndarray]]:
+def divergences_of(comparisons: Sequence[Comparison], allowed: Allowance) -> list[tuple[str, np.ndarray]]:
     """Returns pairs (kind of input, divergences); the gate applies to the mean of each array."""
-    by_input = [(c.kind, c.divergences) for c in quality_inputs(found, allowed) if c.divergences is not None]
+    by_input = [(c.kind, c.divergences) for c in quality_inputs(comparisons, allowed) if c.divergences is not None]
     if not allowed.quantized or not by_input:
         return by_input
     return [(by_input[0][0], np.concatenate([nats_N for _, nats_N in by_input]))]
 
 
-def quality_inputs(found: Sequence[Comparison], allowed: Allowance) -> Sequence[Comparison]:
+def quality_inputs(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[Comparison]:
     """Returns the inputs on which next tokens are judged: text for a quantized model if there is any, else all inputs.
     Integer weights change every logit. After random ids, where no token is much more probable than others, that alone
     changes the order of many tokens.
     """
-    texts = [comparison for comparison in found if comparison.kind == TEXT] if allowed.quantized else []
-    return texts or found
+    texts = [comparison for comparison in comparisons if comparison.kind == TEXT] if allowed.quantized else []
+    return texts or comparisons
 
 
-def check_perplexity(found: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
+def check_perplexity(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks the perplexity over all real text."""
-    texts = [comparison.text for comparison in found if comparison.text is not None]
+    texts = [comparison.text for comparison in comparisons if comparison.text is not None]
     if not texts:
         return []
     expected = sum(text.own_nll if allowed.quantized else text.reference_nll for text in texts)
@@ -358,10 +358,10 @@ def given(allowed: Allowance) -> str:
     return " given the same routing" if allowed.routed else ""
 
 
-def by_site(found: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
+def by_site(comparisons: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
     """Groups the results of all inputs by routing site."""
     grouped: dict[Site, list[SiteRouting]] = {}
-    for routing in (routing for comparison in found for routing in comparison.sites):
+    for routing in (routing for comparison in comparisons for routing in comparison.sites):
         grouped.setdefault(routing.site, []).append(routing)
     return grouped
 
@@ -374,36 +374,40 @@ def _largest(values: Sequence[float]) -> float:
 # The row
 
 
-def judge(found: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
+def judge(
+    comparisons: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None
+) -> ParityRow:
     """Applies the gate to every batch; the row passes only if each check could be evaluated and passed."""
     outputs = {
-        name: [comparison for comparison in found if comparison.output == name]
-        for name in dict.fromkeys(comparison.output for comparison in found)
+        name: [comparison for comparison in comparisons if comparison.output == name]
+        for name in dict.fromkeys(comparison.output for comparison in comparisons)
     }
-    routed = any(comparison.sites for comparison in found)
+    routed = any(comparison.sites for comparison in comparisons)
     allowances = {name: allowance(some, gate, setting.dtype, routed=routed) for name, some in outputs.items()}
     reasons = [reason for name in outputs for check in CHECKS for reason in check(outputs[name], allowances[name])]
     first, *other_names = outputs or [""]
-    found, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
-    reasons = reasons if found else ["nothing was compared"]
-    judged = quality_inputs(found, allowed)
+    comparisons, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
+    reasons = reasons if comparisons else ["nothing was compared"]
+    judged = quality_inputs(comparisons, allowed)
     shortfalls = [comparison.shortfalls for comparison in judged if comparison.shortfalls is not None]
-    nats = divergences_of(found, allowed)
+    nats = divergences_of(comparisons, allowed)
     return ParityRow(
         **setting_fields(setting),
         artifact=artifact,
         reference=REFERENCE,
         inputs=tuple(sorted({c.kind for some in outputs.values() for c in some if c.tokens or not c.left_out})),
-        tokens=sum(comparison.tokens for comparison in found),
-        rounding_tokens=sum(comparison.tokens for comparison in found if comparison.rounding is not None),
-        routing=_routing(found, allowed),
-        error=_worst_error(found),
+        tokens=sum(comparison.tokens for comparison in comparisons),
+        rounding_tokens=sum(comparison.tokens for comparison in comparisons if comparison.rounding is not None),
+        routing=_routing(comparisons, allowed),
+        error=_worst_error(comparisons),
         rounding_error=allowed.rounding,
         allowed_max_abs=allowed.max_abs,
         # A shortfall of 0 means the same most probable next token.
-        next_token_agreement=min((float(np.mean(some <= 0)) for some in shortfalls), default=None if found else 0.0),
-        kl=_worst(float(nats_N.mean()) for _, nats_N in nats) if nats or not found else None,
-        text=_text(found),
+        next_token_agreement=min(
+            (float(np.mean(some <= 0)) for some in shortfalls), default=None if comparisons else 0.0
+        ),
+        kl=_worst(float(nats_N.mean()) for _, nats_N in nats) if nats or not comparisons else None,
+        text=_text(comparisons),
         ties_exact=None,
         located=None,
         further_outputs=tuple(
@@ -440,10 +444,10 @@ def _left_out(name: str, comparisons: Sequence[Comparison]) -> list[LeftOutRows]
     ]
 
 
-def fails_anyway(found: Sequence[Comparison], gate: ParityGate, setting: Setting) -> bool:
+def fails_anyway(comparisons: Sequence[Comparison], gate: ParityGate, setting: Setting) -> bool:
     """Whether a candidate fails a check that does not depend on the measured rounding error."""
-    allowed = allowance(found, gate, setting.dtype)
-    return any(check(found, allowed) for check in WHATEVER_ROUNDING_IS)
+    allowed = allowance(comparisons, gate, setting.dtype)
+    return any(check(comparisons, allowed) for check in WHATEVER_ROUNDING_IS)
 
 
 def _worst_error(comparisons: Sequence[Comparison]) -> ErrorNumbers:

@@ -58,32 +58,35 @@ SINGLE = 2
 
 
 def parity_of_decoding(
-    found: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
+    decoding: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
 ) -> ParityRow:
     """Judges an engine on given texts. An engine that cannot be loaded or run fails with the reason.
 
     Args:
-        found: all engines of the folder.
+        decoding: all engines of the folder.
         engine: the engine to judge.
         reference: reference of the model as it decides one token at a time, with the outputs of the engine: last logits
             of prompts, all logits of steps.
         text_of: source of text for a model that has none of its own.
     """
-    gate = found.config.parity.gate(engine.dtype)
+    gate = decoding.config.parity.gate(engine.dtype)
     try:
         if engine.role == "prefill":
             ks = reference.k_by_layer(engine.bucket).values()
-            batches = _given_texts(reference, engine.bucket, ks, found.config.seed, text_of)
+            batches = _given_texts(reference, engine.bucket, ks, decoding.config.seed, text_of)
             if engine.dtype in QUANTIZED:
                 length, count = engine.bucket.seq, max(LEAST_PROMPTS, TEXT_TOKENS // engine.bucket.seq)
-                batches += _texts(reference, 1, length, count, found.config, text_of)
-            with found.load(engine) as runner:
+                batches += _texts(reference, 1, length, count, decoding.config, text_of)
+            with decoding.load(engine) as runner:
                 return judge_runner([(PromptRunner(runner), batches)], reference, gate, engine.setting, engine.path)
-        with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
-            lengths = [prefill.bucket.seq for prefill in found.prefills(engine.model, engine.target, engine.dtype)]
-            parts = decoding_parts(prompts, lengths, decoder, reference, found.config, text_of)
+        with (
+            decoding.prompts(engine.model, engine.target, engine.dtype) as prompts,
+            decoding.decoder(engine) as decoder,
+        ):
+            lengths = [prefill.bucket.seq for prefill in decoding.prefills(engine.model, engine.target, engine.dtype)]
+            parts = decoding_parts(prompts, lengths, decoder, reference, decoding.config, text_of)
             if engine.dtype in QUANTIZED:
-                parts += _text_parts(prompts, decoder, reference, found.config, text_of)
+                parts += _text_parts(prompts, decoder, reference, decoding.config, text_of)
             return judge_runner(parts, reference, gate, engine.setting, engine.path)
     except (BuildError, TargetError) as error:
         return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
@@ -291,7 +294,7 @@ def _positions(ran_BS: np.ndarray, k: int) -> np.ndarray:
 
 
 def texts_of_decoding(
-    found: DecodingEngines,
+    decoding: DecodingEngines,
     engine: Engine,
     model: GeneratingModel,
     reference: Reference,
@@ -301,7 +304,7 @@ def texts_of_decoding(
     texts of both differ sooner or later, so longer texts are written.
 
     Args:
-        found: all engines of the folder.
+        decoding: all engines of the folder.
         engine: the engine to judge.
         model: the eager model.
         reference: reference of `model.whole_rows`; it remembers what the eager model wrote.
@@ -310,19 +313,19 @@ def texts_of_decoding(
     Raises:
         EngineError: the engine failed.
     """
-    options, loaded = found.config.generation, model.whole_rows
-    longest = max(prefill.bucket.seq for prefill in found.prefills(engine.model, engine.target, engine.dtype))
+    options, loaded = decoding.config.generation, model.whole_rows
+    longest = max(prefill.bucket.seq for prefill in decoding.prefills(engine.model, engine.target, engine.dtype))
     start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
     wanted = max(options.compared_tokens, NARROW_TOKENS) if engine.dtype in QUANTIZED else options.compared_tokens
     tokens = min(wanted, engine.bucket.seq - start + 1)
     affordable = max(1, affordable_tokens(loaded) // (SINGLE * (start + tokens)))
-    texts, seed = min(options.compared_texts, affordable), found.config.seed
+    texts, seed = min(options.compared_texts, affordable), decoding.config.seed
     prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed, text_of)
     expected = reference.remembered(
         f"{texts} texts of {start} and {tokens} tokens, seed {seed}",
         lambda: [model.write(ids_S.tolist(), tokens) for ids_S in prompt_NS],
     )
-    with found.prompts(engine.model, engine.target, engine.dtype) as prompts, found.decoder(engine) as decoder:
+    with decoding.prompts(engine.model, engine.target, engine.dtype) as prompts, decoding.decoder(engine) as decoder:
         # Texts that share slots differ from the same texts written alone.
         rows = 1 if options.slots == "fair" else decoder.batch
         return texts_of(expected, prompts, decoder, prompt_NS, rows, engine.setting)

@@ -296,13 +296,13 @@ def _compare(
     outputs = runner.run(batch.read_by(runner.inputs))
     free = reference.free(batch)
     candidate, unusable = _candidate_routing(outputs, free)
-    given = _Given(reference, batch, candidate, slack, rounding)
-    sites = unusable | {site: given.selection(site, index_BK) for site, index_BK in candidate.items()}
+    runs = _Given(reference, batch, candidate, slack, rounding)
+    sites = unusable | {site: runs.selection(site, index_BK) for site, index_BK in candidate.items()}
     comparisons = []
     for n, name in enumerate(reference.output_names):
-        rounded, expected_NV = given.rounding_error(n), given.rows(n, given.forced.outputs[n])
-        values_NV, problem = _values_of(outputs, reference, name, given.forced.outputs[n], given.tokens[n])
-        keep_N = given.determined(n, rounded)
+        rounded, expected_NV = runs.rounding_error(n), runs.rows(n, runs.forced.outputs[n])
+        values_NV, problem = _values_of(outputs, reference, name, runs.forced.outputs[n], runs.tokens[n])
+        keep_N = runs.determined(n, rounded)
         if keep_N is not None:
             expected_NV, values_NV = expected_NV[keep_N], values_NV[keep_N]
         undetermined = 0 if keep_N is None else int((~keep_N).sum())
@@ -319,9 +319,9 @@ def _compare(
                 rounding=rounded,
                 shortfalls=next_token_shortfalls(values_NV, expected_NV) if is_logits else None,
                 divergences=divergences(values_NV, expected_NV) if is_logits else None,
-                text=_text(values_NV, given.forced.logits_BSV, free.logits_BSV, batch) if batch.kind == TEXT else None,
+                text=_text(values_NV, runs.forced.logits_BSV, free.logits_BSV, batch) if batch.kind == TEXT else None,
                 problems=(*problem, *(() if n else _foreign(outputs, free, reference))),
-                left_out=given.left_out(n, undetermined),
+                left_out=runs.left_out(n, undetermined),
                 undetermined=undetermined,
             )
         )

@@ -33,20 +33,20 @@ ORDER: tuple[ModelKind, ...] = ("dense", "mod")
 RESAMPLES = 2000
 
 
-def measure_prompts(found: DecodingEngines, engines: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
+def measure_prompts(decoding: DecodingEngines, engines: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
     """Times a prompt, int64 (S,), that fills its bucket, `latency.samples` times with the engine of each model.
 
     Raises:
         EngineError: an engine failed.
     """
-    setting, options = engines["mod"].setting, found.config.latency
-    with _prompts(found, engines) as prompts:
+    setting, options = engines["mod"].setting, decoding.config.latency
+    with _prompts(decoding, engines) as prompts:
         runs = [partial(_first_token, reader, ids_S.tolist()) for reader in prompts.values()]
-        rounds = interleaved(runs, options, found.config.seed)
+        rounds = interleaved(runs, options, decoding.config.seed)
     samples_ms = {kind: rounds.samples_ms(index) for index, kind in enumerate(prompts)}
     compared = None
     if "dense" in samples_ms:
-        ratio = compare(samples_ms["dense"], samples_ms["mod"], options, looks=1, seed=found.config.seed)
+        ratio = compare(samples_ms["dense"], samples_ms["mod"], options, looks=1, seed=decoding.config.seed)
         compared = Compared(measured=ratio.measured, ci95=ratio.ci95, verdict=ratio.verdict)
     return FirstTokenRow(
         **pair_fields(setting),
@@ -104,7 +104,7 @@ def read_text(
 
 
 def measure_steps(
-    found: DecodingEngines,
+    decoding: DecodingEngines,
     engines: Mapping[ModelKind, Engine],
     ids_BS: np.ndarray,
     sites: Mapping[ModelKind, Sequence[Site]],
@@ -114,7 +114,7 @@ def measure_steps(
     """Times steps at positions spread over texts, up to the length of a prompt bucket.
 
     Args:
-        found: all engines of the folder.
+        decoding: all engines of the folder.
         engines: decode engines of the model and of its dense baseline if it has one.
         ids_BS: the texts, int64, one for each row of the bucket.
         sites: routing sites of each model.
@@ -124,10 +124,10 @@ def measure_steps(
     Raises:
         EngineError: an engine failed.
     """
-    setting, config = engines["mod"].setting, found.config
+    setting, config = engines["mod"].setting, decoding.config
     with contextlib.ExitStack() as opened:
-        prompts = opened.enter_context(_prompts(found, engines))
-        decoders = {kind: opened.enter_context(found.decoder(engines[kind])) for kind in prompts}
+        prompts = opened.enter_context(_prompts(decoding, engines))
+        decoders = {kind: opened.enter_context(decoding.decoder(engines[kind])) for kind in prompts}
         S = min(setting.bucket.seq, *(reader.longest for reader in prompts.values()))
         text = read_text(ids_BS[:, :S], prompts, sites)
         positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))

@@ -230,11 +230,11 @@ def _is_same(first: Any, second: Any) -> bool:
     return first is second or (is_pair and all(a is b for a, b in zip(first, second, strict=True)))
 
 
-def same_values(expected: torch.Tensor, found: torch.Tensor) -> bool:
+def same_values(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     """Says whether two tensors have one shape and equal values, where NaN equals NaN."""
-    if expected.shape != found.shape:
+    if expected.shape != actual.shape:
         return False
-    return torch.equal(expected, found) or bool(((expected == found) | (expected.isnan() & found.isnan())).all())
+    return torch.equal(expected, actual) or bool(((expected == actual) | (expected.isnan() & actual.isnan())).all())
 
 
 def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:

@@ -241,10 +241,12 @@ def _one_model(programs: Mapping[Bucket, PlainProgram]) -> dict[str, torch.Tenso
             if not _same(tensor, state[name].detach()):
                 raise CheckpointError(f"{both}: the weight {name} differs; a model's programs have the same weights")
             state[name] = first.program.state_dict[name]
-        for what, one, two in (("reads", first.inputs, plain.inputs), ("returns", first.outputs, plain.outputs)):
-            if one != two:
+        ports = (("reads", first.inputs, plain.inputs), ("returns", first.outputs, plain.outputs))
+        for what, names, other_names in ports:
+            if names != other_names:
                 raise CheckpointError(
-                    f"{both}: one {what} {', '.join(one)}, the other {', '.join(two)}; programs of one model are alike"
+                    f"{both}: one {what} {', '.join(names)}, the other {', '.join(other_names)}; programs of one model "
+                    "are alike"
                 )
     shapes: dict[str, Bucket] = {}
     for bucket, plain in programs.items():

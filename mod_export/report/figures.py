@@ -427,13 +427,13 @@ def _positions_lane(layer: MapLayer, count: int) -> Lane:
     )
 
 
-def executed_figure(found: GenerationReport) -> Markup:
+def executed_figure(generation: GenerationReport) -> Markup:
     """Returns a chart of the shares of tokens that each routed layer ran and that overflowed, beside the share of its
     slots.
 
     Empty if no text was read, or if only experts are routed.
     """
-    quality, slots = found.quality, found.capacity or {}
+    quality, slots = generation.quality, generation.capacity or {}
     sites = [site for site in (quality.selected if quality else ()) if not is_expert(site)]
     if quality is None or not sites:
         return Markup()

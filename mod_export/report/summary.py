@@ -95,10 +95,10 @@ class Found:
         return sum(row.identical for row in rows), sum(row.texts for row in rows)
 
 
-def settings_of(found: BuildReport | Iterable[PairRow], role: Role) -> tuple[Found, ...]:
+def settings_of(report_or_rows: BuildReport | Iterable[PairRow], role: Role) -> tuple[Found, ...]:
     """Returns every setting of a role that has a row, in the order in which they are first named."""
     grouped: dict[Setting, list[PairRow]] = {}
-    for row in _rows(found) if isinstance(found, BuildReport) else found:
+    for row in _rows(report_or_rows) if isinstance(report_or_rows, BuildReport) else report_or_rows:
         if row.role == role:
             grouped.setdefault(row.setting.of("mod"), []).append(row)
     return tuple(Found(setting=setting, rows=tuple(rows)) for setting, rows in grouped.items())
@@ -258,13 +258,13 @@ def uncounted(report: BuildReport) -> list[str]:
 class ServingFile:
     """A file that serves the MoD model: an engine of a target, or a portable graph if `target` is None.
 
-    `found` are its results on this machine; None if it did not run.
+    `results` are those of its setting on this machine; None if it did not run.
     """
 
     target: str | None
     artifact: Artifact
     state: State
-    found: Found | None
+    results: Found | None
 
 
 def deployments(report: BuildReport) -> tuple[ServingFile, ...]:
@@ -280,10 +280,10 @@ def deployments(report: BuildReport) -> tuple[ServingFile, ...]:
             continue
         if artifact.kind == "engine":
             state = states.get(passed.get(artifact.path), "not run here")
-            measured = None if state == "not run here" else by_setting.get(_setting(artifact))
+            results = None if state == "not run here" else by_setting.get(_setting(artifact))
         else:
-            state, measured = states.get(by_bytes.get(artifact.sha256), "portable"), None
-        listed.append(ServingFile(target=artifact.target, artifact=artifact, state=state, found=measured))
+            state, results = states.get(by_bytes.get(artifact.sha256), "portable"), None
+        listed.append(ServingFile(target=artifact.target, artifact=artifact, state=state, results=results))
     order = {"passed": 0, "failed": 0, "not run here": 1, "portable": 2}
     return tuple(sorted(listed, key=lambda item: (item.target is None, order[item.state], item.target or "")))
 

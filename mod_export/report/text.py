@@ -222,7 +222,7 @@ def _generation(report: BuildReport, timed: tables.Timed) -> list[Part]:
     )
 
 
-def generation_lines(found: GenerationReport, steps: Sequence[summary.Found]) -> list[str]:
+def generation_lines(generation: GenerationReport, steps: Sequence[summary.Found]) -> list[str]:
     """Lists the conditions of the tables of steps and prompts, and the results about the texts."""
     lines = []
     timed = [entry.step for entry in steps if entry.step]
@@ -243,20 +243,22 @@ def generation_lines(found: GenerationReport, steps: Sequence[summary.Found]) ->
                 "efficiency: speed-up / predicted"
             ]
         lines += map(_memory, timed)
-    if found.first_token:
+    if generation.first_token:
         lines.append("prompt: median time from a prompt of so many tokens to the token after it")
-    if found.texts:
-        each = " or ".join(f"{count:,}" for count in sorted({row.tokens // max(1, row.texts) for row in found.texts}))
-        both = "MoD and dense, " if len({row.model for row in found.texts}) > 1 else ""
+    if generation.texts:
+        each = " or ".join(
+            f"{count:,}" for count in sorted({row.tokens // max(1, row.texts) for row in generation.texts})
+        )
+        both = "MoD and dense, " if len({row.model for row in generation.texts}) > 1 else ""
         lines.append(f"identical texts: greedy, {each} new tokens each, {both}compared with eager PyTorch")
     lines += [
         f"{row.setting} {row.model}: {row.texts - row.identical:,} of {row.texts:,} texts "
         f"differ from PyTorch's, the first from new token {row.first_difference} on; {row.same / row.tokens:.0%} of "
         "the new tokens come before a difference"
-        for row in found.texts
+        for row in generation.texts
         if row.identical < row.texts
     ]
-    return [*lines, wording.quality_text(found.quality)]
+    return [*lines, wording.quality_text(generation.quality)]
 
 
 def _memory(row: DecodeRow) -> str:

@@ -74,12 +74,12 @@ class Prompts:
         return runner.run({name: array for name, array in feeds.items() if name in runner.inputs}, wanted)
 
 
-def kept_from_prefill(found: Mapping[str, np.ndarray], row: int, length: int) -> Kept:
+def kept_from_prefill(outputs: Mapping[str, np.ndarray], row: int, length: int) -> Kept:
     """Extracts the cached state of one row, which holds `length` tokens, from the outputs of a prefill engine."""
-    rows = {name: array[row] for name, array in found.items() if name.partition("_")[0] in PARTS}
-    count_N = found["counts"][row] if "counts" in found else None
-    overflow_N = found["wanted"][row] - found["counts"][row] if "counts" in found else None
-    return Kept(length, rows, count_N, overflow_N, found[PRIMARY["last"]][row])
+    rows = {name: array[row] for name, array in outputs.items() if name.partition("_")[0] in PARTS}
+    count_N = outputs["counts"][row] if "counts" in outputs else None
+    overflow_N = outputs["wanted"][row] - outputs["counts"][row] if "counts" in outputs else None
+    return Kept(length, rows, count_N, overflow_N, outputs[PRIMARY["last"]][row])
 
 
 class Decoder:

@@ -398,12 +398,12 @@ class TokenNames:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
 
-    def by_name(self, one: Logprob) -> Mapping[str, float]:
+    def by_name(self, entry: Logprob) -> Mapping[str, float]:
         """Returns name -> log probability of the most probable tokens, and of the token itself. If several tokens have
         the same name, all but the first are named by id.
         """
         logprobs: dict[str, float] = {}
-        for token, logprob in dict([*one.top, one[:2]]).items():
+        for token, logprob in dict([*entry.top, entry[:2]]).items():
             name = self.of(token)
             logprobs[f"token_id:{token}" if name in logprobs else name] = logprob
         return logprobs

@@ -86,20 +86,20 @@ def share_of(capacity: float | None) -> str:
     return "own" if capacity is None else f"{capacity:g}"
 
 
-def capacity_text(found: CapacityBreakEven) -> str:
+def capacity_text(finding: CapacityBreakEven) -> str:
     """Says up to which capacity MoD is faster than dense."""
-    if found.largest_capacity is None:
-        return f"seq {found.seq}: at no capacity in the grid faster than dense"
-    larger = found.tried[found.tried.index(found.largest_capacity) + 1 :]
+    if finding.largest_capacity is None:
+        return f"seq {finding.seq}: at no capacity in the grid faster than dense"
+    larger = finding.tried[finding.tried.index(finding.largest_capacity) + 1 :]
     tail = f"the next, {larger[0]:g}, is not" if larger else "every capacity tried"
-    k = "" if found.largest_k is None else f" (k {found.largest_k})"
-    return f"seq {found.seq}: faster than dense up to capacity {found.largest_capacity:g}{k}; {tail}"
+    k = "" if finding.largest_k is None else f" (k {finding.largest_k})"
+    return f"seq {finding.seq}: faster than dense up to capacity {finding.largest_capacity:g}{k}; {tail}"
 
 
-def length_lines(found: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
+def length_lines(break_evens: Sequence[LengthBreakEven]) -> list[tuple[str, str]]:
     """Says from which length on MoD is faster: (setting, sentence). Capacities with equal answers share a sentence."""
     capacities: dict[tuple[str, str], list[str]] = {}
-    for finding in found:
+    for finding in break_evens:
         if len(finding.tried) > 1:
             capacities.setdefault((setting_text(finding), _length_text(finding)), []).append(share_of(finding.capacity))
     return [(setting, f"capacity {', '.join(names)}: {answer}") for (setting, answer), names in capacities.items()]
@@ -144,9 +144,9 @@ def front_text(point: FrontPoint) -> str:
     return f"capacity {share_of(point.capacity)}: {gain}, perplexity {quality}"
 
 
-def setting_text(found: Finding) -> str:
+def setting_text(finding: Finding) -> str:
     """Target, dtype and batch, which are equal for all cells of a finding."""
-    return f"{found.target} {found.dtype} batch {found.batch}"
+    return f"{finding.target} {finding.dtype} batch {finding.batch}"
 
 
 # The table and the text
@@ -261,7 +261,7 @@ def render_html(report: SweepReport) -> str:
         __package__,
         "sweep.html.j2",
         report=report,
-        found=findings,
+        findings=findings,
         break_even=break_even_lines(findings),
         speedups=speedup_plots(points_of(report.cells)),
         stairs=[(stair_plot(stair), [step_text(step) for step in stair.steps]) for stair in findings.stairs],

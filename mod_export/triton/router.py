@@ -30,19 +30,19 @@ class Buckets:
         self.vocab_size: int | None = known["vocab_size"]
         self.positions: bool = known["positions"]
 
-    def route(self, given: Arrays) -> tuple[str, Arrays]:
+    def route(self, arrays: Arrays) -> tuple[str, Arrays]:
         """Returns the bucket of a request, and the inputs for its model.
 
         Raises:
             ValueError: no bucket fits, or an id or length is out of range.
         """
         if self.vocab_size is None:
-            shapes = {name: list(array.shape) for name, array in given.items()}
+            shapes = {name: list(array.shape) for name, array in arrays.items()}
             for bucket, inputs in self.inputs.items():
                 if {name: list(shape) for name, (_, shape) in inputs.items()} == shapes:
-                    return bucket, given
+                    return bucket, arrays
             raise ValueError(f"no bucket was built for {shapes}; built: {', '.join(self.inputs)}")
-        ids_BS = given["input_ids"]
+        ids_BS = arrays["input_ids"]
         if ids_BS.ndim != 2 or 0 in ids_BS.shape:
             raise ValueError(f"expected token ids (batch, sequence), got {list(ids_BS.shape)}")
         # Viewed as unsigned, negative ids are the largest, so one comparison finds both kinds of invalid ids.
@@ -51,7 +51,7 @@ class Buckets:
                 f"expected token ids from 0 to {self.vocab_size - 1}, got {ids_BS.min()} to {ids_BS.max()}"
             )
         B, S = ids_BS.shape
-        lengths_B = given.get("lengths", np.full(B, S, dtype=np.int64))
+        lengths_B = arrays.get("lengths", np.full(B, S, dtype=np.int64))
         if lengths_B.shape != (B,) or lengths_B.min() < 1 or lengths_B.max() > S:
             raise ValueError(f"expected {B} lengths from 1 to {S}, got {lengths_B.tolist()}")
         bucket, (rows, seq) = self._smallest(B, S)
@@ -60,12 +60,12 @@ class Buckets:
             feeds["lengths"] = np.pad(lengths_B, (0, rows - B), constant_values=1)
         return bucket, feeds
 
-    def cut(self, found: Arrays, given: Arrays) -> Arrays:
+    def cut(self, outputs: Arrays, arrays: Arrays) -> Arrays:
         """Returns the outputs of a bucket's model without padding."""
         if self.vocab_size is None:
-            return found
-        B, S = given["input_ids"].shape
-        return {name: array[:B, :S] if self.positions else array[:B] for name, array in found.items()}
+            return outputs
+        B, S = arrays["input_ids"].shape
+        return {name: array[:B, :S] if self.positions else array[:B] for name, array in outputs.items()}
 
     def _smallest(self, B: int, S: int) -> tuple[str, list[int]]:
         for bucket, inputs in self.inputs.items():

@@ -142,27 +142,27 @@ def _bytes(text: str) -> np.ndarray:
     return np.array([text.encode()], dtype=np.object_)
 
 
-def texts_of(generator: Generator, given: Mapping[str, np.ndarray]) -> list[RowText]:
+def texts_of(generator: Generator, arrays: Mapping[str, np.ndarray]) -> list[RowText]:
     """Returns a list with the one text of a request.
 
     Args:
         generator: writes the text.
-        given: inputs of the request: `text` or `input_ids`, and optionally `max_tokens`, `temperature`, `top_p`,
+        arrays: inputs of the request: `text` or `input_ids`, and optionally `max_tokens`, `temperature`, `top_p`,
             `top_k`, `seed` and `stop`.
 
     Raises:
         UsageError: an input is invalid.
     """
-    if ("text" in given) == ("input_ids" in given):
-        raise UsageError(f"expected either text or input_ids, got {'both' if 'text' in given else 'neither'}")
-    prompt = _string("text", given["text"][0]) if "text" in given else given["input_ids"].tolist()
-    options: dict[str, Any] = {name: kind(given[name][0]) for name, kind in SAMPLING.items() if name in given}
-    options["seed"] = int(given["seed"][0]) if "seed" in given else secrets.randbits(31)
-    options["stop"] = [_string("stop", value) for value in given.get("stop", ())]
+    if ("text" in arrays) == ("input_ids" in arrays):
+        raise UsageError(f"expected either text or input_ids, got {'both' if 'text' in arrays else 'neither'}")
+    prompt = _string("text", arrays["text"][0]) if "text" in arrays else arrays["input_ids"].tolist()
+    options: dict[str, Any] = {name: kind(arrays[name][0]) for name, kind in SAMPLING.items() if name in arrays}
+    options["seed"] = int(arrays["seed"][0]) if "seed" in arrays else secrets.randbits(31)
+    options["stop"] = [_string("stop", value) for value in arrays.get("stop", ())]
     ids = generator.ids([prompt])
     # The last new token is never read, so a text may have one more token than the window has room for.
     room = max(1, generator.window - len(ids[0]) + 1)
-    new_tokens = int(given["max_tokens"][0]) if "max_tokens" in given else min(MOST_NEW_TOKENS, room)
+    new_tokens = int(arrays["max_tokens"][0]) if "max_tokens" in arrays else min(MOST_NEW_TOKENS, room)
     return generator.texts(ids, new_tokens, **options)
 
 

@@ -89,16 +89,16 @@ def evaluate(model: Transformer, config: TrainConfig, corpus: Corpus | None = No
     return summary(metrics)
 
 
-def summary(found: dict[str, float]) -> dict[str, object]:
+def summary(metrics: dict[str, float]) -> dict[str, object]:
     """The results of `held_out` for a line of progress, in the form that `evaluate` returns."""
     accuracy = {
         name.removeprefix(PREDICTOR_ACCURACY): round(value, 4)
-        for name, value in found.items()
+        for name, value in metrics.items()
         if name.startswith(PREDICTOR_ACCURACY)
     }
-    perplexity = math.exp(min(found["next_token_loss"], LARGEST_EXPONENT))
+    perplexity = math.exp(min(metrics["next_token_loss"], LARGEST_EXPONENT))
     return {
-        "bits_per_byte": round(found["bits_per_byte"], 4),
+        "bits_per_byte": round(metrics["bits_per_byte"], 4),
         "perplexity": round(perplexity, 4),
         "predictor_accuracy": accuracy,
     }

@@ -310,14 +310,14 @@ def _side_by_side(flat: ir.Value, sizes: tuple[int, ...]) -> bool:
     return static_shape(flat) == (*sizes[:2], math.prod(sizes[2:]))
 
 
-def flat_heads(writer: NodeWriter, one: Heads, width: int) -> ir.Value:
+def flat_heads(writer: NodeWriter, source: Heads, width: int) -> ir.Value:
     """Writes an input of attention as (B, T, heads * `width`), with its rotation."""
-    flat, rotation, columns = one.flat, one.rotation, one.heads * width
+    flat, rotation, columns = source.flat, source.rotation, source.heads * width
     B, T, *rest = static_shape(flat) or (0, 0)
     if len(rest) > 1:
         flat = writer.op("Reshape", flat, [B, T, columns])
     elif rest != [columns]:
-        flat = writer.op("Slice", flat, [one.first], [one.first + columns], [2])
+        flat = writer.op("Slice", flat, [source.first], [source.first + columns], [2])
     if rotation is None:
         return flat
-    return writer.op("RotaryEmbedding", flat, *rotation.inputs[1:], like=flat, num_heads=one.heads)
+    return writer.op("RotaryEmbedding", flat, *rotation.inputs[1:], like=flat, num_heads=source.heads)

@@ -340,25 +340,25 @@ def _long(model: ir.Model, limits: TargetLimits) -> Iterator[Long]:
             yield Long(node, shape, axis, most, G)
 
 
-def write_groups(graph: ir.Graph, one: Long) -> None:
+def write_groups(graph: ir.Graph, topk: Long) -> None:
     """Replaces a TopK by a TopK of each group and a TopK of all winners."""
-    scores = one.node.inputs[0]
+    scores = topk.node.inputs[0]
     assert scores is not None
-    writer = NodeWriter(graph, one.node, "groups")
-    S, G = one.shape[one.axis], one.group
+    writer = NodeWriter(graph, topk.node, "groups")
+    S, G = topk.shape[topk.axis], topk.group
     whole = S - S % G
-    parts = [_winners(writer, one, scores, 0, whole, G)]
+    parts = [_winners(writer, topk, scores, 0, whole, G)]
     if whole < S:
-        parts.append(_winners(writer, one, scores, whole, S, S - whole))
+        parts.append(_winners(writer, topk, scores, whole, S, S - whole))
     values, positions = (
-        part[0] if len(part) == 1 else writer.op("Concat", *part, axis=one.axis) for part in zip(*parts, strict=True)
+        part[0] if len(part) == 1 else writer.op("Concat", *part, axis=topk.axis) for part in zip(*parts, strict=True)
     )
-    order: dict[str, Any] = {name: one.node.attributes.get_int(name, 1) for name in ("largest", "sorted")}
-    best, chosen = writer.ops("TopK", 2, values, [one.k], axis=one.axis, **order)
-    index = writer.op("GatherElements", positions, chosen, axis=one.axis)
-    if is_used(one.node.outputs[0]):
-        substitute(one.node.outputs[0], best)
-    substitute(one.node.outputs[1], index, one.node)
+    order: dict[str, Any] = {name: topk.node.attributes.get_int(name, 1) for name in ("largest", "sorted")}
+    best, chosen = writer.ops("TopK", 2, values, [topk.k], axis=topk.axis, **order)
+    index = writer.op("GatherElements", positions, chosen, axis=topk.axis)
+    if is_used(topk.node.outputs[0]):
+        substitute(topk.node.outputs[0], best)
+    substitute(topk.node.outputs[1], index, topk.node)
 
 
 def _winners(

@@ -120,7 +120,7 @@ def test_a_graph_is_judged_by_its_path_or_with_the_engine_that_it_is(report: Bui
     artifacts = (engine, changed(graph, sha256=engine.sha256), of_target)
     deployed = deployments(changed(report, parity=report.parity[:1], artifacts=artifacts))
     assert [(item.artifact.path, item.state) for item in deployed] == [(engine.path, "passed"), (graph.path, "passed")]
-    assert deployed[1].found is None
+    assert deployed[1].results is None
 
 
 def test_an_engine_is_judged_and_timed_by_the_rows_of_its_role(report: BuildReport) -> None:
@@ -129,7 +129,7 @@ def test_an_engine_is_judged_and_timed_by_the_rows_of_its_role(report: BuildRepo
     decode = changed(engine, path="engines/ort-cpu/mod-decode-b1s512-float32.onnx", role="decode")
     other = changed(decode, path="engines/ort-cpu/mod-decode-b1s256-float32.onnx")
     found = deployments(changed(report, artifacts=(engine, decode, other)))
-    assert [(item.state, item.found and item.found.speed) for item in found] == [
+    assert [(item.state, item.results and item.results.speed) for item in found] == [
         ("passed", report.speedup[1]), ("passed", report.generation.decode[0].compared), ("not run here", None),
     ]  # fmt: skip
 
