@@ -55,12 +55,12 @@ STUDIED = (
     Studied(
         "stochastic MoD 12.5 %",
         _mod(capacity=0.125, router="noise", predictor_hidden=0),
-        "every other block, Gaussian noise instead of the router's score, both to select and as the weight",
+        "every other block, Gaussian noise instead of the router's score",
     ),
     Studied(
         "MoD 12.5 %, random choice",
         _mod(capacity=0.125, selection="random", predictor_hidden=0),
-        "every other block, top-k of Gaussian noise; a learned router gives the selected tokens their weight",
+        "every other block, top-k of Gaussian noise, weighted by a learned router",
     ),
     Studied("MoE", _moe(DENSE), "four experts in every other block, a token goes to one"),
     Studied("staged MoDE", _moe(_mod(capacity=0.5)), "MoD 50 % around attention and the four experts"),

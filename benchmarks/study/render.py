@@ -37,12 +37,12 @@ def read_runs(results: Path) -> Results:
 
 def _intro(runs: Results) -> list[str]:
     text = f"""\
-`make study` compares the models of the Mixture-of-Depths paper. Each is trained for {_flops(BUDGET)}, forward and
-backward, as PyTorch's flop counter counts a step with its auxiliary losses, and attention scores as the full square. A
-model with cheaper steps gets more of them. No model is near the end of its training, which explains
-much of the differences. Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's source,
-{BATCH} rows of {SEQ} a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine; {len(runs)} models,
-{len(SEEDS)} seeds. The paper's models have 60 M to 3 B parameters, so its results need not agree with these.
+`make study` trains the models of the Mixture-of-Depths paper for {_flops(BUDGET)} each, forward and backward, as
+PyTorch's flop counter counts a step with its auxiliary losses and the full square of attention scores. So a model with
+cheaper steps gets more of them. Width {DENSE.d_model}, {DENSE.n_layers} blocks, bytes of the Python standard library's
+source, {BATCH} rows of {SEQ} a step, AdamW at {TrainConfig().learning_rate:g} with warm-up and cosine; {len(runs)}
+models, {len(SEEDS)} seeds. No model is near the end of its training, which explains much of the differences, and the
+paper's models have 60 M to 3 B parameters, so its results need not agree with these.
 """
     return [*text.splitlines(), ""]
 
@@ -90,7 +90,7 @@ def _claims(runs: Results) -> list[str]:
     lines += [f"| {claim} | {answer} |" for claim, answer in _answers(runs) if answer]
     verdicts = (
         "A number is the loss of the first model minus that of the second. "
-        "A claim holds if it is negative on every seed,\nand does not hold if it is negative on none."
+        "A claim holds if all are negative, and does\nnot hold if none is."
     )
     return [*lines, "", verdicts, ""]
 

@@ -2,7 +2,11 @@
 
 Routers start so small that the gate, 1 + tanh(l), rounds to exactly 1. Their scores still differ, because small
 floating-point numbers keep their relative precision. So top-k starts from an arbitrary choice. With routers of zeros it
-would start from the first k tokens. docs/training.md names the methods of others.
+would start from the first k tokens.
+
+Others: training routers alone is the first stage of Router-Tuning (arXiv 2410.13184) and SkipGPT (2506.04179).
+MoDification (2410.14268) reports that top-k needs many tokens to convert a trained model. For models of 7 B and more,
+2406.15786 found that a trained model needs attention least.
 
 Calibration sets each predictor to its router's score minus a threshold. On text, as many tokens exceed it as top-k
 selects. A predictor learns from top-k's choices by gradient (Raposo et al., arXiv 2404.02258, section 3.5), which takes
