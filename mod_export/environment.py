@@ -48,7 +48,7 @@ EXTRAS = {
     "openvino": ("openvino",),
     "tensorrt": ("tensorrt",),
     "tensorrt-rtx": ("tensorrt_rtx", "polygraphy"),
-    "convert": ("gguf", "huggingface_hub"),
+    "convert": ("gguf", "huggingface_hub", "transformers"),
     "generate": ("tokenizers",),
     "serve": ("starlette", "uvicorn", "httptools", "prometheus_client"),
     "ray": ("ray",),

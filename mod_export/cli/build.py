@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +18,7 @@ from mod_export.errors import GATE_FAILED
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
     from mod_export.model.request import Request
+    from mod_export.model.tokenizer_files import TokenizerFiles
 
 SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
@@ -66,9 +65,10 @@ def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
 )
 @click.option(
     "--tokenizer",
-    metavar="FILE",
+    metavar="PATH",
     type=PATH,
-    help="The model's tokenizer.json, kept in the build folder; default: that in the MODEL folder or beside model.pt.",
+    help="The model's tokenizer: a tokenizer.json, or a folder that transformers can read; default: that in the MODEL "
+    "folder or beside model.pt.",
 )
 @command
 def build(
@@ -149,7 +149,6 @@ def build_and_show(
         check_place(report_file)
 
     from mod_export.console import Progress
-    from mod_export.model.checkpoint import is_gguf
     from mod_export.pipeline.stages import build as run
     from mod_export.report import print_report
     from mod_export.report.wording import printable
@@ -157,11 +156,12 @@ def build_and_show(
     from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
-    with _tokenizer_of(request.sources[0], tokenizer) as kept, Progress(Console(stderr=True), verbosity) as progress:
+    files = _tokenizer_of(request.sources[0], tokenizer)
+    with Progress(Console(stderr=True), verbosity) as progress:
         models = partial(request.models, buckets)
-        again = _again(request, tokenizer or (None if is_gguf(Path(request.sources[0])) else kept))
+        again = _again(request, tokenizer)
         report = run(
-            models, config, folder, progress, _as_typed(), request.capacity, kept, again, evidence=not unverified
+            models, config, folder, progress, _as_typed(), request.capacity, files, again, evidence=not unverified
         )
     if report_file is not None:
         write_whole(report_file, report.to_json())
@@ -174,25 +174,23 @@ def build_and_show(
     return 0 if report.verdict.status == "pass" else GATE_FAILED
 
 
-@contextlib.contextmanager
-def _tokenizer_of(source: str, named: Path | None) -> Iterator[Path | None]:
-    """Yields the tokenizer.json that was named, or else that of a GGUF file, or the one in the folder of the model or
-    of a model.pt, where training leaves it.
+def _tokenizer_of(source: str, named: Path | None) -> TokenizerFiles | None:
+    """Reads the tokenizer that was named, or else that of a GGUF file, or the one in the folder of the model or of a
+    model.pt, where training leaves it.
     """
-    from mod_export.folder.manifest import TOKENIZER
-    from mod_export.model.checkpoint import is_gguf, write_companions
+    from mod_export.model.checkpoint import companions_in, is_gguf
+    from mod_export.model.tokenizer_files import has_tokenizer, read_tokenizer
 
     path = Path(source)
-    beside = (path.parent if path.name == "model.pt" and path.is_file() else path) / TOKENIZER
-    if named is not None or not is_gguf(Path(source)):
-        yield named or (beside if beside.is_file() else None)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        model = write_companions(Path(source), Path(folder))
-        for note in () if model is None else model.notes:
-            click.echo(f"note: {note}", err=True)
-        extracted = Path(folder) / TOKENIZER
-        yield extracted if extracted.is_file() else None
+    folder = path.parent if path.name == "model.pt" and path.is_file() else path
+    files, notes = companions_in(path) if named is None and is_gguf(path) else (None, ())
+    if named is not None:
+        files = read_tokenizer(named)
+    elif folder.is_dir() and has_tokenizer(folder):
+        files = read_tokenizer(folder)
+    for note in (*notes, *(files.notes if files is not None else ())):
+        click.echo(f"note: {note}", err=True)
+    return files
 
 
 def _as_typed() -> str:

@@ -27,10 +27,8 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 """Tokenizer of a model whose ids are not bytes: beside its weights, as in Hugging Face folders, and in the build
 folder."""
-BESIDE_TOKENIZER = (
-    "tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja",
-)  # fmt: skip
-"""Files that say how the tokenizer of a Hugging Face folder is used; kept with the tokenizer if they exist."""
+BESIDE_TOKENIZER = ("tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+"""Files that say how the tokenizer is used and where texts end; kept with the tokenizer if there is anything to say."""
 FORMAT = "mod-export build folder"
 FORMAT_VERSION = 3
 CHECKSUM = "checksum"

@@ -7,8 +7,10 @@ checkpoint names an architecture, never a module or a file, so reading a checkpo
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import zipfile
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from mod_export.folder.manifest import MANIFEST, read_manifest
 from mod_export.model.architecture import GROUP, Architecture, Converted
 from mod_export.model.hub import name_of
 from mod_export.model.model import Model, Origin
+from mod_export.model.tokenizer_files import TokenizerFiles, has_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -150,14 +153,12 @@ def convert(
     raise CheckpointError(f"{source}: no architecture that is installed here converts models of other formats")
 
 
-def write_companions(source: Path, folder: Path) -> Converted | None:
-    """Writes the tokenizer and other companion files of a model in another format into a folder.
-
-    Returns:
-        The model, or None if no installed architecture converts models.
+def companions_in(source: Path) -> tuple[TokenizerFiles | None, tuple[str, ...]]:
+    """Returns the tokenizer inside a file in another format, if there is one, and what its reader notes.
 
     Raises:
-        CheckpointError: the model cannot be converted.
+        CheckpointError: the file cannot be converted.
+        UsageError: the tokenizer cannot be read.
     """
     for architecture in architectures().values():
         try:
@@ -165,10 +166,12 @@ def write_companions(source: Path, folder: Path) -> Converted | None:
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         if converted is not None:
-            for name, content in converted.companions.items():
-                (folder / name).write_bytes(content())
-            return converted
-    return None
+            with tempfile.TemporaryDirectory() as name:
+                for companion, content in converted.companions.items():
+                    (Path(name) / companion).write_bytes(content())
+                files = read_tokenizer(Path(name)) if has_tokenizer(Path(name)) else None
+            return None if files is None else replace(files, path=source), converted.notes
+    return None, ()
 
 
 def model_from_weights(architecture: str, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Model:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from mod_export.model.architecture import Architecture, Converted
 from mod_export.model.model import GeneratingModel, GraphSource, LayerCost, Model, TokenIds
+from mod_export.model.tokenizer_files import has_tokenizer, read_tokenizer
 from mod_export.types import Outputs, Site
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.convert import is_foreign, read_foreign
-from mod_models.convert.foreign import ForeignModel, write_folder
+from mod_models.convert.foreign import ForeignModel, MadeFile, write_folder
 from mod_models.flops import layer_costs
 from mod_models.generate import generate_eager
 from mod_models.generation_spec import for_generation, why_not
@@ -294,7 +295,7 @@ class ModTransformer(Architecture):
 
     def look(self, source: Path) -> Converted:
         """See `convert.read_foreign`."""
-        return _converted(read_foreign(source))
+        return _converted(_with_tokenizer(read_foreign(source)))
 
     def convert(
         self,
@@ -307,12 +308,21 @@ class ModTransformer(Architecture):
         capacity: float | None = None,
     ) -> Converted:
         """See `convert.read_foreign` and `convert.foreign.write_folder`."""
-        foreign = read_foreign(source, max_positions, ignored, dialect, capacity)
+        foreign = _with_tokenizer(read_foreign(source, max_positions, ignored, dialect, capacity))
         write_folder(foreign, out, written)
         return _converted(foreign)
 
 
 MOD_TRANSFORMER = ModTransformer()
+
+
+def _with_tokenizer(foreign: ForeignModel) -> ForeignModel:
+    """Replaces the tokenizer of a published folder by what transformers makes of it."""
+    if not foreign.path.is_dir() or not has_tokenizer(foreign.path):
+        return foreign
+    files = read_tokenizer(foreign.path)
+    made = tuple(MadeFile(name, content) for name, content in files.contents.items())
+    return replace(foreign, companions=made, notes=(*foreign.notes, *files.notes))
 
 
 def _converted(foreign: ForeignModel) -> Converted:

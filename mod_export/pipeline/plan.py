@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
 from mod_export.measure.verdict import GIVE_A_BASELINE
 from mod_export.model.model import GeneratingModel, Model, Origin, token_ids
+from mod_export.model.tokenizer_files import TokenizerFiles
 from mod_export.pipeline.roles import ROLES, WRITING, RoleStages
 from mod_export.runtime.request import defaults_of
 from mod_export.runtime.tokenizer import TokenizersFile
@@ -50,7 +52,7 @@ class Plan:
         targets: the targets to build, by name.
         availability: of every known target, whether it is built or not.
         generation: the models that write text, or the reason why there are none.
-        tokenizer: `bytes`, a file of the package `tokenizers`, or None if ids do not represent text.
+        tokenizer: `bytes`, the files of a tokenizer, or None if ids do not represent text.
     """
 
     model: Model
@@ -62,7 +64,7 @@ class Plan:
     targets: Mapping[str, EngineBuilder]
     availability: Mapping[str, Availability]
     generation: GenerationPlan | Unavailable
-    tokenizer: Path | str | None
+    tokenizer: TokenizerFiles | str | None
 
     @property
     def parameters(self) -> int:
@@ -107,11 +109,11 @@ def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequ
 
 
 def make_plan(
-    model: Model, baseline: Model | None, config: BuildConfig, root: Path, tokenizer: Path | None = None
+    model: Model, baseline: Model | None, config: BuildConfig, root: Path, tokenizer: TokenizerFiles | None = None
 ) -> Plan:
     """Resolves buckets and targets, and refuses a build that cannot succeed.
 
-    `tokenizer` is a file of the package `tokenizers`, for models whose ids are not bytes.
+    `tokenizer` is for models whose ids are not bytes.
 
     Raises:
         ConfigError: a bucket is longer than the model, too large for the memory, or not supported by a target; or a
@@ -180,15 +182,18 @@ def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
     return wanted
 
 
-def _problems_of_tokenizer(tokenizer: Path, model: Model) -> list[str]:
+def _problems_of_tokenizer(tokenizer: TokenizerFiles, model: Model) -> list[str]:
+    path = tokenizer.path
     if model.tokens is None:
-        return [f"{tokenizer}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"]
-    file, vocab_size = TokenizersFile(tokenizer), model.tokens.vocab_size
-    size = file.size
-    defaults_of(tokenizer.parent, file.end)  # A file that serving would refuse is refused here.
-    if size <= vocab_size:
+        return [f"{path}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"]
+    with tempfile.TemporaryDirectory() as folder:
+        file = TokenizersFile(tokenizer.write(Path(folder)))
+        defaults_of(Path(folder), file.end)  # A file that serving would refuse is refused here.
+    # Fine-tuned models often have a token for padding that was added later and that no weight belongs to. It is refused
+    # if a prompt holds it.
+    if file.base_size <= model.tokens.vocab_size:
         return []
-    return [f"{tokenizer}: has ids up to {size - 1}, and the model {vocab_size} ids; name its own"]
+    return [f"{path}: has ids up to {file.base_size - 1}, and the model {model.tokens.vocab_size} ids; name its own"]
 
 
 def without_speed_gate(config: BuildConfig) -> BuildConfig:

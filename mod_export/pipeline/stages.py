@@ -18,12 +18,12 @@ from typing import Protocol
 from mod_export.config import BuildConfig
 from mod_export.environment import limited, peak_rss_bytes, reset_peak_rss
 from mod_export.errors import ModExportError
-from mod_export.folder.manifest import BESIDE_TOKENIZER, TOKENIZER
 from mod_export.folder.programs import program_files
 from mod_export.folder.workspace import Step, Workspace
 from mod_export.model.model import Model
 from mod_export.model.program_files import write_graphs
 from mod_export.model.programs import ProgramModel
+from mod_export.model.tokenizer_files import TokenizerFiles
 from mod_export.pipeline.benchmark import benchmark, count_work, profile
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.engines import build_engines
@@ -67,7 +67,7 @@ def build(
     observer: BuildObserver,
     command: str,
     capacity: float | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: TokenizerFiles | None = None,
     rebuild: str | None = None,
     *,
     evidence: bool = True,
@@ -84,7 +84,7 @@ def build(
         observer: receives stages and steps as they happen.
         command: the command as typed, for the report.
         capacity: the capacity that replaced the model's own, for the report.
-        tokenizer: a file of the package `tokenizers`, for models whose ids are not bytes.
+        tokenizer: the tokenizer of a model whose ids are not bytes.
         rebuild: the command that builds the same with the resolved configuration, for the report.
         evidence: False ends the build after the engines, when the structure of their files was checked. The manifest
             then says that nothing was verified. `validate_folder` and `bench_folder` complete such a folder, and so
@@ -114,11 +114,9 @@ def build(
 
 
 def _keep_tokenizer(build: Build) -> None:
-    path = build.plan.tokenizer
-    if not isinstance(path, Path):
+    if not isinstance(build.plan.tokenizer, TokenizerFiles):
         return
-    beside = {name: path.parent / name for name in BESIDE_TOKENIZER}
-    data = {TOKENIZER: path.read_bytes()} | {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+    data = build.plan.tokenizer.contents
     inputs = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}
     build.step("tokenizer", inputs, [*data], partial(_write_files, list(data.values())))
 

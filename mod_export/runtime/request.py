@@ -13,7 +13,7 @@ from mod_export.errors import UsageError
 from mod_export.runtime.logits import Sampling, rng_of
 from mod_export.runtime.rows import Prefix, RowText
 from mod_export.runtime.texts import StopText, Vocabulary
-from mod_export.runtime.tokenizer import read_json
+from mod_export.runtime.tokenizer import TokenizersFile, read_json
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -53,15 +53,16 @@ class GenerationDefaults:
 
 
 def defaults_of(folder: Path, end: int | None) -> GenerationDefaults:
-    """Reads the defaults from a folder. `end`, the tokenizer's end-of-text token, is used if the file names none.
+    """Reads the defaults from a folder. If the file says nothing about the ends of texts, they end at `end`, the
+    tokenizer's end-of-text token; if it says `"eos_token_id": null`, they have no end.
 
     Raises:
         UsageError: the file cannot be read, or holds a value that is invalid.
     """
     path = folder / GENERATION_CONFIG
     config = read_json(path)
-    listed = config.get("eos_token_id")
-    ids = [end] if listed is None else listed if isinstance(listed, list) else [listed]
+    listed = config.get("eos_token_id", end)
+    ids = listed if isinstance(listed, list) else [listed]
     wrong = [token for token in ids if token is not None and not (_is_whole(token) and token >= 0)]
     if wrong:
         raise UsageError(f"{path}: eos_token_id: expected a token id, or a list of them, got {wrong[0]!r}")
@@ -194,6 +195,16 @@ class RequestReader:
             values: Any = prompt
             ids = list(values) if isinstance(values, Sequence | np.ndarray) else [values]
         wrong = [token for token in ids if not self._is_id(token)]
+        if (
+            wrong
+            and isinstance(self.vocabulary, TokenizersFile)
+            and (isinstance(prompt, str) or _is_conversation(prompt))
+        ):
+            name = self.vocabulary.name_of(wrong[0])
+            raise UsageError(
+                f"prompt {row}: holds {name!r}, token {wrong[0]}, and the model has tokens 0 to {self.vocab_size - 1} "
+                f"only; leave it out"
+            )
         if wrong:
             raise UsageError(
                 f"prompt {row}: expected text, or token ids from 0 to {self.vocab_size - 1}, got {wrong[0]!r}"

@@ -15,7 +15,8 @@ from pathlib import Path
 from mod_export.errors import UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import BESIDE_TOKENIZER, Manifest
-from mod_export.runtime.tokenizer import ChatTemplate, FileReader, TokenizersFile
+from mod_export.runtime.chat_template import ChatTemplate
+from mod_export.runtime.tokenizer import FileReader, TokenizersFile
 
 
 def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:

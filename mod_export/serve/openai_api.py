@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mod_export.errors import TooLongError
+from mod_export.errors import TooLongError, UsageError
 from mod_export.runtime.generator import Generator, tokens_read
 from mod_export.runtime.rows import Piece, RowText
 from mod_export.serve.endpoint import ApiError, problem_of, read_body, service_of, unless_gone
@@ -86,9 +86,11 @@ async def chat_completions(request: Request) -> Response:
     generator = scheduler.generator
 
     def read() -> list[RowText]:
-        _check_length(generator, "".join(item.content for item in body.messages))
-        messages = [item.model_dump() for item in body.messages]
-        ids = generator.ids(messages, body.chat_template_kwargs)
+        _check_length(generator, "".join(message.text for message in body.messages))
+        if generator.vocabulary is None:
+            raise UsageError("this model's ids stand for no text, so it has no conversations; give prompts as ids")
+        template = generator.vocabulary.chat_template
+        ids = generator.ids([message.for_template(template) for message in body.messages], body.chat_template_kwargs)
         limits = [body.max_completion_tokens, body.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
         new = next(item for item in limits if item is not None)
         return _texts(generator, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None)

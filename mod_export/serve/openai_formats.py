@@ -12,11 +12,12 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Self, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
+from mod_export.runtime.chat_template import ChatTemplate
 from mod_export.runtime.logits import Logprob
 from mod_export.runtime.rows import Completion, Piece, RowText
 from mod_export.runtime.texts import Vocabulary
@@ -24,6 +25,8 @@ from mod_export.runtime.texts import Vocabulary
 MOST_LOGPROBS = 20
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_MESSAGES = 4096
+PARTS = ("text", "refusal")
+"""Types of the parts of a message that are texts; each holds its text under its own name."""
 LARGEST_SEED = 2**63 - 1
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -123,6 +126,25 @@ class OpenAIRequest(BaseModel):
         return 0 if self.top_k == -1 else self.top_k
 
 
+class CalledFunction(BaseModel):
+    """A function that the model called; `arguments` is a JSON text, as the model wrote it."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCall(BaseModel):
+    """A call of a tool in an earlier answer."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class CompletionRequest(OpenAIRequest):
     """POST /v1/completions."""
 
@@ -159,29 +181,55 @@ class CompletionRequest(OpenAIRequest):
 
 
 class Message(BaseModel):
-    """One turn of a conversation. Other fields of a message (`name`, `refusal`) never reach the template."""
+    """One turn of a conversation. Keys beyond these, such as `reasoning_content`, reach the template as they are."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    role: str
-    content: str
+    role: Literal["developer", "system", "user", "assistant", "tool", "function"]
+    content: Any = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    _sent: Json = PrivateAttr()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _simplify(cls, data: Any) -> Any:
-        """Joins parts of text into one text. Replaces the role `developer`, OpenAI's new name since o1, by `system`."""
-        if not isinstance(data, dict):
-            return data
-        for name in ("tool_calls", "function_call", "audio"):
-            if data.get(name):
-                raise ValueError(f"{name}: is not supported in a message; leave it out")
-        content = data.get("content")
-        if isinstance(content, list):
-            if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+    def _keep(cls, data: Any, check: Callable[[Any], Self]) -> Self:
+        message = check(data)
+        message._sent = data
+        return message
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.model_extra or {}).get("audio"):
+            raise ValueError("audio: is not supported in a message; leave it out")
+        if isinstance(self.content, list):
+            kinds = {part.get("type") if isinstance(part, dict) else None for part in self.content}
+            if not kinds or not kinds <= set(PARTS):
                 raise ValueError("content: only parts of type text are supported")
-            content = "".join(str(part.get("text", "")) for part in content)
-        role = "system" if data.get("role") == "developer" else data.get("role")
-        return {"role": role, "content": "" if content is None else content}
+            if not all(isinstance(part.get(part["type"]), str) for part in self.content):
+                raise ValueError("content: expected a text in every part")
+        elif not isinstance(self.content, str) and (self.content is not None or self.role != "assistant"):
+            raise ValueError("content: expected a text, or a list of parts of type text")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text; its parts follow each other without a character between them."""
+        if isinstance(self.content, list):
+            return "".join(part[part["type"]] for part in self.content)
+        return self.content or ""
+
+    def for_template(self, template: ChatTemplate) -> Json:
+        """Returns the message as it was sent, but for what this template does not know: the role `developer`, OpenAI's
+        new name since o1, becomes `system`, and the parts of a content become one text.
+        """
+        changed: Json = {}
+        if isinstance(self.content, list) and not template.reads_parts:
+            changed["content"] = self.text
+        if self.role == "developer" and not template.names_developer:
+            changed["role"] = "system"
+        return {**self._sent, **changed}
 
 
 class ChatRequest(OpenAIRequest):

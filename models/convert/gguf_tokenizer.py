@@ -25,7 +25,32 @@ PREFIX = "tokenizer.ggml."
 IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 """Name of a special token in transformers -> the last part of its key."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Tokens that end a text, or a turn of a chat."""
+"""Keys of tokens that end a text, or a turn of a chat."""
+END_NAMES = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
+    "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
+    "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+)  # fmt: skip
+"""Names of tokens that end a text or a turn whatever the keys say, because many files name only one of their ends
+(llama.cpp, `llama_vocab::impl::load`, which also goes by the names)."""
+FILL_ENDS = (
+    ("fim_pad_token_id", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
+    ("fim_rep_token_id", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
+    ("fim_sep_token_id", ("<|file_sep|>",)),
+)
+"""Keys of tokens between files, which end a text as well, and their names in files without the key."""
+NO_ENDS = (
+    ("<|end|>", ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|call|>"}, {"<|flush|>", "<|calls|>"},
+                 {"<|return|>", "<|calls|>"})),
+    ("</s>", ({"<|tool_response>"},)),
+)  # fmt: skip
+"""A name that does not end a text in vocabularies with all tokens of one of these groups."""
+SAMPLING = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+}
+"""Setting of generation_config.json -> the key in which a publisher recommends it."""
 READ = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
     *IDS.values(), *ENDS,
@@ -95,7 +120,7 @@ def tokenizer_of(path: Path, metadata: Metadata) -> tuple[tuple[MadeFile, ...], 
     """Returns files (tokenizer.json if exactly known, tokenizer_config.json, generation_config.json) and notes.
 
     Raises:
-        CheckpointError: the lists of the vocabulary do not fit each other, or an id of a special token is out of range.
+        CheckpointError: the lists of the vocabulary do not fit each other, or a key has a value of another type.
     """
     if f"{PREFIX}tokens" not in metadata:
         return (), ()
@@ -104,7 +129,7 @@ def tokenizer_of(path: Path, metadata: Metadata) -> tuple[tuple[MadeFile, ...], 
         "tokenizer_config.json": vocabulary.tokenizer_config(),
         "generation_config.json": vocabulary.generation_config(),
     }
-    notes = []
+    notes = list(vocabulary.notes)
     try:
         files = {"tokenizer.json": vocabulary.tokenizer(), **files}
     except _CannotSayError as reason:
@@ -121,7 +146,9 @@ class _Vocabulary:
     def __init__(self, path: Path, metadata: Metadata) -> None:
         self.path, self.metadata = path, metadata
         self.tokens: list[str] = self._strings("tokens")
+        self.notes: list[str] = []
         self.ids = {name: self._id(key) for name, key in IDS.items()}
+        self.ends = self._ends()
         kinds = metadata.get(f"{PREFIX}token_type")
         if kinds is None:
             kinds = np.ones(len(self.tokens), np.int32)
@@ -145,7 +172,26 @@ class _Vocabulary:
         number = self._get(key)
         if number is None or (type(number) is int and 0 <= number < len(self.tokens)):
             return number
-        raise self._wrong(key, f"expected one of the {len(self.tokens)} tokens, got {shown(number)}")
+        if type(number) is not int:
+            raise self._wrong(key, f"expected one of the {len(self.tokens)} tokens, got {shown(number)}")
+        note = f"{PREFIX}{key} is {number}, and the file has {len(self.tokens)} tokens, so this key is ignored"
+        if note not in self.notes:
+            self.notes.append(note)
+        return None
+
+    def _ends(self) -> list[int]:
+        """Ids of all tokens that end a text or a turn, as llama.cpp finds them; the one of `eos_token_id` is first."""
+        number_of = {token: number for number, token in enumerate(self.tokens)}
+        names = {name for name in END_NAMES if name in number_of}
+        excluded = {
+            number_of[name] for name, groups in NO_ENDS if name in names and any(group <= names for group in groups)
+        }
+        ends = [self._id(key) for key in ENDS]
+        for key, fallback in FILL_ENDS:
+            named = (number_of[name] for name in fallback if name in number_of)
+            ends.append(self._id(key) if self._get(key) is not None else next(named, None))
+        ends += [number_of[name] for name in END_NAMES if name in names]
+        return list(dict.fromkeys(number for number in ends if number is not None and number not in excluded))
 
     def _flag(self, key: str, default: bool) -> bool:
         flag = self._get(key)
@@ -154,9 +200,14 @@ class _Vocabulary:
         return default if flag is None else flag
 
     def generation_config(self) -> dict[str, Any]:
-        ends = list(dict.fromkeys(number for number in map(self._id, ENDS) if number is not None))
-        fields = {"bos_token_id": self.ids["bos"], "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
-                 "pad_token_id": self.ids["pad"]}  # fmt: skip
+        ends = self.ends[0] if len(self.ends) == 1 else self.ends or None
+        fields = {"bos_token_id": self.ids["bos"], "eos_token_id": ends, "pad_token_id": self.ids["pad"]}
+        recommended = {setting: self.metadata.get(key) for setting, key in SAMPLING.items()}
+        sampling = {setting: _shortest(value) for setting, value in recommended.items() if value is not None}
+        if type(sampling.get("top_k")) is int:
+            sampling["top_k"] = max(0, sampling["top_k"])  # llama.cpp writes -1 for all tokens.
+        if sampling:
+            fields |= {"do_sample": True, **sampling}
         return {key: value for key, value in fields.items() if value is not None}
 
     def tokenizer_config(self) -> dict[str, Any]:
@@ -264,7 +315,7 @@ class _Vocabulary:
 
     def _added(self, rstrip: bool) -> Iterator[dict[str, Any]]:
         """Yields the tokens that are matched in a text before it is split."""
-        special = {special_id for special_id in (*self.ids.values(), *map(self._id, ENDS)) if special_id is not None}
+        special = {special_id for special_id in (*self.ids.values(), *self.ends) if special_id is not None}
         plain = {self.ids["bos"], self.ids["unk"]}
         for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
             is_special = kind in (UNKNOWN, CONTROL) or number in special
@@ -300,6 +351,11 @@ def _bytes(use_regex: bool = True) -> dict[str, Any]:
 
 def _sequence(name: str, parts: list[dict[str, Any]]) -> Mapping[str, Any] | None:
     return parts[0] if len(parts) == 1 else {"type": "Sequence", name: parts} if parts else None
+
+
+def _shortest(value: Any) -> Any:
+    """The shortest decimal number that float32 rounds to the same value: 0.95 in place of 0.949999988079071."""
+    return float(str(np.float32(value))) if type(value) is float else value
 
 
 def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:

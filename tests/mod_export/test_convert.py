@@ -21,7 +21,7 @@ import mod_export
 from mod_export.errors import CheckpointError
 from mod_export.folder.manifest import read_manifest
 from mod_export.model import checkpoint
-from mod_export.model.checkpoint import convert, write_companions
+from mod_export.model.checkpoint import companions_in, convert
 from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint
 from mod_models.convert.implementations import IMPLEMENTATIONS
@@ -145,7 +145,7 @@ def test_where_no_architecture_converts(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(checkpoint, "architectures", lambda: {"other": OnlyReads()})
     with pytest.raises(CheckpointError, match="source: no architecture that is installed here converts models of"):
         convert(tmp_path / "source", tmp_path / "out")
-    assert write_companions(tmp_path / "source", tmp_path) is None
+    assert companions_in(tmp_path / "source") == (None, ())
 
 
 @pytest.mark.parametrize("name", ["Gemma", pytest.param("Phi-3", marks=pytest.mark.slow)])

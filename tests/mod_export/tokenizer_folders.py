@@ -21,6 +21,9 @@ from tokenizers import (
     trainers,
 )
 
+from mod_export.model.tokenizer_files import read_tokenizer
+from mod_export.runtime.tokenizer import TokenizersFile
+
 SPACE = "\u2581"
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. It doesn't mind, and 12345 others don't either.\n",
@@ -191,3 +194,10 @@ def write_folder(folder: Path, family: str, **changed: Any) -> Path:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     return folder
+
+
+def opened(folder: Path) -> TokenizersFile:
+    """The tokenizer of a folder, as a build keeps and opens it."""
+    kept = folder / "kept"
+    kept.mkdir(exist_ok=True)
+    return TokenizersFile(read_tokenizer(folder).write(kept))

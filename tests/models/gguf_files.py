@@ -127,6 +127,8 @@ def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     by_type = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     if isinstance(value, list | tuple):
         writer.add_array(key, value)
+    elif type(value) is int and value < 0:
+        writer.add_int32(key, value)
     else:
         by_type[type(value)](key, value)
 

@@ -138,8 +138,70 @@ def test_special_tokens_and_the_chat_template(tmp_path: Path) -> None:
     assert ours("one").input_ids == [1, *plain, 2]
     assert ours("one", "one").input_ids == [1, *plain, 2, 1, *plain, 2]
     assert ours.decode([1, *plain, 2], skip_special_tokens=True) == "one"
-    one = files_of(model_with(keys, tmp_path), tmp_path / "out")
-    assert one["generation_config.json"]["eos_token_id"] == 2
+
+
+ENDS: list[tuple[list[str], dict[str, int], list[str]]] = [
+    # (names in the vocabulary, keys, names of the tokens that end a text)
+    (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], {"eos": 0}, ["<|endoftext|>", "<|im_end|>"]),
+    (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], {"eos": 0, "eot": 2}, ["<|endoftext|>", "<|im_end|>"]),
+    (["<s>", "</s>", "<|end|>", "<|user|>"], {"eos": 1}, ["</s>", "<|end|>"]),
+    (["<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"], {"eos": 1}, ["<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"]),
+    (["<eos>", "<end_of_turn>", "<start_of_turn>"], {"eos": 0}, ["<eos>", "<end_of_turn>"]),
+    (["<mine>", "<other>"], {"eos": 0}, ["<mine>"]),
+    (["<mine>", "<other>"], {}, []),
+    (["<|return|>", "<|call|>", "<|end|>"], {"eos": 0}, ["<|return|>", "<|call|>"]),
+    (["<|calls|>", "<|flush|>", "<|end|>"], {"eos": 2}, ["<|flush|>", "<|calls|>"]),
+    (["<eos>", "<turn|>", "<|tool_response>", "</s>"], {"eos": 1}, ["<turn|>", "<eos>", "<|tool_response>"]),
+    (
+        ["<a>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+        {"eos": 0},
+        ["<a>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"],
+    ),
+    (["<a>", "<|fim_pad|>", "<b>"], {"eos": 0, "fim_pad": 2}, ["<a>", "<b>"]),
+]
+
+
+@pytest.mark.parametrize("kind", [1, 3, 4], ids=["normal", "control", "user"])
+@pytest.mark.parametrize(("special", "keys", "expected"), ENDS, ids=lambda value: str(value)[:60])
+def test_texts_end_where_llama_cpp_ends_them(
+    tmp_path: Path, special: list[str], keys: dict[str, int], expected: list[str], kind: int
+) -> None:
+    """By its keys and by the names of tokens, of whatever type; what ends a text is never shown in it."""
+    letters = sorted(bytes_to_unicode().values())
+    tokens = [*special, *letters]
+    metadata = {
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.token_type": [kind] * len(special) + [1] * len(letters),
+    }  # fmt: skip
+    metadata["tokenizer.ggml.tokens"] = [*tokens, "ab"]
+    metadata["tokenizer.ggml.token_type"].append(1)
+    numbers = {f"tokenizer.ggml.{name}_token_id": number for name, number in keys.items()}
+    files = files_of(model_with(metadata, tmp_path, **numbers), tmp_path / "out")
+    ends = files["generation_config.json"].get("eos_token_id", [])
+    assert sorted([ends] if isinstance(ends, int) else ends) == sorted(map(tokens.index, expected))
+    ours = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    assert ours.decode([tokens.index(name) for name in expected]) == ""
+
+
+def test_an_id_that_is_no_token_is_ignored(tmp_path: Path) -> None:
+    keys = keys_of(trained("gpt-2"), "gpt-2")
+    count = len(keys["tokenizer.ggml.tokens"])
+    model = model_with(keys, tmp_path, **{"tokenizer.ggml.padding_token_id": count + 7})
+    files = files_of(model, tmp_path / "out")
+    assert model.notes == (
+        f"tokenizer.ggml.padding_token_id is {count + 7}, and the file has {count} tokens, so this key is ignored",
+    )
+    assert "pad_token" not in files["tokenizer_config.json"]
+    assert "pad_token_id" not in files["generation_config.json"]
+
+
+@pytest.mark.parametrize(("top_k", "kept"), [(20, 20), (-1, 0)])
+def test_what_the_publisher_recommends_for_sampling(tmp_path: Path, top_k: int, kept: int) -> None:
+    more = {"general.sampling.temp": 0.7, "general.sampling.top_p": 0.95, "general.sampling.top_k": top_k}
+    files = files_of(model_with(keys_of(trained("gpt-2"), "gpt-2"), tmp_path, **more), tmp_path / "out")
+    (tmp_path / "out" / "generation_config.json").write_text(json.dumps(files["generation_config.json"]))
+    sampling = {name: files["generation_config.json"][name] for name in ("do_sample", "temperature", "top_k", "top_p")}
+    assert sampling == {"do_sample": True, "temperature": 0.7, "top_k": kept, "top_p": 0.95}
 
 
 def sentencepiece_keys(prefix: bool) -> dict[str, Any]:

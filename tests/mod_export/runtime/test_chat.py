@@ -10,12 +10,14 @@ from typing import Any
 import jinja2
 import pytest
 from chat_templates import CHATML, TEMPLATES
-from tokenizer_folders import write_folder
+from tokenizer_folders import opened, write_folder
 from transformers import AutoTokenizer
 
 from mod_export.errors import UsageError
+from mod_export.runtime.chat_template import ChatTemplate
 from mod_export.runtime.texts import Bytes
-from mod_export.runtime.tokenizer import ChatTemplate, TokenizersFile
+from mod_export.runtime.tokenizer import TokenizersFile
+from mod_export.serve.openai_formats import ChatRequest
 
 SYSTEM = {"role": "system", "content": "Answer <briefly> & 'well'."}
 USER = {"role": "user", "content": "  What is \u00fcber \U0001f600?\n"}
@@ -54,10 +56,8 @@ def folder_of(root: Path, family: str, *, beside: bool = True) -> Path:
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_conversations_are_those_of_transformers(tmp_path: Path, family: str, beside: bool) -> None:
     folder = folder_of(tmp_path, family, beside=beside)
-    if family in ("llama2", "gemma"):  # Transformers makes and saves its own tokenizer; see test_tokenizer.
-        AutoTokenizer.from_pretrained(folder).save_pretrained(folder)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
-    file, rendered = TokenizersFile(folder / "tokenizer.json"), 0
+    file, rendered = opened(folder), 0
     for name, messages in CONVERSATIONS.items():
         if (family, name) in REFUSED:
             message = f"^the model's chat template refuses this conversation: .*{REFUSED[family, name]}"
@@ -77,7 +77,7 @@ def test_conversations_are_those_of_transformers(tmp_path: Path, family: str, be
 @pytest.mark.parametrize("family", ["llama3", "mistral", "gemma"])
 def test_a_conversation_begins_once(tmp_path: Path, family: str) -> None:
     """The template writes the first token itself, which the tokenizer would add to plain text."""
-    file = TokenizersFile(folder_of(tmp_path, family) / "tokenizer.json")
+    file = opened(folder_of(tmp_path, family))
     (begin,) = file.ids("")
     assert file.ids(file.chat_template.render([USER]), special=False).count(begin) == 1
     assert file.ids("a")[0] == begin
@@ -91,9 +91,9 @@ def test_named_templates(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, "smollm2", chat_template=NAMED)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template([USER], add_generation_prompt=True, tokenize=False)
-    assert TokenizersFile(folder / "tokenizer.json").chat_template.render([USER]) == expected
+    assert opened(folder).chat_template.render([USER]) == expected
     (folder / "chat_template.jinja").write_text("{{ messages[0]['role'] }}\n")
-    assert TokenizersFile(folder / "tokenizer.json").chat_template.render([USER]) == "user"
+    assert opened(folder).chat_template.render([USER]) == "user"
 
 
 @pytest.mark.parametrize(("template", "message"), [
@@ -135,13 +135,85 @@ def test_templates_that_fail_or_reach_further_are_refused(source: str) -> None:
 
 
 @pytest.mark.parametrize(("messages", "message"), [
-    ([{"role": "user"}], "a message has a role and a content, both text, got {'role': 'user'}"),
-    ([{"role": 1, "content": ""}], "a message has a role and a content, both text, got {'role': 1, 'content': ''}"),
+    ([{"content": "x"}], "a message has a role, which is a text, got {'content': 'x'}"),
+    ([{"role": 1, "content": ""}], "a message has a role, which is a text, got {'role': 1, 'content': ''}"),
     ([{**USER, "x": object()}], "a message holds more than plain data (Object of type object is not JSON serializable"),
 ])  # fmt: skip
 def test_messages_that_are_none(messages: list[dict[str, Any]], message: str) -> None:
     with pytest.raises(UsageError, match="^" + re.escape(message)):
         ChatTemplate(CHATML, {}).render(messages)
+
+
+CALLS = {
+    "role": "assistant", "tool_calls": [{"id": "call_1", "type": "function",
+                                         "function": {"name": "f", "arguments": '{"x": 1}'}}],
+}  # fmt: skip
+RESULT = {"role": "tool", "tool_call_id": "call_1", "name": "f", "content": "7"}
+THOUGHT = {"role": "assistant", "content": "Over.", "reasoning": "hm"}
+EVERY_KEY = "{% for m in messages %}{% for k in m | sort %}{{ k }}={{ m[k] | tojson }};{% endfor %}\n{% endfor %}"
+PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}{{ p.text }}|"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [
+    EVERY_KEY,
+    PARTS,
+    "{{ messages[1].content is defined }}{{ messages[-1].reasoning_content }}{{ messages[-1].thinking }}",
+    "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+    "{% for m in messages %}{% generation %}{{ m.role }}{{ loop.index }}{% endgeneration %}{% endfor %}",
+    "{{ dict(a=1, b=2) | tojson }}{{ dict.fromkeys(['a'], 1) }}{{ dict([('k', 'v')]).k }}",
+    "{{ tools }}{{ documents }}{{ add_generation_prompt }}{{ eos_token }}{{ nothing }}",
+])  # fmt: skip
+def test_what_a_template_can_see_is_what_transformers_shows_it(tmp_path: Path, source: str) -> None:
+    folder = write_folder(tmp_path, "smollm2", chat_template=source)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    messages = [USER, CALLS, RESULT, {**USER, "name": "me", "nothing": None}, THOUGHT]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert opened(folder).chat_template.render(messages) == expected
+
+
+SENT: list[dict[str, Any]] = [
+    {"role": "user", "content": "a", "name": "me"},
+    {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    CALLS,
+    {**CALLS, "content": None},
+    RESULT,
+    {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "7"}]},
+    THOUGHT,
+    {"role": "assistant", "content": "x", "reasoning_content": "y"},
+    {"role": "assistant", "content": "x", "refusal": None},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+    {"role": "system", "content": ""},
+    {"role": "developer", "content": "b"},
+]
+"""Messages that OpenAI's types allow."""
+
+
+@pytest.mark.parametrize("source", [EVERY_KEY, PARTS, "{{ messages[0].role }} developer", CHATML])
+@pytest.mark.parametrize("message", SENT, ids=lambda message: json.dumps(message)[:60])
+def test_messages_of_openai_reach_the_template(tmp_path: Path, source: str, message: dict[str, Any]) -> None:
+    """The prompt is that of `apply_chat_template`, but for parts and the role developer where the template knows
+    neither.
+    """
+    folder = write_folder(tmp_path, "smollm2", chat_template=source)
+    theirs: Any = AutoTokenizer.from_pretrained(folder)
+    template = opened(folder).chat_template
+    (parsed,) = ChatRequest.model_validate_json(json.dumps({"messages": [message]})).messages
+    known = dict(message)
+    if isinstance(message.get("content"), list) and source != PARTS:
+        known["content"] = "".join(part.get("text", part.get("refusal")) for part in message["content"])
+    if message["role"] == "developer" and "developer" not in source:
+        known["role"] = "system"
+    try:
+        expected = theirs.apply_chat_template([known], add_generation_prompt=True, tokenize=False)
+    except jinja2.TemplateError as error:
+        with pytest.raises(UsageError, match=f"refuses this conversation: {re.escape(str(error))}"):
+            template.render([parsed.for_template(template)])
+        return
+    assert template.render([parsed.for_template(template)]) == expected
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -151,7 +223,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 def test_variables_of_a_template_are_those_of_transformers(tmp_path: Path, variables: dict[str, Any]) -> None:
     folder = folder_of(tmp_path, "qwen3")
     theirs: Any = AutoTokenizer.from_pretrained(folder)
-    rendered = TokenizersFile(folder / "tokenizer.json").chat_template.render([USER], variables)
+    rendered = opened(folder).chat_template.render([USER], variables)
     assert rendered == theirs.apply_chat_template([USER], add_generation_prompt=True, tokenize=False, **variables)
     assert ("<think>" in rendered) == (variables.get("enable_thinking") is False)
     assert ("# Tools" in rendered) == ("tools" in variables)
@@ -172,5 +244,5 @@ def test_json_in_templates_is_that_of_transformers(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, "smollm2", chat_template=source)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     expected = theirs.apply_chat_template([SYSTEM, USER], add_generation_prompt=True, tokenize=False)
-    assert TokenizersFile(folder / "tokenizer.json").chat_template.render([SYSTEM, USER]) == expected
+    assert opened(folder).chat_template.render([SYSTEM, USER]) == expected
     assert json.dumps(SYSTEM["content"])[1:-1] in expected

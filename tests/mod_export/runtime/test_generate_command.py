@@ -20,6 +20,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from mod_export.config import config_from_toml
 from mod_export.environment import usable_cores
+from mod_export.errors import UsageError
 from mod_export.folder.manifest import read_manifest
 from mod_export.model.request import Request
 from mod_export.pipeline.stages import build
@@ -36,6 +37,11 @@ def word_file(path: Path, words: int) -> Path:
     tokenizer.pre_tokenizer = WhitespaceSplit()
     tokenizer.save(str(path))
     return path
+
+
+def same_tokenizer(path: Path, other: Path) -> bool:
+    one, two = (json.loads(file.read_text())["model"] for file in (path, other))
+    return bool(one == two)
 
 
 def test_text_goes_to_stdout_and_a_line_about_it_to_stderr(written: Path, generator: Generator) -> None:
@@ -189,7 +195,7 @@ def test_a_tokenizer_is_kept_and_reads_and_writes_the_text(writing_folder: Path,
     arguments = ["-c", writing_folder / "writing.toml", "-o", copy, "--tokenizer", file, "-q"]
     result = invoke("build", writing_folder / "writing.pt", *arguments)
     assert result.exit_code == 0, result.output
-    assert (copy / "tokenizer.json").read_bytes() == file.read_bytes()
+    assert same_tokenizer(copy / "tokenizer.json", file)
     assert read_manifest(copy)["tokenizer"] == "tokenizer.json"
     assert "tokenizer.json" in read_manifest(copy)["files"]
     with load_generator(copy) as generator:
@@ -221,14 +227,34 @@ def test_tokenizers_of_other_models_are_refused(writing_folder: Path, tmp_path: 
     save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
     word_file(words, 300)
     word_file(model / "tokenizer.json", 300)
-    for path, options in ((words, ["--tokenizer", words]), (model / "tokenizer.json", [])):
+    for path, options in ((words, ["--tokenizer", words]), (model, [])):
         message = f"{path}: has ids up to 299, and the model 256 ids; name its own"
         refused(invoke("build", model, "-o", out, *options), message)
     assert not out.exists()
     words.write_text("{}")
-    for path in (words, tmp_path / "absent.json"):
-        result = invoke("build", model, "-o", out, "--tokenizer", path)
-        refused(result, rf"{path}: .* a tokenizer\.json of the package tokenizers")
+    for path, said in ((words, "transformers cannot read this tokenizer"), (tmp_path / "no.json", "no such file or ")):
+        refused(invoke("build", model, "-o", out, "--tokenizer", path), f"{path}: {said}")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
+def test_a_token_that_the_model_has_no_row_for(writing_folder: Path, tmp_path: Path) -> None:
+    """Fine-tuned models often have a token for padding that was never given a row; only its use is refused."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    save_checkpoint(model, load_checkpoint(writing_folder / "writing.pt"))
+    tokenizer = Tokenizer.from_file(str(word_file(tmp_path / "words.json", 256)))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(model / "tokenizer.json"))
+    result = invoke("build", model, "--no-evidence", "-c", writing_folder / "writing.toml", "-o", out, "-q")
+    assert result.exit_code == 0, result.output
+    with load_generator(out) as generator:
+        assert generator.ids("w3 w7") == [[3, 7]]
+        with pytest.raises(
+            UsageError, match=r"^prompt 0: holds '<pad>', token 256, and the model has tokens 0 to 255 o"
+        ):
+            generator.ids("w3 <pad> w7")
+        with pytest.raises(UsageError, match=r"^prompt 0: expected text, or token ids from 0 to 255, got 256$"):
+            generator.ids([3, 256])
 
 
 @pytest.mark.slow
@@ -238,7 +264,7 @@ def test_a_folder_that_only_scores_has_its_tokenizer(writing_folder: Path, tmp_p
     word_file(model / "tokenizer.json", 200)
     result = invoke("build", model, "-c", small_folder / "small.toml", "-o", tmp_path / "out", "-q")
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
+    assert same_tokenizer(tmp_path / "out" / "tokenizer.json", model / "tokenizer.json")
     scored = invoke("generate", tmp_path / "out", "--prompt", "w1 w2 w3", "--selection", "topk-prefill")
     assert "prompt 0: 3 tokens, perplexity " in scored.stdout
     message = r"it was built with generation\.build = never; build it again with auto"

@@ -10,6 +10,7 @@ import pytest
 from pydantic import ValidationError
 from serving import PATIENCE_S, Server
 
+from mod_export.runtime.chat_template import ChatTemplate
 from mod_export.serve.openai_formats import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -104,11 +105,23 @@ def test_fields_out_of_range(server: Server, change: dict[str, Any], message: st
     ("change", "message"),
     [
         ({"messages": []}, "messages: List should have at least 1 item"),
-        ({"messages": [{"role": "user"}]}, "this model's tokens are bytes, for which there is no chat template"),
-        ({"messages": [{"role": 1, "content": "x"}]}, "messages.0.role: Input should be a valid string"),
+        ({"messages": [{"role": "user"}]}, "messages.0: content: expected a text, or a list of parts of type text"),
+        ({"messages": [{"role": "user", "content": 5}]}, "content: expected a text, or a list of parts of type text"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "this model's tokens are bytes, for which there is no chat"),
+        ({"messages": [{"role": 1, "content": "x"}]}, "messages.0.role: Input should be 'developer', 'system', 'user'"),
         ({"messages": ["Hi"]}, "messages.0: Input should be an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of type text are supported"),
-        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls: is not supported in a message"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls.0: Input should be an object"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio: is not supported in a message"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]},
+            "content: expected a text in every part",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
+            "content: expected a text in every part",
+        ),
+        ({"messages": [{"role": "user", "content": []}]}, "content: only parts of type text are supported"),
         ({"messages": [1] * 200_000}, "messages.0: Input should be an object"),
         ({"messages": [{"role": "user", "content": "a" * 1537}]}, "a prompt of 1,537 characters is longer than the"),
         ({"top_logprobs": 2}, "top_logprobs: is about logprobs; give logprobs: true with it"),
@@ -139,5 +152,10 @@ def test_what_is_no_json_object(server: Server, body: bytes) -> None:
 
 def test_content_of_messages_in_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    found = ChatRequest.model_validate({"messages": [{"role": "developer", "content": parts, "name": "x"}]})
-    assert [(message.role, message.content) for message in found.messages] == [("system", "ab")]
+    (message,) = ChatRequest.model_validate({"messages": [{"role": "developer", "content": parts, "x": 1}]}).messages
+    assert message.text == "ab"
+    assert message.for_template(ChatTemplate("{{ messages[0].content }}", {})) == {
+        "role": "system", "content": "ab", "x": 1,
+    }  # fmt: skip
+    reads_parts = ChatTemplate("{% for part in messages[0].content %}{{ part.text }}{% endfor %} developer", {})
+    assert message.for_template(reads_parts) == {"role": "developer", "content": parts, "x": 1}

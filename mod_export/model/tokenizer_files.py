@@ -1,0 +1,223 @@
+"""Reads the tokenizer of a model as transformers reads it, whatever files it has, and returns it as files that need no
+transformers to run.
+
+Tokenizers are published in many forms: tokenizer.json alone or corrected by files beside it, a SentencePiece model,
+vocab.json with merges.txt, tiktoken. Which of them counts, and how the special tokens are matched, depends on the class
+of the tokenizer and on the release of transformers. So transformers reads them, once, and what it made is kept: one
+tokenizer.json that holds everything, and a tokenizer_config.json with the few facts that have no place in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mod_export.errors import UsageError
+from mod_export.folder.manifest import TOKENIZER
+from mod_export.model.pt2 import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
+TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+VOCABULARIES = (
+    TOKENIZER, "tokenizer.model", "tekken.json", "tiktoken.model", "spiece.model", "sentencepiece.bpe.model",
+    "vocab.json", "vocab.txt",
+)  # fmt: skip
+"""Files that hold a vocabulary, each enough for a folder to have a tokenizer."""
+READ = (
+    *VOCABULARIES, "merges.txt", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE,
+    "*.tiktoken", f"{MORE_TEMPLATES}/*.jinja", GENERATION_CONFIG, CONFIG,
+)  # fmt: skip
+"""Files that transformers reads of a folder for its tokenizer and for the ends of texts."""
+READERS = ("sentencepiece", "tiktoken")
+"""Packages with which transformers reads what is not a tokenizer.json."""
+GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p")
+"""Settings that older releases of transformers kept in config.json."""
+CLASS = "PreTrainedTokenizerFast"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerFiles:
+    """A tokenizer that was read.
+
+    Attributes:
+        path: the folder or file that it was read from.
+        contents: name -> content of tokenizer.json, tokenizer_config.json, generation_config.json (if the folder says
+            anything about generation) and chat_template.jinja (if it has a single template).
+        notes: what a user should know about this tokenizer, one sentence each.
+    """
+
+    path: Path
+    contents: Mapping[str, bytes]
+    notes: tuple[str, ...] = ()
+
+    def write(self, folder: Path) -> Path:
+        """Writes the files into a folder, and returns the path of its tokenizer.json."""
+        for name, content in self.contents.items():
+            (folder / name).write_bytes(content)
+        return folder / TOKENIZER
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a vocabulary that transformers knows."""
+    return any((folder / name).is_file() for name in VOCABULARIES) or any(folder.glob("*.tiktoken"))
+
+
+def read_tokenizer(path: Path) -> TokenizerFiles:
+    """Reads a tokenizer with transformers.
+
+    Args:
+        path: a folder, or one file of it; a file of another name than those of `VOCABULARIES` is a tokenizer.json.
+
+    Raises:
+        UsageError: there is no such file, transformers is missing or cannot read it, or it has a form that the package
+            tokenizers cannot run.
+    """
+    if not path.exists():
+        raise UsageError(f"{path}: no such file or folder, expected a tokenizer.json or a folder with a tokenizer")
+    with tempfile.TemporaryDirectory() as name, _quiet_transformers(path):
+        copy = Path(name)
+        is_published = _copy(path, copy)
+        tokenizer = _load(path, copy)
+        contents, notes = _contents(path, tokenizer), []
+        generation = _published_generation(copy) if is_published else _read_json(copy / GENERATION_CONFIG)
+        if generation is not None:
+            contents[GENERATION_CONFIG] = _json(generation)
+        if is_published and generation is not None and generation.get("eos_token_id") is None and tokenizer.eos_token:
+            notes.append(
+                f"{path}: {GENERATION_CONFIG} and {CONFIG} name no eos_token_id, so texts go on to their limit, as in "
+                f'transformers; to end them at {tokenizer.eos_token}, write "eos_token_id": {tokenizer.eos_token_id} '
+                f"to {GENERATION_CONFIG}"
+            )
+    return TokenizerFiles(path, contents, tuple(notes))
+
+
+def _copy(path: Path, copy: Path) -> bool:
+    """Copies what transformers reads. Returns whether config.json is that of a model of transformers; a config.json of
+    another library is left out, because transformers would take its fields for its own.
+    """
+    source = path if path.is_dir() else path.parent
+    for pattern in READ:
+        for file in source.glob(pattern):
+            target = copy / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, target)
+    if path.is_file() and path.name not in VOCABULARIES:
+        shutil.copyfile(path, copy / TOKENIZER)
+    config = _read_json(copy / CONFIG)
+    is_published = config is not None and isinstance(config.get("model_type"), str)
+    if config is not None and not is_published:
+        (copy / CONFIG).unlink()
+    return is_published
+
+
+def _load(path: Path, copy: Path) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            copy, trust_remote_code=False, local_files_only=True, mistral_format=False
+        )
+    except ImportError as error:
+        raise UsageError(
+            f"{path}: transformers needs another package to read this tokenizer ({first_line(error)})"
+        ) from error
+    except Exception as error:  # The files can hold anything, and transformers does not check them first.
+        if "trust_remote_code" in str(error):
+            raise UsageError(
+                f"{path}: the class of this tokenizer is code in its folder, which is not run here; if you trust it, "
+                f"load it with AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True), and name what its "
+                f"save_pretrained writes with --tokenizer"
+            ) from error
+        said = first_line(error).replace(str(copy), str(path))
+        missing = [name for name in READERS if find_spec(name) is None and not (copy / TOKENIZER).is_file()]
+        hint = f"; it may need {' and '.join(missing)}: pip install 'mod-export[convert]'" if missing else ""
+        raise UsageError(f"{path}: transformers cannot read this tokenizer ({said}){hint}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise UsageError(
+            f"{path}: transformers reads this tokenizer as {type(tokenizer).__name__}, which runs in Python only; a "
+            f"tokenizer.json is needed"
+        )
+    return tokenizer
+
+
+def _contents(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
+    backend: Any = tokenizer.backend_tokenizer
+    # Truncation and padding, if set for training, would silently change a prompt.
+    backend.no_truncation()
+    backend.no_padding()
+    config: dict[str, Any] = {
+        "tokenizer_class": CLASS,
+        **tokenizer.special_tokens_map,
+        "split_special_tokens": bool(backend.encode_special_tokens),
+        "clean_up_tokenization_spaces": _cleans(tokenizer, backend),
+    }
+    contents = {TOKENIZER: backend.to_str().encode()}
+    templates = tokenizer.chat_template
+    if isinstance(templates, str):
+        contents[TEMPLATE] = templates.encode()
+    elif templates:
+        config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    return contents | {TOKENIZER_CONFIG: _json(config)}
+
+
+def _cleans(tokenizer: PreTrainedTokenizerBase, backend: Any) -> bool:
+    """Whether decoding removes the spaces before punctuation: if configured, but not for BPE unless that is forced."""
+    forced = tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output
+    is_bpe = type(backend.model).__name__ == "BPE"
+    return bool(tokenizer.clean_up_tokenization_spaces and (forced or not is_bpe))
+
+
+def _published_generation(copy: Path) -> dict[str, Any]:
+    """The generation settings of a folder of transformers: generation_config.json, or else what config.json says.
+    `eos_token_id` is always there, if only as null: then texts have no end.
+    """
+    settings = _read_json(copy / GENERATION_CONFIG)
+    if settings is None:
+        config = _read_json(copy / CONFIG) or {}
+        settings = {name: config[name] for name in GENERATION if config.get(name) is not None}
+    return {"eos_token_id": None, **settings}
+
+
+@contextlib.contextmanager
+def _quiet_transformers(path: Path) -> Iterator[None]:
+    """Silences the log of transformers, which tells of things that are dealt with here.
+
+    Raises:
+        UsageError: transformers is not installed.
+    """
+    try:
+        from transformers.utils import logging
+    except ImportError as error:
+        raise UsageError(
+            f"{path}: needs the package transformers, which reads tokenizers; pip install 'mod-export[convert]'"
+        ) from error
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """Reads a JSON object; None if there is no such file, or it is not a JSON object."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, ensure_ascii=False, indent=1) + "\n").encode()

@@ -1,0 +1,335 @@
+"""A tokenizer that was published in any form gives the ids and texts of transformers when a build keeps it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sentencepiece
+from tokenizer_folders import FAMILIES, SAID, TEXTS, opened, write_folder
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from mod_export.errors import UsageError
+from mod_export.model.tokenizer_files import has_tokenizer, read_tokenizer
+from mod_export.runtime.request import defaults_of
+from mod_export.runtime.tokenizer import TokenizersFile
+
+TOKENIZER, CONFIG = "tokenizer.json", "tokenizer_config.json"
+NASTY = [
+    *SAID, "\n", "\r\n", "a\r\nb", "\t\tx", "Hello", " Hello", "Hello ", "Hello  world", "don't won't I'm he'll we've",
+    "x != y , right ? yes .", "the word 'social' , ok ! 's 'm n't 've 're", "2024 31337 3.14", "<s>", "</s>x",
+    "a</s> b", "[INST] hi [/INST]", " [INST]  hi", "hi<|im_end|> there", "hi <|im_end|>", "<|im_end|>", "<pad><pad>",
+    "\u00e9", "\ufb01 ligature", "\u2581under", "\u00a0nbsp", "\u200b\u200d", "\U0001f468\u200d\U0001f469", "\x00",
+    "\x7f", "\ufffd", "\ufeffBOM", "\u2028sep\u2029", "A" * 50, "<0x41>", "<0x0A>", "\u0130stanbul \u017f", "WORD wORD",
+    "_x_ x_ _x", "a<mask>b", "a <mask> b", "aXb", "aXXb X", " . , ? ! ' ", "<|a|> <|b|><|new|> <|image|>",
+]  # fmt: skip
+"""Texts with special tokens, odd spaces, unusual characters and punctuation after spaces."""
+SENTENCES = [*TEXTS * 3, "x != y and a.b == c ; the word 'social' and don't , won't ? yes !\n"] * 8
+
+
+def _write(folder: Path, tokenizer: Tokenizer, **config: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / TOKENIZER))
+    (folder / CONFIG).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config}))
+
+
+def _unigram() -> Tokenizer:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace("\u2581", "always")
+    tokenizer.decoder = decoders.Metaspace("\u2581", "always")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, show_progress=False, special_tokens=["<s>", "</s>", "<unk>"], unk_token="<unk>"
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return tokenizer
+
+
+def _word_piece() -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    trainer = trainers.WordPieceTrainer(vocab_size=250, show_progress=False, special_tokens=["[UNK]", "[SEP]"])
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    return tokenizer
+
+
+def of_family(name: str, **changed: Any) -> Callable[[Path], None]:
+    return lambda folder: (write_folder(folder, name, **changed), None)[1]
+
+
+def with_files(name: str, files: dict[str, Any], **changed: Any) -> Callable[[Path], None]:
+    """A folder of a family with more files, whose tokenizer_config.json lists no added tokens."""
+
+    def write(folder: Path) -> None:
+        write_folder(folder, name)
+        config = json.loads((folder / CONFIG).read_text())
+        del config["added_tokens_decoder"]
+        (folder / CONFIG).write_text(json.dumps({**config, **changed}))
+        for file, content in files.items():
+            (folder / file).write_text(json.dumps(content))
+
+    return write
+
+
+def with_words(name: str, *tokens: AddedToken) -> Callable[[Path], None]:
+    """A folder of a family with more tokens in its tokenizer.json."""
+
+    def write(folder: Path) -> None:
+        write_folder(folder, name)
+        tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+        tokenizer.add_tokens(list(tokens))
+        tokenizer.save(str(folder / TOKENIZER))
+
+    return write
+
+
+def for_training(folder: Path) -> None:
+    write_folder(folder, "llama3")
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=100)
+    tokenizer.save(str(folder / TOKENIZER))
+
+
+def cleaning(make: Callable[[], Tokenizer], cleans: bool) -> Callable[[Path], None]:
+    return lambda folder: _write(folder, make(), clean_up_tokenization_spaces=cleans)
+
+
+def sentence_piece_file(kind: str, model_type: str, tokenizer_class: str) -> Callable[[Path], None]:
+    """A folder with tokenizer.model alone, as the package sentencepiece writes it."""
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        (folder / "text").write_text("".join(SENTENCES))
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(folder / "text"), model_prefix=str(folder / "tokenizer"), model_type=kind, vocab_size=360,
+            byte_fallback=True, character_coverage=1.0, minloglevel=2, num_threads=1,
+            normalization_rule_name="identity", pad_id=-1 if model_type == "llama" else 3,
+        )  # fmt: skip
+        (folder / CONFIG).write_text(json.dumps({"tokenizer_class": tokenizer_class}))
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+    return write
+
+
+def vocabulary_and_merges(model_type: str, tokenizer_class: str) -> Callable[[Path], None]:
+    """A folder with vocab.json and merges.txt, and no tokenizer.json."""
+
+    def write(folder: Path) -> None:
+        write_folder(folder, "qwen2")
+        model = json.loads((folder / TOKENIZER).read_text())["model"]
+        (folder / TOKENIZER).unlink()
+        (folder / "vocab.json").write_text(json.dumps(model["vocab"] | {"<|endoftext|>": len(model["vocab"])}))
+        merges = "\n".join(" ".join(pair) for pair in model["merges"])
+        (folder / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+        (folder / CONFIG).write_text(json.dumps({"tokenizer_class": tokenizer_class, "eos_token": "<|endoftext|>"}))
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+
+    return write
+
+
+FORCED = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+ADDED = {"<|im_end|>": 500, "<|im_start|>": 501}
+MASK = {"content": "<mask>", "lstrip": True, "rstrip": False, "normalized": False, "single_word": False}
+MANNERS: dict[str, Callable[[Path], None]] = {
+    **{family: of_family(family) for family in FAMILIES},
+    "a new end": of_family("llama3", added_tokens_decoder={}, eos_token="<|new|>"),
+    "unnamed, old key": of_family("llama3", added_tokens_decoder={}, additional_special_tokens=["<|a|>", "<|b|>"]),
+    "unnamed": of_family("llama3", extra_special_tokens=["<|a|>", "<mask>"]),
+    "named by the model": of_family("llama3", extra_special_tokens={"image_token": "<|image|>"}),
+    "named by the model, old": of_family("llama3", image_token="<|image|>"),
+    "an end as an object": of_family("llama3", eos_token={"__type": "AddedToken", "content": "<|end_of_text|>"}),
+    "lstrip": of_family("qwen2", mask_token={"__type": "AddedToken", "special": True, **MASK}),
+    "rstrip": of_family("smollm2", mask_token={"__type": "AddedToken", **MASK, "lstrip": False, "rstrip": True}),
+    "special tokens are text": of_family("llama3", split_special_tokens=True),
+    "no bos by flag": of_family("llama3", add_bos_token=False),
+    "eos by flag": of_family("llama3", add_eos_token=True),
+    "bos by flag": of_family("qwen2", add_bos_token=True, bos_token="<|endoftext|>"),
+    "space by flag": of_family("smollm2", add_prefix_space=True),
+    "legacy": of_family("llama2", legacy=True),
+    "not legacy": of_family("llama2", legacy=False),
+    "mistral as llama": of_family("mistral", legacy=True, add_eos_token=True),
+    "cleans BPE": of_family("qwen2", clean_up_tokenization_spaces=True),
+    "cleans BPE by force": of_family("smollm2", clean_up_tokenization_spaces=True, **{FORCED: True}),
+    "added_tokens.json": with_files("smollm2", {"added_tokens.json": {"<|a|>": 400, "<|b|>": 401}}, eos_token="<|a|>"),
+    "added_tokens.json with gaps": with_files("smollm2", {"added_tokens.json": ADDED}),
+    "added_tokens.json swapped": with_files("smollm2", {"added_tokens.json": {"<|b|>": 404, "<|a|>": 403}}),
+    "added_tokens.json of sentencepiece": with_files("phi3", {"added_tokens.json": {"<|a|>": 900}}),
+    "special_tokens_map.json": with_files("mistral", {"special_tokens_map.json": {
+        "bos_token": "<s>", "eos_token": {"content": "[/INST]", "normalized": False}}}),
+    "special_tokens_map.json with lstrip": with_files("smollm2", {"special_tokens_map.json": {"mask_token": MASK}}),
+    "map and added": with_files("smollm2", {
+        "added_tokens.json": {"<|a|>": 403}, "special_tokens_map.json": {"additional_special_tokens": ["<|a|>"]}}),
+    "words": with_words("mistral", AddedToken("X", single_word=True), AddedToken("WORD", normalized=True)),
+    "words that strip": with_words("qwen3", AddedToken("<mask>", lstrip=True, rstrip=True)),
+    "words of bytes": with_words("smollm2", AddedToken("\u6771\u4eac"), AddedToken(" .")),
+    "words of llama": with_words("llama2", AddedToken("X", special=True), AddedToken("WORD")),
+    "for training": for_training,
+    "unigram": cleaning(_unigram, cleans=False),
+    "unigram cleans": cleaning(_unigram, cleans=True),
+    "word pieces": cleaning(_word_piece, cleans=False),
+    "word pieces clean": cleaning(_word_piece, cleans=True),
+    "sentencepiece BPE": sentence_piece_file("bpe", "llama", "LlamaTokenizer"),
+    "sentencepiece BPE of mistral": sentence_piece_file("bpe", "mistral", "LlamaTokenizer"),
+    "sentencepiece BPE of gemma": sentence_piece_file("bpe", "gemma", "GemmaTokenizer"),
+    "sentencepiece unigram": sentence_piece_file("unigram", "llama", "LlamaTokenizer"),
+    "merges of GPT-2": vocabulary_and_merges("gpt2", "GPT2Tokenizer"),
+    "merges of Qwen2": vocabulary_and_merges("qwen2", "Qwen2Tokenizer"),
+    "merges of RoBERTa": vocabulary_and_merges("roberta", "RobertaTokenizer"),
+}  # fmt: skip
+"""Manners of publishing a tokenizer -> writes a folder of that manner."""
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+def test_ids_and_texts_are_those_of_transformers(tmp_path: Path, manner: str) -> None:
+    MANNERS[manner](tmp_path / "folder")
+    theirs: Any = AutoTokenizer.from_pretrained(tmp_path / "folder")
+    ours = opened(tmp_path / "folder")
+    assert ours.special == theirs.special_tokens_map
+    assert ours.end == theirs.eos_token_id
+    assert len(NASTY) > 50
+    for text in NASTY:
+        for special in (True, False):
+            ids = theirs.encode(text, add_special_tokens=special)
+            assert ours.ids(text, special) == ids, text
+            expected = theirs.decode(ids, skip_special_tokens=True)
+            reader = ours.reader()
+            assert ours.decode(ids) == expected, text
+            assert "".join(map(reader.feed, ids)) + reader.close() == expected, text
+
+
+def test_what_was_kept_reads_the_same_again(tmp_path: Path) -> None:
+    """A converted checkpoint holds what was kept, and its build reads that again."""
+    MANNERS["llama2"](tmp_path / "folder")
+    first = read_tokenizer(tmp_path / "folder")
+    (tmp_path / "kept").mkdir()
+    first.write(tmp_path / "kept")
+    again = read_tokenizer(tmp_path / "kept")
+    assert again.contents[TOKENIZER] == first.contents[TOKENIZER]
+    assert json.loads(again.contents[CONFIG]) == json.loads(first.contents[CONFIG])
+    assert read_tokenizer(tmp_path / "kept" / TOKENIZER).contents == again.contents
+
+
+def test_a_file_of_another_name_is_a_tokenizer_json(tmp_path: Path) -> None:
+    write_folder(tmp_path, "smollm2")
+    (tmp_path / TOKENIZER).rename(tmp_path / "mine.json")
+    assert not has_tokenizer(tmp_path)
+    files = read_tokenizer(tmp_path / "mine.json")
+    (tmp_path / "kept").mkdir()
+    assert (
+        TokenizersFile(files.write(tmp_path / "kept")).ids("Hello")
+        == Tokenizer.from_file(str(tmp_path / "mine.json")).encode("Hello").ids
+    )
+
+
+# Ends of texts. (eos_token_id in config.json, generation_config.json or None, eos_token of the tokenizer)
+ENDS: dict[str, tuple[Any, dict[str, Any] | None, str | None]] = {
+    "a list in config.json": ([3, 4], None, "<|endoftext|>"),
+    "a number in config.json": (4, None, "<|endoftext|>"),
+    "a generation_config.json without an end": (4, {"bos_token_id": 3}, "<|endoftext|>"),
+    "in the tokenizer alone": (None, None, "<|im_end|>"),
+    "all three differ": (3, {"eos_token_id": [4]}, "<|endoftext|>"),
+    "null in generation_config.json": (4, {"eos_token_id": None}, "<|endoftext|>"),
+    "a list in generation_config.json": (None, {"eos_token_id": [4, 3]}, None),
+    "the class's own": ("missing", None, "<|endoftext|>"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_texts_end_where_transformers_ends_them(tmp_path: Path, case: str) -> None:
+    configured, generation, end = ENDS[case]
+    write_folder(tmp_path, "smollm2", eos_token=end)
+    torch_config = LlamaConfig(
+        vocab_size=403, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    LlamaForCausalLM(torch_config).save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("eos_token_id")
+    (tmp_path / "config.json").write_text(
+        json.dumps(config if configured == "missing" else {**config, "eos_token_id": configured})
+    )
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).generation_config.eos_token_id
+    files = read_tokenizer(tmp_path)
+    (tmp_path / "kept").mkdir()
+    file = TokenizersFile(files.write(tmp_path / "kept"))
+    expected = frozenset(theirs if isinstance(theirs, list) else [theirs]) - {None}
+    assert defaults_of(tmp_path / "kept", file.end).stop_ids == expected
+    warned = not expected and end is not None
+    assert len(files.notes) == warned
+    told = f'so texts go on to their limit, as in transformers; to end them at {end}, write "eos_token_id": '
+    assert all(told in note for note in files.notes)
+
+
+def test_a_model_of_no_library_ends_its_texts_at_the_tokenizers_end(tmp_path: Path) -> None:
+    write_folder(tmp_path, "smollm2")
+    (tmp_path / "config.json").write_text('{"architecture": "mine", "vocab_size": 403}')
+    files = read_tokenizer(tmp_path)
+    assert "generation_config.json" not in files.contents
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.5}')
+    files = read_tokenizer(tmp_path)
+    assert json.loads(files.contents["generation_config.json"]) == {"temperature": 0.5}
+    assert files.notes == ()
+
+
+def test_templates(tmp_path: Path) -> None:
+    """A single template becomes chat_template.jinja; several are kept by name, also those of a folder of their own."""
+    write_folder(tmp_path, "smollm2", chat_template="{{ messages }}")
+    assert read_tokenizer(tmp_path).contents["chat_template.jinja"] == b"{{ messages }}"
+    (tmp_path / "chat_template.jinja").write_text("plain")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    contents = read_tokenizer(tmp_path).contents
+    assert "chat_template.jinja" not in contents
+    templates = json.loads(contents[CONFIG])["chat_template"]
+    by_name = {template["name"]: template["template"] for template in templates}
+    assert by_name == {"default": "plain", "tool_use": "tools"}
+    template = opened(tmp_path).chat_template
+    question = [{"role": "user", "content": ""}]
+    assert (template.render(question), template.render(question, {"tools": []})) == ("plain", "tools")
+
+
+def test_what_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        UsageError, match=r"nowhere\.json: no such file or folder, expected a tokenizer\.json or a folder"
+    ):
+        read_tokenizer(tmp_path / "nowhere.json")
+    write_folder(tmp_path, "smollm2")
+    (tmp_path / CONFIG).write_text("{")
+    with pytest.raises(UsageError, match=r": transformers cannot read this tokenizer \(.") as caught:
+        read_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+    (tmp_path / CONFIG).write_text('{"auto_map": {"AutoTokenizer": ["mine.Mine", null]}, "tokenizer_class": "Mine"}')
+    with pytest.raises(
+        UsageError, match=r": the class of this tokenizer is code in its folder, which is not run here; "
+    ):
+        read_tokenizer(tmp_path)
+    (tmp_path / CONFIG).write_text('{"tokenizer_class": "CanineTokenizer"}')
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(
+        UsageError, match=r"transformers reads this tokenizer as CanineTokenizer, which runs in Python "
+    ):
+        read_tokenizer(tmp_path)
+    monkeypatch.setitem(sys.modules, "transformers.utils", None)
+    with pytest.raises(
+        UsageError, match=r"needs the package transformers, which reads tokenizers; pip install 'mod-exp"
+    ):
+        read_tokenizer(tmp_path)
+
+
+def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    MANNERS["sentencepiece BPE"](tmp_path / "folder")
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    expected = r": transformers cannot read this tokenizer \(.+\); it may need sentencepiece: pip install 'mod-"
+    with pytest.raises(UsageError, match=expected):
+        read_tokenizer(tmp_path / "folder")
