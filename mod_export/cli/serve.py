@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from mod_export.cli.boundary import PATH, command, folder_argument
-from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
+from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S
 
 
 @click.command()
@@ -45,6 +45,10 @@ from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
     help="Seconds that texts have to finish after a signal.",
 )  # fmt: skip
 @click.option(
+    "--keep-alive", "keep_alive_s", metavar="S", type=float, default=KEEP_ALIVE_S, show_default=True,
+    help="Seconds that a connection stays open between two requests.",
+)  # fmt: skip
+@click.option(
     "--api-key-file", "key_file", metavar="FILE", type=PATH, help="API keys, one per line; requests must send one."
 )
 @click.option("--target", metavar="T", help="Target of the engines; default: the fastest here.")
@@ -57,6 +61,7 @@ def serve(
     host: str,
     port: int,
     drain_s: float,
+    keep_alive_s: float,
     key_file: Path | None,
     verbosity: int,
     **options: Any,
@@ -74,6 +79,7 @@ def serve(
         host=host,
         port=port,
         drain_s=drain_s,
+        keep_alive_s=keep_alive_s,
         keys=read_keys(key_file) if key_file else frozenset(),
         access_log=verbosity > 0,
         say=partial(click.echo, err=True),

@@ -9,3 +9,7 @@ MAX_WAIT_S = 30.0
 """How many seconds a request may wait for its first row."""
 DRAIN_S = 30.0
 """How many seconds texts have to finish after a server was told to stop."""
+KEEP_ALIVE_S = 75.0
+"""How many seconds a connection may stay open between two requests, as in nginx. Clients and proxies keep idle
+connections for less, 5 to 60 seconds, so it is they who close them, and no request meets a connection that is closing.
+"""

@@ -26,7 +26,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mod_export.errors import UsageError
-from mod_export.serve import DRAIN_S
+from mod_export.serve import DRAIN_S, KEEP_ALIVE_S
 from mod_export.serve.app import create_app
 from mod_export.serve.service import Service, ServiceOptions, open_service
 
@@ -40,7 +40,7 @@ TERMINATED = 143
 """Exit code after a second signal: that of a program ended by SIGTERM."""
 BROKEN = 1
 HEAD_S = 15.0
-"""How many seconds the head of a request may take to arrive."""
+"""How many seconds the head of a request may take from its first byte, or from the beginning of the connection."""
 MOST_HEAD_BYTES = 1 << 16
 """Limit of a request head. It is checked after each read, and one read returns a few hundred kilobytes at most."""
 MOST_HEADERS = 100
@@ -70,6 +70,7 @@ def serve_folder(
     host: str = "127.0.0.1",
     port: int = 8000,
     drain_s: float = DRAIN_S,
+    keep_alive_s: float = KEEP_ALIVE_S,
     keys: frozenset[str] = frozenset(),
     access_log: bool = False,
     say: Callable[[str], None] = print,
@@ -82,6 +83,7 @@ def serve_folder(
         host: address to listen at.
         port: port to listen at; 0 means any free port.
         drain_s: seconds that texts have to finish after the first signal.
+        keep_alive_s: seconds that a connection stays open between two requests.
         keys: API keys.
         access_log: whether every request is logged.
         say: receives a line with the address before the server starts.
@@ -97,6 +99,8 @@ def serve_folder(
         )
     if not drain_s >= 0:
         raise UsageError(f"--drain: expected a number of seconds of at least 0, got {drain_s:g}")
+    if not 0 < keep_alive_s < math.inf:
+        raise UsageError(f"--keep-alive: expected a number of seconds above 0, got {keep_alive_s:g}")
     _allow_connections()
     # Listens first: a port in use is found at once, while opening a folder takes long.
     with _listening(host, port) as listener, open_service(folder, options) as service:
@@ -109,6 +113,7 @@ def serve_folder(
             access_log=access_log,
             lifespan="off",
             limit_concurrency=MOST_CONNECTIONS,
+            timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # Only given to call_later, as it is.
             timeout_graceful_shutdown=LEAST_SHUTDOWN_S,
             server_header=False,
         )
@@ -205,13 +210,13 @@ class Connection(HttpToolsProtocol):
 
     _head_timer: asyncio.TimerHandle | None = None
     _bytes_of_head = 0
-    """Bytes received since the last complete head or piece of a body, so trailers count too."""
-    _in_head = False
+    """Bytes received since the last complete head, message or piece of a body. Trailers and blank lines count too."""
+    _in_head = _in_body = False
     _reads = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # Same signature as in uvicorn.
         super().connection_made(transport)
-        self._watch_head()
+        self._limit_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._head_timer is not None:
@@ -233,7 +238,7 @@ class Connection(HttpToolsProtocol):
         except (httptools.HttpParserError, _BadRequestError) as error:
             reason = next((e for e in (error, error.__context__) if isinstance(e, _BadRequestError)), None)
             self._stop_reading(f"Bad request: {reason or 'not HTTP/1.1'}\n")
-        self._watch_head()
+        self._limit_time()
 
     def on_message_begin(self) -> None:
         if not self._idle:
@@ -250,7 +255,7 @@ class Connection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._bytes_of_head = 0
-        self._in_head = False
+        self._in_head, self._in_body = False, True
         self._check_head()
         if not self.parser.should_upgrade():
             super().on_headers_complete()
@@ -260,6 +265,8 @@ class Connection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._bytes_of_head = 0
+        self._in_body = False
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
@@ -302,12 +309,24 @@ class Connection(HttpToolsProtocol):
         else:
             self.send_400_response(why)
 
-    def _watch_head(self) -> None:
-        if self._idle and self._head_timer is None:
-            self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
-        elif not self._idle and self._head_timer is not None:
+    def _limit_time(self) -> None:
+        """Limits the time of a head, and of the rest of a body whose request was answered already. uvicorn limits the
+        time between two requests, but only from an answer on: not after such a body.
+        """
+        if self._idle and (self._in_head or self._in_body or self._bytes_of_head):
+            self._limit_head()
+            return
+        if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+        if self._idle and self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _limit_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_S, self._give_up)
 
     def _give_up(self) -> None:
         self._head_timer = None

@@ -15,6 +15,7 @@ import uvicorn
 
 from mod_export.runtime.generator import Generator
 from mod_export.runtime.rows import Completion
+from mod_export.serve import KEEP_ALIVE_S
 from mod_export.serve.app import create_app
 from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
 from mod_export.serve.server import Connection
@@ -104,12 +105,23 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, keys: Sequence[str] = (), hosts: Sequence[str] | None = None, **options: Any
+    folder: Path,
+    keys: Sequence[str] = (),
+    hosts: Sequence[str] | None = None,
+    keep_alive_s: float = KEEP_ALIVE_S,
+    **options: Any,
 ) -> Iterator[Server]:
     """Serves a build folder on a thread of this process."""
     with open_service(folder, ServiceOptions(**options)) as service, socket.create_server(("127.0.0.1", 0)) as listener:
         app = create_app(service, keys, hosts)
-        config = uvicorn.Config(app, http=Connection, ws="none", log_level="warning", lifespan="off")
+        config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            log_level="warning",
+            lifespan="off",
+            timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]
+        )
         server = uvicorn.Server(config)
 
         def run() -> None:

@@ -15,12 +15,15 @@ import httpx2
 import pytest
 from serving import PATIENCE_S, Server, held, serving
 
+from mod_export.serve import KEEP_ALIVE_S
 from mod_export.serve import server as server_module
 from mod_export.serve.scheduler import Job
 
 HOST = b"Host: 127.0.0.1\r\n"
 GET = b"GET /v2/health/ready HTTP/1.1\r\n" + HOST
 POST = b"POST /v1/completions HTTP/1.1\r\n" + HOST
+NOWHERE = b"POST /nowhere HTTP/1.1\r\n" + HOST + b"Content-Length: 99\r\n\r\n"
+HEAD_S = 1.0
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n"
 H2C = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
 
@@ -56,17 +59,61 @@ def statuses(found: bytes) -> list[int]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server waits one second for a head."""
-    monkeypatch.setattr(server_module, "HEAD_S", 1.0)
+    monkeypatch.setattr(server_module, "HEAD_S", HEAD_S)
 
 
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("begun", "answered"),
-    [(b"", []), (b"GET /v1/mod", []), (b"\r\n" * 9, []), (GET + b"\r\nGET /v1/mod", [200]), (GET + b"\r\n\r\n", [200])],
-    ids=["nothing", "half a head", "blank lines", "half of a second head", "a blank line after an answer"],
+    [
+        (b"", []),
+        (b"GET /v1/mod", []),
+        (b"\r\n" * 9, []),
+        (GET + b"\r\nGET /v1/mod", [200]),
+        (GET + b"\r\n\r\n", [200]),
+        (NOWHERE + b"a" * 9, [404]),
+    ],
+    ids=[
+        "nothing",
+        "half a head",
+        "blank lines",
+        "half of a second head",
+        "a blank line after an answer",
+        "half a body",
+    ],
 )
 def test_a_head_that_does_not_come_ends_the_connection(server: Server, begun: bytes, answered: list[int]) -> None:
-    assert statuses(said(server, *(part for part in begun.partition(b"\r\n\r\n") if part))) == answered
+    head, end, rest = begun.partition(b"\r\n\r\n")
+    begun_s = time.monotonic()
+    assert statuses(said(server, *filter(None, (head + end, rest)))) == answered
+    assert 0.9 * HEAD_S <= time.monotonic() - begun_s < KEEP_ALIVE_S / 2
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize("body", [b"", b"a" * 99], ids=["after an answer", "after the body of a refused request"])
+def test_an_idle_connection_waits_longer_than_for_a_head(written: Path, body: bytes) -> None:
+    """Once the next head has begun, it has its own limit again."""
+    with serving(written, keep_alive_s=3 * HEAD_S) as server:
+        parts = [NOWHERE, body] if body else [GET + b"\r\n"]
+        first = 404 if body else 200
+        begun_s = time.monotonic()
+        assert statuses(said(server, *parts)) == [first]
+        assert 2.9 * HEAD_S <= time.monotonic() - begun_s < 6 * HEAD_S
+        with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(0.1)
+            time.sleep(2 * HEAD_S)
+            connection.sendall(GET)
+            time.sleep(HEAD_S / 2)
+            connection.sendall(b"\r\n")
+            found = connection.recv(1 << 16)
+            found += connection.recv(1 << 16)
+            assert statuses(found) == [first, 200]
+            connection.sendall(b"GET /")
+            begun_s = time.monotonic()
+            assert connection.recv(1) == b""
+            assert 0.9 * HEAD_S <= time.monotonic() - begun_s < 2.5 * HEAD_S
 
 
 @pytest.mark.parametrize(

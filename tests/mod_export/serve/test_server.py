@@ -123,6 +123,18 @@ def _ignoring(url: str, body: object) -> None:
         httpx2.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
 
+def test_how_long_an_idle_connection_lives(written: Path) -> None:
+    with command(written, "--keep-alive", "1.5") as (_, url), socket.socket() as connection:
+        connection.settimeout(PATIENCE_S)
+        connection.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        begun = time.monotonic()
+        while connection.recv(1 << 16):
+            pass
+        assert 1 < time.monotonic() - begun < 4
+
+
 def test_what_takes_longer_than_it_may_is_cut(written: Path) -> None:
     with command(written, "--drain", "0.2", code=SLOW_STEPS.format(seconds=0.1)) as (process, url):
         found: list[httpx2.Response] = []
@@ -201,6 +213,11 @@ def test_what_it_does_not_start_with(written: Path, written_copy: Path, tmp_path
     refused(
         invoke("serve", written, "--drain", "-1", "--port", 0), "--drain: expected a number of seconds of at least 0"
     )
+    for seconds in ("0", "-1", "inf", "nan"):
+        refused(
+            invoke("serve", written, "--keep-alive", seconds, "--port", 0),
+            f"--keep-alive: expected a number of seconds above 0, got {seconds}",
+        )
     refused(invoke("serve", written, "--max-wait", "0", "--port", 0), "max_wait: expected a number of seconds above 0")
     refused(invoke("serve", written, "--rows", "9", "--port", 0), "rows: no engine writes 9 texts at once; built: 1, 3")
     refused(invoke("serve", tmp_path, "--port", 0), "no manifest.json here")
