@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ from mod_models.convert.foreign import (
     Fused,
     Part,
     Place,
+    StoredTensor,
     locate,
     place_of,
     plus,
     refuse,
     renamed,
 )
-from mod_models.convert.tensor_files import FileTensor, read_json, tensors_of_folder
+from mod_models.convert.tensor_files import read_json, tensors_of_folder
+from mod_models.convert.tensor_names import with_model, without_wrappers
 from mod_models.spec import ModelSpec, SpecError, shown
 
 CONFIG = "config.json"
@@ -60,7 +62,7 @@ NAMES = (
     (r"layers\.(\d+)\.mlp\.(.*)", r"model.layers.\1.mlp.\2"),
 )
 """Pattern of our name -> name in Llama and families like it."""
-DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
+DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)")
 """Tensors in some files that follow from the config, so they are not read."""
 
 Say = Callable[[Config], dict[str, Any]]
@@ -89,6 +91,11 @@ class Family:
     window: Callable[[Config, int], int | None] = field(default=lambda config, layers: None)
     fused: Fused = field(default_factory=dict)
     norm_offset: float = 0.0
+
+    @property
+    def base(self) -> str:
+        """The class in transformers of the model without a head."""
+        return self.architecture.replace("ForCausalLM", "Model")
 
 
 def foreign_name(name: str) -> str:
@@ -248,7 +255,35 @@ def read_hugging_face(path: Path, max_positions: int | None, ignored: Collection
         CheckpointError: the family is unknown, the config is not a valid spec or does not fit the tensors, or tensors
             are missing, left over, damaged, or not floats.
     """
-    return model_of(path, read_json(path / CONFIG), tensors_of_folder(path), max_positions, ignored)
+    fields = read_json(path / CONFIG)
+    tensors, notes = named_tensors(path, fields)
+    model = model_of(path, fields, tensors, max_positions, ignored)
+    return replace(model, notes=(*notes, *model.notes))
+
+
+def named_tensors(path: Path, fields: Mapping[str, Any]) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """Returns the tensors of a folder under the names of a causal language model, and notes about changed names.
+
+    Args:
+        path: path of the folder.
+        fields: fields of its config.json.
+
+    Raises:
+        CheckpointError: see `tensors_of_folder` and `without_wrappers`; or it is a base model, and its head is not the
+            embedding.
+    """
+    unwrapped, of_wrappers = without_wrappers(path, tensors_of_folder(path))
+    tensors, of_base = with_model(path, unwrapped)
+    kind = fields.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is not None and HEAD not in tensors and (of_base or fields.get("architectures") == [family.base]):
+        tied = fields.get("tie_word_embeddings", family.defaults["tie_word_embeddings"])
+        if tied is False:
+            raise CheckpointError(
+                f"{path}: a base model ({family.base}) without {HEAD}, and tie_word_embeddings is false, so it gives "
+                f"no logits; save {family.architecture}, the model with its head"
+            )
+    return {**tensors}, (*of_wrappers, *of_base)
 
 
 def companions_of(path: Path) -> tuple[Path, ...]:
@@ -259,7 +294,7 @@ def companions_of(path: Path) -> tuple[Path, ...]:
 def model_of(
     path: Path,
     fields: Mapping[str, Any],
-    tensors: Mapping[str, FileTensor],
+    tensors: Mapping[str, StoredTensor],
     max_positions: int | None,
     ignored: Collection[str],
     spelled: Callable[[str], str] = str,
@@ -304,7 +339,7 @@ def _spec(
 ) -> ModelSpec:
     config = Config(fields, family.defaults)
     architectures = fields.get("architectures")
-    if architectures is not None and architectures != [family.architecture]:
+    if architectures is not None and architectures not in ([family.architecture], [family.base]):
         config.problem("architectures", f"expected {family.architecture}, got {shown(architectures)}")
     try:
         spec = spec_of(family, config, max_positions)
@@ -316,7 +351,7 @@ def _spec(
     return spec
 
 
-def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str]:
+def _left_over(tensors: Mapping[str, StoredTensor], tied: Part | None) -> list[str]:
     """Problems of tensors that the config does not describe. A head that equals the tied embedding is no problem."""
     problems = []
     for name, tensor in tensors.items():
@@ -328,7 +363,7 @@ def _left_over(tensors: Mapping[str, FileTensor], tied: Part | None) -> list[str
     return problems
 
 
-def same(tensor: FileTensor, part: Part) -> bool:
+def same(tensor: StoredTensor, part: Part) -> bool:
     """Whether both have the same shape, dtype and values."""
     if (tensor.shape, tensor.stored) != (part.shape, part.dtype):
         return False

@@ -1,4 +1,4 @@
-"""Reads the weights of a Hugging Face folder: one file, or shards with an index; safetensors or pickles of tensors.
+"""Reads the weights of a Hugging Face folder: one file, or shards; safetensors or pickles of tensors.
 
 At first only headers are read. Every read of rows maps the file again, and the mapping ends with the result. So a model
 of any size needs only the memory of the rows that are in use.
@@ -7,7 +7,8 @@ of any size needs only the memory of the rows that are in use.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 SAVE_AGAIN = "Save the model again as safetensors, as save_pretrained of transformers does"
 WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SHARD = re.compile(r"(?:model|pytorch_model)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
+"""Name of a shard. Groups: its number, and how many there are."""
+MOST_SHARDS = 8  # in one message about shards that are missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,41 +66,72 @@ class FileTensor:
 
 
 def tensors_of_folder(folder: Path) -> dict[str, FileTensor]:
-    """Name -> tensor, for all tensors of a model, in one file or in the shards that its index names.
+    """Name -> tensor, for all tensors of a model: in one file, in the shards of an index, or in shards without one.
+
+    As in transformers, the index only says which shards there are. A tensor that only the index names, or only a shard
+    holds, is no error here: some tools leave tensors that follow from others out of the shards but not of the index.
 
     Raises:
-        CheckpointError: there are no weights, a shard is missing or damaged, the index and the shards disagree, or a
-            pickle holds more than tensors.
+        CheckpointError: there are no weights, a shard is missing or damaged, two shards hold one tensor, or a pickle
+            holds more than tensors.
     """
     for whole, index in zip(WHOLE_FILES, INDEXES, strict=True):
         if (folder / whole).is_file():
             return tensors_of_file(folder / whole)
         if (folder / index).is_file():
-            return _of_shards(folder / index)
+            return _of_index(folder / index)
+    for suffix in (".safetensors", ".bin"):
+        if shards := sorted(path.name for path in folder.glob(f"*{suffix}") if SHARD.fullmatch(path.name)):
+            return _without_index(folder, shards)
     raise CheckpointError(f"{folder}: holds no weights; expected one of {', '.join((*WHOLE_FILES, *INDEXES))}")
 
 
-def _of_shards(index: Path) -> dict[str, FileTensor]:
+def _of_index(index: Path) -> dict[str, FileTensor]:
     declared = read_json(index).get("weight_map")
     if not isinstance(declared, Mapping) or not declared:
         raise CheckpointError(f"{index}: holds no table 'weight_map' of tensors and their files")
-    tensors: dict[str, FileTensor] = {}
-    for shard in sorted({str(name) for name in declared.values()}):
-        path = index.parent / shard
+    shards = sorted({str(name) for name in declared.values()})
+    for shard in shards:
         if Path(shard).name != shard:
             raise CheckpointError(f"{index}: names the file {shown(shard)}, expected one beside the index")
-        if not _is_file(path):
-            name = next(name for name, file in declared.items() if str(file) == shard)
-            raise CheckpointError(f"{path}: missing; {index.name} says that {shown(name)} is in it")
-        for name, tensor in tensors_of_file(path).items():
+    missing = [shard for shard in shards if not _is_file(index.parent / shard)]
+    if missing:
+        name = next(name for name, file in declared.items() if str(file) == missing[0])
+        raise CheckpointError(
+            f"{index.parent / missing[0]}: missing; {index.name} says that {shown(name)} is in it{_also(missing[1:])}"
+        )
+    return _of_shards(index.parent, shards)
+
+
+def _without_index(folder: Path, shards: list[str]) -> dict[str, FileTensor]:
+    """Reads shards whose names say how many there are."""
+    first, count = shards[0], int(SHARD.fullmatch(shards[0])[2])  # type: ignore[index]  # The caller matched it.
+    before, after = first.split("-")[0], Path(first).suffix
+    expected = [f"{before}-{number:05}-of-{count:05}{after}" for number in range(1, count + 1)]
+    if others := sorted({*shards} - {*expected}):
+        raise CheckpointError(f"{folder}: holds {first} and {others[0]}, which are shards of two models")
+    missing = sorted({*expected} - {*shards})
+    if missing:
+        raise CheckpointError(
+            f"{folder / missing[0]}: missing; {first} beside it is one of {count} shards{_also(missing[1:])}"
+        )
+    return _of_shards(folder, shards)
+
+
+def _also(missing: list[str]) -> str:
+    more = f" and {len(missing) - MOST_SHARDS} more" if len(missing) > MOST_SHARDS else ""
+    return f". Also missing: {', '.join(missing[:MOST_SHARDS])}{more}" if missing else ""
+
+
+def _of_shards(folder: Path, shards: Iterable[str]) -> dict[str, FileTensor]:
+    tensors: dict[str, FileTensor] = {}
+    for shard in shards:
+        for name, tensor in tensors_of_file(folder / shard).items():
             if name in tensors:
-                raise CheckpointError(f"{path}: holds {shown(name)}, which {tensors[name].path.name} holds too")
+                raise CheckpointError(
+                    f"{folder / shard}: holds {shown(name)}, which {tensors[name].path.name} holds too"
+                )
             tensors[name] = tensor
-    for name, shard in declared.items():
-        if name not in tensors or tensors[name].path.name != shard:
-            raise CheckpointError(
-                f"{index.parent / str(shard)}: holds no {shown(name)}, which {index.name} says is in it"
-            )
     return tensors
 
 
