@@ -19,6 +19,7 @@ import numpy as np
 from mod_export.config import BuildConfig
 from mod_export.engines.protocol import BindableRunner, Runner
 from mod_export.errors import EngineError, TargetError
+from mod_export.runtime.prefix_cache import BlockState
 from mod_export.types import PRIMARY, DType, Engine, ModelKind
 
 PARTS = ("keys", "values")
@@ -125,6 +126,11 @@ class Decoder:
         self._writes = [(layer, self.cache[name], outputs[row]) for layer, name, row in names if row in outputs]
 
     @property
+    def shape(self) -> tuple[int, int]:
+        """Number of rows, and of tokens that each can hold."""
+        return self.batch, self.length
+
+    @property
     def kv_bytes(self) -> dict[int, int]:
         """Layer -> bytes of its keys and values."""
         sizes: dict[int, int] = {}
@@ -163,6 +169,33 @@ class Decoder:
         if self.overflow_BN is None:
             return Kept(length, rows, None, None, logits_V.copy())
         return Kept(length, rows, self.cache["counts"][row].copy(), self.overflow_BN[row].copy(), logits_V.copy())
+
+    def slots_of(self, row: int) -> np.ndarray:
+        """Copies the slot that the last token of a row filled in every layer, int64; -1 for none."""
+        slots: np.ndarray = self._outputs["slots"][row].copy()
+        return slots
+
+    def block(self, row: int, slots: Sequence[np.ndarray]) -> BlockState:
+        """Copies what the last tokens of a row, with these slots, changed in it."""
+        slots_TL = np.stack(slots)
+        filled_L = {layer: slots_TL[slots_TL[:, layer] >= 0, layer] for layer in range(slots_TL.shape[1])}
+        rows = {
+            name: (filled_L[layer], array[row][:, filled_L[layer]])
+            for layer in filled_L
+            for name, array in ((name, self.cache.get(name)) for name in (f"keys_{layer}", f"values_{layer}"))
+            if array is not None
+        }
+        if self.overflow_BN is None:
+            return BlockState(rows, None, None)
+        return BlockState(rows, self.cache["counts"][row].copy(), self.overflow_BN[row].copy())
+
+    def put_block(self, row: int, block: BlockState) -> None:
+        """Continues a row by a block, as if its tokens had been read."""
+        for name, (slots, rows_GSE) in block.rows.items():
+            self.cache[name][row][:, slots] = rows_GSE
+        if self.overflow_BN is not None:
+            self.cache["counts"][row] = block.count_N
+            self.overflow_BN[row] = block.overflow_N
 
     def read_on(self, kept: Kept, ids: Sequence[int]) -> Kept:
         """Returns the cached state after reading more tokens (at least one). This overwrites row 0."""

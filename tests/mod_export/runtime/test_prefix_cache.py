@@ -1,0 +1,201 @@
+"""Texts that take what earlier texts have read are equal to the last bit to texts that read everything themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from build_folders import rewrite_manifest
+
+from mod_export.errors import EngineError, UsageError
+from mod_export.runtime.decoder import Decoder, Kept
+from mod_export.runtime.generator import Generator, load_generator
+from mod_export.runtime.logits import Logprob
+from mod_export.runtime.prefix_cache import BLOCK, BlockState, Node, PrefixCache
+from mod_export.runtime.rows import Completion
+
+LARGE = 2**26
+STEPS = ("steps", 1, 48)
+
+
+@pytest.fixture
+def cached(written: Path) -> Iterator[Generator]:
+    with load_generator(written, prefix_cache_bytes=LARGE) as found:
+        yield found
+
+
+def same(one: Completion, other: Completion) -> bool:
+    """Whether two texts are equal, with every log probability and count."""
+    return replace(one, cached=0, first_token_s=None) == replace(other, cached=0, first_token_s=None)
+
+
+def requests(seed: int) -> Iterator[tuple[list[list[int]], int, dict[str, Any]]]:
+    """Yields requests as servers get them: prompts that begin alike, conversations that grow, contexts with choices."""
+    rng = np.random.default_rng(seed)
+    heads = [rng.integers(0, 256, length).tolist() for length in (4, 16, 24, 33)]
+    for _ in range(14):
+        head = heads[rng.integers(len(heads))]
+        prompts = [[*head, *rng.integers(0, 256, rng.integers(1, 4)).tolist()] for _ in range(rng.integers(1, 4))]
+        options: dict[str, Any] = {"temperature": float(rng.choice([0.0, 1.0])), "seed": int(rng.integers(9))}
+        options["logprobs"] = [None, 0, 3][rng.integers(3)]
+        if rng.random() < 0.4:
+            options["prompt_logprobs"] = True
+        yield prompts, int(rng.integers(1, 9)), options
+        if rng.random() < 0.5:
+            yield prompts, 3, options
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_texts_are_bit_equal_with_and_without(generator: Generator, cached: Generator, seed: int) -> None:
+    taken = 0
+    for prompts, new, options in requests(seed):
+        expected = generator.generate(prompts, new, **options)
+        found = cached.generate(prompts, new, **options)
+        assert all(map(same, found, expected))
+        taken += sum(completion.cached for completion in found)
+    assert taken > 10 * BLOCK
+    assert cached.prefixes is not None
+    assert 0 < cached.prefixes.used_bytes <= LARGE
+
+
+def test_a_long_conversation_reads_only_what_is_new(generator: Generator, cached: Generator) -> None:
+    """Beyond the prefill engine, each turn reads the tokens after the last whole block."""
+    history = list(range(30))
+    for turn in range(3):
+        with cached.stream([history], 4) as stream:
+            list(stream)
+        (answer,) = stream.completions
+        (expected,) = generator.generate([history], 4)
+        assert same(answer, expected)
+        assert answer.cached == (0 if turn == 0 else 32)
+        assert stream.steps == len(history) - max(16, answer.cached) + 3
+        history += [*answer.ids, 7 * turn]
+
+
+def test_choices_of_one_prompt_read_it_once(cached: Generator) -> None:
+    prompt = list(range(40, 50))
+    texts = cached.generate([prompt] * 3, 2, temperature=1.0)
+    assert [text.cached for text in texts] == [0, len(prompt), len(prompt)]
+
+
+def test_a_scored_context_is_read_once_for_all_its_continuations(generator: Generator, cached: Generator) -> None:
+    """As evaluations score the choices of a question: the context again and again, with another end."""
+    context = list(range(60, 94))
+    for choice in range(4):
+        scored = {"prompt_logprobs": True, "logprobs": 1}
+        (found,) = cached.generate([[*context, 200 + choice]], 0, **scored)
+        (expected,) = generator.generate([[*context, 200 + choice]], 0, **scored)
+        assert found.prompt_logprobs == expected.prompt_logprobs
+        assert len(found.prompt_logprobs) == len(context)
+        assert found.cached == (0 if choice == 0 else 32)
+
+
+def test_more_alternatives_than_were_kept_are_read_again(generator: Generator, cached: Generator) -> None:
+    prompt = list(range(40))
+    for alternatives, taken in ((1, 0), (4, 0), (2, 32), (4, 32), (5, 0)):
+        scored = {"prompt_logprobs": True, "logprobs": alternatives}
+        (found,) = cached.generate([prompt], 1, **scored)
+        (expected,) = generator.generate([prompt], 1, **scored)
+        assert same(found, expected)
+        assert found.cached == taken
+
+
+def test_a_small_cache_keeps_the_newest(written: Path) -> None:
+    with load_generator(written, prefix_cache_bytes=LARGE) as generator:
+        generator.generate([list(range(16))], 1)
+        assert generator.prefixes is not None
+        one = generator.prefixes.used_bytes
+    with load_generator(written, prefix_cache_bytes=int(2.5 * one)) as generator:
+        taken = [generator.generate([[first] * 16], 1)[0].cached for first in (1, 2, 3, 1, 3, 1, 2)]
+        assert taken == [0, 0, 0, 0, 16, 16, 0]
+        assert generator.prefixes is not None
+        assert generator.prefixes.used_bytes <= 2.5 * one
+
+
+def node(cache: PrefixCache, parent: Node, token: int) -> Node | None:
+    rows = {"keys_0": (np.arange(BLOCK), np.zeros((1, BLOCK, 25), np.float32))}
+    return cache.add_block(parent, [token] * BLOCK, BlockState(rows, None, None))
+
+
+def test_the_least_recently_used_goes_first_and_a_chain_from_its_end() -> None:
+    cache = PrefixCache(10**9)
+    start = cache.add_start(STEPS, (), None)
+    assert start is not None
+    before = cache.used_bytes
+    one = node(cache, start, 1)
+    assert one is not None
+    size = cache.used_bytes - before
+    cache.max_bytes = before + 3 * size
+    two, three = node(cache, one, 2), node(cache, start, 3)
+    assert two is not None
+    assert three is not None
+    assert [found.length for found in cache.chain(start, [1] * BLOCK + [2] * BLOCK + [0], None)] == [0, 16, 32]
+    assert node(cache, start, 4) is not None  # Drops 3, which was used least recently.
+    assert len(cache.chain(start, [3] * BLOCK + [0], None)) == 1
+    assert node(cache, start, 5) is not None  # Drops 2, the end of the chain, before 1.
+    assert [found.length for found in cache.chain(start, [1] * BLOCK + [2] * BLOCK + [0], None)] == [0, 16]
+    assert cache.used_bytes <= cache.max_bytes
+    assert cache.add_block(two, [6] * BLOCK, BlockState({}, None, None)) is None  # What was before it is gone.
+    assert cache.hits == 32 + 0 + 16
+
+
+def test_what_is_larger_than_the_cache_is_not_kept() -> None:
+    cache = PrefixCache(1000)
+    kept = Kept(2, {"keys_0": np.zeros((1, 2, 500), np.float32)}, None, None, np.zeros(3, np.float32))
+    assert cache.add_start(("prefill", 1, 48), (1, 2), kept) is None
+    assert cache.used_bytes == 0
+
+
+def test_a_block_is_replaced_by_one_with_more_log_probabilities() -> None:
+    cache = PrefixCache(10**9)
+    start = cache.add_start(STEPS, (), None)
+    assert start is not None
+    ids = [1] * BLOCK
+
+    def scored(alternatives: int) -> BlockState:
+        top = tuple((token, -1.0) for token in range(alternatives))
+        return BlockState({}, None, None, (Logprob(1, -1.0, top),), np.zeros(3, np.float32))
+
+    for alternatives, usable in ((1, 2), (3, 2), (2, 2)):
+        cache.add_block(start, ids, scored(alternatives))
+        assert len(cache.chain(start, [*ids, 1], 1)) == usable
+    assert len(cache.chain(start, [*ids, 1], 3)) == 2
+    assert len(cache.chain(start, [*ids, 1], 4)) == 1
+
+
+def test_nothing_is_kept_of_an_engine_that_failed(
+    generator: Generator, cached: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = list(range(40))
+    cached.generate([prompt], 2)
+    step = Decoder.step
+
+    def damaged(self: Decoder, ids_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
+        logits_BV = step(self, ids_B, position_B)
+        logits_BV[:] = np.nan
+        return logits_BV
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "step", damaged)
+        with pytest.raises(EngineError, match="are not finite"):
+            cached.generate([prompt], 2)
+    assert cached.prefixes is not None
+    assert cached.prefixes.used_bytes == 0
+    (found,), (expected,) = cached.generate([prompt], 2), generator.generate([prompt], 2)
+    assert same(found, expected)
+    assert found.cached == 0
+
+
+def test_where_texts_depend_on_each_other_nothing_is_kept(written_copy: Path) -> None:
+    rewrite_manifest(written_copy, lambda manifest: manifest["config"]["generation"].update(slots="fair"))
+    with load_generator(written_copy, prefix_cache_bytes=LARGE) as generator:
+        assert generator.prefixes is None
+
+
+def test_a_negative_size_is_refused(written: Path) -> None:
+    with pytest.raises(UsageError, match=r"^prefix_cache_bytes: expected at least 0, got -1$"):
+        load_generator(written, prefix_cache_bytes=-1)
