@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
 import math
 import sys
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 DONE = ("text", "ids", "finish", "stop", "first_token_s", "read", "ran", "overflow")
 """Attributes of a `Completion` that --json shows."""
 
+STDIN = "-"
+
 say = partial(click.echo, nl=False)
 
 
@@ -33,7 +37,14 @@ say = partial(click.echo, nl=False)
 @click.option(
     "--prompt", "texts", metavar="TEXT", multiple=True, help="A prompt, like TEXT; may be given several times."
 )
-@click.option("--prompt-file", "files", metavar="FILE", type=PATH, multiple=True, help="A file that holds a prompt.")
+@click.option(
+    "--prompt-file",
+    "files",
+    metavar="FILE",
+    type=PATH,
+    multiple=True,
+    help="A file that is a prompt, in UTF-8; -: stdin.",
+)
 @click.option("--ids", metavar="N,...", multiple=True, help="A prompt as token ids.")
 @click.option(
     "--chat",
@@ -61,8 +72,10 @@ say = partial(click.echo, nl=False)
 @click.option(
     "--top-k", metavar="K", type=int, help="Sample among K tokens; 0: all. Default: generation_config.json, else 0."
 )
-@click.option("--top-p", metavar="P", type=float, help="Nucleus sampling. Default: generation_config.json, else 1.")
-@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of sampling.")
+@click.option(
+    "--top-p", metavar="P", type=float, help="Nucleus sampling; 0 is greedy. Default: generation_config.json, else 1."
+)
+@click.option("--seed", metavar="N", type=int, default=0, show_default=True, help="Seed of sampling; -1: a random one.")
 @click.option("--stop", metavar="TEXT", multiple=True, help="A string that ends a text and is not part of it.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the tokens at which the model ends its texts.")
 @click.option("--roll", is_flag=True, help="At the end of the window, continue from the second half of the text.")
@@ -172,14 +185,15 @@ def _message(text: str) -> dict[str, str]:
 
 def _turns(messages: list[dict[str, str]]) -> Iterator[list[Sequence[dict[str, str]]]]:
     """Yields the conversation with each further line of stdin. The caller adds the answer to `messages`."""
-    while True:
+    for number in itertools.count(1):
         if sys.stdin.isatty():
             click.echo("> ", nl=False, err=True)
-        line = sys.stdin.readline()
+        line = sys.stdin.buffer.readline()
         if not line:
             return
-        if line.strip():
-            messages.append(_message(line.rstrip("\n")))
+        text = _decoded(line, f"line {number} of stdin")
+        if text.strip():
+            messages.append(_message(text.removesuffix("\n").removesuffix("\r")))
             yield [messages]
 
 
@@ -187,15 +201,29 @@ def _prompts_from(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str
     prompts: list[str | list[int]] = list(texts)
     for path in files:
         try:
-            prompts.append(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
+            content = sys.stdin.buffer.read() if str(path) == STDIN else path.read_bytes()
+        except OSError as error:
             raise UsageError(f"{path}: cannot be read as a prompt ({error})") from error
+        prompts.append(_decoded(content, "stdin" if str(path) == STDIN else str(path)))
     for listed in ids:
         try:
             prompts.append([int(token) for token in listed.replace(",", " ").split()])
         except ValueError:
             raise UsageError(f"--ids: expected whole numbers, got {listed!r}") from None
     return prompts
+
+
+def _decoded(content: bytes, where: str) -> str:
+    """Decodes a prompt with the line ends that it has. A byte order mark before it, which some editors write to mark
+    their files as UTF-8, is no part of the text.
+    """
+    try:
+        return content.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError as error:
+        offset = error.start + len(content) - len(error.object)
+        raise UsageError(
+            f"{where}: byte 0x{content[offset]:02x} at offset {offset} is not UTF-8; a prompt is text in UTF-8"
+        ) from error
 
 
 def _show(stream: Stream, *, text: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S
 @click.option(
     "--api-key-file", "key_file", metavar="FILE", type=PATH, help="API keys, one per line; requests must send one."
 )
+@click.option(
+    "--allow-origin", "origins", metavar="ORIGIN", multiple=True,
+    help="A web page that may use the server, such as https://chat.example; may be given several times. With API keys "
+    "also * for all.",
+)  # fmt: skip
 @click.option("--target", metavar="T", help="Target of the engines; default: the fastest here.")
 @click.option("--dtype", metavar="D", help="Dtype of the engines; default: that of the fastest.")
 @click.option("--model", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
@@ -63,6 +69,7 @@ def serve(
     drain_s: float,
     keep_alive_s: float,
     key_file: Path | None,
+    origins: Sequence[str],
     verbosity: int,
     **options: Any,
 ) -> int:
@@ -81,6 +88,7 @@ def serve(
         drain_s=drain_s,
         keep_alive_s=keep_alive_s,
         keys=read_keys(key_file) if key_file else frozenset(),
+        origins=origins,
         access_log=verbosity > 0,
         say=partial(click.echo, err=True),
     )

@@ -176,7 +176,7 @@ class Generator:
             top_k: samples among this many most probable tokens; 0 means all. None uses `defaults`, which holds the
                 value of generation_config.json, or else means all.
             top_p: samples among the most probable tokens whose probabilities sum to this. None as for `top_k`.
-            seed: text i of a request draws its own random numbers, seeded with (seed, i).
+            seed: text i of a request draws its own random numbers, seeded with (seed, i). -1 stands for a random seed.
             stop: strings that end a text and are not part of it, or token ids.
             ignore_eos: whether a text continues after the model's end tokens (`defaults.stop_ids`).
             add_special_tokens: whether the tokenizer adds its special tokens, such as `<s>`, to a text. Prompts that

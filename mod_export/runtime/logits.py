@@ -16,6 +16,9 @@ import numpy as np
 
 from mod_export.errors import EngineError, UsageError
 
+RANDOM_SEED = -1
+"""The seed that stands for a random one, as in llama.cpp."""
+
 
 def perplexity_of(nats: float) -> float:
     """Returns exp of the mean negative log-likelihood in nats; infinity where exp overflows."""
@@ -30,7 +33,8 @@ class Sampling:
         temperature: divisor of the logits. 0 is greedy: the largest logit, with the lowest id among equals.
         top_k: draw among this many largest logits, with the lowest ids among equals; 0 draws among all.
         top_p: draw among the smallest set of most probable tokens whose probabilities sum to this, at least one token
-            (nucleus sampling: Holtzman et al. 2020, arXiv 1904.09751); 1 draws among all.
+            (nucleus sampling: Holtzman et al. 2020, arXiv 1904.09751); 1 draws among all, 0 always takes the most
+            probable token, the one of the lowest id among equals.
 
     Raises:
         UsageError: a value is out of range.
@@ -50,21 +54,19 @@ class Sampling:
             raise UsageError(
                 f"top_k: got {self.top_k!r}, expected a whole number of at least 0; 0 draws from all tokens"
             )
-        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise UsageError(
-                f"top_p: got {self.top_p!r}, expected a number above 0 and at most 1; 1 draws from all tokens"
-            )
+        if not (_is_number(self.top_p) and 0 <= self.top_p <= 1):
+            raise UsageError(f"top_p: got {self.top_p!r}, expected a number from 0 to 1; 1 draws from all tokens")
 
 
 def rng_of(seed: int, row: int) -> np.random.Generator:
-    """Returns the random generator of one row of a request.
+    """Returns the random generator of one row of a request. `RANDOM_SEED` gives another one each time.
 
     Raises:
-        UsageError: the seed is not a whole number of at least 0.
+        UsageError: the seed is not a whole number of at least 0, nor `RANDOM_SEED`.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise UsageError(f"seed: got {seed!r}, expected a whole number of at least 0")
-    return np.random.default_rng([seed, row])
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < RANDOM_SEED:
+        raise UsageError(f"seed: got {seed!r}, expected a whole number of at least 0; {RANDOM_SEED} draws a seed")
+    return np.random.default_rng() if seed == RANDOM_SEED else np.random.default_rng([seed, row])
 
 
 def draw(logits_V: np.ndarray, sampling: Sampling, rng: np.random.Generator) -> int:

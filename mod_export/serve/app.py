@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from http import HTTPStatus
 from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from mod_export.report.pages import render_page
 from mod_export.serve import inference_protocol, openai_api
+from mod_export.serve.cors import Cors
 from mod_export.serve.endpoint import ApiError, Guard, path_of, service_of
 from mod_export.serve.metrics import CONTENT_TYPE
 from mod_export.serve.service import Service
 
+NOT_HERE = tuple(
+    f"/v1/{name}"
+    for name in (
+        "assistants", "audio", "batches", "classify", "containers", "conversations", "embeddings", "evals", "files",
+        "fine_tuning", "images", "messages", "moderations", "realtime", "rerank", "responses", "score", "threads",
+        "uploads", "vector_stores", "videos",
+    )
+)  # fmt: skip
+"""Addresses of OpenAI's API, and of servers like this one, that no model here could answer."""
 
-def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[str] | None = None) -> Starlette:
+
+def create_app(
+    service: Service,
+    keys: Collection[str] = (),
+    hosts: Collection[str] | None = None,
+    origins: Collection[str] = frozenset(),
+) -> Starlette:
     """Creates the application.
 
     Args:
@@ -27,8 +45,9 @@ def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[s
         hosts: host names that the server answers to; None means any. Without API keys this keeps out other web pages
             in a user's browser: the Host check stops pages whose domain name resolves to this machine, and the Origin
             check stops all others.
+        origins: web pages of other origins that may use the server; see `check_origins`.
     """
-    secured, open_to_all = Guard(keys, hosts), Guard((), hosts)
+    secured, open_to_all = Guard(keys, hosts, origins), Guard((), hosts, origins)
     routes = [
         ("GET", "/v1/models", secured, openai_api.list_models),
         ("GET", "/v1/models/{name:path}", secured, openai_api.one_model),
@@ -49,6 +68,7 @@ def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[s
     app = Starlette(
         routes=[Route(path, guard(path, endpoint), methods=[method]) for method, path, guard, endpoint in routes],
         exception_handlers={HTTPException: _no_such_address},
+        middleware=[Middleware(Cors, origins=origins)],
     )
     app.router.redirect_slashes = False
     app.state.service = service
@@ -58,12 +78,28 @@ def create_app(service: Service, keys: Collection[str] = (), hosts: Collection[s
 
 async def _no_such_address(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    reasons = {404: "no such address", 405: f"{request.method}: not a method of this address"}
-    message = f"{path_of(request)[:80]}: {reasons.get(error.status_code, error.detail)}"
-    response = ApiError(error.status_code, message).response(path_of(request))
+    path = path_of(request)
+    asked = f"{request.method[:20]} {path[:80]}"
+    if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        allowed = (error.headers or {}).get("Allow", "")
+        problem = ApiError(405, f"{asked}: not a method of this address; it has {allowed}", code="unsupported")
+    elif path.startswith(NOT_HERE):
+        problem = ApiError(
+            404, f"{asked}: not supported here; this server has {_addresses(request)}", code="unsupported"
+        )
+    else:
+        problem = ApiError(404, f"{asked}: no such address; this server has {_addresses(request)}", code="unknown_url")
+    response = problem.response(path)
     response.headers.update(error.headers or {})
     service_of(request).metrics.answered("", error.status_code)
     return response
+
+
+def _addresses(request: Request) -> str:
+    """The addresses of the API that the client seems to mean."""
+    prefix = "/v2" if path_of(request).startswith("/v2") else "/v1"
+    routes = [route for route in request.app.routes if isinstance(route, Route) and route.path.startswith(prefix)]
+    return ", ".join(f"{min(route.methods or ('GET',))} {route.path.replace(':path', '')}" for route in routes)
 
 
 async def _metrics(request: Request) -> Response:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import hmac
+import json
 import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import wraps
@@ -15,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from mod_export.errors import TooLongError, UsageError
+from mod_export.errors import UsageError
 from mod_export.serve.scheduler import LOG, ClosingError, QueueFullError, WaitedTooLongError
 from mod_export.serve.service import Service
 
@@ -26,6 +28,8 @@ RETRY_S = 1
 """Retry-After for clients if the server has no free row or is shutting down: another replica may have a free row."""
 BODY_S = 30.0
 """How many seconds a body may take to arrive."""
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
+"""First bytes of compressed bodies -> the format."""
 DISCARDED = 8
 """A body that is too large is read up to this multiple of the limit: clients see no response while they send."""
 
@@ -45,9 +49,11 @@ def service_of(request: Request) -> Service:
 class Guard:
     """Checks requests before they reach an endpoint, and turns errors into responses."""
 
-    def __init__(self, keys: Collection[str], hosts: Collection[str] | None) -> None:
+    def __init__(
+        self, keys: Collection[str], hosts: Collection[str] | None, origins: Collection[str] = frozenset()
+    ) -> None:
         self._keys = [key.encode() for key in keys]
-        self._hosts = hosts
+        self._hosts, self._origins = hosts, origins
 
     def __call__(self, path: str, endpoint: Endpoint) -> Endpoint:
         """Wraps the endpoint of a path."""
@@ -92,10 +98,17 @@ class Guard:
                 f"{', '.join(sorted(hosts))} only; {with_key} to be reached by other names",
             )
         origin = request.headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
-            raise ApiError(
-                403, f"Origin {origin[:80]!r}: without an API key this server answers no other web page; {with_key}"
-            )
+        if origin is not None and origin not in self._origins and origin.partition("://")[2] != host:
+            raise foreign_page(origin)
+
+
+def foreign_page(origin: str) -> ApiError:
+    """Returns the refusal of a request from a web page that the server does not know."""
+    return ApiError(
+        403,
+        f"Origin {origin[:80]!r}: this server answers only its own page and those that it was started for; "
+        f"allow another one with --allow-origin {origin[:80]} (on Ray allow_origins)",
+    )
 
 
 def path_of(request: Request) -> str:
@@ -111,14 +124,34 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
     """Returns the whole body, if it has at most `most_bytes`.
 
     Raises:
-        ApiError: the body is too large, or did not arrive in time.
+        ApiError: the body is too large, encoded, or did not arrive in time.
         ClientDisconnect: the client has disconnected.
     """
     try:
         async with asyncio.timeout(BODY_S):
-            return await _read(request, most_bytes)
+            body = await _read(request, most_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body of the request did not come within {BODY_S:g} s") from None
+    encoding = request.headers.get("content-encoding", "identity").strip()
+    if encoding.lower() not in ("", "identity"):
+        raise ApiError(415, f"Content-Encoding {encoding[:80]}: bodies are read as they are; send this one unencoded")
+    return body
+
+
+def json_of(body: bytes) -> bytes:
+    """Returns the JSON text of a body, without the byte order mark that some programs write before UTF-8.
+
+    Raises:
+        ApiError: the body is compressed, or text of another encoding (RFC 8259, 8.1, allows none but UTF-8).
+    """
+    packed = next((name for magic, name in MAGIC.items() if body.startswith(magic)), None)
+    if packed is not None:
+        raise ApiError(400, f"the body of the request is compressed ({packed}); send the JSON itself")
+    encoding = json.detect_encoding(body)
+    if encoding.startswith(("utf-16", "utf-32")):
+        raise ApiError(400, f"the body of the request is {encoding[:6].upper()}; send JSON in UTF-8, the only encoding "
+                            "of JSON between programs")  # fmt: skip
+    return body.removeprefix(codecs.BOM_UTF8)
 
 
 async def _read(request: Request, most_bytes: int) -> bytes:
@@ -198,6 +231,8 @@ class ApiError(Exception):
         headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
+        if self.status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
+            headers["Accept-Encoding"] = "identity"  # RFC 9110, 15.5.16: what would have been read.
         return JSONResponse(body, self.status, headers)
 
 
@@ -212,8 +247,6 @@ def problem_of(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="waited_too_long", retry_after_s=RETRY_S)
         case ClosingError():
             return ApiError(503, str(error), code="shutting_down", retry_after_s=RETRY_S)
-        case TooLongError():
-            return ApiError(400, str(error), code="context_length_exceeded")
         case UsageError():
             return ApiError(400, str(error))
         case ValidationError():

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from mod_export import __version__
 from mod_export.runtime.deployment import Deployment
-from mod_export.serve.endpoint import ApiError, read_body, service_of, unless_gone
+from mod_export.serve.endpoint import ApiError, json_of, read_body, service_of, unless_gone
 from mod_export.serve.service import Scoring, Service
 from mod_export.types import Bucket, Unavailable
 
@@ -163,7 +163,7 @@ def _parsed(body: bytes, json_length: str | None) -> tuple[_InferRequest, bytes]
         if not number or int(json_length) > len(body):
             raise ApiError(400, f"{JSON_LENGTH}: expected a number up to {len(body)}, got {json_length[:80]!r}")
         size = int(json_length)
-    return _InferRequest.model_validate_json(body[:size]), body[size:]
+    return _InferRequest.model_validate_json(json_of(body[:size])), body[size:]
 
 
 def _feeds(inputs: Sequence[_Tensor], rest: bytes) -> dict[str, np.ndarray]:

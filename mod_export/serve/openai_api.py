@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mod_export.errors import TooLongError, UsageError
+from mod_export.errors import UsageError
 from mod_export.runtime.generator import Generator, tokens_read
 from mod_export.runtime.rows import Piece, RowText
-from mod_export.serve.endpoint import ApiError, problem_of, read_body, service_of, unless_gone
+from mod_export.serve.endpoint import ApiError, json_of, problem_of, read_body, service_of, unless_gone
 from mod_export.serve.openai_formats import (
     Answer,
     ChatAnswer,
@@ -41,6 +41,10 @@ LEAST_BODY_BYTES = 1 << 20
 CHARACTERS_OF_A_TOKEN = 32
 """A prompt with more characters than this per token of the window is refused: tokenising it delays all other texts."""
 DRAWN_SEEDS = 2**31
+LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Characters that JSON texts may hold, and with which lines end in Unicode -> their escapes. Clients that split streams
+into lines with str.splitlines would cut an event there.
+"""
 Asked = TypeVar("Asked", bound=OpenAIRequest)
 
 
@@ -111,7 +115,7 @@ async def _asked(request: Request, kind: type[Asked]) -> Asked:
     most = LEAST_BODY_BYTES
     if isinstance(service.writing, Scheduler):
         most = max(most, service.writing.most_texts * service.writing.generator.window * BYTES_OF_A_TOKEN)
-    return kind.model_validate_json(await read_body(request, most))
+    return kind.model_validate_json(json_of(await read_body(request, most)))
 
 
 def _check_room(service: Service) -> None:
@@ -141,12 +145,33 @@ def _scheduler(service: Service, model: str | None, texts: int) -> Scheduler:
 
 def _check_length(generator: Generator, prompt: str | Sequence[int]) -> None:
     """Refuses a prompt that is far too long, before it is tokenised or its ids are checked."""
-    size = len(prompt) / CHARACTERS_OF_A_TOKEN if isinstance(prompt, str) else len(prompt)
-    if size > generator.window:
-        what = "characters" if isinstance(prompt, str) else "tokens"
-        raise TooLongError(
-            f"a prompt of {len(prompt):,} {what} is longer than the window of {generator.window} tokens; give less"
+    most = generator.window * (CHARACTERS_OF_A_TOKEN if isinstance(prompt, str) else 1)
+    if len(prompt) > most:
+        what = f"characters; at most {most} are read" if isinstance(prompt, str) else "tokens"
+        raise _too_long(generator, f"your prompt has {len(prompt)} {what}. Please reduce the length of the prompt.")
+
+
+def _too_long(generator: Generator, but: str) -> ApiError:
+    """Returns the refusal of a text that is longer than the window, in OpenAI's words: clients search them for the
+    numbers of tokens, and shorten the conversation.
+    """
+    message = f"This model's maximum context length is {generator.window} tokens. However, {but}"
+    return ApiError(400, message, code="context_length_exceeded")
+
+
+def _check_window(generator: Generator, asked: OpenAIRequest, longest: int, new_tokens: int) -> None:
+    if tokens_read(longest, new_tokens) <= generator.window:
+        return
+    what = "messages" if isinstance(asked, ChatRequest) else "prompt"
+    given = asked.max_tokens is not None or getattr(asked, "max_completion_tokens", None) is not None
+    if longest > generator.window and not given:
+        but = f"your {what} resulted in {longest} tokens. Please reduce the length of the {what}."
+    else:
+        but = (
+            f"you requested {longest + new_tokens} tokens ({longest} in the {what}, {new_tokens} in the completion). "
+            f"Please reduce the length of the {what} or max_tokens."
         )
+    raise _too_long(generator, but)
 
 
 def _texts(
@@ -159,7 +184,7 @@ def _texts(
     scored: bool = False,
 ) -> list[RowText]:
     # Refuses texts that are too long before each prompt is copied n times.
-    generator.bucket_for(1, tokens_read(max(map(len, ids)), new_tokens))
+    _check_window(generator, asked, max(map(len, ids)), new_tokens)
     temperature = asked.temperature if asked.temperature is not None else generator.defaults.temperature or TEMPERATURE
     return generator.texts(
         [prompt for prompt in ids for _ in range(asked.n)],
@@ -274,7 +299,8 @@ def _chunks_of(event: Piece | Ended, opened: set[int], answer: Answer) -> list[d
 
 
 def _sse(*lines: dict[str, Any]) -> bytes:
-    return b"".join(b"data: " + json.dumps(line, ensure_ascii=False).encode() + b"\n\n" for line in lines)
+    texts = (json.dumps(line, ensure_ascii=False).translate(LINE_ENDS) for line in lines)
+    return "".join(f"data: {text}\n\n" for text in texts).encode()
 
 
 class EventStream(StreamingResponse):

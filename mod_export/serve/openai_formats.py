@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from mod_export.runtime.chat_template import ChatTemplate
-from mod_export.runtime.logits import Logprob
+from mod_export.runtime.logits import RANDOM_SEED, Logprob
 from mod_export.runtime.rows import Completion, Piece, RowText
 from mod_export.runtime.texts import Vocabulary
 
@@ -80,9 +80,9 @@ class OpenAIRequest(BaseModel):
     model: str | None = None
     max_tokens: Tokens | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=LARGEST_SEED)] | None = None
+    seed: Annotated[int, Field(ge=RANDOM_SEED, le=LARGEST_SEED)] | None = None
     stop: Annotated[list[Annotated[str, Field(max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)] = []
     n: Annotated[int, Field(ge=1)] = 1
     stream: bool = False

@@ -27,6 +27,7 @@ from mod_export.errors import EngineError, ModExportError, UsageError
 from mod_export.folder.manifest import MANIFEST, open_folder
 from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
 from mod_export.serve.app import create_app
+from mod_export.serve.cors import Cors, check_origins
 from mod_export.serve.endpoint import RETRY_S, ApiError, Guard, problem_of
 from mod_export.serve.scheduler import LOG
 from mod_export.serve.server import LOOPBACK, read_keys
@@ -62,6 +63,8 @@ class Arguments(BaseModel):
         api_key_file: file with API keys, one per line, at this path on every node; each request must send one of them.
         hosts: host names, besides `localhost`, that the server answers to if it has no API keys; separated by commas or
             as a list. `*` means any.
+        allow_origins: web pages of other origins that may use the server, such as `https://chat.example`; separated by
+            commas or as a list. `*` means any, and needs API keys or `hosts=*`.
         name: see `ServiceOptions`, also for `rows`, `max_queue`, `max_wait_s`, `target`, `dtype` and `model`.
     """
 
@@ -80,6 +83,7 @@ class Arguments(BaseModel):
     drain_s: SECONDS = DRAIN_S
     api_key_file: Path | None = None
     hosts: tuple[str, ...] = ()
+    allow_origins: tuple[str, ...] = ()
     name: str | None = None
     rows: FEW | None = None
     max_queue: Annotated[int, Field(ge=0)] = MAX_QUEUE
@@ -88,7 +92,7 @@ class Arguments(BaseModel):
     dtype: str | None = None
     model: ModelKind = "mod"
 
-    @field_validator("hosts", mode="before")
+    @field_validator("hosts", "allow_origins", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value
@@ -99,6 +103,12 @@ class Arguments(BaseModel):
             raise ValueError("expected a build folder as folder=DIR, or several as folders=DIR, and not both")
         if self.folders is not None and self.name is not None:
             raise ValueError("name: is for one folder; those of `folders` have their own names")
+        try:
+            check_origins(
+                self.allow_origins, "allow_origins", public=self.api_key_file is not None or "*" in self.hosts
+            )
+        except UsageError as error:
+            raise ValueError(str(error)) from error
         return self
 
     @property
@@ -185,12 +195,18 @@ class OpenFolder:
 
     @classmethod
     def of(
-        cls, folder: Path, options: ServiceOptions, keys: Collection[str], hosts: Collection[str] | None, drain_s: float
+        cls,
+        folder: Path,
+        options: ServiceOptions,
+        keys: Collection[str],
+        hosts: Collection[str] | None,
+        drain_s: float,
+        origins: Collection[str] = frozenset(),
     ) -> Self:
         """Opens a build folder; see `open_service` and `create_app`."""
         opened = contextlib.ExitStack()
         service = opened.enter_context(open_service(folder, options))
-        return cls(opened, service, create_app(service, keys, hosts), drain_s)
+        return cls(opened, service, create_app(service, keys, hosts, origins), drain_s)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -241,7 +257,7 @@ class Replica:
         self._args, self._folders = args, folders
         self._keys = read_keys(args.api_key_file) if args.api_key_file else frozenset[str]()
         self._hosts = None if self._keys or "*" in args.hosts else {*LOOPBACK, *args.hosts}
-        self._guard = Guard(self._keys, self._hosts)
+        self._guard = Guard(self._keys, self._hosts, args.allow_origins)
 
     async def __serve_build_asgi_app__(self) -> Starlette:
         """Builds the application; Ray calls this before the replica gets requests. The first folder stays open. Ray's
@@ -280,7 +296,7 @@ class Replica:
             # No await separates this from the folder's own count of requests, so the folder cannot close in between.
             folder = await self._chosen(request)
         except Exception as error:  # Handled as in `create_app`.
-            await problem_of(error).response(request.url.path)(scope, receive, send)
+            await Cors(problem_of(error).response(request.url.path), self._args.allow_origins)(scope, receive, send)
         else:
             await folder(scope, receive, send)
 
@@ -303,7 +319,7 @@ class Replica:
         args = self._args
         options = dataclasses.replace(args.options, name=name)
         folder = await asyncio.to_thread(
-            OpenFolder.of, self._folders[name], options, self._keys, self._hosts, args.drain_s
+            OpenFolder.of, self._folders[name], options, self._keys, self._hosts, args.drain_s, args.allow_origins
         )
         self.open_folders = [opened for opened in self.open_folders if not opened.closed] + [folder]
         return folder

@@ -17,7 +17,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from mod_export.errors import UsageError
 from mod_export.serve import DRAIN_S, KEEP_ALIVE_S
 from mod_export.serve.app import create_app
+from mod_export.serve.cors import check_origins
 from mod_export.serve.service import Service, ServiceOptions, open_service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -72,6 +73,7 @@ def serve_folder(
     drain_s: float = DRAIN_S,
     keep_alive_s: float = KEEP_ALIVE_S,
     keys: frozenset[str] = frozenset(),
+    origins: Collection[str] = frozenset(),
     access_log: bool = False,
     say: Callable[[str], None] = print,
 ) -> int:
@@ -85,6 +87,7 @@ def serve_folder(
         drain_s: seconds that texts have to finish after the first signal.
         keep_alive_s: seconds that a connection stays open between two requests.
         keys: API keys.
+        origins: web pages of other origins that may use the server.
         access_log: whether every request is logged.
         say: receives a line with the address before the server starts.
 
@@ -101,10 +104,11 @@ def serve_folder(
         raise UsageError(f"--drain: expected a number of seconds of at least 0, got {drain_s:g}")
     if not 0 < keep_alive_s < math.inf:
         raise UsageError(f"--keep-alive: expected a number of seconds above 0, got {keep_alive_s:g}")
+    check_origins(origins, "--allow-origin", public=bool(keys))
     _allow_connections()
     # Listens first: a port in use is found at once, while opening a folder takes long.
     with _listening(host, port) as listener, open_service(folder, options) as service:
-        app = create_app(service, keys, None if keys else {*LOOPBACK, host})
+        app = create_app(service, keys, None if keys else {*LOOPBACK, host}, origins)
         config = uvicorn.Config(
             app,
             http=Connection,

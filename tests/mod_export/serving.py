@@ -108,12 +108,13 @@ def serving(
     folder: Path,
     keys: Sequence[str] = (),
     hosts: Sequence[str] | None = None,
+    origins: Sequence[str] = (),
     keep_alive_s: float = KEEP_ALIVE_S,
     **options: Any,
 ) -> Iterator[Server]:
     """Serves a build folder on a thread of this process."""
     with open_service(folder, ServiceOptions(**options)) as service, socket.create_server(("127.0.0.1", 0)) as listener:
-        app = create_app(service, keys, hosts)
+        app = create_app(service, keys, hosts, origins)
         config = uvicorn.Config(
             app,
             http=Connection,

@@ -186,6 +186,19 @@ def test_a_conversation_on_stdin(folder: Path, generator: Generator) -> None:
     assert (result.exit_code, result.stdout) == (0, f"{first.text}\n{second.text}\n"), result.output
 
 
+def test_lines_of_stdin_keep_their_characters(folder: Path, generator: Generator) -> None:
+    from click.testing import CliRunner
+
+    from mod_export.cli import cli
+
+    command = ["generate", str(folder), "--chat", "--max-new-tokens", "6", "--temperature", "0", "-q"]
+    result = CliRunner().invoke(cli, command, input="\ufeffHi\rthere\u2028 \r\n".encode())
+    (expected,) = generator.generate([{"role": "user", "content": "Hi\rthere\u2028 "}], 6, temperature=0)
+    assert (result.exit_code, result.stdout) == (0, f"{expected.text}\n"), result.output
+    result = CliRunner().invoke(cli, command, input=b"\nHi \xff\n")
+    assert result.stderr == "error: line 2 of stdin: byte 0xff at offset 3 is not UTF-8; a prompt is text in UTF-8\n"
+
+
 def test_variables_of_the_template(folder: Path, generator: Generator) -> None:
     (plain,) = generator.generate([USER], WRITTEN, temperature=0)
     (dated,) = generator.generate([USER], WRITTEN, temperature=0, template={"date_string": "the first of May"})

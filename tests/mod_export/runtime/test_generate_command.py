@@ -6,18 +6,19 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from build_folders import Silent, rewrite_manifest
+from click.testing import CliRunner
 from command_line import command, invoke, refused
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from mod_export.cli import cli
 from mod_export.config import config_from_toml
 from mod_export.environment import usable_cores
 from mod_export.errors import UsageError
@@ -131,6 +132,42 @@ def test_ids_where_there_is_no_text(written_copy: Path, generator: Generator) ->
         refused(found, "this model's ids stand for no text.*; give prompts as ids")
 
 
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "a byte order mark"])
+def test_a_file_is_the_prompt_to_the_last_character(
+    written: Path, generator: Generator, tmp_path: Path, mark: bytes
+) -> None:
+    prompt = "a\r\nb\rc\n\ufeff\x85\u2028d\n"
+    (tmp_path / "p.txt").write_bytes(mark + prompt.encode())
+    (expected,) = generator.generate([list(prompt.encode())], 4)
+    options = ["--max-new-tokens", 4, "--json"]
+    for where, sent in ((tmp_path / "p.txt", b""), ("-", mark + prompt.encode())):
+        arguments = ["generate", written, "--prompt-file", where, *options]
+        result = CliRunner().invoke(cli, list(map(str, arguments)), input=sent)
+        done = json.loads(result.stdout.splitlines()[-1])["done"]
+        assert (done["ids"], done["read"]) == (expected.ids, len(prompt.encode()) + 3)
+
+
+def test_a_file_that_is_no_utf8(written: Path, tmp_path: Path) -> None:
+    for content, what in (
+        (b"abc\xe9t", "byte 0xe9 at offset 3"),
+        (b"\xef\xbb\xbfa\xff", "byte 0xff at offset 4"),
+        ("é".encode("utf-16-le"), "byte 0xe9 at offset 0"),
+    ):
+        (tmp_path / "p.txt").write_bytes(content)
+        message = rf"p\.txt: {what} is not UTF-8; a prompt is text in UTF-8$"
+        refused(invoke("generate", written, "--prompt-file", tmp_path / "p.txt"), message)
+        result = CliRunner().invoke(cli, ["generate", str(written), "--prompt-file", "-"], input=content)
+        refused(result, f"^error: stdin: {what} is not UTF-8; a prompt is text in UTF-8$")
+
+
+def test_seeds_and_top_p_of_the_command(written: Path, generator: Generator) -> None:
+    options = ["generate", written, "--prompt", PROMPT, "--max-new-tokens", 20, "--temperature", 5]
+    (greedy,) = generator.generate(PROMPT, 20)
+    assert invoke(*options, "--top-p", 0, "--seed", 3).stdout == greedy.text + "\n"
+    assert len({invoke(*options, "--seed", -1).stdout for _ in range(3)}) == 3
+    refused(invoke(*options, "--seed", -2), "seed: got -2, expected a whole number of at least 0; -1 draws a seed")
+
+
 SCORED = ["--selection", "topk-prefill"]
 
 
@@ -141,7 +178,6 @@ SCORED = ["--selection", "topk-prefill"]
             (["--prompt", "x", *SCORED, *option], "topk-prefill scores prompts and writes nothing: leave out --stop,")
             for option in (["--roll"], ["--stop", "x"], ["--model", "dense"])
         ),
-        (["--prompt-file", sys.executable], "cannot be read as a prompt ('utf-8' codec"),
         ([], "expected a prompt; give it as TEXT, or with --prompt, --prompt-file or --ids"),
         (["--chat", "x"], "this model's tokens are bytes, for which there is no chat template; give plain prompts"),
         (["--ids", "1,x"], "--ids: expected whole numbers, got '1,x'"),

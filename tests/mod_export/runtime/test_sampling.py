@@ -74,6 +74,23 @@ def test_what_is_kept_is_drawn_in_proportion() -> None:
         np.testing.assert_allclose(probabilities(logits_V, sampling), expected_V, rtol=1e-6)
 
 
+def test_top_p_0_keeps_the_most_probable_token() -> None:
+    """Of (0.1, 0.4, 0.4, 0.1) it keeps the first 0.4. It is not greedy otherwise: each draw takes a number."""
+    logits_V = np.log(array([0.1, 0.4, 0.4, 0.1]))
+    for sampling in (Sampling(1.0, top_p=0), Sampling(9.0, top_p=0.0), Sampling(1.0, top_k=3, top_p=0)):
+        assert probabilities(logits_V, sampling).tolist() == [0, 1, 0, 0]
+        assert counts(logits_V, sampling, 50).tolist() == [0, 50, 0, 0]
+    rng, other = rng_of(0, 0), rng_of(0, 0)
+    draw(logits_V, Sampling(1.0, top_p=0), rng)
+    other.random()
+    assert rng.random() == other.random()
+
+
+def test_a_random_seed_differs_each_time() -> None:
+    assert len({rng_of(-1, 0).random() for _ in range(4)}) == 4
+    assert rng_of(7, 0).random() == rng_of(7, 0).random()
+
+
 @given(logits=logit_lists, sampling=samplings, number=st.integers(0, LAST))
 def test_the_cuts_keep_the_fewest_of_the_largest_and_only_they_are_drawn(
     logits: list[float], sampling: Sampling, number: int
@@ -174,7 +191,7 @@ OUT_OF_RANGE = {
         "a finite number of at least 0; 0 always takes the",
     ),
     "top_k": ((-1, 2.0, True), "a whole number of at least 0; 0 draws from all tokens$"),
-    "top_p": ((0, 1.5, math.nan, None), "a number above 0 and at most 1; 1 draws from all tokens$"),
+    "top_p": ((-0.1, 1.5, math.nan, None, False), "a number from 0 to 1; 1 draws from all tokens$"),
 }
 
 
@@ -184,8 +201,10 @@ def test_settings_out_of_range(name: str) -> None:
     for value in values:
         with pytest.raises(UsageError, match=f"^{name}: got {re.escape(repr(value))}, expected {expected}"):
             Sampling(**{name: value})
-    for seed in (-1, 1.5, True):
-        with pytest.raises(UsageError, match=rf"^seed: got {seed}, expected a whole number of at least 0$"):
+    for seed in (-2, 1.5, True):
+        with pytest.raises(
+            UsageError, match=rf"^seed: got {seed}, expected a whole number of at least 0; -1 draws a seed$"
+        ):
             rng_of(seed, 0)  # type: ignore[arg-type]
 
 

@@ -65,14 +65,30 @@ def test_only_its_own_names_where_no_key_is_asked_for(written: Path) -> None:
 
 
 def test_addresses_and_methods_that_are_none(server: Server) -> None:
-    for path in ("/v1/engines", "/v3", "/v1/completions/", "/v1/completions/x", "/metrics/x"):
+    has = "this server has GET /v1/models, GET /v1/models/{name}, POST /v1/completions, POST /v1/chat/completions"
+    for path in ("/v1/engines", "/v3", "/v1/completions/", "/v1/completions/x", "/metrics/x", "/chat/completions"):
         answer = httpx2.get(server.url + path)
         assert answer.status_code == 404
-        assert answer.json()["error"]["message"] == f"{path}: no such address"
-    answer = httpx2.get(f"{server.url}/v1/completions")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
-    assert answer.json()["error"]["message"] == "/v1/completions: GET: not a method of this address"
-    assert httpx2.get(f"{server.url}/v2/nonsense").json() == {"error": "/v2/nonsense: no such address"}
+        assert answer.json()["error"] == {
+            "message": f"GET {path}: no such address; {has}", "type": "invalid_request_error",
+            "param": None, "code": "unknown_url"}  # fmt: skip
+    for path in ("/v1/embeddings", "/v1/responses", "/v1/audio/speech", "/v1/files/x", "/v1/messages"):
+        answer = httpx2.post(server.url + path, json={})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (404, "unsupported")
+        assert error["message"] == f"POST {path}: not supported here; {has}"
+    for method, path, allowed in (
+        ("GET", "/v1/completions", "POST"),
+        ("DELETE", "/v1/models/writing", "GET, HEAD"),
+        ("OPTIONS", "/v1/models", "GET, HEAD"),
+    ):
+        answer = httpx2.request(method, server.url + path)
+        assert (answer.status_code, sorted(answer.headers["allow"].split(", "))) == (405, allowed.split(", "))
+        assert answer.json()["error"] == {
+            "message": f"{method} {path}: not a method of this address; it has {answer.headers['allow']}",
+            "type": "invalid_request_error", "param": None, "code": "unsupported"}  # fmt: skip
+    message = httpx2.get(f"{server.url}/v2/nonsense").json()["error"]
+    assert message.startswith("GET /v2/nonsense: no such address; this server has GET /v2, GET /v2/health/live, ")
 
 
 def test_foreign_pages_are_kept_out_where_no_key_is_asked_for(written: Path) -> None:
@@ -87,8 +103,8 @@ def test_foreign_pages_are_kept_out_where_no_key_is_asked_for(written: Path) -> 
             answer = httpx2.post(f"{server.url}/v1/completions", json=ASKED, headers={"Origin": origin})
             assert answer.status_code == status
         assert answer.json()["error"]["message"] == (
-            "Origin 'http://127.0.0.1': without an API key this server answers no other web page; give it API keys "
-            "(--api-key-file, on Ray api_key_file)"
+            "Origin 'http://127.0.0.1': this server answers only its own page and those that it was started for; allow "
+            "another one with --allow-origin http://127.0.0.1 (on Ray allow_origins)"
         )
 
 

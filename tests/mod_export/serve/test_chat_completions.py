@@ -101,9 +101,22 @@ def test_without_a_number_of_tokens_the_window_is_the_limit(client: openai.OpenA
     found = client.chat.completions.create(model="llama", messages=MESSAGES, temperature=0)  # type: ignore[arg-type]
     assert found.choices[0].message.content == expected.text
     long = [{"role": "user", "content": "word " * 200}]
-    with pytest.raises(openai.BadRequestError, match="longer than the window of 128") as refused:
+    tokens = len(generator.ids(long)[0])
+    begins = "This model's maximum context length is 128 tokens. However, you"
+    with pytest.raises(openai.BadRequestError) as refused:
         client.chat.completions.create(model="llama", messages=long)  # type: ignore[arg-type]
     assert refused.value.code == "context_length_exceeded"
+    assert isinstance(refused.value.body, dict)
+    assert refused.value.body["message"] == (
+        f"{begins}r messages resulted in {tokens} tokens. Please reduce the length of the messages."
+    )
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="llama", messages=long, max_completion_tokens=7)  # type: ignore[arg-type]
+    assert isinstance(refused.value.body, dict)
+    assert refused.value.body["message"] == (
+        f"{begins} requested {tokens + 7} tokens ({tokens} in the messages, 7 in the completion). Please reduce the "
+        "length of the messages or max_tokens."
+    )
 
 
 def test_logprobs_name_every_token(client: openai.OpenAI, generator: Generator) -> None:

@@ -204,9 +204,40 @@ def test_models(client: openai.OpenAI, server: Server) -> None:
 
 
 def test_a_text_that_is_too_long(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match=f"longer than the window of {WINDOW}") as refused:
-        client.completions.create(model="writing", prompt=PROMPT, max_tokens=WINDOW)
-    assert refused.value.code == "context_length_exceeded"
+    """The longest text that passes has one token more than the window, because its last token is never read."""
+    client.completions.create(model="writing", prompt=PROMPT, max_tokens=WINDOW + 1 - len(PROMPT))
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="writing", prompt=PROMPT, max_tokens=WINDOW + 2 - len(PROMPT))
+    error = refused.value
+    assert (error.code, error.type, error.param) == ("context_length_exceeded", "invalid_request_error", None)
+    assert isinstance(error.body, dict)
+    assert error.body["message"] == (
+        "This model's maximum context length is 48 tokens. However, you requested 50 tokens (9 in the prompt, 41 in "
+        "the completion). Please reduce the length of the prompt or max_tokens."
+    )
+
+
+def test_a_random_seed_may_be_asked_for(client: openai.OpenAI) -> None:
+    def written() -> str:
+        return client.completions.create(model="writing", prompt=PROMPT, max_tokens=20, seed=-1).choices[0].text
+
+    assert len({written() for _ in range(4)}) == 4
+
+
+def test_top_p_0_takes_the_most_probable_tokens(client: openai.OpenAI, other: Generator) -> None:
+    (expected,) = other.generate(PROMPT, 20)
+    found = client.completions.create(model="writing", prompt=PROMPT, max_tokens=20, temperature=5, top_p=0, seed=7)
+    assert found.choices[0].text == expected.text
+
+
+def test_no_event_of_a_stream_is_cut_by_a_client_that_knows_other_ends_of_lines(server: Server) -> None:
+    prompt = "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\r\nj\rk"
+    answer = post(server, {"prompt": prompt, "max_tokens": 2, "echo": True, "stream": True})
+    lines = [line for line in answer.text.splitlines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines.pop() == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert chunks[0]["choices"][0]["text"] == prompt
 
 
 def test_more_texts_than_there_will_ever_be_room_for(client: openai.OpenAI) -> None:

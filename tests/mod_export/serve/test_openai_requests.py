@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from typing import Any
 
@@ -15,6 +16,8 @@ from mod_export.serve.openai_formats import IGNORED, NEUTRAL, ChatRequest, Compl
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXT = {"prompt": "Hi"}
+LIMIT = "This model's maximum context length is 48 tokens. However,"
+JSON_TEXT = json.dumps({**TEXT, "max_tokens": 1})
 
 
 def ask(server: Server, body: Any, path: str = "/v1/completions") -> httpx2.Response:
@@ -59,9 +62,10 @@ def test_other_values_of_unsupported_fields_are_refused(name: str, kind: Any, bo
         ({"prompt": [256]}, "prompt 0: expected text, or token ids from 0 to 255, got 256"),
         ({"prompt": [-1]}, "prompt 0: expected text, or token ids from 0 to 255, got -1"),
         ({"prompt": [10**30]}, "prompt"),
-        ({"prompt": [1] * 49}, "a prompt of 49 tokens is longer than the window of 48 tokens; give less"),
-        ({"prompt": "a" * 1537}, "a prompt of 1,537 characters is longer than the window of 48 tokens; give less"),
-        ({"prompt": "a" * 48, "n": 3}, "a text of 63 tokens, prompt and answer together, is longer than the window"),
+        ({"prompt": [1] * 49}, f"{LIMIT} your prompt has 49 tokens. Please reduce the length of the prompt."),
+        ({"prompt": "a" * 49}, f"{LIMIT} your prompt resulted in 49 tokens. Please reduce the length of the prompt."),
+        ({"prompt": "a" * 1537}, f"{LIMIT} your prompt has 1537 characters; at most 1536 are read. Please reduce the"),
+        ({"prompt": "a" * 48, "n": 3}, f"{LIMIT} you requested 64 tokens (48 in the prompt, 16 in the completion). "),
         ({"stop": "a" * 257}, "stop.0: String should have at most 256 characters"),
         ({"n": 0}, "n: Input should be greater than or equal to 1"),
         ({"n": "2"}, "n: Input should be a valid integer"),
@@ -73,9 +77,10 @@ def test_other_values_of_unsupported_fields_are_refused(name: str, kind: Any, bo
         ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
         ({"temperature": -0.1}, "temperature: Input should be greater than or equal to 0"),
         ({"temperature": "hot"}, "temperature: Input should be a valid number"),
-        ({"top_p": 0}, "top_p: Input should be greater than 0"),
+        ({"top_p": -0.1}, "top_p: Input should be greater than or equal to 0"),
+        ({"top_p": 1.1}, "top_p: Input should be less than or equal to 1"),
         ({"top_k": -2}, "top_k: Input should be greater than or equal to -1"),
-        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"seed": -2}, "seed: Input should be greater than or equal to -1"),
         ({"seed": 2**63}, "seed: "),
         ({"stop": ["a"] * 17}, "stop: List should have at most 16 items"),
         ({"stop": ""}, "stop: got '', expected a string of at least one character"),
@@ -123,7 +128,7 @@ def test_fields_out_of_range(server: Server, change: dict[str, Any], message: st
         ),
         ({"messages": [{"role": "user", "content": []}]}, "content: only parts of type text are supported"),
         ({"messages": [1] * 200_000}, "messages.0: Input should be an object"),
-        ({"messages": [{"role": "user", "content": "a" * 1537}]}, "a prompt of 1,537 characters is longer than the"),
+        ({"messages": [{"role": "user", "content": "a" * 1537}]}, f"{LIMIT} your prompt has 1537 characters; at most"),
         ({"top_logprobs": 2}, "top_logprobs: is about logprobs; give logprobs: true with it"),
         ({"max_tokens": 0}, "max_tokens: expected at least 1"),
         ({"max_completion_tokens": 0}, "max_tokens: expected at least 1"),
@@ -148,6 +153,45 @@ def test_what_is_no_json_object(server: Server, body: bytes) -> None:
         answer = ask(server, body, path)
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["message"]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_body(server: Server) -> None:
+    """PowerShell and .NET write one."""
+    assert ask(server, JSON_TEXT.encode("utf-8-sig")).status_code == 200
+    answer = ask(server, b"\xef\xbb\xbf{}", "/v2/models/writing/infer")
+    assert answer.json()["error"].startswith("inputs: Field required")
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [(JSON_TEXT.encode(name), f"is {name[:6].upper()}; send JSON in UTF-8, the only encoding of JSON between programs")
+     for name in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")]
+    + [(gzip.compress(JSON_TEXT.encode()), "is compressed (gzip); send the JSON itself"),
+       (b"\x28\xb5\x2f\xfd\x24", "is compressed (zstd); send the JSON itself"),
+       (b"PK\x03\x04", "is compressed (zip); send the JSON itself")],
+    ids=lambda value: value[-30:] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_no_utf8_is_named(server: Server, body: bytes, what: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/v2/models/writing/infer"):
+        answer = ask(server, body, path)
+        error = answer.json()["error"]
+        message = error if path.startswith("/v2") else error["message"]
+        assert (answer.status_code, message) == (400, f"the body of the request {what}")
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip", "zstd"])
+def test_encoded_bodies_are_refused(server: Server, encoding: str) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/v2/models/writing/infer"):
+        headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        body = gzip.compress(JSON_TEXT.encode())
+        answer = httpx2.post(server.url + path, content=body, headers=headers, timeout=PATIENCE_S)
+        assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+        message = f"Content-Encoding {encoding}: bodies are read as they are; send this one unencoded"
+        assert message in answer.text
+    for name in ("identity", "Identity", ""):
+        headers = {"Content-Encoding": name}
+        answer = httpx2.post(f"{server.url}/v1/completions", content=JSON_TEXT, headers=headers, timeout=PATIENCE_S)
+        assert answer.status_code == 200
 
 
 def test_content_of_messages_in_parts() -> None:

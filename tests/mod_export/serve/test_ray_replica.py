@@ -27,6 +27,7 @@ with warnings.catch_warnings():
     from mod_export.serve.ray_app import BESIDE_TEXTS, Arguments, OpenFolder, Replica, app
 
 NAME = "tiny"
+PAGE = "https://chat.example"
 PATIENCE_S = 60.0
 PROMPT = [7, 3, 200, 41, 5]
 
@@ -94,8 +95,37 @@ def test_a_replica_by_itself(written: Path, tmp_path: Path) -> None:
         Replica(Arguments(folder=written, api_key_file=Path("nowhere")), {None: written})
 
 
+def test_a_replica_answers_the_pages_that_it_is_told(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = Arguments.model_validate(
+        {"folders": {"a": str(written), "b": str(written)}, "allow_origins": f"{PAGE},x://y"}
+    )
+    assert args.allow_origins == (PAGE, "x://y")
+
+    async def live() -> None:
+        replica = Replica(args, args.by_name())
+        found = await replica.__serve_build_asgi_app__()
+        async with found.router.lifespan_context(found):
+            for status, origin in ((200, PAGE), (403, "https://other.example")):
+                sent = await messages(found, "/v1/models", host="localhost", origin=origin)
+                shown = dict(sent[0]["headers"]).get(b"access-control-allow-origin")
+                assert (sent[0]["status"], shown) == (status, PAGE.encode() if status == 200 else None)
+            # A refusal of the replica itself.
+            monkeypatch.setattr(serve, "get_multiplexed_model_id", lambda: "c")
+            sent = await messages(found, "/v1/models", host="localhost", origin=PAGE)
+            shown = dict(sent[0]["headers"]).get(b"access-control-allow-origin")
+            assert (sent[0]["status"], shown) == (404, PAGE.encode())
+
+    asyncio.run(live())
+
+
 async def asked(app: ASGIApp, path: str, **headers: str) -> tuple[int, Any]:
     """Status and JSON of a request to the application, without a server."""
+    sent = await messages(app, path, **headers)
+    return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
+
+
+async def messages(app: ASGIApp, path: str, **headers: str) -> list[Any]:
+    """What the application sends."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -106,7 +136,7 @@ async def asked(app: ASGIApp, path: str, **headers: str) -> tuple[int, Any]:
 
     listed = [(name.encode(), value.encode()) for name, value in headers.items()]
     await app({"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": listed}, receive, send)
-    return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
+    return sent
 
 
 @pytest.mark.parametrize(
@@ -115,6 +145,8 @@ async def asked(app: ASGIApp, path: str, **headers: str) -> tuple[int, Any]:
         ({}, "expected a build folder as folder=DIR, or several as folders=DIR, and not both"),
         ({"folder": "a", "folders": "b"}, "expected a build folder as folder=DIR, or several as folders=DIR"),
         ({"folders": "b", "name": "x"}, "name: is for one folder; those of `folders` have their own names"),
+        ({"folder": "a", "allow_origins": "*"}, "allow_origins [*]: every web page that a user of this machine opens"),
+        ({"folder": "a", "allow_origins": "a.b"}, "allow_origins a.b: expected an origin as browsers send it"),
         ({"folder": "a", "rows": "0"}, "rows\n.*greater than or equal to 1"),
         ({"folder": "a", "max_queu": "1"}, "max_queu\n.*not permitted"),
     ],
