@@ -40,6 +40,13 @@ from mod_export.cli.boundary import PATH, SOURCE, command
     help="With --dialect, the share of the tokens that a routed layer takes, or their number where the dialect counts "
     "them; default: what SOURCE or the dialect says.",
 )
+@click.option(
+    "--base",
+    metavar="FOLDER",
+    type=SOURCE,
+    help="The model that SOURCE is a LoRA adapter of, a folder or hf://ORG/NAME; default: the folder that SOURCE "
+    "names.",
+)
 @command
 def convert(
     source: str,
@@ -48,12 +55,14 @@ def convert(
     ignored: Sequence[str],
     dialect: str | None,
     capacity: float | None,
+    base: str | None,
     verbosity: int,
 ) -> int:
     """Write SOURCE, a language model of another format, as the checkpoint OUT.
 
-    SOURCE is a Hugging Face folder, a GGUF file, or hf://ORG/NAME[@REVISION] on the Hugging Face hub. OUT is a new
-    folder that `build` and others take. Families: Llama, Mistral, Qwen2, Qwen3, SmolLM, Phi-3, Gemma.
+    SOURCE is a Hugging Face folder, a LoRA adapter of PEFT, a GGUF file, or hf://ORG/NAME[@REVISION] on the Hugging
+    Face hub. OUT is a new folder that `build` and others take. Families: Llama, Mistral, Qwen2, Qwen3, SmolLM, Phi-3,
+    Gemma.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -77,6 +86,7 @@ def convert(
             lambda done, all_: progress.update(task, completed=done, total=all_),
             dialect,
             capacity,
+            None if base is None else Path(fetched(base)),
         )
     names = list(converted.companions)
     parts = [f"{out}  {converted.family}, {converted.parameters / 1e6:,.2f} M parameters"]

@@ -86,6 +86,7 @@ class Architecture(ABC):
         written: Callable[[int, int], None],
         dialect: str | None = None,
         capacity: float | None = None,
+        base: Path | None = None,
     ) -> Converted | None:
         """Writes a model in another format as a checkpoint folder, completely or not at all.
 
@@ -97,6 +98,7 @@ class Architecture(ABC):
             written: called with the number of bytes of weights written so far, and with their total.
             dialect: the implementation that stored the model, if its files do not say what its tensors mean.
             capacity: capacity of routed layers, if it differs from that of the model or the dialect.
+            base: the model that `source` is an adapter of, if its files do not say where that is.
 
         Returns:
             The model; None if this architecture converts nothing.

@@ -137,6 +137,7 @@ def convert(
     written: Callable[[int, int], None] = lambda done, all_: None,
     dialect: str | None = None,
     capacity: float | None = None,
+    base: Path | None = None,
 ) -> Converted:
     """Writes a model in another format as a checkpoint folder; see `Architecture.convert`.
 
@@ -145,7 +146,7 @@ def convert(
     """
     for architecture in architectures().values():
         try:
-            converted = architecture.convert(source, out, max_positions, ignored, written, dialect, capacity)
+            converted = architecture.convert(source, out, max_positions, ignored, written, dialect, capacity, base)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         if converted is not None:

@@ -1,7 +1,7 @@
 """Fetches models of the Hugging Face hub, hf://ORG/NAME[@REVISION], into folders of the hub's own cache.
 
 Only files that a model is read from are fetched: its config, its weights (safetensors, or pickles of tensors if there
-are none) and the files of its tokenizer. From a repository of GGUF files, the named one is fetched:
+are none), an adapter and the files of its tokenizer. From a repository of GGUF files, the named one is fetched:
 hf://ORG/NAME/FILE.gguf. The package `huggingface_hub` handles the endpoint, the cache, tokens and offline mode
 (HF_ENDPOINT, HF_HOME, HF_TOKEN, HF_HUB_OFFLINE).
 """
@@ -15,13 +15,16 @@ from mod_export.errors import CheckpointError
 
 PREFIX = "hf://"
 NAMED = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(/(?P<file>[^@]+\.gguf))?(@(?P<revision>.+))?")
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 ABOUT = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja",
+    CONFIG, "generation_config.json", ADAPTER_CONFIG, "adapter_model.safetensors", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "*.tiktoken",
+    "chat_template.jinja", "additional_chat_templates/*.jinja",
 )  # fmt: skip
 WEIGHTS = (
     ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"),
+    ("pytorch_model.bin", "pytorch_model-*.bin", "adapter_model.bin", "pytorch_model.bin.index.json"),
 )
 """Kinds of weights in order of preference. The first kind that a repository has is fetched."""
 
@@ -54,11 +57,11 @@ def _fetched(repo: str, file: str | None, revision: str | None) -> str:
         return hf_hub_download(repo, file, revision=revision)
     for weights in WEIGHTS:
         folder = snapshot_download(repo, revision=revision, allow_patterns=[*ABOUT, *weights])
-        if any((Path(folder) / name).is_file() for name in (weights[0], weights[-1])):
+        if any((Path(folder) / name).is_file() for name in (weights[0], weights[-1], "adapter_model.safetensors")):
             break
-    if not (Path(folder) / ABOUT[0]).is_file():
+    if not any((Path(folder) / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
         raise CheckpointError(
-            f"{PREFIX}{repo}: the repository holds no {ABOUT[0]}, so no model of transformers; of a repository of GGUF "
+            f"{PREFIX}{repo}: the repository holds no {CONFIG}, so no model of transformers; of a repository of GGUF "
             f"files name one, {PREFIX}{repo}/FILE.gguf"
         )
     return folder

@@ -73,11 +73,12 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in VOCABULARIES) or any(folder.glob("*.tiktoken"))
 
 
-def read_tokenizer(path: Path) -> TokenizerFiles:
+def read_tokenizer(path: Path, model: Path | None = None) -> TokenizerFiles:
     """Reads a tokenizer with transformers.
 
     Args:
         path: a folder, or one file of it; a file of another name than those of `VOCABULARIES` is a tokenizer.json.
+        model: folder of the model's configuration, if the tokenizer is beside an adapter of it.
 
     Raises:
         UsageError: there is no such file, transformers is missing or cannot read it, or it has a form that the package
@@ -87,7 +88,7 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
         raise UsageError(f"{path}: no such file or folder, expected a tokenizer.json or a folder with a tokenizer")
     with tempfile.TemporaryDirectory() as name, _quiet_transformers(path):
         copy = Path(name)
-        is_published = _copy(path, copy)
+        is_published = _copy(path, copy, model)
         tokenizer = _load(path, copy)
         contents, notes = _contents(path, tokenizer), []
         generation = _published_generation(copy) if is_published else _read_json(copy / GENERATION_CONFIG)
@@ -102,7 +103,7 @@ def read_tokenizer(path: Path) -> TokenizerFiles:
     return TokenizerFiles(path, contents, tuple(notes))
 
 
-def _copy(path: Path, copy: Path) -> bool:
+def _copy(path: Path, copy: Path, model: Path | None) -> bool:
     """Copies what transformers reads. Returns whether config.json is that of a model of transformers; a config.json of
     another library is left out, because transformers would take its fields for its own.
     """
@@ -114,6 +115,9 @@ def _copy(path: Path, copy: Path) -> bool:
             shutil.copyfile(file, target)
     if path.is_file() and path.name not in VOCABULARIES:
         shutil.copyfile(path, copy / TOKENIZER)
+    for name in (CONFIG, GENERATION_CONFIG):
+        if model is not None and not (copy / name).is_file() and (model / name).is_file():
+            shutil.copyfile(model / name, copy / name)
     config = _read_json(copy / CONFIG)
     is_published = config is not None and isinstance(config.get("model_type"), str)
     if config is not None and not is_published:

@@ -306,9 +306,10 @@ class ModTransformer(Architecture):
         written: Callable[[int, int], None],
         dialect: str | None = None,
         capacity: float | None = None,
+        base: Path | None = None,
     ) -> Converted:
         """See `convert.read_foreign` and `convert.foreign.write_folder`."""
-        foreign = _with_tokenizer(read_foreign(source, max_positions, ignored, dialect, capacity))
+        foreign = _with_tokenizer(read_foreign(source, max_positions, ignored, dialect, capacity, base))
         write_folder(foreign, out, written)
         return _converted(foreign)
 
@@ -318,9 +319,10 @@ MOD_TRANSFORMER = ModTransformer()
 
 def _with_tokenizer(foreign: ForeignModel) -> ForeignModel:
     """Replaces the tokenizer of a published folder by what transformers makes of it."""
-    if not foreign.path.is_dir() or not has_tokenizer(foreign.path):
+    folder = foreign.tokenizer or foreign.path
+    if not folder.is_dir() or not has_tokenizer(folder):
         return foreign
-    files = read_tokenizer(foreign.path)
+    files = read_tokenizer(folder, foreign.path)
     made = tuple(MadeFile(name, content) for name, content in files.contents.items())
     return replace(foreign, companions=made, notes=(*foreign.notes, *files.notes))
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mod_models.checkpoint import CheckpointError
+from mod_models.convert.adapter import ADAPTER_CONFIG, is_adapter, read_adapter
 from mod_models.convert.foreign import ForeignModel
 from mod_models.convert.gguf_file import starts_as_gguf
 from mod_models.convert.gguf_model import read_gguf
@@ -45,6 +46,7 @@ def read_foreign(
     ignored: Collection[str] = (),
     dialect: str | None = None,
     capacity: float | None = None,
+    base: Path | None = None,
 ) -> ForeignModel:
     """Reads a model in another format; its weights stay in their files.
 
@@ -54,17 +56,23 @@ def read_foreign(
         ignored: configuration fields that the caller knows to change nothing.
         dialect: name in `IMPLEMENTATIONS`, for a folder of a public implementation of Mixture-of-Depths.
         capacity: capacity of the routed layers; None for the value of the folder or of the implementation.
+        base: folder of the base model, for an adapter; None for the one that the adapter names.
 
     Raises:
-        CheckpointError: no reader recognises the format, a spec cannot describe the model, the model is damaged, or it
-            has the routers of an implementation and none was declared.
+        CheckpointError: no reader recognises the format, a spec cannot describe the model, the model is damaged, it has
+            the routers of an implementation and none was declared, or it is an adapter whose base model is not here.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
+    if base is not None and (dialect is not None or not is_adapter(path)):
+        reason = "has a --dialect" if dialect is not None else f"holds no {ADAPTER_CONFIG}"
+        raise CheckpointError(f"--base {base}: is for an adapter, and {path} {reason}")
     if dialect is not None:
         return read_implementation(path, dialect, capacity, max_positions, ignored)
     if capacity is not None:
         raise CheckpointError("--capacity is for routed layers of a --dialect, and none was declared")
+    if is_adapter(path):
+        return read_adapter(path, base, max_positions, ignored)
     if path.is_dir():
         refuse_undeclared(path)
     for reader in READERS:

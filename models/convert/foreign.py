@@ -255,6 +255,7 @@ class ForeignModel:
         parts: state_dict name -> source of the tensor.
         companions: files that belong to the model and are written beside it, such as its tokenizer.
         notes: notes about the conversion for the user, one sentence each.
+        tokenizer: folder of its tokenizer, if it is not `path`.
     """
 
     path: Path
@@ -263,6 +264,7 @@ class ForeignModel:
     parts: Mapping[str, Part]
     companions: tuple[Path | MadeFile, ...] = ()
     notes: tuple[str, ...] = ()
+    tokenizer: Path | None = None
 
     @property
     def parameters(self) -> int:

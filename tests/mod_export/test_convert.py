@@ -14,6 +14,7 @@ from dialect_models import Astramind, Dlo, Ohara
 from gguf_files import as_gguf
 from hugging_face import change_config, saved
 from packages import OnlyReads
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 
@@ -82,6 +83,38 @@ def test_what_cannot_be_converted(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     assert load_checkpoint(out).spec.max_positions == 16
     refused(invoke(*arguments), "out: exists already; name another folder, or delete it")
+
+
+def test_an_adapter_is_merged(tmp_path: Path) -> None:
+    """Its tokenizer is its own; where texts end is what its base model says."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    model_folder("Llama", base)
+    adapter.mkdir()
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file({f"{module}.lora_A.weight": torch.ones(2, 48), f"{module}.lora_B.weight": torch.ones(48, 2)},
+              adapter / "adapter_model.safetensors")  # fmt: skip
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 1, "base_model_name_or_path": "org/tiny"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    named = (
+        r"adapter: a LoRA adapter of org/tiny, and no model; name the folder of that model: mod-export convert \S+ OUT"
+    )
+    refused(invoke("convert", adapter, tmp_path / "out"), f"{named} --base FOLDER")
+    found = invoke("convert", adapter, tmp_path / "one", "--base", base)
+    assert found.exit_code == 0, found.output
+    assert found.stderr == f"note: {adapter}: merged into {base}\n"
+    words = Tokenizer(models.WordLevel({f"w{95 - number}": number for number in range(96)}, unk_token="w0"))
+    words.save(str(adapter / "tokenizer.json"))
+    (adapter / "chat_template.jinja").write_text("mine")
+    assert invoke("convert", adapter, tmp_path / "two", "--base", base).exit_code == 0
+    first = [Tokenizer.from_file(str(tmp_path / out / "tokenizer.json")).id_to_token(0) for out in ("one", "two")]
+    assert first == ["w0", "w95"]
+    assert (tmp_path / "two" / "chat_template.jinja").read_text() == "mine"
+    for out in ("one", "two"):
+        assert json.loads((tmp_path / out / "generation_config.json").read_text())["eos_token_id"] == 2
+    weights = [load_checkpoint(folder).weights for folder in (tmp_path / "one", tmp_path / "two")]
+    changed = "layers.0.attention.q_proj.weight"
+    before = load_file(base / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+    assert all(torch.allclose(of[changed], before + 1) for of in weights)
 
 
 WORDS = {

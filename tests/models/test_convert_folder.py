@@ -372,13 +372,29 @@ def sparse(source: Path, megabytes: int) -> None:
         file.truncate(8 + len(header) + end + rows * 192)
 
 
+def adapter_of(source: Path, rows: int, folder: Path) -> None:
+    """Writes a LoRA adapter of an embedding of this many rows."""
+    folder.mkdir()
+    halves = {"A": torch.ones(1, rows), "B": torch.ones(48, 1)}
+    tensors = {f"base_model.model.model.embed_tokens.lora_embedding_{half}": halves[half] for half in halves}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "base_model_name_or_path": str(source)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("of", ["model", "adapter"])
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
-def test_memory_does_not_grow_with_the_model(copy: Callable[[str], Path], tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_model(of: str, copy: Callable[[str], Path], tmp_path: Path) -> None:
     """A large tensor is read in pieces; torch's modules need the rest (docs/models.md has 7 B)."""
     source = copy("whole")
     sparse(source, 512)
+    if of == "adapter":
+        adapter_of(source, 512 * 2**20 // (4 * 48), tmp_path / "adapter")
+        source = tmp_path / "adapter"
     command = [sys.executable, "-c", CONVERT, str(source), str(tmp_path / "out")]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
     assert (tmp_path / "out" / WEIGHTS).stat().st_size > 2**29
     assert int(found.stdout) < 300 * 1024
+    if of == "adapter":
+        assert load_file(tmp_path / "out" / WEIGHTS)["embedding.weight"][-1].eq(1).all()

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from hugging_face import saved
+from tokenizers import Tokenizer, models
 
 from mod_export.errors import CheckpointError
 from mod_export.model.hub import fetched, name_of
@@ -99,16 +100,24 @@ class Hub(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in shards with pickles beside it, one of pickles only, and a repository with only a GGUF file."""
+    """A model in shards with pickles beside it, one of pickles only, adapters, and a repository of one GGUF file."""
     root = tmp_path_factory.mktemp("hub")
     folder = root / MODEL
     saved("Qwen2", folder, max_shard_size="60KB")
-    for name in ("README.md", "onnx/model.onnx", "pytorch_model.bin", "original/model.safetensors", "tokenizer.json"):
+    for name in ("README.md", "onnx/model.onnx", "pytorch_model.bin", "original/model.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
+    Tokenizer(models.WordLevel({f"w{number}": number for number in range(96)}, unk_token="w0")).save(
+        str(folder / "tokenizer.json")
+    )
     old = saved("Llama", root / "org" / "old")
     (root / "org" / "old" / "model.safetensors").unlink()
     torch.save(old.state_dict(), root / "org" / "old" / "pytorch_model.bin")
+    for name, suffix in (("adapter", "safetensors"), ("old-adapter", "bin")):
+        (root / "org" / name).mkdir()
+        for file in ("adapter_config.json", f"adapter_model.{suffix}", "README.md", "training_args.bin"):
+            fields = {"peft_type": "LORA", "base_model_name_or_path": "org/old", "auto_mapping": {"file": file}}
+            (root / "org" / name / file).write_text(json.dumps(fields))
     (root / "org" / "files").mkdir()
     (root / "org" / "files" / "some.gguf").write_bytes(b"GGUF, but not really")
     return root
@@ -185,6 +194,20 @@ def test_a_model_of_pickles_and_a_file(endpoint: str, tmp_path: Path) -> None:
     assert (Path(folder) / "pytorch_model.bin").is_file()
     assert Path(file).read_bytes() == b"GGUF, but not really"
     assert name_of(Path(file)) == "some.gguf"
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("adapter", "safetensors"), ("old-adapter", "bin")])
+def test_an_adapter(name: str, suffix: str, endpoint: str, tmp_path: Path) -> None:
+    Hub.sent.clear()
+    done = in_process(cli("convert", f"hf://org/{name}", tmp_path / "out"), endpoint, tmp_path / "cache")
+    assert sorted(Hub.sent) == ["adapter_config.json", f"adapter_model.{suffix}"]
+    assert done.returncode == 2
+    assert ": a LoRA adapter of org/old, and no model; name the folder of that model: " in done.stderr
+    Hub.sent.clear()
+    words = ("convert", f"hf://org/{name}", tmp_path / "out", "--base", "hf://org/old")
+    done = in_process(cli(*words), endpoint, tmp_path / "cache")
+    assert sorted(Hub.sent) == ["config.json", "generation_config.json", "pytorch_model.bin"]
+    assert f"adapter_model.{suffix}: not " in done.stderr
 
 
 def test_what_cannot_be_fetched(endpoint: str, tmp_path: Path) -> None:
