@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors study retrofit real gpu load triton corpus figures test test-slice test-all check docs clean
+.PHONY: install demo-install demo bench faults floors study retrofit real gpu load triton clients corpus figures test test-slice test-all check docs clean
 
 install: .venv/dev
 
@@ -85,6 +85,15 @@ load: install .venv/load/installed
 
 triton: install .venv/triton/installed
 	$(BIN)/pytest tests/triton -m triton
+
+# lm-eval, litellm and LangChain's client against a server; lm-eval's figures next to those of transformers. Ten minutes.
+.venv/clients/installed: .venv/dev
+	$(PYTHON) -m venv .venv/clients
+	.venv/clients/bin/pip install --quiet --constraint constraints.txt "langchain-openai>=1" "litellm>=1.80" "lm-eval[api,hf]>=0.4.9"
+	touch $@
+
+clients: install .venv/clients/installed
+	$(BIN)/pytest tests/clients -m clients
 
 # Model classes of PyPI packages, routed, through every target that needs no GPU; writes docs/corpus.md. An hour or two, and it
 # goes on where it was stopped. `make corpus ARGS="--help"`.

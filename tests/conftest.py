@@ -1,7 +1,8 @@
 """Every test runs on one thread and starts from the same seed, so that a failure can be reproduced. The marker `slow`
 (pyproject.toml) says which tests `make test` leaves out; `--slice COMMIT` keeps a part of the collected tests. Tests
 marked `real` need a model from outside the project and run only with `--real-model FILE`. Tests marked `triton` need a
-Triton server and run only with `-m triton`.
+Triton server and run only with `-m triton`, those marked `clients` need programs of another environment and run only
+with `-m clients`.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     real = config.getoption("--real-model") is not None
     _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker("real") is not None) == real})
-    triton = config.getoption("markexpr") == "triton"
-    _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker("triton") is not None) == triton})
+    for marker in ("triton", "clients"):
+        wanted = config.getoption("markexpr") == marker
+        _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker(marker) is not None) == wanted})
     commit: int | None = config.getoption("--slice")
     if commit is None:
         return
