@@ -22,6 +22,7 @@ from mod_export.folder.manifest import MANIFEST, read_manifest
 from mod_export.model.architecture import GROUP, Architecture, Converted
 from mod_export.model.hub import name_of
 from mod_export.model.model import Model, Origin
+from mod_export.model.other_files import adapter_to_convert, lone_file, what_files, what_source
 from mod_export.model.tokenizer_files import TokenizerFiles, has_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
@@ -64,15 +65,16 @@ def look_at_checkpoint(path: Path) -> None:
     """Refuses, before PyTorch is loaded, a path that cannot be a checkpoint.
 
     Raises:
-        CheckpointError: the path does not exist, or is neither a folder with a config.json nor an archive as torch.save
-            writes it.
+        CheckpointError: the path does not exist, is something else that is known, or is neither a folder with a
+            config.json nor an archive as torch.save writes it.
     """
     try:
-        problem = _problem(path)
+        said = what_source(path) or adapter_to_convert(path)
+        problem = "" if said else _problem(path)
     except OSError as error:
-        problem = f"cannot be read ({error.strerror})"
-    if problem:
-        raise CheckpointError(f"{path}: {problem}")
+        said, problem = "", f"cannot be read ({error.strerror})"
+    if said or problem:
+        raise CheckpointError(said or f"{path}: {problem}")
 
 
 def _problem(path: Path) -> str:
@@ -142,8 +144,16 @@ def convert(
     """Writes a model in another format as a checkpoint folder; see `Architecture.convert`.
 
     Raises:
-        CheckpointError: no installed architecture converts models, or the model cannot be converted.
+        CheckpointError: the source is something else that is known, no installed architecture converts models, or the
+            model cannot be converted.
     """
+    what = what_source if dialect is None else what_files
+    try:
+        said = what(source) or lone_file(source) or ("" if base is None else what_source(base))
+    except OSError as error:
+        said = f"{source}: cannot be read ({error.strerror})"
+    if said:
+        raise CheckpointError(said)
     for architecture in architectures().values():
         try:
             converted = architecture.convert(source, out, max_positions, ignored, written, dialect, capacity, base)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mod_export.errors import UsageError
 from mod_export.folder.manifest import TOKENIZER
+from mod_export.model.other_files import what_file
 from mod_export.model.pt2 import first_line
 
 if TYPE_CHECKING:
@@ -143,6 +144,10 @@ def _load(path: Path, copy: Path) -> PreTrainedTokenizerBase:
                 f"load it with AutoTokenizer.from_pretrained(FOLDER, trust_remote_code=True), and name what its "
                 f"save_pretrained writes with --tokenizer"
             ) from error
+        source = path if path.is_dir() else path.parent
+        files = [path, *(source / file.relative_to(copy) for file in sorted(copy.rglob("*")))]
+        if damaged := next(filter(None, map(what_file, files)), ""):
+            raise UsageError(damaged) from error
         said = first_line(error).replace(str(copy), str(path))
         missing = [name for name in READERS if find_spec(name) is None and not (copy / TOKENIZER).is_file()]
         hint = f"; it may need {' and '.join(missing)}: pip install 'mod-export[convert]'" if missing else ""

@@ -51,6 +51,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 """Field -> the values with which it changes nothing. With any other value, a spec cannot describe the model."""
+QUOTES = "'"
 DEFAULT_THETA = 10_000.0
 ROPE_FIELDS = ("rope_type", "type", "rope_theta")
 ROPE_KINDS: Mapping[str, tuple[str, ...]] = {
@@ -140,12 +141,20 @@ class Config:
         for name, value in self.fields.items():
             if name in self._read or name in harmless or name in ignored or value is None:
                 continue
-            if name == "quantization_config" and isinstance(value, Mapping) and value.get("quant_method") == "gguf":
+            method = value.get("quant_method") if name == "quantization_config" and isinstance(value, Mapping) else None
+            if method == "gguf":
                 continue  # Transformers saves a model from a GGUF file with dequantized floats.
+            if isinstance(method, str):
+                self.problem(
+                    name,
+                    f"weights quantized by {shown(method).strip(QUOTES)}, which are not read here; name the folder of "
+                    "the original model, or a GGUF file of it",
+                )
+                continue
             near = difflib.get_close_matches(name[:80], known, n=1, cutoff=0.85)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             self.problem(
-                shown(name).strip("'"),
+                shown(name).strip(QUOTES),
                 f"unknown field with the value {shown(value)}{hint}; it could change what the model computes. Where it "
                 f"does not, name it with --ignore-field",
             )

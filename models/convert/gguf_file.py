@@ -34,6 +34,11 @@ FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloa
 """Number of a tensor type without blocks -> dtype."""
 BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS")
 """Quantized tensor types, which are read as float32."""
+REMOVED = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}  # fmt: skip
+"""Number of a tensor type that llama.cpp no longer reads -> its name."""
 KNOWN = f"F32, F16, BF16, F64, {', '.join(BLOCKS)}"
 Metadata = Mapping[str, Any]
 
@@ -148,6 +153,7 @@ class _File:
                 f"{self.path}: is big-endian, which is not read here; convert it with gguf-convert-endian"
                 if big
                 else f"{self.path}: GGUF version {version}, this release reads {' and '.join(map(str, VERSIONS))}"
+                + ("; convert the original model again with convert_hf_to_gguf.py of llama.cpp" if version == 1 else "")
             )
         n_tensors, n_keys = (int(count) for count in self.numbers("<u8", 2))
         metadata: dict[str, Any] = {}
@@ -221,6 +227,11 @@ class _File:
             if name in tensors:
                 raise self.wrong(f"holds the tensor {shown(name)} twice")
             sizes = size_of(kind)
+            if kind in REMOVED:
+                raise CheckpointError(
+                    f"{self.path}: tensor {shown(name)} is of the type {REMOVED[kind]}, which llama.cpp has removed; "
+                    "take the model in another quantization, or quantize the original again"
+                )
             if sizes is None:
                 raise self.wrong(f"tensor {shown(name)} is of the unknown type {kind}")
             if shape[-1] % sizes[0]:

@@ -70,6 +70,17 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
 """Key of an architecture -> the values with which it changes nothing."""
 HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout")
 """Keys of an architecture that change nothing with the rotary angles that a spec can describe."""
+OTHERS: Mapping[str, str] = {
+    "adapter": "a LoRA adapter, and no model; merge it into the GGUF file of its base model with llama-export-lora",
+    "imatrix": "an importance matrix, with which a model was quantized, and no model; name the GGUF file of the model",
+    **dict.fromkeys(
+        ("mmproj", "clip"),
+        "the projector of images or sound of a model (mmproj), and no model of text; name the GGUF file of that",
+    ),
+}
+"""`general.type` or `general.architecture` of a file that holds no model -> what it holds."""
+PART_OF = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
+"""Name of one of several files of a model. Groups: the name of all, and how many there are."""
 FACTORS = "rope_freqs.weight"
 LLAMA_3 = (4.0, 8192)
 """high_freq_factor and original_positions of every Llama 3.x, for tensors that do not determine them."""
@@ -122,20 +133,49 @@ def read_gguf(path: Path, max_positions: int | None, ignored: Collection[str]) -
     """
     metadata, tensors = read_gguf_file(path)
     kind = metadata.get(ARCHITECTURE)
+    _check_is_a_model(path, metadata, tensors)
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None or not isinstance(kind, str):
         raise CheckpointError(
             f"{path}: {ARCHITECTURE}: {shown(kind)} is no family that can be converted; known: {', '.join(FAMILIES)}"
         )
-    parts_of_all = metadata.get("split.count", 1)
-    if parts_of_all not in (0, 1):
-        raise CheckpointError(
-            f"{path}: split.count: one of {shown(parts_of_all)} files; join them with `llama-gguf-split --merge`"
-        )
     spec = _Declared(path, kind, family, metadata, tensors).spec(max_positions, ignored)
     parts = _parts(path, kind, family, spec, tensors)
     tokenizer, notes = tokenizer_of(path, metadata)
     return ForeignModel(path=path, family=kind, spec=spec, parts=parts, companions=tokenizer, notes=notes)
+
+
+def _check_is_a_model(path: Path, metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> None:
+    """Refuses a file that holds something else than a model of text, only a part of one, or tensors that are not read.
+
+    Raises:
+        CheckpointError: it does; the message says what it holds.
+    """
+    what = OTHERS.get(str(metadata.get("general.type"))) or OTHERS.get(str(metadata.get(ARCHITECTURE)))
+    count = metadata.get("split.count", 1)
+    if what is None and count not in (0, 1):
+        what = _part_of(path, count)
+    if what is None and not tensors and TOKENS in metadata:
+        what = "a vocabulary without weights; name the GGUF file of the model"
+    unread = {name: tensor.stored for name, tensor in tensors.items() if not isinstance(tensor.stored, torch.dtype)}
+    if what is None and unread:
+        name = next(iter(unread))
+        more = f", and so do {len(unread) - 1} others" if len(unread) > 1 else ""
+        what = f"{name} holds {unread[name]}, expected {KNOWN}{more}; take the model in one of these types"
+    if what is not None:
+        raise CheckpointError(f"{path}: {what}")
+
+
+def _part_of(path: Path, count: object) -> str:
+    """What a file is that holds one of several parts of a model."""
+    match = PART_OF.fullmatch(path.name)
+    names = [f"{match[1]}-{number:05}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)] if match else []
+    missing = [name for name in names if not (path.parent / name).is_file()]
+    if missing:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        return f"one of {len(names)} files of a model, of which {missing[0]}{more} not beside it; fetch all of them"
+    first = path.parent / names[0] if names else "FIRST.gguf"
+    return f"one of {shown(count)} files of a model; join them: llama-gguf-split --merge {first} WHOLE.gguf"
 
 
 class _Declared:

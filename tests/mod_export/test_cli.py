@@ -30,7 +30,7 @@ COMMON = ["--help", "--quiet", "--verbose", "-h", "-q", "-v"]
 OPTIONS = {
     "build": ["--baseline", "--buckets", "--capacity", "--config", "--max-memory", "--no-evidence", "--out", "--report",
               "--samples", "--target", "--tokenizer", "-c", "-o", "models"],
-    "convert": ["--capacity", "--dialect", "--ignore-field", "--max-positions", "out", "source"],
+    "convert": ["--base", "--capacity", "--dialect", "--ignore-field", "--max-positions", "out", "source"],
     "generate": ["--chat", "--dtype", "--ids", "--ignore-eos", "--json", "--max-new-tokens", "--model",
                  "--no-special-tokens", "--prompt", "--prompt-file", "--roll", "--seed", "--selection", "--stop",
                  "--system", "--target", "--temperature", "--template", "--threads", "--top-k", "--top-p", "folder",
@@ -214,7 +214,7 @@ def test_folders_that_a_command_chooses(tmp_path: Path, checkpoint: Path, monkey
     (working_folder / "build/model").mkdir()
     (working_folder / "build/model-build").write_text("in the way")
     for name in ("config.json", "model.safetensors"):
-        (working_folder / "build/model" / name).touch()
+        (working_folder / "build/model" / name).write_text("not read yet")
     assert invoke("build", Path("build/model")).stderr == "error: build/model-build: is a file; name a folder with -o\n"
     for out in (".", "deep/.."):
         found = invoke("demo", "-o", out)
