@@ -50,6 +50,7 @@ EXTRAS = {
     "tensorrt-rtx": ("tensorrt_rtx", "polygraphy"),
     "convert": ("gguf", "huggingface_hub", "transformers"),
     "generate": ("tokenizers",),
+    "structured": ("llguidance",),
     "serve": ("starlette", "uvicorn", "httptools", "prometheus_client"),
     "ray": ("ray",),
 }

@@ -5,6 +5,7 @@
     |   |-- ConfigError             configuration: every problem at once
     |   |-- CheckpointError         the model file
     |   |-- BuildFolderError        the output folder: foreign, unwritable, locked, damaged
+    |   |-- GrammarError            no text can be made to follow the grammar
     |   |-- TooLongError            a text is longer than the window of the model that would write it
     |   `-- TargetError             unknown target, or one that cannot work on this machine
     `-- BuildError              3   something cannot be built; the message names what was complete before it
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "EngineError",
+    "GrammarError",
     "GraphError",
     "LimitError",
     "ModExportError",
@@ -73,6 +75,10 @@ class CheckpointError(UsageError):
 
 class BuildFolderError(UsageError):
     """The build folder is foreign, unwritable, in use by another build, or damaged."""
+
+
+class GrammarError(UsageError):
+    """No text can be made to follow the grammar: it is invalid, unsupported or too large, or a package is missing."""
 
 
 class TooLongError(UsageError):

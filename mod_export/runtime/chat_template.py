@@ -35,6 +35,9 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 PART = "a part of a message"
 """The text of the message by which `ChatTemplate.reads_parts` finds out what a template does."""
 
+FUNCTION, ARGUMENTS = "a_probed_function", '{"probed": "value"}'
+"""The call by which `ChatTemplate.reads_tools` and `reads_argument_texts` find it out."""
+
 Message = Mapping[str, Any]
 
 
@@ -124,6 +127,28 @@ class ChatTemplate:
         except UsageError:
             return False
         return PART in text and not any(str(written) in text for written in (parts, json.dumps(parts)))
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the template writes the tools that the model may call."""
+        function = {"name": FUNCTION, "description": "", "parameters": {"type": "object", "properties": {}}}
+        tools = [{"type": "function", "function": function}]
+        try:
+            return FUNCTION in self.render([{"role": "user", "content": PART}], {"tools": tools})
+        except UsageError:
+            return False
+
+    @cached_property
+    def reads_argument_texts(self) -> bool:
+        """Whether the template writes the arguments of a call as they are if they are a text, as OpenAI's API has them.
+        Others would write the text as a JSON string.
+        """
+        call = {"id": "a" * 9, "type": "function", "function": {"name": FUNCTION, "arguments": ARGUMENTS}}
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return ARGUMENTS in self.render([{"role": "user", "content": PART}, answer])
+        except UsageError:
+            return False
 
     @property
     def names_developer(self) -> bool:

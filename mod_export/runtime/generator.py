@@ -184,8 +184,13 @@ class Generator:
             template: more variables for the chat template, as plain data, such as {"enable_thinking": False}.
             logprobs: how many of the most probable tokens are recorded with each new token; None records nothing.
             prompt_logprobs: whether log probabilities of the prompt are recorded; its tokens are then read one by one.
+            logit_bias: token id -> number from -100 to 100, which is added to the logit of the token.
+            grammar: a JSON schema that the texts follow, or a grammar in llguidance's form of Lark. A text ends when
+                nothing more may follow; the model's end tokens may end it where it is complete. Needs the extra
+                `structured`.
 
         Raises:
+            GrammarError: no text can follow the grammar.
             UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
         """
         texts = self.texts(prompts, max_new_tokens, prefix=prefix, rolling=rolling, **options)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from mod_export.errors import EngineError, UsageError
+
+MOST_BIAS = 100
+"""Largest absolute value of a bias: enough to exclude or force a token, as in OpenAI's API."""
 
 RANDOM_SEED = -1
 """The seed that stands for a random one, as in llama.cpp."""
@@ -56,6 +60,31 @@ class Sampling:
             )
         if not (_is_number(self.top_p) and 0 <= self.top_p <= 1):
             raise UsageError(f"top_p: got {self.top_p!r}, expected a number from 0 to 1; 1 draws from all tokens")
+
+
+class Bias:
+    """Numbers that are added to the logits of some tokens before one is chosen.
+
+    Raises:
+        UsageError: a token is not in the vocabulary, or a number is out of range.
+    """
+
+    def __init__(self, by_token: Mapping[int, float], vocab_size: int) -> None:
+        for token, value in by_token.items():
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+                raise UsageError(f"logit_bias: got token {token!r}, expected ids from 0 to {vocab_size - 1}")
+            if not (_is_number(value) and abs(value) <= MOST_BIAS):
+                raise UsageError(
+                    f"logit_bias: got {value!r} for token {token}, expected a number from -{MOST_BIAS} to {MOST_BIAS}"
+                )
+        self._ids = np.array([*by_token], dtype=np.int64)
+        self._values = np.array([*by_token.values()], dtype=np.float32)
+
+    def added_to(self, logits_V: np.ndarray) -> np.ndarray:
+        """Returns a copy of the logits with the numbers added."""
+        biased_V = logits_V.copy()
+        biased_V[self._ids] += self._values
+        return biased_V
 
 
 def rng_of(seed: int, row: int) -> np.random.Generator:
@@ -144,7 +173,7 @@ def _nucleus(logits_V: np.ndarray, weight_V: np.ndarray, top_p: float) -> np.nda
 
 
 class Logprob(NamedTuple):
-    """The log probability of a token, before temperature, top_k and top_p.
+    """The log probability of a token, before biases, grammars, temperature, top_k and top_p.
 
     Attributes:
         token: id of the token.

@@ -10,9 +10,10 @@ from typing import Any, cast
 import numpy as np
 
 from mod_export.errors import UsageError
-from mod_export.runtime.logits import Sampling, rng_of
+from mod_export.runtime.grammar import Grammar, Grammars
+from mod_export.runtime.logits import Bias, Sampling, rng_of
 from mod_export.runtime.rows import Prefix, RowText
-from mod_export.runtime.texts import StopText, Vocabulary
+from mod_export.runtime.texts import ExactReader, MarkReader, Reader, StopText, Vocabulary
 from mod_export.runtime.tokenizer import TokenizersFile, read_json
 
 GENERATION_CONFIG = "generation_config.json"
@@ -96,6 +97,7 @@ class RequestReader:
 
     def __init__(self, vocabulary: Vocabulary | None, vocab_size: int, defaults: GenerationDefaults) -> None:
         self.vocabulary, self.vocab_size, self.defaults = vocabulary, vocab_size, defaults
+        self._grammars = Grammars(vocabulary, vocab_size)
 
     def texts(
         self,
@@ -113,10 +115,15 @@ class RequestReader:
         prefix: Prefix | None = None,
         logprobs: int | None = None,
         prompt_logprobs: bool = False,
+        logit_bias: Mapping[int, float] | None = None,
+        grammar: Grammar | None = None,
+        shown: Sequence[str] = (),
     ) -> list[RowText]:
-        """Returns one text for each prompt, ready to begin. Takes the arguments of `Generator.stream`.
+        """Returns one text for each prompt, ready to begin. Takes the arguments of `Generator.stream`, and `shown`, the
+        special tokens that the texts show.
 
         Raises:
+            GrammarError: no text can follow the grammar.
             UsageError: an argument is out of range, or a prompt cannot be read by this model.
         """
         ids_by_row = self.ids(prompts, template or {}, special=add_special_tokens, continued=prefix is not None)
@@ -129,6 +136,7 @@ class RequestReader:
             raise UsageError("prompt_logprobs: a prefix has been read already; give the whole text as the prompt")
         sampling = self.defaults.sampling_of(temperature, top_k, top_p)
         stop_ids = self._stop_ids(stop) | (frozenset() if ignore_eos else self.defaults.stop_ids)
+        bias = Bias(logit_bias, self.vocab_size) if logit_bias else None
         texts = [
             RowText(
                 row=row,
@@ -138,10 +146,12 @@ class RequestReader:
                 sampling=sampling,
                 rng=rng_of(seed, row),
                 stop_ids=stop_ids,
-                reader=self.vocabulary.reader() if self.vocabulary else None,
+                reader=self._reader(shown, exact=grammar is not None),
                 stops=StopText([item for item in stop if isinstance(item, str)]),
                 logprobs=logprobs,
                 score_prompt=prompt_logprobs,
+                bias=bias,
+                grammar=None if grammar is None else self._grammars.begin(grammar, stop_ids),
             )
             for row, ids in enumerate(ids_by_row)
         ]
@@ -210,6 +220,14 @@ class RequestReader:
                 f"prompt {row}: expected text, or token ids from 0 to {self.vocab_size - 1}, got {wrong[0]!r}"
             )
         return [int(token) for token in ids]
+
+    def _reader(self, shown: Sequence[str], *, exact: bool) -> Reader | None:
+        if self.vocabulary is None:
+            return None
+        if exact:
+            return ExactReader(self.vocabulary)
+        marks = {token: text for text in shown if (token := self.vocabulary.special_id(text)) is not None}
+        return MarkReader(self.vocabulary.reader(), marks) if marks else self.vocabulary.reader()
 
     def _is_id(self, value: Any) -> bool:
         return _is_whole(value) and 0 <= value < self.vocab_size

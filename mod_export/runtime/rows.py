@@ -21,7 +21,8 @@ import numpy as np
 
 from mod_export.errors import EngineError
 from mod_export.runtime.decoder import Decoder, Kept, Prompts
-from mod_export.runtime.logits import Logprob, Sampling, draw, logprob_of
+from mod_export.runtime.grammar import GrammarProgress
+from mod_export.runtime.logits import Bias, Logprob, Sampling, draw, logprob_of
 from mod_export.runtime.texts import Reader, StopText
 from mod_export.types import Bucket, Site
 
@@ -68,8 +69,9 @@ class Completion:
         prompt_ids: the prompt, including its prefix.
         ids: the new tokens, without a stop id, and up to the token that completed a stop string.
         text: the new characters, up to the stop string; empty if the model's ids do not represent text.
-        finish: "length", "stop", or "cancelled"; empty while the text is being written.
-        stop: the stop string or stop id that ended the text.
+        finish: "length", "stop", "cancelled" or "failed"; empty while the text is being written.
+        stop: the stop string or stop id that ended the text; None if its grammar ended it.
+        failure: why the text failed, which only one with a grammar can do; the texts beside it go on.
         first_token_s: seconds from the request to the first token, including time in the queue.
         ran: routing site -> number of tokens of the text that it selected.
         overflow: routing site -> number of tokens that wanted a slot but found none left.
@@ -84,6 +86,7 @@ class Completion:
     text: str = ""
     finish: str = ""
     stop: str | int | None = None
+    failure: str = ""
     first_token_s: float | None = None
     ran: dict[Site, int] = field(default_factory=dict)
     overflow: dict[Site, int] = field(default_factory=dict)
@@ -107,6 +110,8 @@ class RowText:
         stops: finds the stop strings.
         logprobs: how many of the most probable tokens are recorded with each new token; None records nothing.
         score_prompt: whether log probabilities of the prompt are recorded too.
+        bias: is added to the logits before a token is chosen; log probabilities are those without it.
+        grammar: what the text follows; log probabilities are those without it.
         since: time of the request, from `time.perf_counter`.
         b: row of the decoder that holds the text.
         position: number of tokens that this row has read.
@@ -124,6 +129,8 @@ class RowText:
     stops: StopText
     logprobs: int | None = None
     score_prompt: bool = False
+    bias: Bias | None = None
+    grammar: GrammarProgress | None = None
     since: float = 0.0
     completion: Completion = field(init=False)
     cancelled: bool = field(default=False, init=False)
@@ -287,7 +294,14 @@ class TextRows:
         if text.max_new_tokens == 0:
             self._finish(text, "length")
             return
-        token = draw(logits_V, text.sampling, text.rng)
+        choice_V = logits_V
+        if text.bias is not None or text.grammar is not None:
+            allowed_V = _steered(text, logits_V)
+            if allowed_V is None:
+                yield from self._end_without_token(text)
+                return
+            choice_V = allowed_V
+        token = draw(choice_V, text.sampling, text.rng)
         if completion.first_token_s is None:
             completion.first_token_s = time.perf_counter() - text.since
         logprob = None if text.logprobs is None else logprob_of(logits_V, token, text.logprobs)
@@ -297,17 +311,35 @@ class TextRows:
             yield from self._rest(text)
             return
         completion.ids.append(token)
+        if text.grammar is not None:
+            text.grammar.feed(token)
         if logprob is not None:
             completion.logprobs.append(logprob)
         new = "" if text.reader is None else text.stops.feed(text.reader.feed(token))
         completion.text += new
+        ends_whole = self._ends_whole(text)
+        yield text, Piece(text.row, token, new, logprob)
+        if ends_whole:
+            yield from self._rest(text)
+
+    def _ends_whole(self, text: RowText) -> bool:
+        """Ends a text that is over with its last token; returns whether it is, unless a stop string cuts it."""
         if text.stops.stopped is not None:
             self._finish(text, "stop", text.stops.stopped)
-        elif len(completion.ids) >= text.max_new_tokens:
+            return False
+        if text.grammar is not None and text.grammar.is_over:
+            self._finish(text, "stop")
+        elif len(text.completion.ids) >= text.max_new_tokens:
             self._finish(text, "length")
-        yield text, Piece(text.row, token, new, logprob)
-        if completion.finish == "length":
-            yield from self._rest(text)
+        return bool(text.completion.finish)
+
+    def _end_without_token(self, text: RowText) -> Iterator[Written]:
+        """Ends a text that no token may continue."""
+        assert text.grammar is not None
+        if not text.grammar.is_complete:
+            text.completion.failure = text.grammar.failure
+        self._finish(text, "failed" if text.completion.failure else "stop")
+        yield from self._rest(text)
 
     def _rest(self, text: RowText) -> Iterator[Written]:
         """Yields the characters that were held back, at the end of a text."""
@@ -417,6 +449,14 @@ class Stream(Iterator[Piece]):
             finally:
                 self.seconds = time.perf_counter() - begun
                 rows.cancel()  # Needed if the stream was closed or failed.
+
+
+def _steered(text: RowText, logits_V: np.ndarray) -> np.ndarray | None:
+    """Returns the logits with the bias of the text, and -inf for tokens that its grammar excludes; None if it excludes
+    all of them.
+    """
+    biased_V = logits_V if text.bias is None else text.bias.added_to(logits_V)
+    return biased_V if text.grammar is None else text.grammar.restrict(biased_V)
 
 
 def _check_finite(text: RowText, logits_V: np.ndarray) -> None:

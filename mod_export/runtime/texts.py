@@ -9,7 +9,7 @@ the text ends, with U+FFFD for an incomplete character. The joined result does n
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mod_export.errors import UsageError
@@ -97,7 +97,41 @@ class _ByteReader:
         return self._decoder.decode(b"", final=True)
 
 
-Reader = _ByteReader | FileReader
+class ExactReader:
+    """Decodes a text that follows a grammar: the bytes that the grammar has seen, without the clean-up of spaces that
+    some tokenizers ask for, which would change the strings of a JSON text.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token: int) -> str:
+        """Returns the characters that become certain with this token, possibly none."""
+        token_bytes = self._vocabulary.token_bytes(token) if self._vocabulary.is_shown(token) else None
+        return self._decoder.decode(token_bytes or b"")
+
+    def close(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class MarkReader:
+    """Decodes a text that shows some special tokens by their names, which are hidden otherwise."""
+
+    def __init__(self, reader: Reader, marks: Mapping[int, str]) -> None:
+        """`marks` maps the ids of the tokens to what the text shows in their place."""
+        self._reader, self._marks = reader, marks
+
+    def feed(self, token: int) -> str:
+        """Returns the characters that become certain with this token, possibly none."""
+        mark = self._marks.get(token)
+        return self._reader.feed(token) if mark is None else self._reader.close() + mark
+
+    def close(self) -> str:
+        return self._reader.close()
+
+
+Reader = _ByteReader | FileReader | ExactReader | MarkReader
 Vocabulary = Bytes | TokenizersFile
 
 

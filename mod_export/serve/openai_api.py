@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mod_export.errors import UsageError
+from mod_export.errors import GrammarError, UsageError
 from mod_export.runtime.generator import Generator, tokens_read
 from mod_export.runtime.rows import Piece, RowText
 from mod_export.serve.endpoint import ApiError, json_of, problem_of, read_body, service_of, unless_gone
@@ -29,6 +29,8 @@ from mod_export.serve.openai_formats import (
 )
 from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
 from mod_export.serve.service import Service
+from mod_export.serve.tool_answer import ToolAnswer
+from mod_export.serve.tool_calls import MARKS, CallReader, DemandedCall, FoundCalls
 from mod_export.types import Unavailable
 
 NEW_TOKENS = 16
@@ -45,6 +47,10 @@ LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """Characters that JSON texts may hold, and with which lines end in Unicode -> their escapes. Clients that split streams
 into lines with str.splitlines would cut an event there.
 """
+BLIND = (
+    "tools: this model's chat template does not write them into the prompt, so the model cannot know them; demand a "
+    'call (tool_choice: "required", or a function), which the server can make sure of, or leave tools out'
+)
 Asked = TypeVar("Asked", bound=OpenAIRequest)
 
 
@@ -90,19 +96,32 @@ async def chat_completions(request: Request) -> Response:
     generator = scheduler.generator
 
     def read() -> list[RowText]:
-        _check_length(generator, "".join(message.text for message in body.messages))
+        tools = [tool.sent for tool in body.offered]
+        _check_length(generator, "".join([*(message.text for message in body.messages), *map(json.dumps, tools)]))
         if generator.vocabulary is None:
             raise UsageError("this model's ids stand for no text, so it has no conversations; give prompts as ids")
         template = generator.vocabulary.chat_template
-        ids = generator.ids([message.for_template(template) for message in body.messages], body.chat_template_kwargs)
+        if tools and not body.demanded and not template.reads_tools:
+            raise ApiError(400, BLIND, param="tools")
+        variables = {**body.chat_template_kwargs, **({"tools": tools} if tools and template.reads_tools else {})}
+        ids = generator.ids([message.for_template(template) for message in body.messages], variables)
         limits = [body.max_completion_tokens, body.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
         new = next(item for item in limits if item is not None)
         return _texts(generator, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None)
 
     texts = await asyncio.to_thread(read)
     names = TokenNames(generator.vocabulary)
-    answer = ChatAnswer(service.name, texts, names, body.n, streamed=body.stream)
+    if body.offered:
+        reader = partial(_call_reader, body)
+        answer: Answer = ToolAnswer(service.name, texts, names, body.n, streamed=body.stream, reader=reader)
+    else:
+        answer = ChatAnswer(service.name, texts, names, body.n, streamed=body.stream)
     return await _answer(request, scheduler, body, texts, answer)
+
+
+def _call_reader(asked: ChatRequest) -> CallReader:
+    names = [tool.function.name for tool in asked.demanded or asked.offered]
+    return DemandedCall(names) if asked.demanded else FoundCalls(names, None if asked.parallel_tool_calls else 1)
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -186,18 +205,30 @@ def _texts(
     # Refuses texts that are too long before each prompt is copied n times.
     _check_window(generator, asked, max(map(len, ids)), new_tokens)
     temperature = asked.temperature if asked.temperature is not None else generator.defaults.temperature or TEMPERATURE
-    return generator.texts(
-        [prompt for prompt in ids for _ in range(asked.n)],
-        new_tokens,
-        temperature=temperature,
-        top_p=asked.top_p,
-        top_k=asked.cut,
-        seed=secrets.randbelow(DRAWN_SEEDS) if asked.seed is None else asked.seed,
-        stop=asked.stop,
-        ignore_eos=asked.ignore_eos,
-        logprobs=logprobs,
-        prompt_logprobs=scored,
-    )
+    try:
+        return generator.texts(
+            [prompt for prompt in ids for _ in range(asked.n)],
+            new_tokens,
+            temperature=temperature,
+            top_p=asked.top_p,
+            top_k=asked.cut,
+            seed=secrets.randbelow(DRAWN_SEEDS) if asked.seed is None else asked.seed,
+            stop=asked.stop,
+            ignore_eos=asked.ignore_eos,
+            logprobs=logprobs,
+            prompt_logprobs=scored,
+            logit_bias={int(token): value for token, value in asked.logit_bias.items()},
+            grammar=asked.grammar,
+            shown=MARKS if isinstance(asked, ChatRequest) and asked.offered else (),
+        )
+    except GrammarError as error:
+        raise _no_text(asked, error) from error
+
+
+def _no_text(asked: OpenAIRequest, reason: object) -> ApiError:
+    """Returns the refusal of a request whose grammar no text can follow."""
+    param = "tools" if isinstance(asked, ChatRequest) and asked.demanded else "response_format"
+    return ApiError(400, f"{param}: {reason}", param=param)
 
 
 def _text_of(generator: Generator, prompt: str | Sequence[int]) -> str:
@@ -215,11 +246,14 @@ async def _answer(
     mailbox: Mailbox = request.app.state.mailbox
     put = partial(mailbox.put, events, asyncio.get_running_loop())
 
-    def put_ends(event: Event) -> None:
-        if not isinstance(event, Piece):  # The texts keep their pieces, so the event loop need not wake at every step.
+    def tell(event: Event) -> None:
+        if isinstance(event, Ended) and event.completion.failure:
+            put(Failed(_no_text(asked, event.completion.failure)))
+        elif asked.stream or not isinstance(event, Piece):
+            # Without a stream the texts keep their pieces, so the event loop need not wake at every step.
             put(event)
 
-    job = scheduler.submit(texts, put if asked.stream else put_ends)
+    job = scheduler.submit(texts, tell)
     try:
         if not asked.stream:
             await unless_gone(request.receive, _all(events, len(texts)))
@@ -294,7 +328,9 @@ async def _chunks(
 def _chunks_of(event: Piece | Ended, opened: set[int], answer: Answer) -> list[dict[str, Any]]:
     lines = [] if event.row in opened else answer.opening(event.row)
     opened.add(event.row)
-    chunk = answer.piece(event) if isinstance(event, Piece) else answer.closing(event.row, event.completion)
+    if isinstance(event, Ended):
+        return lines + answer.closing(event.row, event.completion)
+    chunk = answer.piece(event)
     return lines if chunk is None else [*lines, chunk]
 
 

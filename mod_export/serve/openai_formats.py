@@ -9,6 +9,7 @@ Source: https://platform.openai.com/docs/api-reference/completions and .../chat.
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from abc import ABC, abstractmethod
@@ -18,19 +19,22 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from mod_export.runtime.chat_template import ChatTemplate
-from mod_export.runtime.logits import RANDOM_SEED, Logprob
+from mod_export.runtime.grammar import Grammar
+from mod_export.runtime.logits import MOST_BIAS, RANDOM_SEED, Logprob
 from mod_export.runtime.rows import Completion, Piece, RowText
 from mod_export.runtime.texts import Vocabulary
+from mod_export.serve.response_format import ResponseFormat
+from mod_export.serve.tool_calls import NamedChoice, Tool, ToolChoice, grammar_of_call
 
 MOST_LOGPROBS = 20
 MOST_STOPS, LONGEST_STOP = 16, 256
 MOST_MESSAGES = 4096
+MOST_BIASES = 300
+MOST_TOOLS = 128
 PARTS = ("text", "refusal")
 """Types of the parts of a message that are texts; each holds its text under its own name."""
 LARGEST_SEED = 2**63 - 1
-IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
-)
+IGNORED = frozenset({"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"})
 """Fields that do not affect the text."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
@@ -38,12 +42,11 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "min_p": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -55,6 +58,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 
 Json = dict[str, Any]
 Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class StreamOptions(BaseModel):
@@ -88,6 +92,10 @@ class OpenAIRequest(BaseModel):
     stream: bool = False
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    logit_bias: Annotated[
+        dict[TokenId, Annotated[float, Field(ge=-MOST_BIAS, le=MOST_BIAS)]], Field(max_length=MOST_BIASES)
+    ] = {}
+    response_format: ResponseFormat | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -119,6 +127,11 @@ class OpenAIRequest(BaseModel):
     def counts_tokens(self) -> bool:
         """Whether a stream ends with the token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the text follows; None if it is free."""
+        return None if self.response_format is None else self.response_format.grammar
 
     @property
     def cut(self) -> int | None:
@@ -222,14 +235,27 @@ class Message(BaseModel):
 
     def for_template(self, template: ChatTemplate) -> Json:
         """Returns the message as it was sent, but for what this template does not know: the role `developer`, OpenAI's
-        new name since o1, becomes `system`, and the parts of a content become one text.
+        new name since o1, becomes `system`, the parts of a content become one text, and the arguments of calls, which
+        are a JSON text in OpenAI's API, become an object.
         """
         changed: Json = {}
+        if self.tool_calls and not template.reads_argument_texts:
+            changed["tool_calls"] = [_with_object(call) for call in self._sent["tool_calls"]]
         if isinstance(self.content, list) and not template.reads_parts:
             changed["content"] = self.text
         if self.role == "developer" and not template.names_developer:
             changed["role"] = "system"
         return {**self._sent, **changed}
+
+
+def _with_object(call: Json) -> Json:
+    """Returns a call with its arguments as an object, or as it is if they are the text of no JSON object."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"]) if isinstance(function["arguments"], str) else None
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 class ChatRequest(OpenAIRequest):
@@ -240,6 +266,37 @@ class ChatRequest(OpenAIRequest):
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"tools: two functions are called {twice}; give each a name of its own")
+        if self.tool_choice not in ("none", "auto") and not self.demanded:
+            raise ValueError("tool_choice: expected one of the functions in tools")
+        if self.offered and self.response_format is not None and self.response_format.grammar is not None:
+            raise ValueError('response_format: an answer that follows it calls no tools; give tool_choice: "none"')
+        return self
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def demanded(self) -> list[Tool]:
+        """The tools of which the model must call one; none if it may answer with a text."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return [tool for tool in self.tools if tool.function.name == self.tool_choice.function.name]
+        return self.tools if self.tool_choice == "required" else []
+
+    @property
+    def grammar(self) -> Grammar | None:
+        return grammar_of_call([tool.function for tool in self.demanded]) if self.demanded else super().grammar
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -283,8 +340,8 @@ class Answer(ABC):
         """Returns the chunk of a piece; None if there is nothing to show."""
 
     @abstractmethod
-    def closing(self, row: int, done: Completion) -> Json:
-        """Returns the last chunk of a choice."""
+    def closing(self, row: int, done: Completion) -> list[Json]:
+        """Returns the last chunks of a choice."""
 
     @abstractmethod
     def _choices(self) -> list[Json]:
@@ -334,9 +391,9 @@ class TextAnswer(Answer):
         listed = self._listed(piece.row, [] if piece.logprob is None else [piece.logprob])
         return self._chunk(self._choice(piece.row, piece.text, listed, None))
 
-    def closing(self, row: int, done: Completion) -> Json:
+    def closing(self, row: int, done: Completion) -> list[Json]:
         stop = self._listed(row, _stop(done)) if done.stop_logprob is not None else None
-        return self._chunk(self._choice(row, "", stop, done.finish))
+        return [self._chunk(self._choice(row, "", stop, done.finish))]
 
     def _choices(self) -> list[Json]:
         choices = []
@@ -402,19 +459,26 @@ class ChatAnswer(Answer):
         listed = None if piece.logprob is None else self._listed([piece.logprob])
         return self._chunk(self._delta(piece.row, {"content": piece.text}, listed, None))
 
-    def closing(self, row: int, done: Completion) -> Json:
-        return self._chunk(self._delta(row, {}, None, done.finish))
+    def closing(self, row: int, done: Completion) -> list[Json]:
+        return [self._chunk(self._delta(row, {}, None, done.finish))]
 
     def _choices(self) -> list[Json]:
+        messages = [self._message(completion) for completion in self._completions]
         return [
             {
                 "index": row,
-                "message": {"role": "assistant", "content": completion.text, "refusal": None},
+                "message": messages[row],
                 "logprobs": None if self._texts[row].logprobs is None else self._listed(completion.logprobs),
-                "finish_reason": completion.finish,
+                "finish_reason": self._reason(completion, messages[row]),
             }
             for row, completion in enumerate(self._completions)
         ]
+
+    def _message(self, completion: Completion) -> Json:
+        return {"role": "assistant", "content": completion.text, "refusal": None}
+
+    def _reason(self, completion: Completion, message: Json) -> str:
+        return completion.finish
 
     def _delta(self, row: int, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
         return {"index": row, "delta": delta, "logprobs": logprobs, "finish_reason": finish}

@@ -195,8 +195,8 @@ SENT: list[dict[str, Any]] = [
 @pytest.mark.parametrize("source", [EVERY_KEY, PARTS, "{{ messages[0].role }} developer", CHATML])
 @pytest.mark.parametrize("message", SENT, ids=lambda message: json.dumps(message)[:60])
 def test_messages_of_openai_reach_the_template(tmp_path: Path, source: str, message: dict[str, Any]) -> None:
-    """The prompt is that of `apply_chat_template`, but for parts and the role developer where the template knows
-    neither.
+    """The prompt is that of `apply_chat_template`, but for parts, the role developer and arguments that are a text,
+    where the template does not know them.
     """
     folder = write_folder(tmp_path, "smollm2", chat_template=source)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
@@ -207,6 +207,11 @@ def test_messages_of_openai_reach_the_template(tmp_path: Path, source: str, mess
         known["content"] = "".join(part.get("text", part.get("refusal")) for part in message["content"])
     if message["role"] == "developer" and "developer" not in source:
         known["role"] = "system"
+    if message.get("tool_calls"):
+        assert not template.reads_argument_texts
+        known["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": {"x": 1}}} for call in message["tool_calls"]
+        ]
     try:
         expected = theirs.apply_chat_template([known], add_generation_prompt=True, tokenize=False)
     except jinja2.TemplateError as error:
@@ -214,6 +219,30 @@ def test_messages_of_openai_reach_the_template(tmp_path: Path, source: str, mess
             template.render([parsed.for_template(template)])
         return
     assert template.render([parsed.for_template(template)]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [("{'x'}", '"'), ("[1]", '"'), ({"x": 1}, "{"), ('{"x": 1}', "{"), ("[" * 9999, '"')]
+)
+def test_only_the_text_of_an_object_becomes_one(arguments: Any, expected: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    request = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    (message,) = ChatRequest.model_validate(request).messages
+    for source, first in (
+        ("{{ messages[-1].tool_calls[0].function.arguments | tojson }}", expected),
+        ("{{ messages[-1].tool_calls[0].function.arguments }}", str(arguments)[0]),
+    ):
+        template = ChatTemplate(source, {})
+        assert template.render([message.for_template(template)])[0] == first
+
+
+def test_whether_a_template_writes_tools() -> None:
+    assert ChatTemplate("{{ tools | tojson }}", {}).reads_tools
+    assert not ChatTemplate("{% if tools %}tools{% endif %}", {}).reads_tools
+    assert not ChatTemplate("{{ raise_exception('no') }}", {}).reads_tools
+    assert not ChatTemplate("{{ raise_exception('no') }}", {}).reads_argument_texts
+    named = {"default": "", "tool_use": "{{ tools | tojson }}"}
+    assert ChatTemplate(named, {}).reads_tools
 
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}

@@ -42,6 +42,8 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
 @pytest.mark.parametrize("name", sorted(NEUTRAL))
 @pytest.mark.parametrize(("kind", "body"), [(CompletionRequest, TEXT), (ChatRequest, CHAT)], ids=["text", "chat"])
 def test_other_values_of_unsupported_fields_are_refused(name: str, kind: Any, body: Any) -> None:
+    if name in kind.model_fields:
+        pytest.skip("supported in this kind of request")
     message = f"{name}: is not supported, and this value would change the answer; leave it out"
     for value in (0.5, ["x"], {"type": "json_object"}, "other"):
         with pytest.raises(ValidationError, match=message):

@@ -1,0 +1,237 @@
+"""Functions that a model may call: how requests offer them, and how calls are found in the text that the model writes.
+
+If a request demands a call, the text follows a grammar and is one call, `{"name": "f", "arguments": {...}}`, whose
+arguments follow the schema of the function. Otherwise the text is free, and a call is found if it has one of the forms
+that chat templates teach:
+
+    <tool_call>{"name": "f", "arguments": {...}}</tool_call>        Hermes, Qwen; any number of them
+    [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]            Mistral
+    {"name": "f", "parameters": {...}}                              Llama 3.1, as the whole answer
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+
+from mod_export.runtime.grammar import schema_rule
+from mod_export.runtime.texts import StopText
+
+HERMES, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
+MARKS = (HERMES, MISTRAL)
+"""What stands before calls. In some vocabularies they are special tokens, which texts show only on request."""
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+"""Schema of a function without `parameters`."""
+ID_LENGTH = 9
+"""Templates of Mistral refuse ids of calls that have another length, or characters that are no letters and digits."""
+
+Json = dict[str, Any]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+
+
+class Function(BaseModel):
+    """A function that the model may call; `parameters` is the JSON schema of its arguments."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    """A tool that a request offers. Templates see it as it was sent."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    type: Literal["function"]
+    function: Function
+    _sent: Json = PrivateAttr()
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, data: Any, check: Callable[[Any], Self]) -> Self:
+        tool = check(data)
+        tool._sent = data
+        return tool
+
+    @property
+    def sent(self) -> Json:
+        """The tool as it was sent."""
+        return self._sent
+
+
+class NamedFunction(BaseModel):
+    """The name of a function."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: Name
+
+
+class NamedChoice(BaseModel):
+    """Demands a call of one function."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
+class Call(NamedTuple):
+    """A call of a function; `arguments` is a JSON text."""
+
+    name: str
+    arguments: str
+
+    def delta(self, index: int) -> Json:
+        """Returns the call in OpenAI's format, with a new id."""
+        return {
+            "index": index,
+            "id": secrets.token_hex(ID_LENGTH)[:ID_LENGTH],
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+
+
+def grammar_of_call(functions: Sequence[Function]) -> str:
+    """Returns the grammar of texts that are one call of one of the functions.
+
+    Raises:
+        GrammarError: the parameters of a function are nested too deeply.
+    """
+    rules = [f'start: ({" | ".join(f"call{number}" for number in range(len(functions)))}) "}}"']
+    for number, function in enumerate(functions):
+        schema = NO_PARAMETERS if function.parameters is None else {"type": "object", **function.parameters}
+        rules += [f"call{number}: {json.dumps(_opening(function.name))} arguments{number}"]
+        rules += [f"arguments{number}: {schema_rule(schema)}"]
+    return "\n".join(rules)
+
+
+def _opening(name: str) -> str:
+    """What a call begins with, up to its arguments."""
+    return f'{{"name": "{name}", "arguments": '
+
+
+class CallReader(ABC):
+    """Reads a text in pieces and returns what a client sees of it: parts of a message, each with `content` or
+    `tool_calls`. Without calls, the joined contents are the text.
+    """
+
+    @abstractmethod
+    def feed(self, piece: str) -> Json:
+        """Returns the part that is certain with this piece, possibly an empty one."""
+
+    @abstractmethod
+    def close(self) -> Json:
+        """Returns the part that was held back until the text ended."""
+
+
+class DemandedCall(CallReader):
+    """Reads a text that follows `grammar_of_call`."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = names
+        self._text = ""
+        self._told: int | None = None
+
+    def feed(self, piece: str) -> Json:
+        self._text += piece
+        if self._told is None:
+            name = next((name for name in self._names if self._text.startswith(_opening(name))), None)
+            if name is None:
+                return {}
+            self._told = len(_opening(name))
+            return {"tool_calls": [Call(name, self._arguments()).delta(0)]}
+        arguments = self._arguments()
+        return {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]} if arguments else {}
+
+    def close(self) -> Json:
+        return {}
+
+    def _arguments(self) -> str:
+        """Returns the new characters of the arguments. The last character may be the brace that ends the call."""
+        begin, end = self._told or 0, max(self._told or 0, len(self._text) - 1)
+        self._told = end
+        return self._text[begin:end]
+
+
+class FoundCalls(CallReader):
+    """Finds calls in a free text. Characters that may belong to a call are held back until the text ends."""
+
+    def __init__(self, names: Collection[str], most: int | None) -> None:
+        """`names` are those of the functions, and `most` is the number of calls that are told."""
+        self._names, self._most = names, most
+        self._text = ""
+        self._shown = 0
+        self._certain = StopText(MARKS)
+        self._unmarked = ""
+
+    def feed(self, piece: str) -> Json:
+        self._text += piece
+        self._unmarked += self._certain.feed(piece)
+        if self._text.lstrip()[:1] in ("", "{"):
+            return {}
+        # White space before a call is not shown.
+        return self._content(self._unmarked.rstrip())
+
+    def close(self) -> Json:
+        calls = calls_of(self._text, self._names)[: self._most]
+        if calls:
+            return {"tool_calls": [call.delta(index) for index, call in enumerate(calls)]}
+        return self._content(self._text)
+
+    def _content(self, text: str) -> Json:
+        new, self._shown = text[self._shown :], max(self._shown, len(text))
+        return {"content": new} if new else {}
+
+
+def calls_of(text: str, names: Collection[str]) -> list[Call]:
+    """Returns the calls in a text; none unless all of them are complete, and calls of these functions."""
+    try:
+        if HERMES in text:
+            return [_call(_value(part), names) for part in text.split(HERMES)[1:]]
+        if MISTRAL in text:
+            return [_call(entry, names) for part in text.split(MISTRAL)[1:] for entry in _listed(_value(part))]
+        return [_call(json.loads(text, parse_constant=_no_constant), names)]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _value(text: str) -> Any:
+    """Returns the JSON value that a text begins with."""
+    return json.JSONDecoder(parse_constant=_no_constant).raw_decode(text.lstrip())[0]
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _call(value: Any, names: Collection[str]) -> Call:
+    """Reads a call.
+
+    Raises:
+        ValueError: the value is something else.
+    """
+    name = value.get("name") if isinstance(value, dict) else None
+    if not isinstance(name, str) or name not in names:
+        raise ValueError("no call of one of these functions")
+    arguments: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
+    if isinstance(arguments, str):
+        arguments = json.loads(arguments, parse_constant=_no_constant)
+    if not isinstance(arguments, dict):
+        raise ValueError("the arguments of a call are an object")
+    return Call(name, json.dumps(arguments, ensure_ascii=False))

@@ -1,0 +1,244 @@
+"""Texts that follow a grammar, in every kind of vocabulary and in real rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizer_folders import FAMILIES, opened, write_folder
+from writing import WINDOW, prompts_of_lengths
+
+from mod_export.errors import GrammarError
+from mod_export.runtime import grammar as grammar_module
+from mod_export.runtime.generator import Generator
+from mod_export.runtime.grammar import KEPT, Grammars
+from mod_export.runtime.logits import Sampling, draw
+from mod_export.runtime.rows import Completion
+from mod_export.runtime.texts import Bytes, ExactReader, Vocabulary
+
+pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "object": {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "minimum": -9, "maximum": 99}, "ok": {"type": "boolean"}},
+        "required": ["n", "ok"],
+        "additionalProperties": False,
+    },
+    "words": {
+        "type": "array",
+        "items": {"enum": ["a .", " ,b", "d\u00e9j\u00e0", "\u6771"]},
+        "minItems": 1,
+        "maxItems": 2,
+    },
+    "text": {"type": "string", "maxLength": 5},
+    "either": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]},
+    "nested": {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 1}}},
+}
+SEEDS = 50
+
+
+def vocabulary(name: str, folder: Path) -> tuple[Vocabulary, int]:
+    if name == "bytes":
+        return Bytes(), 256
+    found = opened(write_folder(folder, name))
+    return found, found.size + 3  # Models often have a few more rows than their tokenizer has tokens.
+
+
+def walk(grammars: Grammars, words: Vocabulary, size: int, schema: Any, seed: int, stop_ids: Sequence[int]) -> str:
+    """A text of random logits."""
+    rng = np.random.default_rng(seed)
+    progress, reader, text = grammars.begin(schema, stop_ids), ExactReader(words), ""
+    for _ in range(400):
+        logits_V = rng.normal(size=size).astype(np.float32) * 3
+        allowed_V = progress.restrict(logits_V)
+        assert allowed_V is not None, progress.failure
+        assert allowed_V.dtype == np.float32
+        token = draw(allowed_V, Sampling(temperature=1.0), rng)
+        if token in stop_ids:
+            assert progress.is_complete
+            break
+        assert words.is_shown(token)
+        text += reader.feed(token)
+        progress.feed(token)
+        if progress.is_over:
+            break
+    else:
+        pytest.fail(f"no end: {text}")
+    return text + reader.close()
+
+
+@pytest.mark.parametrize("family", ["bytes", *FAMILIES])
+def test_random_texts_of_every_vocabulary_are_valid(family: str, tmp_path: Path) -> None:
+    words, size = vocabulary(family, tmp_path / family)
+    grammars = Grammars(words, size)
+    stop_ids = [] if words.end is None else [words.end]
+    for name, schema in SCHEMAS.items():
+        found = set()
+        for seed in range(SEEDS):
+            text = walk(grammars, words, size, schema, seed, stop_ids)
+            jsonschema.validate(json.loads(text), schema)
+            found.add(text)
+        assert len(found) > 1, name
+
+
+def completions_of(generator: Generator, schema: Any, seeds: Sequence[int], tokens: int = 40) -> list[Completion]:
+    return [
+        generator.generate("x", tokens, temperature=1.0, seed=seed, grammar=schema)[0] for seed in seeds
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_answers_of_an_engine_are_valid(generator: Generator, name: str) -> None:
+    ended = 0
+    for done in completions_of(generator, SCHEMAS[name], range(SEEDS)):
+        assert done.finish in ("stop", "length")
+        if done.finish == "stop":
+            jsonschema.validate(json.loads(done.text), SCHEMAS[name])
+            assert (done.stop, done.text.encode()) == (None, bytes(done.ids))
+            ended += 1
+    assert ended > SEEDS * 0.8
+
+
+def test_a_batch_writes_what_each_text_alone_writes(generator: Generator) -> None:
+    """Rows with a grammar and without one, in the rows of one engine."""
+    prompts = prompts_of_lengths([3, 5, 2, 4, 6])
+    schemas = [None, SCHEMAS["object"], SCHEMAS["text"], None, SCHEMAS["either"]]
+    bucket = generator.bucket_for(3, WINDOW)
+
+    def texts(rows: Sequence[int]) -> list[Any]:
+        return [
+            generator.texts([prompts[row]], 24, temperature=0.9, seed=row, grammar=schemas[row])[0] for row in rows
+        ]  # fmt: skip
+
+    def written(batch: list[Any]) -> list[tuple[list[int], str, str]]:
+        with generator.open_rows(bucket) as rows:
+            waiting = list(batch)
+            while waiting or rows.busy:
+                while waiting and len(rows.busy) < rows.size:
+                    list(rows.begin(waiting.pop(0)))
+                list(rows.step())
+        return [(text.completion.ids, text.completion.text, text.completion.finish) for text in batch]
+
+    together = written(texts(range(5)))
+    assert together == [written(texts([row]))[0] for row in range(5)]
+    jsonschema.validate(json.loads(together[1][1]), SCHEMAS["object"])
+    assert {finish for _, _, finish in together} == {"stop", "length"}
+
+
+def test_a_text_without_grammar_is_what_it_was(generator: Generator) -> None:
+    (plain,) = generator.generate("def", 20, temperature=0.8, seed=4, logprobs=2)
+    (same,) = generator.generate("def", 20, temperature=0.8, seed=4, logprobs=2, logit_bias={}, grammar=None)
+    assert (plain.ids, plain.text, plain.logprobs) == (same.ids, same.text, same.logprobs)
+
+
+def test_a_limit_of_tokens_cuts_the_text(generator: Generator) -> None:
+    (cut,) = generator.generate("x", 4, grammar=SCHEMAS["object"])
+    assert (cut.finish, len(cut.ids), cut.text[0]) == ("length", 4, "{")
+
+
+def test_stop_tokens_end_a_text_only_where_it_is_complete(generator: Generator) -> None:
+    """A digit may always follow, and the end token is by far the most probable one."""
+    options: dict[str, Any] = {"stop": [0], "logit_bias": {0: 100}, "grammar": {"type": "integer"}}
+    (done,) = generator.generate("x", 30, **options)
+    assert (done.finish, done.stop, len(done.ids)) == ("stop", 0, len(str(int(done.text))))
+    # The first token cannot be the end, and after it the end wins.
+    assert 1 <= len(done.ids) <= 2
+    (free,) = generator.generate("x", 30, grammar={"type": "integer"})
+    assert free.finish == "length"
+    assert int(free.text) is not None
+
+
+def test_stop_strings_cut_it(generator: Generator) -> None:
+    (cut,) = generator.generate("x", 30, grammar=SCHEMAS["object"], stop=['ok"'])
+    assert (cut.finish, cut.stop) == ("stop", 'ok"')
+    assert cut.text.endswith('"')
+
+
+def test_held_back_characters_are_shown_at_its_end(generator: Generator) -> None:
+    with generator.stream("x", 10, grammar='start: "abc"', stop=["bcd"]) as stream:
+        pieces = [piece.text for piece in stream]
+    assert (pieces, stream.completions[0].finish) == (["a", "", "", "bc"], "stop")
+    (empty,) = generator.generate("x", 10, grammar='start: ""')
+    assert (empty.ids, empty.finish, empty.failure) == ([], "stop", "")
+
+
+def test_a_text_that_cannot_go_on_fails_alone(generator: Generator) -> None:
+    """The end token is one that the grammar needs."""
+    with generator.stream(["x", "y"], 6, grammar='start: "ab"', stop=[ord("b")]) as stream:
+        list(stream)
+    for done in stream.completions:
+        assert (done.finish, done.text) == ("failed", "a")
+        assert done.failure == (
+            "the text cannot follow the grammar any further: the model has no token for what must follow"
+        )
+
+
+def test_too_many_choices_fail_with_the_reason_of_llguidance(generator: Generator) -> None:
+    schema = {"properties": {f"p{i}": {"pattern": "^a{1,50}b+$"} for i in range(1000)}, "type": "object"}
+    (done,) = generator.generate("x", 6, grammar=schema)
+    assert done.finish == "failed"
+    assert "Current row has 4007 items; max is 2000" in done.failure
+
+
+@pytest.mark.parametrize(
+    ("grammar", "message"),
+    [
+        ({"type": "foo"}, "no grammar can be made of it: Invalid type: foo$"),
+        ({"not": {"type": "string"}}, r'no grammar can be made of it: Unimplemented keys: \["not"\]$'),
+        ({"not": {"type": "string"}, "x-guidance": {"lenient": True}}, r"Unimplemented keys"),
+        ({"pattern": "(?=a)b", "type": "string"}, "error: look-around, including .* is not supported$"),
+        ({"minItems": 5, "maxItems": 2, "type": "array"}, r"Unsatisfiable schema: minItems \(5\) is greater than"),
+        ({"$ref": "http://example.org/x"}, "Default retriever does not fetch resources$"),
+        ("start: nothing", "no grammar can be made of it: unknown name: nothing$|no grammar can be made of it: "),
+        ({"enum": [object()]}, r"the JSON schema cannot be read \(Object of type object is not JSON serializable\)"),
+    ],
+    ids=str,
+)
+def test_grammars_that_are_refused(generator: Generator, grammar: Any, message: str) -> None:
+    with pytest.raises(GrammarError, match=message) as refused:
+        generator.texts("x", grammar=grammar)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_schema_that_is_nested_without_end(generator: Generator) -> None:
+    schema: dict[str, Any] = {}
+    schema["items"] = schema
+    with pytest.raises(GrammarError, match=r"the JSON schema cannot be read .Circular reference detected.; leave out"):
+        generator.texts("x", grammar=schema)
+
+
+def test_ids_that_stand_for_no_text() -> None:
+    with pytest.raises(GrammarError, match="this model's ids stand for no text, so no grammar applies; leave it out"):
+        Grammars(None, 256).begin({}, [])
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(GrammarError, match=r"needs the package llguidance; pip install 'mod-export\[structured\]'"):
+        Grammars(Bytes(), 256).begin({}, [])
+
+
+def test_compiling_has_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = {
+        "properties": {f"p{i}": {"type": "string"} for i in range(3000)},
+        "required": [f"p{i}" for i in range(3000)],
+    }
+    monkeypatch.setattr(grammar_module, "COMPILE_S", 0.001)
+    with pytest.raises(GrammarError, match=r"the grammar took longer than 0\.001 s to compile; simplify it"):
+        Grammars(Bytes(), 256).begin(schema, [])
+
+
+def test_the_last_grammars_are_kept() -> None:
+    grammars = Grammars(Bytes(), 256)
+    for length in range(KEPT + 4):
+        grammars.begin({"maxLength": length}, [])
+    assert len(grammars._compiled) == KEPT
+    first = next(iter(grammars._compiled.values()))
+    grammars.begin({"maxLength": 4}, [])
+    assert next(reversed(grammars._compiled.values())) is first
