@@ -43,6 +43,9 @@ ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 GENERATION_CONFIG = "generation_config.json"
 LORA = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(?:\.weight)?")
 REPLACED = re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.(?P<kind>weight|bias)")
+REPEATED = re.compile(r"\)[*+{]")
+LARGEST_ALPHA = 1e30
+"""Larger ones, and those that are no number, cannot be meant."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 PROMPTS = (
@@ -250,8 +253,10 @@ def _check(path: Path, declared: Mapping[str, Any], ignored: Collection[str]) ->
         for pattern in table if isinstance(table, Mapping) else ():
             try:
                 re.compile(_at_the_end(pattern))
-            except re.error as error:
+            except (re.error, RecursionError, OverflowError) as error:
                 config.problem(name, f"{shown(pattern)} is no regular expression ({error})")
+            if REPEATED.search(pattern):
+                config.problem(name, f"{shown(pattern)} repeats a group, and such patterns can take for ever to match")
     config.check_others(ignored, HARMLESS, {})
     refuse(path / ADAPTER_CONFIG, config.problems)
 
@@ -331,7 +336,7 @@ def _product(declared: Mapping[str, Any], module: str, a: _Half, b: _Half, probl
     rank, alpha = _of(declared, "rank_pattern", "r", module), _of(declared, "alpha_pattern", "lora_alpha", module)
     if not (type(rank) is int and rank > 0):
         problems.append(f"{module} has the rank {shown(rank)}, expected a whole number above 0")
-    elif type(alpha) not in (int, float) or not math.isfinite(alpha):
+    elif type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:
         problems.append(f"{module} has the lora_alpha {shown(alpha)}, expected a number")
     elif len(down.shape) != 2 or len(up.shape) != 2 or (down.shape[0], up.shape[1]) != (rank, rank):
         problems.append(

@@ -72,6 +72,7 @@ HARMLESS = ("rope.scaling.finetuned", "rope.scaling.original_context_length", "t
 """Keys of an architecture that change nothing with the rotary angles that a spec can describe."""
 OTHERS: Mapping[str, str] = {
     "adapter": "a LoRA adapter, and no model; merge it into the GGUF file of its base model with llama-export-lora",
+    "controlvector": "a control vector, and no model; name the GGUF file of the model",
     "imatrix": "an importance matrix, with which a model was quantized, and no model; name the GGUF file of the model",
     **dict.fromkeys(
         ("mmproj", "clip"),
@@ -139,6 +140,7 @@ def read_gguf(path: Path, max_positions: int | None, ignored: Collection[str]) -
         raise CheckpointError(
             f"{path}: {ARCHITECTURE}: {shown(kind)} is no family that can be converted; known: {', '.join(FAMILIES)}"
         )
+    _check_types(path, tensors)
     spec = _Declared(path, kind, family, metadata, tensors).spec(max_positions, ignored)
     parts = _parts(path, kind, family, spec, tensors)
     tokenizer, notes = tokenizer_of(path, metadata)
@@ -146,7 +148,7 @@ def read_gguf(path: Path, max_positions: int | None, ignored: Collection[str]) -
 
 
 def _check_is_a_model(path: Path, metadata: Metadata, tensors: Mapping[str, GgufTensor]) -> None:
-    """Refuses a file that holds something else than a model of text, only a part of one, or tensors that are not read.
+    """Refuses a file that holds something else than a model of text, or only a part of one.
 
     Raises:
         CheckpointError: it does; the message says what it holds.
@@ -157,13 +159,18 @@ def _check_is_a_model(path: Path, metadata: Metadata, tensors: Mapping[str, Gguf
         what = _part_of(path, count)
     if what is None and not tensors and TOKENS in metadata:
         what = "a vocabulary without weights; name the GGUF file of the model"
-    unread = {name: tensor.stored for name, tensor in tensors.items() if not isinstance(tensor.stored, torch.dtype)}
-    if what is None and unread:
-        name = next(iter(unread))
-        more = f", and so do {len(unread) - 1} others" if len(unread) > 1 else ""
-        what = f"{name} holds {unread[name]}, expected {KNOWN}{more}; take the model in one of these types"
     if what is not None:
         raise CheckpointError(f"{path}: {what}")
+
+
+def _check_types(path: Path, tensors: Mapping[str, GgufTensor]) -> None:
+    unread = {name: tensor.stored for name, tensor in tensors.items() if not isinstance(tensor.stored, torch.dtype)}
+    if unread:
+        name = next(iter(unread))
+        more = f", and so do {len(unread) - 1} others" if len(unread) > 1 else ""
+        raise CheckpointError(
+            f"{path}: {name} holds {unread[name]}, expected {KNOWN}{more}; take the model in one of these types"
+        )
 
 
 def _part_of(path: Path, count: object) -> str:

@@ -269,11 +269,16 @@ def named_tensors(path: Path, fields: Mapping[str, Any]) -> tuple[dict[str, Stor
         fields: fields of its config.json.
 
     Raises:
-        CheckpointError: see `tensors_of_folder` and `without_wrappers`; or it is a base model, and its head is not the
-            embedding.
+        CheckpointError: see `tensors_of_folder` and `without_wrappers`; or it is a model with an adapter beside its
+            weights, or a base model whose head is not the embedding.
     """
     unwrapped, of_wrappers = without_wrappers(path, tensors_of_folder(path))
     tensors, of_base = with_model(path, unwrapped)
+    if unmerged := next((name for name in tensors if ".base_layer." in name or ".lora_" in name), None):
+        raise CheckpointError(
+            f"{path}: holds {shown(unmerged)}, so it is a model with an adapter of PEFT that is not merged; save what "
+            "merge_and_unload of peft returns, or convert the adapter alone"
+        )
     kind = fields.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is not None and HEAD not in tensors and (of_base or fields.get("architectures") == [family.base]):

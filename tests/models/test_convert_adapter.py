@@ -11,6 +11,8 @@ import peft
 import pytest
 import torch
 from hugging_face import made, saved
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,6 +20,7 @@ from transformers import PreTrainedModel
 
 from mod_models.checkpoint import CheckpointError, load_checkpoint
 from mod_models.convert import foreign, read_foreign
+from mod_models.convert.adapter import HARMLESS, ONLY, PROMPTS
 from mod_models.convert.foreign import ForeignModel, write_folder
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -162,6 +165,19 @@ def test_an_adapter_in_a_pickle(tmp_path: Path) -> None:
     assert (ours(read_foreign(adapter)) - logits(adapted)).abs().max() < 2e-5
 
 
+def test_a_model_with_its_adapter_beside_the_weights(tmp_path: Path) -> None:
+    """A training script saved the state of the adapted model."""
+    _, adapted = pair("Llama", tmp_path)
+    save_file(adapted.state_dict(), tmp_path / "base" / "model.safetensors")
+    found = re.fullmatch(
+        r"SOURCE: holds '(\S+)', so it is a model with an adapter of PEFT that is not merged; save what "
+        "merge_and_unload of peft returns, or convert the adapter alone",
+        refused(tmp_path / "base"),
+    )
+    assert found is not None
+    assert ".base_layer." in found[1] or ".lora_" in found[1]
+
+
 def test_where_the_base_model_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter, adapted = pair("Llama", tmp_path)
     expected = logits(adapted)
@@ -264,6 +280,8 @@ MORE = f"is more than LoRA, which is all that is merged here; {PEFT_MERGES}"
          "peft_type: PREFIX_TUNING changes no weights, so it cannot be merged into a model"),
         ({"use_rslora": "yes"}, "use_rslora: expected true or false, got 'yes'"),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern: '\(' is no regular expression \(.*\)"),
+        ({"alpha_pattern": {"(.+)+x": 2}},
+         r"alpha_pattern: '\(\.\+\)\+x' repeats a group, and such patterns can take for ever to match"),
         ({"new_kind": 3}, "new_kind: unknown field with the value 3; it could change what the model computes. Where it "
          "does not, name it with --ignore-field"),
     ],
@@ -285,8 +303,6 @@ def test_a_field_that_the_user_knows(tmp_path: Path) -> None:
 
 def test_every_kind_of_peft_is_known() -> None:
     """A kind of adapter that has no weights to merge is not said to be mergeable."""
-    from mod_models.convert.adapter import PROMPTS
-
     assert {*PROMPTS} <= {kind.value for kind in peft.PeftType}
     prompts = {kind.value for kind, tuner in peft.PEFT_TYPE_TO_CONFIG_MAPPING.items()
                if issubclass(tuner, peft.PromptLearningConfig)}  # fmt: skip
@@ -333,6 +349,7 @@ def test_tensors_that_do_not_fit(tensors: dict[str, Tensor | None], message: str
         ({"rank_pattern": {"layers.0.self_attn.q_proj": 0}}, "has the rank 0, expected a whole number above 0"),
         ({"alpha_pattern": {"layers.0.self_attn.q_proj": True}}, "has the lora_alpha True, expected a number"),
         ({"alpha_pattern": {"layers.0.self_attn.q_proj": float("nan")}}, "has the lora_alpha nan, expected a number"),
+        ({"alpha_pattern": {"layers.0.self_attn.q_proj": 1e40}}, "has the lora_alpha 1e+40, expected a number"),
     ],
 )
 def test_scales_that_are_none(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -367,3 +384,38 @@ def test_a_product_that_is_not_finite(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers.0.attention.q_proj.weight holds values that are NaN"):
         write_folder(read_foreign(adapter), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 200), st.floats(), st.text(max_size=5),
+    st.sampled_from([10**400, 4, "LORA", "q_proj", "(", "a{99999999999}", "x" * 5000]),
+)  # fmt: skip
+VALUES = st.one_of(
+    SCALARS,
+    st.lists(SCALARS, max_size=3),
+    st.dictionaries(st.sampled_from(["q_proj", "layers.1", ".*", "(", "a{99999999999}", ""]), SCALARS, max_size=3),
+)
+FIELDS = (*ONLY, *HARMLESS, "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "bias", "modules_to_save")
+
+
+@settings(max_examples=150)
+@given(changes=st.dictionaries(st.one_of(st.sampled_from(FIELDS), st.text(max_size=3)), VALUES, max_size=3))
+def test_arbitrary_configurations(damaged: Path, changes: dict[str, Any]) -> None:
+    """The result is a model or a CheckpointError of one line."""
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "base_model_name_or_path": str(damaged / "base"), **changes}
+    (damaged / "adapter" / CONFIG).write_text(json.dumps(fields))
+    message = ""
+    try:
+        read_foreign(damaged / "adapter")
+    except CheckpointError as error:
+        message = str(error)
+    assert "\n" not in message
+    assert len(message) < 10_000
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a base model and an adapter."""
+    folder = tmp_path_factory.mktemp("damaged")
+    pair("Llama", folder)
+    return folder

@@ -220,6 +220,9 @@ CASES: dict[str, tuple[str, Make, str]] = {
     "GGUF, clip": ("source.gguf", lambda source: write_gguf(source, {"general.architecture": "clip"}, {}),
         "SOURCE: the projector of images or sound of a model (mmproj), and no model of text; name the GGUF file of "
         "that"),
+    "GGUF, control vector": ("source.gguf",
+        lambda source: write_gguf(source, {"general.architecture": "controlvector"}, {}),
+        "SOURCE: a control vector, and no model; name the GGUF file of the model"),
     "GGUF, vocabulary": ("source.gguf", vocabulary,
         "SOURCE: a vocabulary without weights; name the GGUF file of the model"),
     **{f"GGUF, {name}": ("source.gguf", kind_of_tensor(number), f"{GATE} {name}, {REMOVED}")
