@@ -35,6 +35,9 @@ from benchmarks.floors.environments import (
 )
 
 SERVED_WITH = ("ort", "generate")
+EXTRAS = (
+    "", "build", "ort", "ort-gpu", "openvino", "generate", "structured", "convert", "tensorrt", "tensorrt-rtx",
+)  # fmt: skip
 LEFT_OUT = {
     "torch": "no CPU build of the floor is on PyPI, and that for CUDA takes 3 GB",
     "onnxruntime-gpu": "the same library as onnxruntime; the floor is the same",
@@ -47,9 +50,10 @@ TOLERANCE = 1e-4
 TESTS = {
     "gguf": ("tests/models/test_convert_gguf.py", "tests/models/test_convert_gguf_tokenizer.py"),
     "huggingface_hub": ("tests/mod_export/model/test_hub.py",),
+    "llguidance": ("tests/mod_export/runtime/test_grammar.py",),
     "openvino": ("tests/mod_export/engines/test_openvino.py",),
 }
-"""Test files for each package of [convert] and [openvino]."""
+"""Test files for each package of [convert], [openvino] and [structured]."""
 
 
 def declared() -> dict[str, tuple[str, str]]:
@@ -57,7 +61,7 @@ def declared() -> dict[str, tuple[str, str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     ranges: dict[str, tuple[str, str]] = {}
-    for extra in ("", "build", "ort", "ort-gpu", "openvino", "generate", "convert", "tensorrt", "tensorrt-rtx"):
+    for extra in EXTRAS:
         for requirement in map(Requirement, groups[extra]):
             ranges.setdefault(requirement.name, (extra, str(requirement.specifier)))
     return ranges
