@@ -90,6 +90,7 @@ HARMLESS = (
     "bias", "modules_to_save",
     "base_model_name_or_path",
 )  # fmt: skip
+RESIZED = "resize its embeddings as in training (resize_token_embeddings of transformers), and name what is saved then"
 PEFT_MERGES = "merge it with merge_and_unload of peft, and convert what save_pretrained then writes"
 
 
@@ -296,6 +297,7 @@ def _changed(path: Path, declared: Mapping[str, Any], tensors: Mapping[str, Stor
                 changed[target] = Merged(source, product)
     problems += [
         f"{name} has shape {list(tensor.shape)}, the base model has {list(tensors[name].shape)}"
+        + (f"; {RESIZED}" if name in (HEAD, EMBEDDING) else "")
         for name, tensor in changed.items()
         if name in tensors and tensor.shape != tensors[name].shape
     ]

@@ -158,6 +158,23 @@ def test_an_adapter_of_a_base_model(tmp_path: Path) -> None:
     assert (ours(read_foreign(tmp_path / "adapter")) - logits(theirs)).abs().max() < 2e-5
 
 
+def test_a_base_model_with_more_tokens(tmp_path: Path) -> None:
+    """peft saves the embeddings whole if there are more of them than the base model has."""
+    saved("Llama", tmp_path / "base")
+    model = made("Llama")
+    model.resize_token_embeddings(100)
+    adapted = adapt(model, tmp_path / "adapter", tmp_path / "base")
+    message = r"\[100, 48\], the base model has \[96, 48\]; resize its embeddings as in training"
+    with pytest.raises(CheckpointError, match=message):
+        read_foreign(tmp_path / "adapter")
+    base = made("Llama")
+    base.resize_token_embeddings(100)
+    base.save_pretrained(tmp_path / "resized")
+    found = read_foreign(tmp_path / "adapter", base=tmp_path / "resized")
+    assert found.spec.vocab_size == 100
+    assert (ours(found) - logits(adapted)).abs().max() < 2e-5
+
+
 def test_an_adapter_in_a_pickle(tmp_path: Path) -> None:
     adapter, adapted = pair("Llama", tmp_path)
     torch.save(load_file(adapter / WEIGHTS), adapter / "adapter_model.bin")
@@ -330,7 +347,10 @@ MODULE = "model.layers.0.self_attn.q_proj"
          f"'{MODULE}.lora_B.weight' holds I8, expected floating-point numbers of 16, 32 or 64 bits; {MODULE} has "
          "lora_A alone, expected lora_A and lora_B"),
         ({"base_model.model.model.embed_tokens.weight": torch.ones(98, 48)},
-         "model.embed_tokens.weight has shape [98, 48], the base model has [96, 48]"),
+         "model.embed_tokens.weight has shape [98, 48], the base model has [96, 48]; resize its embeddings as in "
+         "training (resize_token_embeddings of transformers), and name what is saved then"),
+        ({"base_model.model.model.norm.weight": torch.ones(47)},
+         "model.norm.weight has shape [47], the base model has [48]"),
         ({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 48)},
          "model.layers.7.self_attn.q_proj.weight is adapted, and the base model has none"),
     ],
