@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from mod_export.report.pages import render_page
-from mod_export.serve import inference_protocol, openai_api
+from mod_export.serve import inference_protocol, openai_api, openapi
 from mod_export.serve.cors import Cors
 from mod_export.serve.endpoint import ApiError, Guard, path_of, service_of
 from mod_export.serve.metrics import CONTENT_TYPE
@@ -58,6 +58,7 @@ def create_app(
         ("GET", "/v2/health/ready", open_to_all, inference_protocol.ready),
         ("GET", "/metrics", secured, _metrics),
         ("GET", "/", open_to_all, _page),
+        ("GET", openapi.PATH, open_to_all, openapi.route(keys=bool(keys))),
     ]
     for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
         routes += [

@@ -47,7 +47,9 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class _Tensor(_Strict):
+class Tensor(_Strict):
+    """An input. Its numbers are in `data`, or after the JSON (`binary_data_size` among its parameters)."""
+
     name: str
     shape: Annotated[list[Annotated[int, Field(ge=0, le=2**40)]], Field(max_length=MOST_DIMENSIONS)]
     datatype: str
@@ -55,16 +57,20 @@ class _Tensor(_Strict):
     data: list[Any] | None = None
 
 
-class _Wanted(_Strict):
+class WantedOutput(_Strict):
+    """An output that the answer has to contain; as raw bytes after the JSON with `binary_data` among its parameters."""
+
     name: str
     parameters: dict[str, Any] = {}
 
 
-class _InferRequest(_Strict):
+class InferRequest(_Strict):
+    """POST /v2/models/NAME/infer. Without `outputs` the answer contains all of them."""
+
     id: str | None = None
     parameters: dict[str, Any] = {}
-    inputs: Annotated[list[_Tensor], Field(max_length=MOST_TENSORS, fail_fast=True)]
-    outputs: Annotated[list[_Wanted], Field(max_length=MOST_TENSORS, fail_fast=True)] | None = None
+    inputs: Annotated[list[Tensor], Field(max_length=MOST_TENSORS, fail_fast=True)]
+    outputs: Annotated[list[WantedOutput], Field(max_length=MOST_TENSORS, fail_fast=True)] | None = None
 
 
 async def server_metadata(_: Request) -> Response:
@@ -155,7 +161,7 @@ def _most_bytes(deployment: Deployment) -> int:
     return BESIDE_NUMBERS + BYTES_OF_A_NUMBER * numbers
 
 
-def _parsed(body: bytes, json_length: str | None) -> tuple[_InferRequest, bytes]:
+def _parsed(body: bytes, json_length: str | None) -> tuple[InferRequest, bytes]:
     """Parses the JSON of a body; returns it and the raw bytes after it."""
     size = len(body)
     if json_length is not None:
@@ -163,10 +169,10 @@ def _parsed(body: bytes, json_length: str | None) -> tuple[_InferRequest, bytes]
         if not number or int(json_length) > len(body):
             raise ApiError(400, f"{JSON_LENGTH}: expected a number up to {len(body)}, got {json_length[:80]!r}")
         size = int(json_length)
-    return _InferRequest.model_validate_json(json_of(body[:size])), body[size:]
+    return InferRequest.model_validate_json(json_of(body[:size])), body[size:]
 
 
-def _feeds(inputs: Sequence[_Tensor], rest: bytes) -> dict[str, np.ndarray]:
+def _feeds(inputs: Sequence[Tensor], rest: bytes) -> dict[str, np.ndarray]:
     feeds: dict[str, np.ndarray] = {}
     for port in inputs:
         if port.datatype not in DTYPES:
@@ -191,7 +197,7 @@ def _feeds(inputs: Sequence[_Tensor], rest: bytes) -> dict[str, np.ndarray]:
     return feeds
 
 
-def _numbers(tensor: _Tensor, dtype: np.dtype[Any]) -> np.ndarray:
+def _numbers(tensor: Tensor, dtype: np.dtype[Any]) -> np.ndarray:
     if tensor.data is None:
         raise ApiError(400, f"{tensor.name}: expected data, or binary_data_size among its parameters")
     try:
@@ -219,9 +225,9 @@ def _are_numbers(values: list[Any], depth: int) -> bool:
     )
 
 
-def _encoded(model: str, asked: _InferRequest, results: Mapping[str, np.ndarray]) -> tuple[bytes, int | None]:
+def _encoded(model: str, asked: InferRequest, results: Mapping[str, np.ndarray]) -> tuple[bytes, int | None]:
     """Returns the body of a response, and the length of its JSON part; None if the body is only JSON."""
-    wanted = asked.outputs or [_Wanted(name=name) for name in results]
+    wanted = asked.outputs or [WantedOutput(name=name) for name in results]
     unknown = [item.name for item in wanted if item.name not in results]
     if unknown:
         raise ApiError(400, f"output {unknown[0][:80]!r}: this model has {', '.join(results)}")

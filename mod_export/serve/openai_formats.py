@@ -217,8 +217,8 @@ class Message(BaseModel):
         if (self.model_extra or {}).get("audio"):
             raise ValueError("audio: is not supported in a message; leave it out")
         if isinstance(self.content, list):
-            kinds = {part.get("type") if isinstance(part, dict) else None for part in self.content}
-            if not kinds or not kinds <= set(PARTS):
+            kinds = [part.get("type") if isinstance(part, dict) else None for part in self.content]
+            if not kinds or not all(kind in PARTS for kind in kinds):
                 raise ValueError("content: only parts of type text are supported")
             if not all(isinstance(part.get(part["type"]), str) for part in self.content):
                 raise ValueError("content: expected a text in every part")

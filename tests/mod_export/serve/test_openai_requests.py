@@ -118,6 +118,7 @@ def test_fields_out_of_range(server: Server, change: dict[str, Any], message: st
         ({"messages": [{"role": 1, "content": "x"}]}, "messages.0.role: Input should be 'developer', 'system', 'user'"),
         ({"messages": ["Hi"]}, "messages.0: Input should be an object"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only parts of type text are supported"),
+        ({"messages": [{"role": "user", "content": [{"type": {}}]}]}, "content: only parts of type text are supported"),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "tool_calls.0: Input should be an object"),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "audio: is not supported in a message"),
         (
