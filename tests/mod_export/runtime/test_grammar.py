@@ -19,6 +19,7 @@ from mod_export.runtime import grammar as grammar_module
 from mod_export.runtime.generator import Generator
 from mod_export.runtime.grammar import KEPT, Grammars
 from mod_export.runtime.logits import Sampling, draw
+from mod_export.runtime.request import GenerationDefaults, RequestReader
 from mod_export.runtime.rows import Completion
 from mod_export.runtime.texts import Bytes, ExactReader, Vocabulary
 
@@ -242,3 +243,21 @@ def test_the_last_grammars_are_kept() -> None:
     first = next(iter(grammars._compiled.values()))
     grammars.begin({"maxLength": 4}, [])
     assert next(reversed(grammars._compiled.values())) is first
+
+
+def test_special_tokens_are_shown_on_request(tmp_path: Path) -> None:
+    """They stand where they were written, also between words."""
+    words = opened(write_folder(tmp_path, "mistral"))
+    defaults = GenerationDefaults(frozenset(), 0.0, 0, 1.0)
+    reader = RequestReader(words, words.size, defaults)
+    ids = words.ids("fox[INST]dog fox[/INST]", special=False)
+    for shown, expected in (
+        ((), "foxdog fox"),
+        (("[INST]", "nothing"), "fox[INST]dog fox"),
+        (("[INST]", "[/INST]"), "fox[INST]dog fox[/INST]"),
+    ):
+        (text,) = reader.texts([ids], shown=shown)
+        assert text.reader is not None
+        assert "".join(map(text.reader.feed, ids)) + text.reader.close() == expected
+    bytes_only = RequestReader(None, 256, defaults)
+    assert bytes_only.texts([[1]], shown=("[INST]",))[0].reader is None

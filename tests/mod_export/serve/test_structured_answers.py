@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,14 @@ def test_what_is_refused(server: Server, body: dict[str, Any], message: str, par
     found, where = refusal(server, "completions", {"prompt": "x", **body})
     assert message in found
     assert where == param
+
+
+def test_a_missing_package_is_named(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with serving(written) as server:
+        body = {"prompt": "x", "response_format": {"type": "json_object"}}
+        message = "response_format: needs the package llguidance; pip install 'mod-export[structured]'"
+        assert refusal(server, "completions", body) == (message, "response_format")
 
 
 @pytest.mark.parametrize("stream", [False, True])
