@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mod_export.cli.boundary import PATH, command, folder_argument
-from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S
+from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 
 
 @click.command()
@@ -48,6 +48,10 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S
 @click.option(
     "--keep-alive", "keep_alive_s", metavar="S", type=float, default=KEEP_ALIVE_S, show_default=True,
     help="Seconds that a connection stays open between two requests.",
+)  # fmt: skip
+@click.option(
+    "--prefix-cache", "prefix_cache_mib", metavar="MIB", type=click.IntRange(0), default=PREFIX_CACHE_MIB,
+    show_default=True, help="Memory for what texts have read, so that others with the same beginning take it.",
 )  # fmt: skip
 @click.option(
     "--api-key-file", "key_file", metavar="FILE", type=PATH, help="API keys, one per line; requests must send one."

@@ -30,6 +30,7 @@ from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
 from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
+from mod_export.runtime.prefix_cache import PrefixCache
 from mod_export.runtime.request import GENERATION_CONFIG, Prompt, RequestReader, defaults_of
 from mod_export.runtime.rows import Completion, Prefix, RowText, Stream, TextRows
 from mod_export.runtime.texts import vocabulary_of
@@ -42,8 +43,10 @@ def load_generator(
     dtype: str | None = None,
     model: ModelKind = "mod",
     threads: int | None = None,
+    prefix_cache_bytes: int = 0,
 ) -> Generator:
-    """Opens a build folder for writing text. Takes the arguments of `load`.
+    """Opens a build folder for writing text. Takes the arguments of `load`, and the memory for what texts have read, so
+    that later texts with the same beginning need not read it again (`PrefixCache`); 0 keeps nothing.
 
     Raises:
         BuildFolderError: not a complete build folder, or a damaged file.
@@ -60,7 +63,7 @@ def load_generator(
     chosen = served_engines(folder, manifest, model, target, dtype, texts=True)
     warn_unverified(folder, manifest)
     verify_files(folder, manifest.entries(sorted({path for engine in chosen for path in engine.files})))
-    return Generator(folder, manifest, chosen, threads_to_use(threads))
+    return Generator(folder, manifest, chosen, threads_to_use(threads), prefix_cache_bytes)
 
 
 def tokens_read(prompt: int, new: int) -> int:
@@ -81,15 +84,23 @@ class Generator:
         dtype: dtype of the engines.
         threads: threads of a CPU engine inside one operator; 0 leaves the choice to the library.
         window: maximum number of tokens of a text, prompt and answer together.
+        prefixes: what earlier texts have read; None if nothing is kept.
     """
 
-    def __init__(self, root: Path, manifest: Manifest, engines: Sequence[Engine], threads: int) -> None:
+    def __init__(
+        self, root: Path, manifest: Manifest, engines: Sequence[Engine], threads: int, prefix_cache_bytes: int = 0
+    ) -> None:
         """`engines` are prefill and decode engines, which are opened on first use.
 
         Raises:
             BuildFolderError: a file of the tokenizer has changed since the build.
-            UsageError: the tokenizer needs a package that is not installed.
+            UsageError: the tokenizer needs a package that is not installed, or `prefix_cache_bytes` is negative.
         """
+        if prefix_cache_bytes < 0:
+            raise UsageError(f"prefix_cache_bytes: expected at least 0, got {prefix_cache_bytes}")
+        # With fair slots a text depends on those beside it, so what it has read is no other text's.
+        cached = prefix_cache_bytes > 0 and manifest.config.generation.slots == "all"
+        self.prefixes = PrefixCache(prefix_cache_bytes) if cached else None
         assert isinstance(manifest.generation, GenerationFacts)
         first = engines[0]
         self.vocabulary = vocabulary_of(root, manifest)
@@ -245,7 +256,7 @@ class Generator:
             UsageError: this generator is in use, or there is not enough memory for the caches.
         """
         with self._exclusive(*buckets) as decoders:
-            yield TextRows(decoders, self._reads(), self._sites, rolling=rolling)
+            yield TextRows(decoders, self._reads(), self._sites, rolling=rolling, prefixes=self.prefixes)
 
     def prefix(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prefix:
         """Reads the common beginning of several texts once. Prompts that continue it are read token by token, so this
@@ -289,6 +300,8 @@ class Generator:
         except EngineError:
             for bucket in self._decoders.keys() & set(buckets):
                 self._decoders[bucket].wipe()
+            if self.prefixes is not None:
+                self.prefixes.clear()
             raise
         finally:
             self._writing.release()

@@ -82,13 +82,11 @@ class PrefixCache:
     Attributes:
         max_bytes: limit of the memory of kept state.
         used_bytes: memory of kept state.
-        hits: number of tokens that texts took from the cache.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.used_bytes = 0
-        self.hits = 0
         self._numbers = 0
         # In the order of their last use. Whoever uses a node uses those before it, and they are moved after it. So the
         # first node in this order is always the end of a chain.
@@ -117,7 +115,6 @@ class PrefixCache:
             nodes.append(start := following)
         for node in reversed(nodes):
             self._nodes.move_to_end(node.key)
-        self.hits += start.length
         return nodes
 
     def add_start(self, how: Reading, ids: Sequence[int], kept: Kept | None) -> Node | None:

@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -23,6 +23,7 @@ from mod_export.errors import EngineError
 from mod_export.runtime.decoder import Decoder, Kept, Prompts
 from mod_export.runtime.grammar import GrammarProgress
 from mod_export.runtime.logits import Bias, Logprob, Sampling, draw, logprob_of
+from mod_export.runtime.prefix_cache import BLOCK, Node, PrefixCache, Trail
 from mod_export.runtime.texts import Reader, StopText
 from mod_export.types import Bucket, Site
 
@@ -76,6 +77,7 @@ class Completion:
         ran: routing site -> number of tokens of the text that it selected.
         overflow: routing site -> number of tokens that wanted a slot but found none left.
         read: number of tokens that the model has read, including the prefix and tokens read again by rolling.
+        cached: number of tokens of the prompt that were taken from a `PrefixCache`; they count as read.
         logprobs: log probability of each of `ids`, if requested.
         stop_logprob: log probability of the stop id, if requested.
         prompt_logprobs: log probability of each of `prompt_ids` but the first, if requested.
@@ -91,6 +93,7 @@ class Completion:
     ran: dict[Site, int] = field(default_factory=dict)
     overflow: dict[Site, int] = field(default_factory=dict)
     read: int = 0
+    cached: int = 0
     logprobs: list[Logprob] = field(default_factory=list)
     stop_logprob: Logprob | None = None
     prompt_logprobs: list[Logprob] = field(default_factory=list)
@@ -116,6 +119,7 @@ class RowText:
         b: row of the decoder that holds the text.
         position: number of tokens that this row has read.
         pending: tokens of the prompt that steps still have to read.
+        trail: what was read since the last block that a `PrefixCache` keeps; None if nothing more of it is kept.
     """
 
     row: int
@@ -137,6 +141,7 @@ class RowText:
     b: int = field(default=IDLE, init=False)
     position: int = field(default=0, init=False)
     pending: deque[int] = field(default_factory=deque, init=False)
+    trail: Trail | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.completion = Completion((*(self.prefix.ids if self.prefix else ()), *self.ids))
@@ -157,10 +162,16 @@ class TextRows:
     """
 
     def __init__(
-        self, decoders: Sequence[Decoder], prompts: Prompts, sites: Sequence[Site], *, rolling: bool = False
+        self,
+        decoders: Sequence[Decoder],
+        prompts: Prompts,
+        sites: Sequence[Site],
+        *,
+        rolling: bool = False,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         """All decoders have the same length, and their counts refer to `sites`. With `rolling`, a text that fills the
-        cache continues from its second half.
+        cache continues from its second half. `prefixes` keeps what texts have read.
         """
         self._decoders = sorted(decoders, key=lambda decoder: decoder.batch)
         self._decoder = self._decoders[0]
@@ -170,6 +181,7 @@ class TextRows:
         self.prompt_seconds = 0.0
         self.from_prompts = 0
         self._prompts, self._sites, self._rolling = prompts, sites, rolling
+        self._prefixes = prefixes
         self._texts: list[RowText | None] = [None] * self._decoder.batch
 
     @property
@@ -194,9 +206,7 @@ class TextRows:
         if text.prefix is not None:
             yield from self._resume(text, text.prefix.kept, text.ids)
         elif text.score_prompt:
-            # Prefill engines return logits of the last token only. Steps return logits of every token.
-            self._decoder.clear(text.b)
-            text.pending.extend(text.ids)
+            self._score(text)
         else:
             yield from self._read(text, text.ids)
 
@@ -225,17 +235,22 @@ class TextRows:
         if all(text.pending for text in busy):
             self.prompt_seconds += took
         for text in busy:
-            text.position += 1
-            text.completion.read += 1
-            if text.pending:
-                text.pending.popleft()
-                self.from_prompts += not text.pending
-            if not text.pending:
-                yield from self._accept(text, logits_BV[text.b])
-            elif text.score_prompt:
-                _check_finite(text, logits_BV[text.b])
-                logprob = logprob_of(logits_BV[text.b], text.pending[0], text.logprobs or 0)
-                text.completion.prompt_logprobs.append(logprob)
+            yield from self._advance(text, int(ids_B[text.b]), logits_BV[text.b])
+
+    def _advance(self, text: RowText, token: int, logits_V: np.ndarray) -> Iterator[Written]:
+        """Goes on after a step that has read `token`."""
+        text.position += 1
+        text.completion.read += 1
+        if text.pending:
+            text.pending.popleft()
+            self.from_prompts += not text.pending
+        if text.pending and text.score_prompt:
+            _check_finite(text, logits_V)
+            text.completion.prompt_logprobs.append(logprob_of(logits_V, text.pending[0], text.logprobs or 0))
+        if text.trail is not None:
+            self._follow(text, text.trail, token, logits_V)
+        if not text.pending:
+            yield from self._accept(text, logits_V)
 
     def cancel(self) -> None:
         """Cancels every text that is being written. The tokens read so far are counted."""
@@ -248,6 +263,8 @@ class TextRows:
         self.cancel()
         for decoder in self._decoders:
             decoder.wipe()
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def _make_room(self, texts: int) -> None:
         """Switches to a larger decoder if the current one has no free row. If no text is being written, switches to the
@@ -261,20 +278,79 @@ class TextRows:
         self._texts = [*busy, *[None] * (fitting.batch - len(busy))]
         for b, text in enumerate(busy):
             fitting.put(b, before.keep(text.b, text.position, NO_LOGITS))
-            text.b = b
+            text.b, text.trail = b, None  # Another engine rounds differently, so its blocks do not follow these.
+
+    def _score(self, text: RowText) -> None:
+        """Begins a text whose whole prompt is read by steps: prefill engines return logits of the last token only."""
+        self._decoder.clear(text.b)
+        rest = text.ids
+        if self._prefixes is not None:
+            start = self._prefixes.add_start(("steps", *self._decoder.shape), (), None)
+            if start is not None:
+                rest = self._take(text, start, text.logprobs or 0)
+        text.pending.extend(rest)
 
     def _read(self, text: RowText, ids: Sequence[int]) -> Iterator[Written]:
-        longest = self._prompts.longest
-        begin = time.perf_counter()
-        kept = self._prompts.read(ids[:longest])
-        self.prompt_seconds += time.perf_counter() - begin
-        return self._resume(text, kept, ids[longest:])
+        """Reads a prompt: as much as a prefill engine can by one call, and the rest by steps."""
+        longest, how = self._prompts.longest, ("prefill", *self._decoder.shape)
+        prefixes = None if self._rolling else self._prefixes
+        start = prefixes.start(how, ids[:longest]) if prefixes is not None else None
+        if start is not None and start.start is not None:
+            kept = start.start
+            text.completion.cached += kept.length
+        else:
+            begin = time.perf_counter()
+            kept = self._prompts.read(ids[:longest])
+            self.prompt_seconds += time.perf_counter() - begin
+            if prefixes is not None:
+                start = prefixes.add_start(how, ids[:longest], kept)
+        yield from self._resume(text, kept, ids[longest:], start)
 
-    def _resume(self, text: RowText, kept: Kept, rest: Sequence[int]) -> Iterator[Written]:
-        """Continues from a kept state; steps read the rest of the prompt."""
+    def _take(self, text: RowText, start: Node, alternatives: int | None) -> Sequence[int]:
+        """Takes the longest chain of blocks that follows a start. Returns the tokens that steps still have to read."""
+        assert self._prefixes is not None
+        *_, last = nodes = self._prefixes.chain(start, text.ids, alternatives)
+        for node in nodes:
+            if node.block is not None:
+                self._decoder.put_block(text.b, node.block)
+                text.completion.prompt_logprobs += [_listing(entry, alternatives) for entry in node.block.logprobs]
+        text.trail = Trail(last)
+        taken = last.length - start.length
+        text.position += taken
+        text.completion.read += taken
+        text.completion.cached += taken
+        if taken and alternatives is not None:
+            logits_V = last.block.logits_V if last.block is not None else None
+            assert logits_V is not None, "blocks of scored prompts have logits"
+            text.completion.prompt_logprobs.append(logprob_of(logits_V, text.ids[last.length], alternatives))
+        return text.ids[last.length :]
+
+    def _follow(self, text: RowText, trail: Trail, token: int, logits_V: np.ndarray) -> None:
+        """Notes the token that a text has just read, and keeps its block when it is whole."""
+        assert self._prefixes is not None
+        if text.score_prompt and not text.pending:
+            text.trail = None  # Blocks of scored prompts have log probabilities, which new tokens may not have.
+            return
+        trail.ids.append(token)
+        trail.slots.append(self._decoder.slots_of(text.b))
+        if len(trail.ids) < BLOCK:
+            return
+        block = self._decoder.block(text.b, trail.slots)
+        if text.score_prompt:
+            # The first token of a text has no log probability, so that of the token at a position is one entry before.
+            first = max(0, trail.node.length - 1)
+            entries = text.completion.prompt_logprobs[first : trail.node.length + BLOCK - 1]
+            block = replace(block, logprobs=tuple(entries), logits_V=logits_V.copy())
+        node = self._prefixes.add_block(trail.node, trail.ids, block)
+        text.trail = None if node is None else Trail(node)
+
+    def _resume(self, text: RowText, kept: Kept, rest: Sequence[int], start: Node | None = None) -> Iterator[Written]:
+        """Continues from a kept state; steps read the rest of the prompt. `start` is where the state is cached."""
         self._decoder.put(text.b, kept)
         text.position = kept.length
         text.completion.read += kept.length
+        if start is not None:
+            rest = self._take(text, start, None)
         text.pending.extend(rest)
         if not text.pending:
             self.from_prompts += 1
@@ -449,6 +525,11 @@ class Stream(Iterator[Piece]):
             finally:
                 self.seconds = time.perf_counter() - begun
                 rows.cancel()  # Needed if the stream was closed or failed.
+
+
+def _listing(logprob: Logprob, alternatives: int | None) -> Logprob:
+    """A kept log probability with as few alternatives as a text asks for."""
+    return logprob._replace(top=logprob.top[: alternatives or 0])
 
 
 def _steered(text: RowText, logits_V: np.ndarray) -> np.ndarray | None:

@@ -13,3 +13,5 @@ KEEP_ALIVE_S = 75.0
 """How many seconds a connection may stay open between two requests, as in nginx. Clients and proxies keep idle
 connections for less, 5 to 60 seconds, so it is they who close them, and no request meets a connection that is closing.
 """
+PREFIX_CACHE_MIB = 256
+"""Memory for what texts have read."""

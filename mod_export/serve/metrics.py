@@ -29,6 +29,7 @@ class Metrics(TextObserver, Collector):
         self._first = self._histogram("time_to_first_token_seconds", "From a request to the first token", SECONDS)
         self._between = self._histogram("time_between_tokens_seconds", "Between tokens of a text", SHORT_SECONDS)
         self._tokens = self._counter("tokens", "Tokens that were read as prompts, and written", "kind")
+        self._cached = self._counter("cached_tokens", "Tokens of prompts that were taken from the prefix cache")
         self._ended = self._counter("texts", "Texts that are over, by how they ended", "finish")
         self._refused = self._counter("refused_requests", "Requests that got no text, by reason", "reason")
         self._requests = self._counter("http_requests", "Answered requests", "path", "status")
@@ -80,6 +81,7 @@ class Metrics(TextObserver, Collector):
         done = text.completion
         self._ended.labels(done.finish).inc()
         self._all_read.inc(done.read)
+        self._cached.inc(done.cached)
         for site, count in done.ran.items():
             self._at_site.labels(str(site)).inc(count)
             # In this order: a scrape on another thread looks up the selected tokens of every site in `_read`.

@@ -364,9 +364,12 @@ class Answer(ABC):
 
     def _counted(self) -> Json:
         """Token counts of the request. A prompt with several continuations counts once."""
-        prompt = sum(len(completion.prompt_ids) for completion in self._completions[:: self._n])
+        prompts = self._completions[:: self._n]
+        prompt = sum(len(completion.prompt_ids) for completion in prompts)
+        cached = sum(completion.cached for completion in prompts)
         new = sum(len(completion.ids) for completion in self._completions)
-        return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        counted = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+        return {**counted, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class TextAnswer(Answer):

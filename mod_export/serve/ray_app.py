@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mod_export.errors import EngineError, ModExportError, UsageError
 from mod_export.folder.manifest import MANIFEST, open_folder
-from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S
+from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 from mod_export.serve.app import create_app
 from mod_export.serve.cors import Cors, check_origins
 from mod_export.serve.endpoint import RETRY_S, ApiError, Guard, problem_of
@@ -91,6 +91,7 @@ class Arguments(BaseModel):
     target: str | None = None
     dtype: str | None = None
     model: ModelKind = "mod"
+    prefix_cache_mib: Annotated[int, Field(ge=0)] = PREFIX_CACHE_MIB
 
     @field_validator("hosts", "allow_origins", mode="before")
     @classmethod

@@ -15,7 +15,7 @@ from mod_export.errors import TargetError, UsageError
 from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.runtime.deployment import Deployment, load
 from mod_export.runtime.generator import load_generator
-from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
+from mod_export.serve import MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 from mod_export.serve.metrics import Metrics
 from mod_export.serve.scheduler import ClosingError, QueueFullError, Scheduler
 from mod_export.types import ModelKind, Unavailable
@@ -34,6 +34,7 @@ class ServiceOptions:
         dtype: dtype of the engines; None as for `target`.
         model: `mod`, or `dense` for the dense baseline.
         threads: threads of a CPU engine inside one operator; None uses every physical core.
+        prefix_cache_mib: memory, in MiB, for what texts have read; later texts with the same beginning take it.
     """
 
     name: str | None = None
@@ -44,6 +45,7 @@ class ServiceOptions:
     dtype: str | None = None
     model: ModelKind = "mod"
     threads: int | None = None
+    prefix_cache_mib: int = PREFIX_CACHE_MIB
 
 
 class Scoring:
@@ -194,12 +196,16 @@ def _open_writing(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Loading for whole prompts warns already.
-            generator = load_generator(folder, options.target, options.dtype, options.model, options.threads)
+            generator = load_generator(
+                folder, options.target, options.dtype, options.model, options.threads, options.prefix_cache_mib * 2**20
+            )
     except TargetError as error:
         return Unavailable(str(error))
     opened.enter_context(generator)
     scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, metrics)
     metrics.gauge("mod_export_rows", "Texts that can be written at once", lambda: scheduler.bucket.batch)
     metrics.gauge("mod_export_busy_rows", "Texts that are being written", lambda: scheduler.busy)
+    if (prefixes := generator.prefixes) is not None:
+        metrics.gauge("mod_export_prefix_cache_bytes", "What is kept of earlier texts", lambda: prefixes.used_bytes)
     metrics.gauge("mod_export_queue_depth", "Texts that wait for a row", lambda: scheduler.waiting)
     return opened.enter_context(scheduler)
