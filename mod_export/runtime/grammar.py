@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 SPACE = " ?"
 """White space between the parts of JSON (regular expression). Weak models would fill the window with more of it."""
+ESCAPES = 'nrbtf\\"'
+"""Letters after a backslash in JSON strings. With `u`, a text could write a key of the schema in a second way, as
+`"\\u0061"` for `"a"`, whose value would not follow the schema.
+"""
+OPTIONS = {"whitespace_pattern": SPACE, "json_allowed_escapes": ESCAPES}
 KEPT = 16
 """How many compiled grammars are kept."""
 COMPILE_S = 10.0
@@ -45,7 +50,7 @@ def schema_rule(schema: Mapping[str, Any]) -> str:
     """
     try:
         # Options in the schema itself could turn off the checks of its keywords.
-        return "%json " + json.dumps({**schema, "x-guidance": {"whitespace_pattern": SPACE}})
+        return "%json " + json.dumps({**schema, "x-guidance": OPTIONS})
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON schema cannot be read ({error}); leave out what is no plain data") from error
 

@@ -214,6 +214,27 @@ def test_a_schema_that_is_nested_without_end(generator: Generator) -> None:
         generator.texts("x", grammar=schema)
 
 
+@pytest.mark.parametrize(
+    ("text", "follows"),
+    [
+        ('{"a":1, "b": "x"}', True),
+        ('{"a": 1,"b\\n\\"\\\\": null}', True),
+        ('{"a":1,"a":"x"}', False),
+        ('{"a":1,"\\u0061":"x"}', False),
+        ('{"a":1,"\\/":"x"}', False),
+        ('{"a":1\n}', False),
+        ('{"a":1,  "b":2}', False),
+    ],
+)
+def test_a_key_has_one_spelling_and_the_text_one_line(text: str, follows: bool) -> None:
+    """So no second value of a key escapes its schema: parsers take the last one."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    progress = Grammars(Bytes(), 256).begin(schema, [])
+    for token in text.encode():
+        progress.feed(token)
+    assert progress.is_over == progress.is_complete == follows
+
+
 def test_ids_that_stand_for_no_text() -> None:
     with pytest.raises(GrammarError, match="this model's ids stand for no text, so no grammar applies; leave it out"):
         Grammars(None, 256).begin({}, [])
