@@ -1,4 +1,5 @@
-"""Shapes of answers, from which the description of the API is generated. A field whose default is None may be missing.
+"""Shapes of answers, from which the description of the API is generated. A field with a default may be
+missing; if the default is None, it is never null.
 
 Answers themselves are plain dictionaries: checking a chunk for every token would take longer than a small model's step.
 Tests compare them with these shapes.
@@ -160,10 +161,10 @@ class ChatCompletion(_Answer):
 
 
 class Delta(Shape):
-    """New characters of an answer, or new parts of calls. The first part has the role."""
+    """New characters of an answer, or new parts of calls. The first part has the role, and null if calls may follow."""
 
     role: Literal["assistant"] | None = None
-    content: str | None = None
+    content: str | None = ""
     tool_calls: list[CallPart] | None = None
 
 

@@ -1,8 +1,9 @@
 """Web pages of other origins that may use the server (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol).
 
 Starlette's middleware knows the protocol. It is the outermost layer of the application, and endpoints turn every error
-into a response, so refusals and streams have its headers too. Only two of its answers are replaced here: a preflight
-request that passes is answered 204, because it has no body, and one that does not is told which option allows it.
+into a response, so refusals and streams have its headers too; only what never reaches the application has none, such as
+a head that is no HTTP. Two of its answers are replaced here: a preflight request that passes is answered 204, as it
+has no body, and one that does not is told which option allows it.
 """
 
 from __future__ import annotations

@@ -23,6 +23,13 @@ DESCRIPTION = description(keys=False)
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6}
 TEXT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 6}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "day",
+        "parameters": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]},
+    },
+}
 TEXTS: list[dict[str, Any]] = [
     {},
     {"n": 3, "prompt": ["a", "b"], "seed": 1},
@@ -37,6 +44,8 @@ CHATS: list[dict[str, Any]] = [
     {"logprobs": True},
     {"logprobs": True, "top_logprobs": 3},
     {"stop": ["e", "a"]},
+    {"tools": [TOOL], "tool_choice": "required", "max_tokens": 60, "n": 2, "logprobs": True},
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}}},
 ]
 REFUSED = [
     (400, "/v1/completions", {"prompt": 5}),
