@@ -23,7 +23,7 @@ def read(folder: Path, config: Any, end: int | None = None) -> GenerationDefault
     ({"eos_token_id": 2}, 7, {2}),
     ({"eos_token_id": [2, 5]}, 7, {2, 5}),
     ({"eos_token_id": 0}, 7, {0}),
-    ({"eos_token_id": None}, 7, {7}),
+    ({"eos_token_id": None}, 7, set()),
     ({}, 7, {7}),
     ({}, None, set()),
     ({"eos_token_id": []}, 7, set()),
