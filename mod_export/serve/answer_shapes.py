@@ -110,7 +110,7 @@ class FunctionCall(Shape):
     arguments: str
 
 
-class Call(Shape):
+class AnsweredCall(Shape):
     """A call of a function."""
 
     id: str
@@ -140,7 +140,7 @@ class ChatMessage(Shape):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[AnsweredCall] | None = None
 
 
 class ChatChoice(Shape):
@@ -252,7 +252,7 @@ class ModelReady(Ready):
     name: str
 
 
-class Port(Shape):
+class PortMetadata(Shape):
     """An input or output. A size of -1 means any size that fits a bucket."""
 
     name: str
@@ -266,8 +266,8 @@ class ModelMetadata(Shape):
     name: str
     versions: list[str]
     platform: str
-    inputs: list[Port]
-    outputs: list[Port]
+    inputs: list[PortMetadata]
+    outputs: list[PortMetadata]
 
 
 class OutputTensor(Shape):

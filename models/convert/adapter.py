@@ -94,7 +94,7 @@ RESIZED = "resize its embeddings as in training (resize_token_embeddings of tran
 PEFT_MERGES = "merge it with merge_and_unload of peft, and convert what save_pretrained then writes"
 
 
-class Product(NamedTuple):
+class LowRankProduct(NamedTuple):
     """A scaled product of an adapter: `up` @ `down`, or for an embedding its transpose.
 
     Attributes:
@@ -135,7 +135,7 @@ class Merged:
     """A tensor of the base model plus a product, see `foreign.StoredTensor`."""
 
     source: StoredTensor
-    product: Product
+    product: LowRankProduct
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -333,7 +333,9 @@ def _in_model(name: str) -> str:
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
-def _product(declared: Mapping[str, Any], module: str, a: _Half, b: _Half, problems: list[str]) -> Product | None:
+def _product(
+    declared: Mapping[str, Any], module: str, a: _Half, b: _Half, problems: list[str]
+) -> LowRankProduct | None:
     down, up = a.tensor, b.tensor
     rank, alpha = _of(declared, "rank_pattern", "r", module), _of(declared, "alpha_pattern", "lora_alpha", module)
     if not (type(rank) is int and rank > 0):
@@ -346,7 +348,7 @@ def _product(declared: Mapping[str, Any], module: str, a: _Half, b: _Half, probl
         )
     else:
         scale = alpha / (math.sqrt(rank) if declared.get("use_rslora") is True else rank)
-        return Product(down, up, scale, a.is_embedding)
+        return LowRankProduct(down, up, scale, a.is_embedding)
     return None
 
 
