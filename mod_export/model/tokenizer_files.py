@@ -96,10 +96,10 @@ def read_tokenizer(path: Path, model: Path | None = None) -> TokenizerFiles:
         if generation is not None:
             contents[GENERATION_CONFIG] = _json(generation)
         if is_published and generation is not None and generation.get("eos_token_id") is None and tokenizer.eos_token:
+            decides = GENERATION_CONFIG if (copy / GENERATION_CONFIG).is_file() else CONFIG
             notes.append(
-                f"{path}: {GENERATION_CONFIG} and {CONFIG} name no eos_token_id, so texts go on to their limit, as in "
-                f'transformers; to end them at {tokenizer.eos_token}, write "eos_token_id": {tokenizer.eos_token_id} '
-                f"to {GENERATION_CONFIG}"
+                f"{path}: {decides} names no eos_token_id, so texts go on to their limit, as in transformers; to end "
+                f'them at {tokenizer.eos_token}, write "eos_token_id": {tokenizer.eos_token_id} to {GENERATION_CONFIG}'
             )
     return TokenizerFiles(path, contents, tuple(notes))
 

@@ -267,7 +267,8 @@ def test_texts_end_where_transformers_ends_them(tmp_path: Path, case: str) -> No
     assert defaults_of(tmp_path / "kept", file.end).stop_ids == expected
     warned = not expected and end is not None
     assert len(files.notes) == warned
-    told = f'so texts go on to their limit, as in transformers; to end them at {end}, write "eos_token_id": '
+    decides = "config.json" if generation is None else "generation_config.json"
+    told = f'{tmp_path}: {decides} names no eos_token_id, so texts go on to their limit, as in transformers; to end them at {end}, write "eos_token_id": '
     assert all(told in note for note in files.notes)
 
 
