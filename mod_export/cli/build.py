@@ -176,18 +176,19 @@ def build_and_show(
 
 def _tokenizer_of(source: str, named: Path | None) -> TokenizerFiles | None:
     """Reads the tokenizer that was named, or else that of a GGUF file, or the one in the folder of the model or of a
-    model.pt, where training leaves it.
+    model.pt, where training leaves it. What the model itself says about ends of texts holds for a named one as well.
     """
     from mod_export.model.checkpoint import companions_in, is_gguf
-    from mod_export.model.tokenizer_files import has_tokenizer, read_tokenizer
+    from mod_export.model.tokenizer_files import files_in, read_tokenizer, settings_in
 
     path = Path(source)
     folder = path.parent if path.name == "model.pt" and path.is_file() else path
-    files, notes = companions_in(path) if named is None and is_gguf(path) else (None, ())
+    files, notes = companions_in(path) if is_gguf(path) else (None, ())
     if named is not None:
-        files = read_tokenizer(named)
-    elif folder.is_dir() and has_tokenizer(folder):
-        files = read_tokenizer(folder)
+        own = files.contents if files is not None else settings_in(folder) if folder.is_dir() else {}
+        files, notes = read_tokenizer(named).of_model(own), ()
+    elif folder.is_dir():
+        files = files_in(folder)
     for note in (*notes, *(files.notes if files is not None else ())):
         click.echo(f"note: {note}", err=True)
     return files

@@ -23,7 +23,7 @@ from mod_export.model.architecture import GROUP, Architecture, Converted
 from mod_export.model.hub import name_of
 from mod_export.model.model import Model, Origin
 from mod_export.model.other_files import adapter_to_convert, lone_file, what_files, what_source
-from mod_export.model.tokenizer_files import TokenizerFiles, has_tokenizer, read_tokenizer
+from mod_export.model.tokenizer_files import TokenizerFiles, files_in, has_tokenizer, read_tokenizer
 
 if TYPE_CHECKING:
     import torch
@@ -165,7 +165,8 @@ def convert(
 
 
 def companions_in(source: Path) -> tuple[TokenizerFiles | None, tuple[str, ...]]:
-    """Returns the tokenizer inside a file in another format, if there is one, and what its reader notes.
+    """Returns the tokenizer inside a file in another format, or what it says about text without one, and what its
+    reader notes.
 
     Raises:
         CheckpointError: the file cannot be converted.
@@ -180,7 +181,10 @@ def companions_in(source: Path) -> tuple[TokenizerFiles | None, tuple[str, ...]]
             with tempfile.TemporaryDirectory() as name:
                 for companion, content in converted.companions.items():
                     (Path(name) / companion).write_bytes(content())
-                files = read_tokenizer(Path(name)) if has_tokenizer(Path(name)) else None
+                folder = Path(name)
+                if has_tokenizer(folder):
+                    return read_tokenizer(folder, shown=source), converted.notes
+                files = files_in(folder)
             return None if files is None else replace(files, path=source), converted.notes
     return None, ()
 

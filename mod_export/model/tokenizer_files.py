@@ -13,8 +13,8 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,19 +37,30 @@ VOCABULARIES = (
 """Files that hold a vocabulary, each enough for a folder to have a tokenizer."""
 READ = (
     *VOCABULARIES, "merges.txt", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json", TEMPLATE,
-    "*.tiktoken", f"{MORE_TEMPLATES}/*.jinja", GENERATION_CONFIG, CONFIG,
+    "*.tiktoken", "tokenizer.*.json", f"{MORE_TEMPLATES}/*.jinja", GENERATION_CONFIG, CONFIG,
 )  # fmt: skip
 """Files that transformers reads of a folder for its tokenizer and for the ends of texts."""
 READERS = ("sentencepiece", "tiktoken")
 """Packages with which transformers reads what is not a tokenizer.json."""
 GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p")
 """Settings that older releases of transformers kept in config.json."""
+TOP_K = 50
+"""`top_k` of transformers where a model samples and does not say it."""
 CLASS = "PreTrainedTokenizerFast"
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names of special tokens that every tokenizer can have; further names are the model's own."""
+PROBES = (
+    "Hello world, it's 2024!", "  two  spaces \n\n\tx", "d\u00e9j\u00e0 vu \u6771\u4eac \U0001f600",
+    "def f(x):\n    return x ** 2\r\n", "don't , we 've . A_B <0x41> \u2581",
+)  # fmt: skip
+"""Texts at which a tokenizer of transformers is compared with what is kept of it."""
+SAMPLED_IDS = 256
+"""Number of ids whose text is compared as well."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerFiles:
-    """A tokenizer that was read.
+    """A tokenizer that was read, or what a model without one says about text: where it ends, and a chat template.
 
     Attributes:
         path: the folder or file that it was read from.
@@ -61,6 +72,25 @@ class TokenizerFiles:
     path: Path
     contents: Mapping[str, bytes]
     notes: tuple[str, ...] = ()
+
+    @property
+    def has_vocabulary(self) -> bool:
+        """Whether the ids of the model represent text."""
+        return TOKENIZER in self.contents
+
+    def of_model(self, own: Mapping[str, bytes]) -> TokenizerFiles:
+        """Returns this tokenizer for a model that says something about text itself: `own` decides where texts end, and
+        gives the chat template if the tokenizer has none.
+        """
+        contents = {**self.contents, **{name: own[name] for name in (GENERATION_CONFIG,) if name in own}}
+        config = json.loads(contents[TOKENIZER_CONFIG])
+        if TEMPLATE not in contents and "chat_template" not in config:
+            template = json.loads(own.get(TOKENIZER_CONFIG, b"{}")).get("chat_template")
+            if TEMPLATE in own:
+                contents[TEMPLATE] = own[TEMPLATE]
+            elif template is not None:
+                contents[TOKENIZER_CONFIG] = _json({**config, "chat_template": template})
+        return replace(self, contents=contents, notes=() if GENERATION_CONFIG in own else self.notes)
 
     def write(self, folder: Path) -> Path:
         """Writes the files into a folder, and returns the path of its tokenizer.json."""
@@ -74,12 +104,40 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in VOCABULARIES) or any(folder.glob("*.tiktoken"))
 
 
-def read_tokenizer(path: Path, model: Path | None = None) -> TokenizerFiles:
+def files_in(folder: Path) -> TokenizerFiles | None:
+    """Returns the tokenizer of a folder, or else what it says about text without one; None if it says nothing.
+
+    Raises:
+        UsageError: see `read_tokenizer`.
+    """
+    if has_tokenizer(folder):
+        return read_tokenizer(folder)
+    contents = settings_in(folder)
+    return TokenizerFiles(folder, contents) if contents else None
+
+
+def settings_in(folder: Path) -> dict[str, bytes]:
+    """Returns what a folder says about text beside its vocabulary: generation_config.json, and chat templates."""
+    config, generation = _read_json(folder / CONFIG), _read_json(folder / GENERATION_CONFIG)
+    if _is_published(config):
+        generation = _published_generation(folder)
+        generation = generation if generation["eos_token_id"] is not None else _read_json(folder / GENERATION_CONFIG)
+    contents = {} if generation is None else {GENERATION_CONFIG: _json(generation)}
+    for name in (TOKENIZER_CONFIG, TEMPLATE):
+        if (folder / name).is_file():
+            contents[name] = (folder / name).read_bytes()
+    if _read_json(folder / TOKENIZER_CONFIG) is None:
+        contents.pop(TOKENIZER_CONFIG, None)
+    return contents
+
+
+def read_tokenizer(path: Path, model: Path | None = None, shown: Path | None = None) -> TokenizerFiles:
     """Reads a tokenizer with transformers.
 
     Args:
         path: a folder, or one file of it; a file of another name than those of `VOCABULARIES` is a tokenizer.json.
         model: folder of the model's configuration, if the tokenizer is beside an adapter of it.
+        shown: path for messages, if `path` is temporary.
 
     Raises:
         UsageError: there is no such file, transformers is missing or cannot read it, or it has a form that the package
@@ -90,8 +148,10 @@ def read_tokenizer(path: Path, model: Path | None = None) -> TokenizerFiles:
     with tempfile.TemporaryDirectory() as name, _quiet_transformers(path):
         copy = Path(name)
         is_published = _copy(path, copy, model)
+        path = shown or path
         tokenizer = _load(path, copy)
-        contents, notes = _contents(path, tokenizer), []
+        contents = _contents(path, tokenizer)
+        notes = _notes_of_python(path, tokenizer, contents[TOKENIZER])
         generation = _published_generation(copy) if is_published else _read_json(copy / GENERATION_CONFIG)
         if generation is not None:
             contents[GENERATION_CONFIG] = _json(generation)
@@ -116,14 +176,20 @@ def _copy(path: Path, copy: Path, model: Path | None) -> bool:
             shutil.copyfile(file, target)
     if path.is_file() and path.name not in VOCABULARIES:
         shutil.copyfile(path, copy / TOKENIZER)
+    elif path.is_file() and path.name != TOKENIZER:
+        (copy / TOKENIZER).unlink(missing_ok=True)
     for name in (CONFIG, GENERATION_CONFIG):
         if model is not None and not (copy / name).is_file() and (model / name).is_file():
             shutil.copyfile(model / name, copy / name)
     config = _read_json(copy / CONFIG)
-    is_published = config is not None and isinstance(config.get("model_type"), str)
-    if config is not None and not is_published:
+    if config is not None and not _is_published(config):
         (copy / CONFIG).unlink()
-    return is_published
+    return _is_published(config)
+
+
+def _is_published(config: Mapping[str, Any] | None) -> bool:
+    """Whether a config.json is that of a model of transformers."""
+    return config is not None and isinstance(config.get("model_type"), str)
 
 
 def _load(path: Path, copy: Path) -> PreTrainedTokenizerBase:
@@ -165,9 +231,11 @@ def _contents(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes
     # Truncation and padding, if set for training, would silently change a prompt.
     backend.no_truncation()
     backend.no_padding()
+    own_names = {name: text for name, text in tokenizer.special_tokens_map.items() if name not in NAMED}
     config: dict[str, Any] = {
         "tokenizer_class": CLASS,
-        **tokenizer.special_tokens_map,
+        **{name: text for name, text in tokenizer.special_tokens_map.items() if name in NAMED},
+        **({"extra_special_tokens": own_names} if own_names else {}),
         "split_special_tokens": bool(backend.encode_special_tokens),
         "clean_up_tokenization_spaces": _cleans(tokenizer, backend),
     }
@@ -175,9 +243,58 @@ def _contents(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes
     templates = tokenizer.chat_template
     if isinstance(templates, str):
         contents[TEMPLATE] = templates.encode()
-    elif templates:
+    elif isinstance(templates, dict):
         config["chat_template"] = [{"name": name, "template": text} for name, text in templates.items()]
+    elif templates is not None:
+        raise UsageError(f"{path}: chat_template in {TOKENIZER_CONFIG}: expected a text, or templates by name")
     return contents | {TOKENIZER_CONFIG: _json(config)}
+
+
+def _notes_of_python(path: Path, tokenizer: PreTrainedTokenizerBase, kept: bytes) -> list[str]:
+    """Compares a tokenizer with what is kept of it, its part that the package tokenizers runs: some classes do more, in
+    Python.
+
+    Returns:
+        A note if only texts with special tokens differ.
+
+    Raises:
+        UsageError: ordinary texts differ.
+    """
+    from tokenizers import Tokenizer
+
+    # Not the backend itself, which some classes change while they read a text.
+    backend = Tokenizer.from_buffer(kept)
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    name = type(tokenizer).__name__
+    special = [f"a{token}b" for token in tokenizer.special_tokens_map.values()]
+    read = {text: _ids(tokenizer.encode, text) for text in (*PROBES, *special)}
+    kept_ids = {text: _ids(lambda text: backend.encode(text).ids, text) for text in read}
+    written = [ids for ids in read.values() if ids is not None] + [
+        list(range(min(SAMPLED_IDS, backend.get_vocab_size())))
+    ]
+    ordinary = [text for text in PROBES if read[text] != kept_ids[text]]
+    for ids in written:
+        text = str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        ordinary += [] if text == backend.decode(ids, skip_special_tokens=True) else [text]
+    if ordinary:
+        raise UsageError(
+            f"{path}: {name} of transformers reads and writes texts in Python beyond its tokenizer.json, such as "
+            f"{ordinary[0][:40]!r}; give a tokenizer.json of a class that does not, with --tokenizer"
+        )
+    tokens = [text[1:-1] for text in special if read[text] != kept_ids[text]]
+    return [
+        f"{path}: {name} of transformers treats {token} in Python, in a way that a tokenizer.json cannot hold; here it "
+        f"is an ordinary token"
+        for token in dict.fromkeys(tokens)
+    ]
+
+
+def _ids(encode: Callable[[str], Any], text: str) -> list[int] | None:
+    """Ids of a text; None if the vocabulary cannot represent it."""
+    try:
+        return list(encode(text))
+    except Exception:  # The Rust side raises nothing narrower.
+        return None
 
 
 def _cleans(tokenizer: PreTrainedTokenizerBase, backend: Any) -> bool:
@@ -195,7 +312,34 @@ def _published_generation(copy: Path) -> dict[str, Any]:
     if settings is None:
         config = _read_json(copy / CONFIG) or {}
         settings = {name: config[name] for name in GENERATION if config.get(name) is not None}
-    return {"eos_token_id": None, **settings}
+    return {"eos_token_id": None, **_usable(settings)}
+
+
+def _usable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Generation settings as transformers understands them: whole numbers may be written as floats, ids below 0 never
+    end a text, and settings of sampling do not matter for a model that does not sample, whatever they are.
+    """
+    usable = dict(settings)
+    ends = usable.get("eos_token_id")
+    ids = [_whole(end) for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+    kept = [end for end in ids if not isinstance(end, int) or end >= 0]
+    if len(kept) < len(ids) or ids != (ends if isinstance(ends, list) else [ends]):
+        usable["eos_token_id"] = kept or None
+    if "top_k" in usable:
+        usable["top_k"] = _whole(usable["top_k"])
+    if usable.get("do_sample") is True:
+        return {"top_k": TOP_K, **{name: value for name, value in usable.items() if value is not None}}
+    ranges = {"top_k": (0, None), "top_p": (0, 1), "temperature": (0, None)}
+    for name, (least, most) in ranges.items():
+        value = usable.get(name)
+        if value is not None and not (isinstance(value, int | float) and value >= least and value <= (most or value)):
+            del usable[name]
+    return usable
+
+
+def _whole(value: Any) -> Any:
+    """A number without a fraction as an int."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mod_export.model.architecture import Architecture, Converted
 from mod_export.model.model import GeneratingModel, GraphSource, LayerCost, Model, TokenIds
-from mod_export.model.tokenizer_files import has_tokenizer, read_tokenizer
+from mod_export.model.tokenizer_files import TokenizerFiles, has_tokenizer, read_tokenizer, settings_in
 from mod_export.types import Outputs, Site
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.convert import is_foreign, read_foreign
@@ -318,11 +318,14 @@ MOD_TRANSFORMER = ModTransformer()
 
 
 def _with_tokenizer(foreign: ForeignModel) -> ForeignModel:
-    """Replaces the tokenizer of a published folder by what transformers makes of it."""
+    """Replaces the tokenizer of a published folder by what transformers makes of it, and says where texts end."""
     folder = foreign.tokenizer or foreign.path
-    if not folder.is_dir() or not has_tokenizer(folder):
+    if not folder.is_dir():
         return foreign
-    files = read_tokenizer(folder, foreign.path)
+    if has_tokenizer(folder):
+        files = read_tokenizer(folder, foreign.path)
+    else:
+        files = TokenizerFiles(folder, settings_in(foreign.path))
     made = tuple(MadeFile(name, content) for name, content in files.contents.items())
     return replace(foreign, companions=made, notes=(*foreign.notes, *files.notes))
 

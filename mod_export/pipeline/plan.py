@@ -14,7 +14,8 @@ import psutil
 from mod_export.config import MOST_LOGITS_BYTES, BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
-from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError
+from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError, UsageError
+from mod_export.folder.manifest import TOKENIZER
 from mod_export.measure.verdict import GIVE_A_BASELINE
 from mod_export.model.model import GeneratingModel, Model, Origin, token_ids
 from mod_export.model.tokenizer_files import TokenizerFiles
@@ -52,7 +53,7 @@ class Plan:
         targets: the targets to build, by name.
         availability: of every known target, whether it is built or not.
         generation: the models that write text, or the reason why there are none.
-        tokenizer: `bytes`, the files of a tokenizer, or None if ids do not represent text.
+        tokenizer: the files of a tokenizer, or what a model without one says about text; None if it says nothing.
     """
 
     model: Model
@@ -64,7 +65,14 @@ class Plan:
     targets: Mapping[str, EngineBuilder]
     availability: Mapping[str, Availability]
     generation: GenerationPlan | Unavailable
-    tokenizer: TokenizerFiles | str | None
+    tokenizer: TokenizerFiles | None
+
+    @property
+    def vocabulary(self) -> str | None:
+        """The file that says what ids represent: tokenizer.json, `bytes` for the bytes of UTF-8, or None."""
+        if self.tokenizer is not None and self.tokenizer.has_vocabulary:
+            return TOKENIZER
+        return "bytes" if self.model.ids_of_text("") is not None else None
 
     @property
     def parameters(self) -> int:
@@ -157,7 +165,7 @@ def make_plan(
         targets=targets,
         availability=availability,
         generation=generation,
-        tokenizer=tokenizer or _own_tokenizer(model),
+        tokenizer=tokenizer,
     )
     problems += _beyond_budget(plan)
     if problems:
@@ -185,10 +193,17 @@ def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
 def _problems_of_tokenizer(tokenizer: TokenizerFiles, model: Model) -> list[str]:
     path = tokenizer.path
     if model.tokens is None:
-        return [f"{path}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"]
+        taken = f"{path}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"
+        return [taken] if tokenizer.has_vocabulary else []
     with tempfile.TemporaryDirectory() as folder:
-        file = TokenizersFile(tokenizer.write(Path(folder)))
-        defaults_of(Path(folder), file.end)  # A file that serving would refuse is refused here.
+        kept = tokenizer.write(Path(folder))
+        try:
+            defaults_of(Path(folder), None)  # A file that serving would refuse is refused here.
+        except UsageError as error:
+            raise UsageError(str(error).replace(folder, str(path))) from error
+        if not tokenizer.has_vocabulary:
+            return []
+        file = TokenizersFile(kept)
     # Fine-tuned models often have a token for padding that was added later and that no weight belongs to. It is refused
     # if a prompt holds it.
     if file.base_size <= model.tokens.vocab_size:
@@ -224,10 +239,6 @@ def check_names(targets: Sequence[str]) -> None:
             near = difflib.get_close_matches(name, ENGINES, n=1)
             hint = f", did you mean {near[0]!r}?" if near else ""
             raise TargetError(f"unknown target {name!r}{hint}; known: {', '.join(ENGINES)}")
-
-
-def _own_tokenizer(model: Model) -> str | None:
-    return "bytes" if model.ids_of_text("") is not None else None
 
 
 def _targets(config: BuildConfig, availability: Mapping[str, Availability]) -> dict[str, EngineBuilder]:

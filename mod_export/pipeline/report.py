@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.environment import EXPORTERS, versions
-from mod_export.folder.manifest import TOKENIZER, Manifest
+from mod_export.folder.manifest import Manifest
 from mod_export.folder.programs import PROGRAM
 from mod_export.measure.cost import flops_of
 from mod_export.measure.verdict import DENSE_ITSELF, NO_SITE_TO_COMPARE, NOTHING_COMPARED, judge, speedup_rows
-from mod_export.model.tokenizer_files import TokenizerFiles
 from mod_export.pipeline.build import Build
 from mod_export.report import render_html
 from mod_export.rows.base import Result
@@ -306,7 +305,7 @@ def _close(build: Build, command: str, *, verified: bool) -> None:
         refused=refused_in(build),
         measured=measured_in(build),
         generation=build.generation,
-        tokenizer=TOKENIZER if isinstance(plan.tokenizer, TokenizerFiles) else plan.tokenizer,
+        tokenizer=plan.vocabulary,
         cost=tuple(build.rows(CostRow)),
         work=build.work,
         failed=tuple(row for row in build.failed if row.unbuilt),

@@ -114,7 +114,7 @@ def build(
 
 
 def _keep_tokenizer(build: Build) -> None:
-    if not isinstance(build.plan.tokenizer, TokenizerFiles):
+    if build.plan.tokenizer is None:
         return
     data = build.plan.tokenizer.contents
     inputs = {name: hashlib.sha256(content).hexdigest() for name, content in data.items()}

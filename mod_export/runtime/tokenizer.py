@@ -60,9 +60,10 @@ class TokenizersFile:
         )
         self._folder, self._config = path.parent, read_json(path.parent / CONFIG)
         self._token_bytes: dict[int, bytes | None] = {}
+        own_names = self._config.get("extra_special_tokens")
         self.special = {
             name: text for name, text in self._config.items() if name.endswith("_token") and isinstance(text, str)
-        }
+        } | (own_names if isinstance(own_names, dict) else {})
         self._tokenizer.encode_special_tokens = self._config.get("split_special_tokens") is True
         self.cleans = self._config.get("clean_up_tokenization_spaces") is True
         self.end = self._tokenizer.token_to_id(self.special["eos_token"]) if "eos_token" in self.special else None
@@ -144,7 +145,7 @@ class TokenizersFile:
 
     def is_shown(self, token: int) -> bool:
         """Whether decoded text includes this token: special tokens and unknown ids are left out."""
-        return token not in self._special_ids and self._tokenizer.id_to_token(token) is not None
+        return token not in self._hidden_ids and self._tokenizer.id_to_token(token) is not None
 
     def is_byte(self, token: int) -> bool:
         """Whether the token is a byte, in a vocabulary that uses bytes for characters without a token of their own."""
@@ -160,6 +161,11 @@ class TokenizersFile:
         """Whether each character of a token's name encodes a byte."""
         decoder = self._tokenizer.decoder
         return decoder is not None and decoder.decode(["\N{LATIN CAPITAL LETTER G WITH DOT ABOVE}a"]) == " a"
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        """Special tokens that decoding leaves out. It leaves in those that are normalized before they are matched."""
+        return frozenset(token for token in self._special_ids if not self.decode_raw([token]))
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:

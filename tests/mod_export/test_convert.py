@@ -154,8 +154,8 @@ def test_a_gguf_file_is_built_as_it_is(pre: str, tmp_path: Path, fast: Path) -> 
     assert '"small"' in (out / "report.json").read_text()
     assert (out / "tokenizer.json").is_file() == (pre == "gpt-2")
     assert ("note: its tokenizer cannot be written" in found.stderr) == (pre == "mine")
-    if pre == "gpt-2":
-        assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 4}
+    assert json.loads((out / "generation_config.json").read_text()) == {"eos_token_id": 4}
+    assert "generation_config.json" in read_manifest(out)["files"]
     ids_BS = np.random.default_rng(0).integers(3, 96, (1, 16))
     with torch.no_grad():
         expected_BSV = theirs(torch.from_numpy(ids_BS)).logits.numpy()
@@ -226,7 +226,9 @@ def test_a_dialect_is_declared(tmp_path: Path) -> None:
     assert not out.exists()
     found = invoke("convert", source, out, "--dialect", "dlo", "--capacity", "1")
     assert found.exit_code == 0, found.output
-    assert found.stdout.startswith(f"{out}  llama in the dialect dlo, 0.06 M parameters; no tokenizer.json in ")
+    assert found.stdout.startswith(
+        f"{out}  llama in the dialect dlo, 0.06 M parameters; copied generation_config.json; no tokenizer.json in "
+    )
     assert found.stderr.splitlines() == [
         "note: routed layers 1, 2; threshold, capacity 1.0 by the rule floor_min1",
         "note: causal; can write text token by token",

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mod_export.errors import UsageError
-from mod_export.model.tokenizer_files import has_tokenizer, read_tokenizer
+from mod_export.model.tokenizer_files import files_in, has_tokenizer, read_tokenizer, settings_in
 from mod_export.runtime.request import defaults_of
 from mod_export.runtime.tokenizer import TokenizersFile
 
@@ -99,6 +99,31 @@ def for_training(folder: Path) -> None:
     tokenizer.save(str(folder / TOKENIZER))
 
 
+def normalized(name: str, tokenizer_class: str) -> Callable[[Path], None]:
+    """A folder of a family whose special tokens are matched in normalized text."""
+
+    def write(folder: Path) -> None:
+        write_folder(folder, name, tokenizer_class=tokenizer_class)
+        content = json.loads((folder / TOKENIZER).read_text())
+        for token in content["added_tokens"]:
+            token["normalized"] = True
+        (folder / TOKENIZER).write_text(json.dumps(content))
+        config = json.loads((folder / CONFIG).read_text())
+        for token in config["added_tokens_decoder"].values():
+            token["normalized"] = True
+        (folder / CONFIG).write_text(json.dumps(config))
+
+    return write
+
+
+def versioned(folder: Path) -> None:
+    """A folder whose configuration names another file for this release of transformers."""
+    write_folder(folder, "llama3", fast_tokenizer_files=["tokenizer.json", "tokenizer.4.0.0.json"])
+    (folder / TOKENIZER).rename(folder / "tokenizer.4.0.0.json")
+    write_folder(folder / "other", "smollm2")
+    (folder / "other" / TOKENIZER).rename(folder / TOKENIZER)
+
+
 def cleaning(make: Callable[[], Tokenizer], cleans: bool) -> Callable[[Path], None]:
     return lambda folder: _write(folder, make(), clean_up_tokenization_spaces=cleans)
 
@@ -172,6 +197,10 @@ MANNERS: dict[str, Callable[[Path], None]] = {
     "words that strip": with_words("qwen3", AddedToken("<mask>", lstrip=True, rstrip=True)),
     "words of bytes": with_words("smollm2", AddedToken("\u6771\u4eac"), AddedToken(" .")),
     "words of llama": with_words("llama2", AddedToken("X", special=True), AddedToken("WORD")),
+    "a name of the model's own for templates": of_family("smollm2", extra_special_tokens={"think": "<|im_start|>"}),
+    "special tokens that are normalized": normalized("llama2", "PreTrainedTokenizerFast"),
+    "special tokens that are normalized, of Llama": normalized("llama2", "LlamaTokenizer"),
+    "a file for this release": versioned,
     "for training": for_training,
     "unigram": cleaning(_unigram, cleans=False),
     "unigram cleans": cleaning(_unigram, cleans=True),
@@ -239,7 +268,9 @@ ENDS: dict[str, tuple[Any, dict[str, Any] | None, str | None]] = {
     "all three differ": (3, {"eos_token_id": [4]}, "<|endoftext|>"),
     "null in generation_config.json": (4, {"eos_token_id": None}, "<|endoftext|>"),
     "a list in generation_config.json": (None, {"eos_token_id": [4, 3]}, None),
-    "the class's own": ("missing", None, "<|endoftext|>"),
+    "nowhere": ("missing", None, "<|endoftext|>"),
+    "an id below 0": ([-1, 4], None, "<|endoftext|>"),
+    "numbers with a point in generation_config.json": (3, {"eos_token_id": [4.0, -1]}, "<|endoftext|>"),
 }
 
 
@@ -263,13 +294,15 @@ def test_texts_end_where_transformers_ends_them(tmp_path: Path, case: str) -> No
     files = read_tokenizer(tmp_path)
     (tmp_path / "kept").mkdir()
     file = TokenizersFile(files.write(tmp_path / "kept"))
-    expected = frozenset(theirs if isinstance(theirs, list) else [theirs]) - {None}
+    expected = frozenset(theirs if isinstance(theirs, list) else [theirs]) - {None, -1}
     assert defaults_of(tmp_path / "kept", file.end).stop_ids == expected
     warned = not expected and end is not None
     assert len(files.notes) == warned
     decides = "config.json" if generation is None else "generation_config.json"
-    told = f'{tmp_path}: {decides} names no eos_token_id, so texts go on to their limit, as in transformers; to end them at {end}, write "eos_token_id": '
-    assert all(told in note for note in files.notes)
+    told = (
+        f"{tmp_path}: {decides} names no eos_token_id, so texts go on to their limit, as in transformers; to end them"
+    )
+    assert all(note.startswith(f'{told} at {end}, write "eos_token_id": ') for note in files.notes)
 
 
 def test_a_model_of_no_library_ends_its_texts_at_the_tokenizers_end(tmp_path: Path) -> None:
@@ -334,3 +367,93 @@ def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     expected = r": transformers cannot read this tokenizer \(.+\); it may need sentencepiece: pip install 'mod-"
     with pytest.raises(UsageError, match=expected):
         read_tokenizer(tmp_path / "folder")
+
+
+def code_llama(folder: Path) -> None:
+    write_folder(folder, "llama2", tokenizer_class="CodeLlamaTokenizer")
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
+    tokenizer.add_special_tokens(["\u2581<PRE>", "\u2581<MID>", "\u2581<SUF>", "\u2581<EOT>"])
+    tokenizer.save(str(folder / TOKENIZER))
+
+
+def clip(folder: Path) -> None:
+    tokenizer = Tokenizer(models.BPE(unk_token="<|endoftext|>", end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, end_of_word_suffix="</w>", special_tokens=special, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    names = {"bos_token": special[0], "eos_token": special[1], "unk_token": special[1], "pad_token": special[1]}
+    _write(folder, tokenizer, **names)
+    (folder / CONFIG).write_text(json.dumps({"tokenizer_class": "CLIPTokenizer", **names}))
+
+
+def test_classes_that_do_more_in_python_are_named(tmp_path: Path) -> None:
+    code_llama(tmp_path / "code")
+    notes = read_tokenizer(tmp_path / "code").notes
+    expected = (
+        "CodeLlamaTokenizer of transformers treats <FILL_ME> in Python, in a way that a tokenizer.json cannot hold"
+    )
+    assert any(expected in note for note in notes)
+    clip(tmp_path / "clip")
+    with pytest.raises(
+        UsageError, match=r"clip: CLIPTokenizer of transformers reads and writes texts in Python beyond"
+    ):
+        read_tokenizer(tmp_path / "clip")
+
+
+def test_a_named_file_counts_and_not_the_tokenizer_json_beside_it(tmp_path: Path) -> None:
+    MANNERS["sentencepiece BPE"](tmp_path / "folder")
+    expected = read_tokenizer(tmp_path / "folder").contents[TOKENIZER]
+    write_folder(tmp_path / "other", "smollm2")
+    (tmp_path / "other" / TOKENIZER).rename(tmp_path / "folder" / TOKENIZER)
+    assert read_tokenizer(tmp_path / "folder" / "tokenizer.model").contents[TOKENIZER] == expected
+    assert read_tokenizer(tmp_path / "folder").contents[TOKENIZER] != expected
+
+
+def test_a_template_that_is_none(tmp_path: Path) -> None:
+    write_folder(tmp_path, "smollm2", chat_template=5)
+    with pytest.raises(
+        UsageError, match=r": chat_template in tokenizer_config\.json: expected a text, or templates by "
+    ):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(("settings", "expected"), [
+    ({"do_sample": True}, {"do_sample": True, "top_k": 50}),
+    ({"do_sample": True, "top_k": 20.0, "temperature": 0.6}, {"do_sample": True, "top_k": 20, "temperature": 0.6}),
+    ({"top_k": -1, "top_p": 1.5, "temperature": -2}, {}),
+    ({"top_k": 50.0, "top_p": 0.9}, {"top_k": 50, "top_p": 0.9}),
+    ({"do_sample": True, "top_k": None}, {"do_sample": True, "top_k": 50}),
+])  # fmt: skip
+def test_settings_of_sampling_as_transformers_understands_them(
+    tmp_path: Path, settings: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    write_folder(tmp_path, "smollm2")
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 4, **settings}))
+    kept = json.loads(read_tokenizer(tmp_path).contents["generation_config.json"])
+    assert kept == {"eos_token_id": 4, **expected}
+
+
+def test_what_a_model_says_itself_holds_for_a_named_tokenizer(tmp_path: Path) -> None:
+    """Where texts end is the model's own; the chat template is the tokenizer's, if it has one."""
+    (tmp_path / "model").mkdir()
+    assert files_in(tmp_path / "model") is None
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama", "eos_token_id": 7}')
+    (tmp_path / "model" / CONFIG).write_text('{"chat_template": "model"}')
+    own = files_in(tmp_path / "model")
+    assert own is not None
+    assert not own.has_vocabulary
+    assert json.loads(own.contents["generation_config.json"])["eos_token_id"] == 7
+    write_folder(tmp_path / "plain", "smollm2")
+    write_folder(tmp_path / "chat", "smollm2", chat_template="tokenizer")
+    for name, template in (("plain", "model"), ("chat", "tokenizer")):
+        files = read_tokenizer(tmp_path / name).of_model(settings_in(tmp_path / "model"))
+        (tmp_path / name / "kept").mkdir()
+        file = TokenizersFile(files.write(tmp_path / name / "kept"))
+        assert file.chat_template.render([{"role": "user", "content": ""}]) == template
+        assert defaults_of(tmp_path / name / "kept", file.end).stop_ids == {7}
+        assert files.notes == ()
