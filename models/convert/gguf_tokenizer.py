@@ -24,6 +24,9 @@ from mod_models.spec import shown
 PREFIX = "tokenizer.ggml."
 IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 """Name of a special token in transformers -> the last part of its key."""
+SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+"""Ids of a SentencePiece vocabulary whose file does not say them, as in llama.cpp. Its ids for byte-level merges are
+those of one old model, and ordinary tokens in all others, so they are not taken here."""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of tokens that end a text, or a turn of a chat."""
 END_NAMES = (
@@ -46,11 +49,15 @@ NO_ENDS = (
 )  # fmt: skip
 """A name that does not end a text in vocabularies with all tokens of one of these groups."""
 SAMPLING = {
-    "temperature": "general.sampling.temp",
-    "top_k": "general.sampling.top_k",
-    "top_p": "general.sampling.top_p",
+    "temperature": ("general.sampling.temp", "a number of at least 0"),
+    "top_k": ("general.sampling.top_k", "a whole number"),
+    "top_p": ("general.sampling.top_p", "a number from 0 to 1"),
 }
-"""Setting of generation_config.json -> the key in which a publisher recommends it."""
+"""Setting of generation_config.json -> the key in which a publisher recommends it, and what values it can have."""
+TEMPLATE = "tokenizer.chat_template"
+"""Key of the chat template. Templates for a purpose have its name behind a dot, such as `tool_use`."""
+WHOLE = "tokenizer.huggingface.json"
+"""Key of a whole tokenizer.json."""
 READ = {
     "model", "pre", "tokens", "scores", "token_type", "merges", "add_bos_token", "add_eos_token", "add_space_prefix",
     *IDS.values(), *ENDS,
@@ -110,6 +117,9 @@ BYTE_LEVEL: dict[str, ByteLevel] = {
 """`tokenizer.ggml.pre` -> split."""
 SENTENCEPIECE = ("llama", "phi3")
 """Architectures whose SentencePiece vocabulary is merged in the order of its scores. Gemma uses another order."""
+PHI_3 = ("phi-3", "phi3")
+KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
+"""Tokens of Phi-3 after which spaces stay. After all others that are matched in texts as they are, they are removed."""
 
 
 class _CannotSayError(Exception):
@@ -129,15 +139,14 @@ def tokenizer_of(path: Path, metadata: Metadata) -> tuple[tuple[MadeFile, ...], 
         "tokenizer_config.json": vocabulary.tokenizer_config(),
         "generation_config.json": vocabulary.generation_config(),
     }
-    notes = list(vocabulary.notes)
     try:
         files = {"tokenizer.json": vocabulary.tokenizer(), **files}
     except _CannotSayError as reason:
-        notes.append(
+        vocabulary.note(
             f"its tokenizer cannot be written as tokenizer.json ({reason}); give the original one with --tokenizer"
         )
     made = [MadeFile(name, (json.dumps(data, indent=1) + "\n").encode()) for name, data in files.items()]
-    return tuple(made), tuple(notes)
+    return tuple(made), tuple(vocabulary.notes)
 
 
 class _Vocabulary:
@@ -147,8 +156,11 @@ class _Vocabulary:
         self.path, self.metadata = path, metadata
         self.tokens: list[str] = self._strings("tokens")
         self.notes: list[str] = []
+        self.is_sentencepiece = self._get("model") == "llama"
         self.ids = {name: self._id(key) for name, key in IDS.items()}
         self.ends = self._ends()
+        if not self.ends:
+            self.note("no token of this file ends a text, so texts go on to their limit")
         kinds = metadata.get(f"{PREFIX}token_type")
         if kinds is None:
             kinds = np.ones(len(self.tokens), np.int32)
@@ -168,16 +180,26 @@ class _Vocabulary:
             raise self._wrong(key, f"expected a list of strings, got {shown(strings)}")
         return strings
 
-    def _id(self, key: str) -> int | None:
-        number = self._get(key)
-        if number is None or (type(number) is int and 0 <= number < len(self.tokens)):
-            return number
-        if type(number) is not int:
-            raise self._wrong(key, f"expected one of the {len(self.tokens)} tokens, got {shown(number)}")
-        note = f"{PREFIX}{key} is {number}, and the file has {len(self.tokens)} tokens, so this key is ignored"
+    def note(self, note: str) -> None:
+        """Adds a note for the user, once."""
         if note not in self.notes:
             self.notes.append(note)
-        return None
+
+    def _id(self, key: str, named: int | None = None) -> int | None:
+        """Reads the id of a special token. `named` is the one that the names of tokens say, for a file without it."""
+        number = self._get(key)
+        default = SENTENCEPIECE_IDS.get(key, named) if self.is_sentencepiece else named
+        if default is not None and default >= len(self.tokens):
+            default = None
+        if number is None:
+            return default
+        if type(number) is not int:
+            raise self._wrong(key, f"expected one of the {len(self.tokens)} tokens, got {shown(number)}")
+        if 0 <= number < len(self.tokens):
+            return number
+        taken = "this key is ignored" if default is None else f"{self.tokens[default]} is taken, as in llama.cpp"
+        self.note(f"{PREFIX}{key} is {number}, and the file has {len(self.tokens)} tokens, so {taken}")
+        return default
 
     def _ends(self) -> list[int]:
         """Ids of all tokens that end a text or a turn, as llama.cpp finds them; the one of `eos_token_id` is first."""
@@ -188,8 +210,7 @@ class _Vocabulary:
         }
         ends = [self._id(key) for key in ENDS]
         for key, fallback in FILL_ENDS:
-            named = (number_of[name] for name in fallback if name in number_of)
-            ends.append(self._id(key) if self._get(key) is not None else next(named, None))
+            ends.append(self._id(key, next((number_of[name] for name in fallback if name in number_of), None)))
         ends += [number_of[name] for name in END_NAMES if name in names]
         return list(dict.fromkeys(number for number in ends if number is not None and number not in excluded))
 
@@ -201,30 +222,56 @@ class _Vocabulary:
 
     def generation_config(self) -> dict[str, Any]:
         ends = self.ends[0] if len(self.ends) == 1 else self.ends or None
-        fields = {"bos_token_id": self.ids["bos"], "eos_token_id": ends, "pad_token_id": self.ids["pad"]}
-        recommended = {setting: self.metadata.get(key) for setting, key in SAMPLING.items()}
-        sampling = {setting: _shortest(value) for setting, value in recommended.items() if value is not None}
-        if type(sampling.get("top_k")) is int:
-            sampling["top_k"] = max(0, sampling["top_k"])  # llama.cpp writes -1 for all tokens.
+        fields: dict[str, Any] = {
+            "bos_token_id": self.ids["bos"],
+            "eos_token_id": ends,
+            "pad_token_id": self.ids["pad"],
+        }
+        recommended = {setting: self._recommended(setting) for setting in SAMPLING}
+        sampling = {setting: value for setting, value in recommended.items() if value is not None}
         if sampling:
             fields |= {"do_sample": True, **sampling}
         return {key: value for key, value in fields.items() if value is not None}
 
+    def _recommended(self, setting: str) -> float | None:
+        """Returns what the publisher recommends for a setting; None, with a note, if no model can be used with it."""
+        key, expected = SAMPLING[setting]
+        value = self.metadata.get(key)
+        if value is None:
+            return None
+        largest = float(np.finfo(np.float32).max)
+        if type(value) in (int, float) and abs(value) <= largest:
+            if setting == "top_k" and value == int(value):
+                return max(0, int(value))  # llama.cpp takes all tokens for 0 and everything below.
+            if setting != "top_k" and 0 <= value <= (1 if setting == "top_p" else largest):
+                return _shortest(value)
+        self.note(f"{key} is {shown(value)}, expected {expected}, so it is left out")
+        return None
+
     def tokenizer_config(self) -> dict[str, Any]:
         names = {f"{name}_token": self.tokens[number] for name, number in self.ids.items() if number is not None}
-        template = self.metadata.get("tokenizer.chat_template")
+        keys = {TEMPLATE: "default"} | {
+            key: key.removeprefix(f"{TEMPLATE}.") for key in self.metadata if key.startswith(f"{TEMPLATE}.")
+        }
+        found = {name: self.metadata.get(key) for key, name in keys.items()}
+        texts = {name: text for name, text in found.items() if isinstance(text, str)}
+        listed = [{"name": name, "template": text} for name, text in texts.items()]
+        chat_template = listed if texts.keys() - {"default"} else texts.get("default")
         return {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "clean_up_tokenization_spaces": False,
             **names,
-            **({"chat_template": template} if isinstance(template, str) else {}),
+            **({} if chat_template is None else {"chat_template": chat_template}),
         }
 
     def tokenizer(self) -> dict[str, Any]:
         """The content of tokenizer.json."""
-        whole = self.metadata.get("tokenizer.huggingface.json")
-        if isinstance(whole, str):
-            return self._as_stored(whole)
+        whole = self.metadata.get(WHOLE)
+        stored = None if whole is None else _stored_tokenizer(whole)
+        if stored is not None:
+            return stored
+        if whole is not None:
+            self.note(f"{WHOLE} holds no tokenizer that can be read, so it is ignored")
         for key, value in self.metadata.items():
             name = key.removeprefix(PREFIX)
             harmless = name in READ | HARMLESS or (name in NEUTRAL and value is False)
@@ -239,19 +286,11 @@ class _Vocabulary:
             return self._byte_level(BYTE_LEVEL[pre])
         if model == "gpt2":
             raise _CannotSayError(f"{PREFIX}pre: {shown(pre)} is not known here; known: {', '.join(BYTE_LEVEL)}")
-        architecture = self.metadata.get("general.architecture")
-        if model == "llama" and architecture in SENTENCEPIECE:
-            return self._sentencepiece(rstrip=architecture == "phi3")
+        architecture, name = self.metadata.get("general.architecture"), str(self.metadata.get("general.name")).lower()
+        if self.is_sentencepiece and architecture in SENTENCEPIECE:
+            # llama.cpp goes by the name alone. Models that were tuned from Phi-3 have other names and its tokenizer.
+            return self._sentencepiece(rstrip=architecture == "phi3" or any(known in name for known in PHI_3))
         raise _CannotSayError(f"{PREFIX}model: {shown(model)} of {shown(architecture)} is not known here")
-
-    def _as_stored(self, whole: str) -> dict[str, Any]:
-        try:
-            data = json.loads(whole)
-        except (ValueError, RecursionError):
-            data = None
-        if not isinstance(data, dict):
-            raise _CannotSayError("tokenizer.huggingface.json: not a JSON object")
-        return data
 
     def _byte_level(self, how: ByteLevel) -> dict[str, Any]:
         if self._flag("add_space_prefix", False):
@@ -316,12 +355,10 @@ class _Vocabulary:
     def _added(self, rstrip: bool) -> Iterator[dict[str, Any]]:
         """Yields the tokens that are matched in a text before it is split."""
         special = {special_id for special_id in (*self.ids.values(), *self.ends) if special_id is not None}
-        plain = {self.ids["bos"], self.ids["unk"]}
         for number, (token, kind) in enumerate(zip(self.tokens, self.kinds, strict=True)):
             is_special = kind in (UNKNOWN, CONTROL) or number in special
             if token and (is_special or kind == USER_DEFINED):
-                # Phi-3's own tokenizer removes the space after these tokens. No key says so; llama.cpp goes by name.
-                strips = rstrip and is_special and number not in plain
+                strips = rstrip and token not in KEEP_SPACES
                 yield {"id": number, "content": token, "single_word": False, "lstrip": False, "rstrip": strips,
                        "normalized": False, "special": is_special}  # fmt: skip
 
@@ -353,9 +390,21 @@ def _sequence(name: str, parts: list[dict[str, Any]]) -> Mapping[str, Any] | Non
     return parts[0] if len(parts) == 1 else {"type": "Sequence", name: parts} if parts else None
 
 
-def _shortest(value: Any) -> Any:
-    """The shortest decimal number that float32 rounds to the same value: 0.95 in place of 0.949999988079071."""
+def _shortest(value: float) -> float:
+    """Returns the shortest decimal number that float32 rounds to the same value: 0.95 for 0.949999988079071."""
     return float(str(np.float32(value))) if type(value) is float else value
+
+
+def _stored_tokenizer(whole: object) -> dict[str, Any] | None:
+    """Returns the content of a tokenizer.json, or None if it is none that the package tokenizers reads."""
+    from tokenizers import Tokenizer
+
+    try:
+        data = json.loads(str(whole))
+        Tokenizer.from_str(json.dumps(data))
+    except Exception:  # Whatever the package says against it, it is no tokenizer.
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def _merges(tokens: list[str], scores: list[float]) -> list[list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -195,6 +196,117 @@ def test_an_id_that_is_no_token_is_ignored(tmp_path: Path) -> None:
     assert "pad_token_id" not in files["generation_config.json"]
 
 
+def ids_of(model: ForeignModel, folder: Path) -> dict[str, Any]:
+    config = files_of(model, folder)["generation_config.json"]
+    return {name: config[f"{name}_token_id"] for name in ("bos", "eos", "pad") if f"{name}_token_id" in config}
+
+
+def test_ids_that_a_file_does_not_say(tmp_path: Path) -> None:
+    """llama.cpp has defaults for SentencePiece. Those that it has for byte-level merges are ordinary tokens."""
+    keys = sentencepiece_keys(True)
+    count = len(keys["tokenizer.ggml.tokens"])
+    names = ("bos_token_id", "eos_token_id", "unknown_token_id")
+    left_out = {f"tokenizer.ggml.{name}": None for name in names}
+    whole = files_of(model_with(keys, tmp_path), tmp_path / "out")
+    model = model_with(keys, tmp_path, **left_out)
+    assert files_of(model, tmp_path / "out") == whole
+    assert model.notes == ()
+    model = model_with(keys, tmp_path, **dict.fromkeys(left_out, 77777))
+    assert files_of(model, tmp_path / "out") == whole
+    assert model.notes == tuple(
+        f"tokenizer.ggml.{name} is 77777, and the file has {count} tokens, so {token} is taken, as in llama.cpp"
+        for name, token in zip(names, ("<s>", "</s>", "<unk>"), strict=True)
+    )
+    merges = keys_of(trained("gpt-2"), "gpt-2")
+    assert ids_of(model_with(merges, tmp_path, **{f"tokenizer.ggml.{names[0]}": None}), tmp_path / "out") == {
+        "eos": [2, 0], "pad": 0,
+    }  # fmt: skip
+
+
+def test_a_small_vocabulary_without_its_ids(tmp_path: Path) -> None:
+    keys = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.scores": [0.0]}
+    model = model_with(keys, tmp_path)
+    assert model.notes == ("no token of this file ends a text, so texts go on to their limit",)
+    assert ids_of(model, tmp_path / "out") == {}
+
+
+def test_no_token_ends_a_text(tmp_path: Path) -> None:
+    keys = keys_of(trained("gpt-2"), "gpt-2")
+    keys["tokenizer.ggml.tokens"] = ["<a>", "<b>", "<c>", *keys["tokenizer.ggml.tokens"][3:]]
+    keys["tokenizer.ggml.eos_token_id"] = 9999
+    model = model_with(keys, tmp_path)
+    assert model.notes == (
+        f"tokenizer.ggml.eos_token_id is 9999, and the file has {len(keys['tokenizer.ggml.tokens'])} tokens, so this "
+        "key is ignored",
+        "no token of this file ends a text, so texts go on to their limit",
+    )
+    assert ids_of(model, tmp_path / "out") == {"bos": 1, "pad": 0}
+
+
+def test_a_token_between_files_that_is_out_of_range(tmp_path: Path) -> None:
+    """It is found by its name then, if there is one."""
+    keys = keys_of(trained("gpt-2"), "gpt-2")
+    tokens = keys["tokenizer.ggml.tokens"]
+    tokens[1] = "<|fim_pad|>"
+    more = {"tokenizer.ggml.fim_pad_token_id": 9999, "tokenizer.ggml.fim_sep_token_id": 9999}
+    model = model_with(keys, tmp_path, **more)
+    assert ids_of(model, tmp_path / "out")["eos"] == [2, 1, 0]
+    said = f"is 9999, and the file has {len(tokens)} tokens, so"
+    assert model.notes == (
+        f"tokenizer.ggml.fim_pad_token_id {said} <|fim_pad|> is taken, as in llama.cpp",
+        f"tokenizer.ggml.fim_sep_token_id {said} this key is ignored",
+    )
+
+
+def test_templates_for_tools_and_documents(tmp_path: Path) -> None:
+    """transformers and the runtime read templates by name."""
+    keys = keys_of(trained("gpt-2"), "gpt-2")
+    more = {"tokenizer.chat_template.tool_use": "T{{ messages }}", "tokenizer.chat_template.rag": "R",
+            "tokenizer.chat_templates": ["tool_use", "rag"]}  # fmt: skip
+    found = files_of(model_with(keys, tmp_path, **more), tmp_path / "out")["tokenizer_config.json"]["chat_template"]
+    assert {one["name"]: one["template"] for one in found} == {
+        "default": "{{ messages }}", "tool_use": "T{{ messages }}", "rag": "R",
+    }  # fmt: skip
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template["rag"] == "R"
+    more["tokenizer.chat_template"] = 5
+    found = files_of(model_with(keys, tmp_path, **more), tmp_path / "out")["tokenizer_config.json"]["chat_template"]
+    assert [one["name"] for one in found] == ["tool_use", "rag"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kept", "said"),
+    [
+        ("top_k", 40.0, ("top_k", 40), ""),
+        ("top_k", 2.5, None, "2.5, expected a whole number"),
+        ("top_k", True, None, "True, expected a whole number"),
+        ("top_p", 1, ("top_p", 1), ""),
+        ("top_p", 1.5, None, "1.5, expected a number from 0 to 1"),
+        ("top_p", -0.5, None, "-0.5, expected a number from 0 to 1"),
+        ("temp", 1, ("temperature", 1), ""),
+        ("temp", "0.7", None, "'0.7', expected a number of at least 0"),
+        ("temp", -1.0, None, "-1.0, expected a number of at least 0"),
+        ("temp", float("inf"), None, "inf, expected a number of at least 0"),
+        ("temp", float("nan"), None, "nan, expected a number of at least 0"),
+        ("temp", [1.0, 2.0], None, "[...], expected a number of at least 0"),
+    ],
+)
+def test_recommendations_of_another_kind(
+    name: str, value: object, kept: tuple[str, float] | None, said: str, tmp_path: Path
+) -> None:
+    """A whole number is one in every type. What no model can be used with is left out; it is no reason to refuse."""
+    model = model_with(keys_of(trained("gpt-2"), "gpt-2"), tmp_path, **{f"general.sampling.{name}": value})
+    config = files_of(model, tmp_path / "out")["generation_config.json"]
+    sampling = {key: config[key] for key in ("do_sample", "temperature", "top_k", "top_p") if key in config}
+    assert sampling == ({} if kept is None else {"do_sample": True, kept[0]: kept[1]})
+    if kept is not None:
+        assert type(sampling[kept[0]]) is type(kept[1])
+        assert model.notes == ()
+    else:
+        (note,) = model.notes
+        pattern = re.escape(f"general.sampling.{name} is {said}, so it is left out").replace(re.escape("[...]"), ".*")
+        assert re.fullmatch(pattern, note)
+
+
 @pytest.mark.parametrize(("top_k", "kept"), [(20, 20), (-1, 0)])
 def test_what_the_publisher_recommends_for_sampling(tmp_path: Path, top_k: int, kept: int) -> None:
     more = {"general.sampling.temp": 0.7, "general.sampling.top_p": 0.95, "general.sampling.top_k": top_k}
@@ -274,10 +386,17 @@ def test_sentencepiece_next_to_transformers(tmp_path: Path) -> None:
         assert ours(text).input_ids == theirs(text).input_ids, text
 
 
-def test_phi_3_takes_the_space_after_a_special_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Phi 3 mini", "Phi-3-mini", "tuned"])
+def test_phi_3_takes_the_space_after_a_special_token(name: str, tmp_path: Path) -> None:
+    """It keeps that after three tokens, whatever their ids; a file of Llama's architecture says by name what it is."""
     from transformers import Phi3Config
 
-    keys = sentencepiece_keys(True)
+    keys = {**sentencepiece_keys(True), "general.name": name}
+    more = {"<|end|>": 3, "<|endoftext|>": 3, "<tool>": 4}
+    tokens, kinds = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"] = [*tokens, *more], [*kinds, *more.values()]
+    keys["tokenizer.ggml.scores"] = [*keys["tokenizer.ggml.scores"], *[-9999.0] * len(more)]
+    keys["tokenizer.ggml.eos_token_id"] = keys["tokenizer.ggml.bos_token_id"] = tokens.index("<|user|>")
     CONFIGS["phi"] = of(Phi3Config, vocab_size=len(keys["tokenizer.ggml.tokens"]))
     try:
         as_gguf("phi", tmp_path / "model.gguf", change=lambda metadata, tensors: metadata.update(keys))
@@ -285,7 +404,17 @@ def test_phi_3_takes_the_space_after_a_special_token(tmp_path: Path) -> None:
         del CONFIGS["phi"]
     found = files_of(read_foreign(tmp_path / "model.gguf"), tmp_path / "out")
     strips = {one["content"]: one["rstrip"] for one in found["tokenizer.json"]["added_tokens"]}
-    assert strips == {"<unk>": False, "<s>": False, "</s>": True, "<|user|>": True}
+    expected = {
+        "<unk>": False, "<s>": False, "</s>": True, "<|user|>": True, "<|end|>": True, "<|endoftext|>": False,
+        "<tool>": True,
+    }  # fmt: skip
+    assert strips == expected
+    ours = Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json"))
+    for special in more:
+        gap = ours.encode(f"a{special}  b").ids == ours.encode(f"a{special}b").ids
+        assert gap == expected[special], special
+    as_llama = files_of(model_with(keys, tmp_path), tmp_path / "out")["tokenizer.json"]["added_tokens"]
+    assert any(one["rstrip"] for one in as_llama) == (name == "Phi-3-mini")
 
 
 def test_a_whole_tokenizer_in_the_file(tmp_path: Path) -> None:
@@ -293,6 +422,22 @@ def test_a_whole_tokenizer_in_the_file(tmp_path: Path) -> None:
     more = {"tokenizer.huggingface.json": theirs.to_str(), "tokenizer.ggml.pre": "mine"}
     found = files_of(model_with(keys_of(theirs, "gpt-2"), tmp_path, **more), tmp_path / "out")
     assert found["tokenizer.json"] == json.loads(theirs.to_str())
+
+
+@pytest.mark.parametrize("stored", ["{", "{}", "[1]", "null", '{"version": "1.0", "model": {"type": "XYZ"}}', 7])
+def test_a_whole_tokenizer_that_is_none(stored: object, tmp_path: Path) -> None:
+    """The vocabulary in the other keys is taken, if it can be."""
+    theirs = trained("gpt-2")
+    note = "tokenizer.huggingface.json holds no tokenizer that can be read, so it is ignored"
+    keys = {**keys_of(theirs, "gpt-2"), "tokenizer.huggingface.json": stored}
+    model = model_with(keys, tmp_path)
+    assert model.notes == (note,)
+    files_of(model, tmp_path / "out")
+    assert Tokenizer.from_file(str(tmp_path / "out" / "tokenizer.json")).get_vocab() == theirs.get_vocab()
+    other = model_with(keys, tmp_path, **{"tokenizer.ggml.pre": "mine"})
+    assert other.notes[0] == note
+    assert other.notes[1].startswith("its tokenizer cannot be written as tokenizer.json (tokenizer.ggml.pre: 'mine'")
+    assert [one.name for one in other.companions] == ["tokenizer_config.json", "generation_config.json"]
 
 
 @pytest.mark.parametrize(
@@ -307,7 +452,6 @@ def test_a_whole_tokenizer_in_the_file(tmp_path: Path) -> None:
          "tokenizer.ggml.precompiled_charsmap: unknown key with the value 'x'"),
         ({"tokenizer.ggml.add_sep_token": True}, "tokenizer.ggml.add_sep_token: unknown key with the value True"),
         ({"tokenizer.ggml.merges": ["a b", "no pair here"]}, "tokenizer.ggml.merges: names what is no token"),
-        ({"tokenizer.huggingface.json": "{"}, "tokenizer.huggingface.json: not a JSON object"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_said(more: dict[str, Any], reason: str, tmp_path: Path) -> None:
