@@ -41,6 +41,8 @@ from mod_models.spec import shown
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 GENERATION_CONFIG = "generation_config.json"
+OF_TEXTS = (GENERATION_CONFIG, "chat_template.jinja")
+"""Files that say how texts are written with the tokenizer of a model."""
 LORA = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(?:\.weight)?")
 REPLACED = re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.(?P<kind>weight|bias)")
 REPEATED = re.compile(r"\)[*+{]")
@@ -194,6 +196,15 @@ def read_adapter(path: Path, base: Path | None, max_positions: int | None, ignor
         notes += (f"{path}: changes the head or the embedding, which are one in {base}, so they are two now",)
     model = model_of(base, fields, merged, max_positions, ignored)
     has_tokenizer = any((path / name).is_file() for name in TOKENIZERS)
+    if not has_tokenizer:
+        notes += tuple(
+            f"{file}: not used, because there is no tokenizer beside it; if the adapter was trained with it, copy it "
+            f"into OUT"
+            for file in companions_of(path)
+            if file.name in OF_TEXTS
+        )
+    # PEFT itself reads no such file of an adapter. Where there is one with a tokenizer, the training has saved both
+    # together, because the texts of the adapted model end in another way, so it counts. Else that of the base stays.
     companions = {file.name: file for file in model.companions if not has_tokenizer or file.name == GENERATION_CONFIG}
     companions |= {file.name: file for file in companions_of(path)} if has_tokenizer else {}
     return replace(

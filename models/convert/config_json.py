@@ -51,6 +51,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False,),
 }
 """Field -> the values with which it changes nothing. With any other value, a spec cannot describe the model."""
+FULL = ["full_attention"]
 QUOTES = "'"
 DEFAULT_THETA = 10_000.0
 ROPE_FIELDS = ("rope_type", "type", "rope_theta")
@@ -141,9 +142,15 @@ class Config:
         for name, value in self.fields.items():
             if name in self._read or name in harmless or name in ignored or value is None:
                 continue
+            if name == "layer_types" and isinstance(value, list) and value and value == FULL * len(value):
+                continue  # All layers see all tokens, as they do without the field.
+            if name == "quantization_config" and value == self.fields.get("quantization"):
+                continue  # MLX writes its field twice.
             method = value.get("quant_method") if name == "quantization_config" and isinstance(value, Mapping) else None
             if method == "gguf":
                 continue  # Transformers saves a model from a GGUF file with dequantized floats.
+            if name == "quantization" and isinstance(value, Mapping) and {"group_size", "bits"} <= value.keys():
+                method = "MLX"
             if isinstance(method, str):
                 self.problem(
                     name,

@@ -259,6 +259,28 @@ def test_the_tokenizer_is_that_of_the_adapter(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_a_template_without_a_tokenizer(tmp_path: Path) -> None:
+    """A chat template for the tokenizer of the base model, which a user may want, is named."""
+    adapter, _ = pair("Llama", tmp_path)
+    (tmp_path / "base" / "tokenizer.json").write_text("{}")
+    for name in ("chat_template.jinja", "generation_config.json", "special_tokens_map.json"):
+        (adapter / name).write_text("{}")
+    found = read_foreign(adapter)
+    assert (found.tokenizer, {file.parent for file in found.companions}) == (None, {tmp_path / "base"})
+    assert found.notes == (
+        *(
+            f"{adapter / name}: not used, because there is no tokenizer beside it; if the adapter was trained with it, "
+            "copy it into OUT"
+            for name in ("generation_config.json", "chat_template.jinja")
+        ),
+        f"{adapter}: merged into {tmp_path / 'base'}",
+    )
+    (adapter / "tokenizer.json").write_text("{}")
+    found = read_foreign(adapter)
+    assert found.notes == (f"{adapter}: merged into {tmp_path / 'base'}",)
+    assert {file.parent for file in found.companions} == {adapter}
+
+
 def refused(source: Path, **options: Any) -> str:
     with pytest.raises(CheckpointError) as caught:
         read_foreign(source, **options)

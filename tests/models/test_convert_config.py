@@ -111,6 +111,9 @@ def said(source: Path, **changes: Any) -> str:
         ("Qwen2", {"layer_types": ["full_attention", "sliding_attention", "full_attention"]},
          "layer_types: expected full_attention in every layer, got ['full_attention', 'sliding_attention', "
          "'full_attention']"),
+        ("Llama", {"layer_types": ["full_attention", "sliding_attention"]},
+         f"layer_types: unknown field with the value ['full_attention', 'sliding_attention']; {UNKNOWN}"),
+        ("Llama", {"layer_types": []}, f"layer_types: unknown field with the value []; {UNKNOWN}"),
         ("Qwen2", {"layer_types": "full_attention"},
          "layer_types: expected full_attention in every layer, got 'full_attention'"),
         ("Qwen2", {"use_mrope": True}, "use_mrope: a spec cannot say True; expected false"),
@@ -149,6 +152,8 @@ def test_fields_that_change_nothing(source: Path) -> None:
     )  # fmt: skip
     assert read_foreign(source).spec == before
     change_config(source, quantization_config={"quant_method": "gguf", "dequantize": False})
+    assert read_foreign(source).spec == before
+    change_config(source, layer_types=["full_attention"] * 3)
     assert read_foreign(source).spec == before
 
 
