@@ -32,6 +32,7 @@ from benchmarks.load.scenario_kill import kill
 from benchmarks.load.scenario_late_short import late_short
 from benchmarks.load.scenario_leaving import leaving
 from benchmarks.load.scenario_overload import overload
+from benchmarks.load.scenario_prefix import prefix
 from benchmarks.load.scenario_slow_readers import slow_readers
 from benchmarks.load.scenario_steady import steady
 from benchmarks.load.served import Setting, keep_clients_apart, machine_line
@@ -51,6 +52,7 @@ class Scenario(NamedTuple):
 SCENARIOS: dict[str, Scenario] = {
     "batching": Scenario(batching, 240),
     "late_short": Scenario(late_short, 120),
+    "prefix": Scenario(prefix, 240),
     "steady": Scenario(steady, None),
     "overload": Scenario(overload, 180),
     "leaving": Scenario(leaving, 300),
