@@ -7,6 +7,7 @@ that look like those of transformers. This is asked before PyTorch is loaded and
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,29 @@ WEIGHTS = (
 )
 """Patterns of the files of weights, in the order in which they are looked for. The first kind that is there is read."""
 ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
+OF_TEXTS = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
+)  # fmt: skip
+"""Files beside the weights that say what texts the ids represent."""
 POINTER = b"version https://git-lfs.github.com/spec/"
 PAGES = (b"<!doctype html", b"<html")
 OLD_LLAMA_CPP = (b"lmgg", b"fmgg", b"tjgg", b"algg")
 """First bytes of the formats that llama.cpp had before GGUF."""
+OLD_TORCH = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""First bytes of what torch.save wrote before version 1.6: a number, pickled."""
+ZIP, GGUF = b"PK\3\4", b"GGUF"
+TENSORS = (".safetensors", ".bin", ".pt", ".pth")
+ANSWER = re.compile(
+    rb'\{\s*"(?:errors?|detail|message)"|access to (?:model|dataset) |(?:entry |repository |file )?not found|'
+    rb"unauthorized|invalid username or password",
+    re.IGNORECASE,
+)
+"""Start of what servers answer in place of a file."""
+SHARD = re.compile(r"-\d{5}-of-\d{5}\.")
+VARIANT = re.compile(r"(?:model|pytorch_model)(?:-\d{5}-of-\d{5})?\.([\w-]+?)(?:-\d{5}-of-\d{5})?\.(?:safetensors|bin)")
+"""Name of a file of weights of a variant of a model, such as model.fp16.safetensors. Group: the variant."""
 START = 512
+LONGEST_ANSWER = 80
 LONGEST_HEADER = 10**8
 """The longest header that the safetensors library reads."""
 AS_A_MODULE = (
@@ -42,7 +61,7 @@ def what_file(path: Path) -> str:
         OSError: the file cannot be read.
     """
     if not path.is_file():
-        return ""
+        return _dangling(path)
     with path.open("rb") as file:
         start = file.read(START)
     if start.startswith(POINTER):
@@ -56,13 +75,63 @@ def what_file(path: Path) -> str:
         return f"{path}: a file of llama.cpp from before GGUF; fetch or convert the model again as GGUF"
     if not start and path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"):
         return f"{path}: an empty file; fetch it again"
-    return _cut(path, start) if path.suffix == ".safetensors" else ""
+    return _other_kind(path, start) or (_cut(path, start) if path.suffix == ".safetensors" else "")
+
+
+def _dangling(path: Path) -> str:
+    """What a link is whose file is gone."""
+    if not path.is_symlink() or path.exists():
+        return ""
+    return f"{path}: a link to {path.readlink()}, which is not there; fetch the file again, or copy the file itself"
+
+
+def _other_kind(path: Path, start: bytes) -> str:
+    """What a file is that is of another kind than its name says."""
+    if path.suffix == ".safetensors" and _is_safetensors(start):
+        return ""  # The first byte is one of a number, so it can be any character.
+    text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
+    if ANSWER.match(text):
+        said = " ".join(text.decode(errors="replace").split())
+        said = said if len(said) <= LONGEST_ANSWER else f"{said[:LONGEST_ANSWER]}..."
+        return (
+            f"{path}: a text in place of the file, which begins with {said!r}; fetch it again, with HF_TOKEN if access "
+            "has to be asked for"
+        )
+    if path.suffix not in TENSORS:
+        return ""
+    if _is_safetensors(start):
+        return f"{path}: a safetensors file under the name of a pickle; {_rename(path)}"
+    if start.startswith(GGUF):
+        return f"{path}: a GGUF file; rename it, so that its name ends in .gguf, and name it in place of the folder"
+    if start.startswith(OLD_TORCH):
+        return (
+            f"{path}: in torch's format before 1.6, which is not read here; load and save it again: "
+            "torch.save(torch.load(FILE, weights_only=True), FILE)"
+        )
+    if path.suffix == ".safetensors" and start.startswith((ZIP, b"\x80")):
+        return f"{path}: a pickle of torch.save under the name of a safetensors file; {_rename(path)}"
+    return ""
+
+
+def _rename(path: Path) -> str:
+    """How to give a file of weights the name of what it is: safetensors or a pickle, which is the other one."""
+    if path.suffix == ".safetensors":
+        name = path.with_suffix(".bin").name
+        name = f"pytorch_{name}" if name.startswith("model") else name
+    else:
+        name = path.with_suffix(".safetensors").name.removeprefix("pytorch_")
+    indexed = ", as all others of the model, and delete their index" if SHARD.search(name) else ""
+    return f"rename it {name}{indexed}"
+
+
+def _is_safetensors(start: bytes) -> bool:
+    return start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= LONGEST_HEADER
 
 
 def _cut(path: Path, start: bytes) -> str:
     """What a safetensors file is that is shorter than its own header says."""
     size, length = path.stat().st_size, int.from_bytes(start[:8], "little")
-    if length > LONGEST_HEADER or start[8:9] != b"{":
+    if not _is_safetensors(start):
         return ""  # It is anything else, which its reader says.
     with path.open("rb") as file:
         header = file.read(8 + length)[8:]
@@ -86,6 +155,8 @@ def what_source(path: Path) -> str:
     said = what_files(path)
     if said or not path.is_dir():
         return said
+    if said := next(filter(None, (_dangling(path / name) for name in OF_TEXTS)), ""):
+        return said
     config = _fields(path / CONFIG)
     if "spec" in config:
         return ""
@@ -103,8 +174,11 @@ def what_files(path: Path) -> str:
 def _read_of(folder: Path) -> list[Path]:
     config = [folder / CONFIG, folder / ADAPTER_CONFIG]
     adapter = [folder / name for name in ADAPTER]
-    kinds = ([file for name in kind for file in sorted(folder.glob(name))] for kind in WEIGHTS)
-    return [*config, *adapter, *next(filter(None, kinds), [])]
+    # Links without a file are listed as well, so glob is not enough.
+    inside = sorted(folder.iterdir())
+    kinds = [[file for file in inside if any(map(file.match, kind))] for kind in WEIGHTS]
+    whole = (kind for kind in kinds if any(file.exists() for file in kind))
+    return [*config, *adapter, *next(whole, next(filter(None, kinds), []))]
 
 
 def _kinds(path: Path, config: Fields) -> Iterator[str]:
@@ -125,13 +199,42 @@ def _kinds(path: Path, config: Fields) -> Iterator[str]:
         yield from _without_weights(path)
 
 
+def _of_training(path: Path) -> Iterator[str]:
+    """Yields what a folder is that a training has written."""
+    if steps := [(int(file.name[11:]), file) for file in path.glob("checkpoint-*/") if file.name[11:].isdecimal()]:
+        others = f", or one of {len(steps) - 1} others" if len(steps) > 1 else ""
+        yield f"a folder of checkpoints of a training; name one of them: {max(steps)[1]}{others}"
+    if _has(path, "zero_to_fp32.py", "global_step*/*.pt", "*_model_states.pt"):
+        yield (
+            "a checkpoint of DeepSpeed, whose weights are in parts; join them with the zero_to_fp32.py that it wrote, "
+            f"and name the folder of the result, with {CONFIG} in it"
+        )
+    parts = [file.parent for pattern in (".metadata", "*.distcp") for file in path.glob(pattern)]
+    parts += [file.parent for pattern in ("*/.metadata", "*/*.distcp") for file in sorted(path.glob(pattern))]
+    if parts:
+        yield (
+            f"a checkpoint of FSDP, whose weights are in parts; join them: accelerate merge-weights {parts[0]} OUT, "
+            f"and name OUT, with {CONFIG} in it"
+        )
+
+
 def _without_weights(path: Path) -> Iterator[str]:
     """Yields what a folder holds in place of weights that are read."""
+    if snapshots := sorted(path.glob("snapshots/*/")):
+        yield f"a folder of the hub's cache; name the folder of the model in it: {_snapshot(path, snapshots)}"
+    yield from _of_training(path)
+    if found := next(filter(None, (VARIANT.fullmatch(file.name) for file in sorted(path.iterdir()))), None):
+        yield (
+            f"a folder of weights of the variant {found[1]} alone ({found[0]}); save them under the usual names: "
+            f"from_pretrained(FOLDER, variant={found[1]!r}) and save_pretrained of transformers"
+        )
     if files := sorted(path.glob("*.gguf")):
         others = f", or one of {len(files) - 1} others" if len(files) > 1 else ""
         yield f"a folder of GGUF files; name one of them: {files[0]}{others}"
     if _has(path, "*.onnx", "onnx/*.onnx"):
         yield f"a folder of ONNX files without the weights that they were made from; {ORIGINAL}"
+    if _has(path, "openvino_*model.xml", "openvino/openvino_*model.xml"):
+        yield f"a folder of OpenVINO files without the weights that they were made from; {ORIGINAL}"
     if _has(path, "tf_model.h5", "flax_model.msgpack", "saved_model.pb"):
         yield (
             "a folder of weights of TensorFlow or Flax; load them with from_tf or from_flax of transformers 4, and "
@@ -139,6 +242,15 @@ def _without_weights(path: Path) -> Iterator[str]:
         )
     if _has(path, "consolidated*.pth", "consolidated*.safetensors"):
         yield "weights in the format of their publisher (consolidated); name a folder in the format of transformers"
+
+
+def _snapshot(path: Path, snapshots: list[Path]) -> Path:
+    """The revision `main` of a folder in the hub's cache, or the first that is there."""
+    try:
+        main = path / "snapshots" / (path / "refs" / "main").read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return snapshots[0]
+    return main if main in snapshots else snapshots[0]
 
 
 def _has(path: Path, *patterns: str) -> bool:

@@ -122,6 +122,41 @@ def truncated(source: Path) -> None:
     os.truncate(source / "model.safetensors", 5000)
 
 
+def older_torch(source: Path) -> None:
+    weights = {"model.norm.weight": torch.ones(2)}
+    torch.save(weights, source / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+
+
+def renamed(name: str) -> Make:
+    """Gives the weights another name."""
+    return folder(lambda source: (source / "model.safetensors").rename(source / name))
+
+
+def pickled(source: Path) -> None:
+    torch.save({"model.norm.weight": torch.ones(2)}, source / "model.safetensors")
+
+
+def link(name: str, target: str) -> Make:
+    """Makes a folder of a model with a link to a file that is gone."""
+
+    def make(source: Path) -> None:
+        (source / name).unlink(missing_ok=True)
+        (source / name).symlink_to(target)
+
+    return folder(make)
+
+
+def of_steps(source: Path) -> None:
+    for name in ("checkpoint-9", "checkpoint-100", "checkpoint-last", "runs"):
+        writes("config.json", "{}")(source / name)
+
+
+def of_the_cache(source: Path) -> None:
+    writes("refs/main", "b2\n")(source)
+    for name in ("a1", "b2"):
+        writes("config.json", "{}")(source / "snapshots" / name)
+
+
 def with_code(source: Path) -> None:
     torch.save(torch.nn.Linear(2, 2), source / "pytorch_model.bin")
 
@@ -133,6 +168,7 @@ def trained_quantized(source: Path) -> None:
               source / "model.safetensors")  # fmt: skip
 
 
+MLX = {"group_size": 64, "bits": 4}
 NO_WEIGHTS = "a folder of ONNX files without the weights that they were made from"
 THEY = "which are not read here; name the folder of the original model, or a GGUF file of it"
 REMOVED = "which llama.cpp has removed; take the model in another quantization, or quantize the original again"
@@ -177,6 +213,71 @@ CASES: dict[str, tuple[str, Make, str]] = {
         "SOURCE/pytorch_model.bin: refused, its pickle asks for torch.nn.modules.linear.Linear, which is more than "
         "plain data and tensors and could run code. Save the model again as safetensors, as save_pretrained of "
         "transformers does"),
+    "a pickle of old": ("source", without_weights(older_torch),
+        "SOURCE/pytorch_model.bin: in torch's format before 1.6, which is not read here; load and save it again: "
+        "torch.save(torch.load(FILE, weights_only=True), FILE)"),
+    "a pickle with another name": ("source", folder(pickled),
+        "SOURCE/model.safetensors: a pickle of torch.save under the name of a safetensors file; rename it "
+        "pytorch_model.bin"),
+    "a pickle without torch.save": ("source", folder(writes("model.safetensors", b"\x80\2}q\0.")),
+        "SOURCE/model.safetensors: a pickle of torch.save under the name of a safetensors file; rename it "
+        "pytorch_model.bin"),
+    "safetensors with another name": ("source", renamed("pytorch_model.bin"),
+        "SOURCE/pytorch_model.bin: a safetensors file under the name of a pickle; rename it model.safetensors"),
+    "a shard with another name": ("source", renamed("pytorch_model-00001-of-00001.bin"),
+        "SOURCE/pytorch_model-00001-of-00001.bin: a safetensors file under the name of a pickle; rename it "
+        "model-00001-of-00001.safetensors, as all others of the model, and delete their index"),
+    "GGUF with another name": ("source", folder(writes("model.safetensors", b"GGUF" + bytes(90))),
+        "SOURCE/model.safetensors: a GGUF file; rename it, so that its name ends in .gguf, and name it in place of the "
+        "folder"),
+    "an answer, weights": ("source", folder(writes("model.safetensors", '{"error": "Repository\nnot found"}')),
+        "SOURCE/model.safetensors: a text in place of the file, which begins with '{\"error\": \"Repository not found"
+        "\"}'; fetch it again, with HF_TOKEN if access has to be asked for"),
+    "an answer, no access": ("source", without_weights(writes("pytorch_model.bin",
+        "Access to model org/name is restricted. You must have access to it and be authenticated to access it.")),
+        "SOURCE/pytorch_model.bin: a text in place of the file, which begins with 'Access to model org/name is "
+        "restricted. You must have access to it and be authen...'; fetch it again, with HF_TOKEN if access has to be "
+        "asked for"),
+    "an answer, config": ("source", folder(writes("config.json", '{"error": "x"}')),
+        "SOURCE/config.json: a text in place of the file, which begins with '{\"error\": \"x\"}'; fetch it again, with "
+        "HF_TOKEN if access has to be asked for"),
+    "an answer, GGUF": ("source.gguf", lambda source: source.write_bytes(b'{"detail": 1}'),
+        "SOURCE: a text in place of the file, which begins with '{\"detail\": 1}'; fetch it again, with HF_TOKEN if "
+        "access has to be asked for"),
+    "a link, weights": ("source", link("model.safetensors", "../../blobs/none"),
+        "SOURCE/model.safetensors: a link to ../../blobs/none, which is not there; fetch the file again, or copy the "
+        "file itself"),
+    "a link, config": ("source", link("config.json", "none"),
+        "SOURCE/config.json: a link to none, which is not there; fetch the file again, or copy the file itself"),
+    "a link, tokenizer": ("source", link("tokenizer.json", "none"),
+        "SOURCE/tokenizer.json: a link to none, which is not there; fetch the file again, or copy the file itself"),
+    "a link, GGUF": ("source.gguf", lambda source: source.symlink_to("none"),
+        "SOURCE: a link to none, which is not there; fetch the file again, or copy the file itself"),
+    "a variant": ("source", renamed("model.fp16.safetensors"),
+        "SOURCE: a folder of weights of the variant fp16 alone (model.fp16.safetensors); save them under the usual "
+        "names: from_pretrained(FOLDER, variant='fp16') and save_pretrained of transformers"),
+    "a variant in shards": ("source", renamed("pytorch_model.bf16-00001-of-00002.bin"),
+        "SOURCE: a folder of weights of the variant bf16 alone (pytorch_model.bf16-00001-of-00002.bin); save them "
+        "under the usual names: from_pretrained(FOLDER, variant='bf16') and save_pretrained of transformers"),
+    "the hub's cache": ("source", of_the_cache,
+        "SOURCE: a folder of the hub's cache; name the folder of the model in it: SOURCE/snapshots/b2"),
+    "the hub's cache without its main": ("source", writes("snapshots/a1/config.json", "{}"),
+        "SOURCE: a folder of the hub's cache; name the folder of the model in it: SOURCE/snapshots/a1"),
+    "checkpoints": ("source", of_steps,
+        "SOURCE: a folder of checkpoints of a training; name one of them: SOURCE/checkpoint-100, or one of 1 others"),
+    "DeepSpeed": ("source", without_weights(writes("global_step7/mp_rank_00_model_states.pt", b"x")),
+        "SOURCE: a checkpoint of DeepSpeed, whose weights are in parts; join them with the zero_to_fp32.py that it "
+        "wrote, and name the folder of the result, with config.json in it"),
+    "FSDP": ("source", without_weights(writes("pytorch_model_fsdp_0/.metadata", b"x")),
+        "SOURCE: a checkpoint of FSDP, whose weights are in parts; join them: accelerate merge-weights "
+        "SOURCE/pytorch_model_fsdp_0 OUT, and name OUT, with config.json in it"),
+    "parts of FSDP": ("source", writes("__0_0.distcp", b"x"),
+        "SOURCE: a checkpoint of FSDP, whose weights are in parts; join them: accelerate merge-weights SOURCE OUT, and "
+        "name OUT, with config.json in it"),
+    "OpenVINO": ("source", without_weights(writes("openvino_model.xml", b"<net/>")),
+        f"SOURCE: a folder of OpenVINO files without the weights that they were made from; {ORIGINAL}"),
+    "MLX": ("source", folder(lambda source: change_config(source, quantization=MLX, quantization_config=MLX)),
+        f"SOURCE/config.json: quantization: weights quantized by MLX, {THEY}"),
     "ONNX": ("source", without_weights(writes("onnx/model.onnx", b"x")), f"SOURCE: {NO_WEIGHTS}; {ORIGINAL}"),
     "ONNX without a config": ("source", writes("model.onnx", b"x"), f"SOURCE: {NO_WEIGHTS}; {ORIGINAL}"),
     "TensorFlow": ("source", without_weights(writes("tf_model.h5", b"x")),
@@ -282,6 +383,15 @@ def pulled_in_part(source: Path) -> None:
     (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
 
 
+def with_another_format(source: Path) -> None:
+    """The format that would be looked for first is gone, and the other one is whole."""
+    saved("Llama", source)
+    torch.save(load_file(source / "model.safetensors"), source / "pytorch_model.bin")
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").symlink_to("none")
+    (source / "model.fp16.safetensors").write_bytes(b"x")
+
+
 def of_mod_export(source: Path) -> None:
     """Converts a model; then a file of another library comes to lie beside it."""
     saved("Llama", source.with_name("original"))
@@ -289,11 +399,11 @@ def of_mod_export(source: Path) -> None:
     (source / "modules.json").write_text("[]")
 
 
-@pytest.mark.parametrize("make", [pulled_in_part, of_mod_export])
+@pytest.mark.parametrize("make", [pulled_in_part, with_another_format, of_mod_export])
 def test_what_is_no_reason_against_a_model(make: Make, tmp_path: Path) -> None:
     make(tmp_path / "source")
     assert what_source(tmp_path / "source") == ""
-    if make is pulled_in_part:
+    if make is not of_mod_export:
         found = invoke("convert", tmp_path / "source", tmp_path / "out")
         assert (found.exit_code, found.stderr) == (0, "")
 
@@ -363,7 +473,10 @@ def test_whole_files(tmp_path: Path) -> None:
     save_file({"a": torch.ones(3), "b": torch.ones(0)}, tmp_path / "a.safetensors", {"format": "pt"})
     save_file({}, tmp_path / "b.safetensors")
     os.mkfifo(tmp_path / "c.safetensors")
-    for name in "abc":
+    for name, first in (("d", b"\x80"), ("e", b"{")):
+        header = json.dumps({"__metadata__": {"a": ""}}).encode().ljust(first[0])
+        (tmp_path / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    for name in "abcde":
         assert what_file(tmp_path / f"{name}.safetensors") == ""
     assert load_file(tmp_path / "a.safetensors")["a"].sum() == 3
 
