@@ -408,6 +408,30 @@ def test_what_is_no_reason_against_a_model(make: Make, tmp_path: Path) -> None:
         assert (found.exit_code, found.stderr) == (0, "")
 
 
+def test_what_is_advised_helps(tmp_path: Path) -> None:
+    """Weights that are saved again, or renamed, are read."""
+    source = tmp_path / "source"
+    saved("Llama", source)
+    safetensors, pickle = source / "model.safetensors", source / "pytorch_model.bin"
+    weights = {name: tensor.clone() for name, tensor in load_file(safetensors).items()}
+
+    def converted(out: str) -> int:
+        return invoke("convert", source, tmp_path / out).exit_code
+
+    safetensors.rename(pickle)
+    assert converted("a") == 2
+    pickle.rename(safetensors)
+    assert converted("a") == 0
+    torch.save(weights, safetensors)
+    assert converted("b") == 2
+    safetensors.rename(pickle)
+    assert converted("b") == 0
+    torch.save(weights, pickle, _use_new_zipfile_serialization=False)
+    assert converted("c") == 2
+    torch.save(torch.load(pickle, weights_only=True), pickle)
+    assert converted("c") == 0
+
+
 def test_an_adapter_is_not_built(tmp_path: Path) -> None:
     writes("adapter_config.json", "{}")(tmp_path / "source")
     refused(
