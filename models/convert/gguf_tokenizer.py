@@ -402,8 +402,11 @@ def _stored_tokenizer(whole: object) -> dict[str, Any] | None:
     try:
         data = json.loads(str(whole))
         Tokenizer.from_str(json.dumps(data))
-    except Exception:  # Whatever the package says against it, it is no tokenizer.
-        return None
+    except BaseException as error:
+        # Whatever the package says against it, it is no tokenizer. A panic of its Rust code is no Exception.
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            return None
+        raise
     return data if isinstance(data, dict) else None
 
 
