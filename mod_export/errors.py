@@ -113,3 +113,20 @@ class EngineError(BuildError):
 
 class UnverifiedWarning(UserWarning):
     """Engines are served that were never compared with their model."""
+
+
+SHOWN = 80
+"""Characters of a text from a file that a message shows."""
+
+
+def shown(text: object) -> str:
+    """Returns text from an untrusted file as one printable line of at most SHOWN characters."""
+    plain = str(text).encode("ascii", "backslashreplace").decode()
+    printable = "".join(character if character.isprintable() else repr(character)[1:-1] for character in plain)
+    return printable if len(printable) <= SHOWN else printable[: SHOWN - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error that a file has caused, in printable characters."""
+    lines = (line.strip() for line in str(error).splitlines() if line.strip())
+    return shown(next(lines, type(error).__name__))

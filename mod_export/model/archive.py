@@ -15,11 +15,12 @@ from typing import BinaryIO
 
 import torch
 
+from mod_export.errors import shown
+
 LOCAL_HEADER = struct.Struct("<4s22xHH")
 """Local header of a record: signature, then the lengths of the name and of the extra field that precede its bytes."""
 SIGNATURE = b"PK\3\4"
 ENCRYPTED = 1
-SHOWN = 80
 
 
 class ArchiveError(Exception):
@@ -91,10 +92,3 @@ def records_of(file: BinaryIO, size: int) -> dict[str, tuple[int, int]]:
     if sum(length for _, length in records.values()) > size:
         raise ArchiveError("its records share their bytes")
     return records
-
-
-def shown(text: object) -> str:
-    """Returns text from an untrusted file as one printable line of at most SHOWN characters."""
-    plain = str(text).encode("ascii", "backslashreplace").decode()
-    printable = "".join(character if character.isprintable() else repr(character)[1:-1] for character in plain)
-    return printable if len(printable) <= SHOWN else printable[: SHOWN - 3] + "..."

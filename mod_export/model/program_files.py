@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from mod_export.errors import BuildFolderError
+from mod_export.errors import BuildFolderError, first_line
 from mod_export.folder.programs import ARRAYS, arrays_file, graph_file, read_arrays, write_arrays
 from mod_export.graph.program_nodes import inferred_values
 from mod_export.model.plain_programs import PlainProgram
 from mod_export.model.programs import ProgramModel, digest_of_arrays
-from mod_export.model.pt2 import first_line, program_of
+from mod_export.model.pt2 import program_of
 from mod_export.types import Bucket, ModelKind
 
 

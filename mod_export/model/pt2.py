@@ -32,9 +32,9 @@ from torch.export import ExportedProgram
 from torch.export.pt2_archive.constants import ARCHIVE_FORMAT_VALUE, ARCHIVE_VERSION_VALUE
 from torch.utils import _pytree as pytree
 
-from mod_export.errors import CheckpointError
+from mod_export.errors import CheckpointError, first_line, shown
 from mod_export.graph.program_nodes import inferred_values
-from mod_export.model.archive import Archive, ArchiveError, records_of, shown
+from mod_export.model.archive import Archive, ArchiveError, records_of
 from mod_export.model.operators import is_operator
 
 MODEL, SAMPLES = "models/model.json", "data/sample_inputs/model.pt"
@@ -126,12 +126,6 @@ def program_of(
     if problem is not None:
         raise ArchiveError(problem)
     return program
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error that a file has caused, in printable characters."""
-    lines = (line.strip() for line in str(error).splitlines() if line.strip())
-    return shown(next(lines, type(error).__name__))
 
 
 def _problems_of_records(archive: Archive) -> Iterator[str]:

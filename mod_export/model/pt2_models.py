@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export._tree_utils import reorder_kwargs
 from torch.utils import _pytree as pytree
 
-from mod_export.errors import CheckpointError, ModExportError
+from mod_export.errors import CheckpointError, ModExportError, first_line
 from mod_export.folder.files import sha256_of_file
 from mod_export.folder.programs import PROGRAM
 from mod_export.graph.capture import with_found_sites
@@ -22,7 +22,7 @@ from mod_export.model.functional_programs import functional_program
 from mod_export.model.model import Model, Origin
 from mod_export.model.plain_programs import PlainProgram, copied, input_values, plain_program
 from mod_export.model.programs import ProgramModel
-from mod_export.model.pt2 import first_line, read_program
+from mod_export.model.pt2 import read_program
 from mod_export.types import Bucket
 
 Sample = dict[str, torch.Tensor]

@@ -19,10 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mod_export.errors import UsageError
+from mod_export.errors import UsageError, first_line
 from mod_export.folder.manifest import TOKENIZER
 from mod_export.model.other_files import what_file
-from mod_export.model.pt2 import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,6 +20,8 @@ from foreign_models import Buffered, Embedded, Images, Masked, made, masked_inpu
 from mod_dialects import D, Inner
 from rich.console import Console
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -255,6 +257,7 @@ def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
     refused(invoke("build", "mod.pt2", "--samples", "none"), r"error: none: no such file")
     refused(invoke("build", "mod.pt2", "--buckets", "1x32", "-q"), r"error: buckets: b1s32: mod was captured at b1s16;")
     refused(invoke("build", "mod.pt2", "--capacity", "0.5", "-q"), "that of mod cannot be changed without training")
+    Tokenizer(WordLevel({"a": 0})).save(str(tmp_path / "t.json"))
     refused(
         invoke("build", "mod.pt2", "--tokenizer", "t.json", "-q"),
         r"error: t\.json: mod is not known to read token ids, so it takes no tokenizer; leave it out",

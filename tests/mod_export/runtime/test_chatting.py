@@ -143,11 +143,11 @@ def test_several_conversations_and_texts_at_once(generator: Generator) -> None:
 
 
 def test_sampling_is_as_the_model_says(generator: Generator) -> None:
-    """`do_sample` applies with its temperature and top_p, unless a request overrides them."""
-    assert (generator.defaults.temperature, generator.defaults.top_k, generator.defaults.top_p) == (0.7, 0, 0.9)
+    """`do_sample` applies with its settings and the top_k of transformers, unless a request overrides them."""
+    assert (generator.defaults.temperature, generator.defaults.top_k, generator.defaults.top_p) == (0.7, 50, 0.9)
     prompt = [SYSTEM, USER]
     (found,) = generator.generate(prompt, WRITTEN, seed=5)
-    (same,) = generator.generate(prompt, WRITTEN, seed=5, temperature=0.7, top_p=0.9, top_k=0)
+    (same,) = generator.generate(prompt, WRITTEN, seed=5, temperature=0.7, top_p=0.9, top_k=50)
     (changed,) = generator.generate(prompt, WRITTEN, seed=5, top_p=1.0, temperature=2.0)
     assert found.ids == same.ids != changed.ids
 
