@@ -85,6 +85,7 @@ class Generator:
         threads: threads of a CPU engine inside one operator; 0 leaves the choice to the library.
         window: maximum number of tokens of a text, prompt and answer together.
         prefixes: what earlier texts have read; None if nothing is kept.
+        grammars: compiles the grammars of requests.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Generator:
         vocab_size = manifest.models[first.model].vocab_size
         assert vocab_size is not None, "only a model of token ids writes text"
         self._requests = RequestReader(self.vocabulary, vocab_size, self.defaults)
+        self.grammars = self._requests.grammars
         self._kv_bytes = {
             # kv_bytes are counted for float32. With int8 and int4 weights the cache stays float32.
             length: size * FLOAT_BYTES.get(first.dtype, FLOAT_BYTES["float32"]) // FLOAT_BYTES["float32"]
@@ -124,6 +126,7 @@ class Generator:
         self._engines = DecodingEngines(engines, self._load, manifest.config)
         self._identity = f"{first.path} of {root.resolve()}"
         self._opened = contextlib.ExitStack()
+        self._opened.callback(self.grammars.close)
         self._decoders: dict[Bucket, Decoder] = {}
         self._prompts: Prompts | None = None
         self._writing = threading.Lock()
@@ -202,6 +205,7 @@ class Generator:
 
         Raises:
             GrammarError: no text can follow the grammar.
+            NotCompiledError: the grammar could not be compiled now; too many wait, or no process can be started.
             UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
         """
         texts = self.texts(prompts, max_new_tokens, prefix=prefix, rolling=rolling, **options)

@@ -8,17 +8,18 @@ tokens, because the most probable way is the one that the model was trained with
 from __future__ import annotations
 
 import json
-import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mod_export.errors import GrammarError
+from mod_export.runtime.compiling import RETRY_S, CompilingProcess, NotCompiledError, Tokens, compiled, sentence_of
 from mod_export.runtime.texts import Vocabulary
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ ESCAPES = 'nrbtf\\"'
 OPTIONS = {"whitespace_pattern": SPACE, "json_allowed_escapes": ESCAPES}
 KEPT = 16
 """How many compiled grammars are kept."""
-COMPILE_S = 10.0
-"""How many seconds a grammar may take to compile. The limits of llguidance end what this does not."""
-MOST_STATES = 20_000
-"""Limit of the states of a lexer, each of 1 to 2 kB (llguidance's own limit is 250,000)."""
+MOST_WAITING, WAIT_S = 64, 30.0
+"""How many grammars may wait to be compiled, and for how many seconds."""
+CLOSE_S = 2.0
+"""How many seconds a compilation has to end when it is not needed any more."""
 
 Grammar = Mapping[str, Any] | str
 """A JSON schema, or a grammar in llguidance's form of Lark."""
@@ -62,7 +63,9 @@ class Grammars:
         self._vocabulary, self._vocab_size = vocabulary, vocab_size
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._compiler = ThreadPoolExecutor(1, "mod-export grammar")
+        self._waiting: OrderedDict[str, tuple[Future[LLMatcher], float]] = OrderedDict()
+        self._process = CompilingProcess()
+        self._thread: threading.Thread | None = None
 
     def begin(self, grammar: Grammar, stop_ids: Collection[int]) -> GrammarProgress:
         """Returns the beginning of a text that follows a grammar and may end with one of `stop_ids`.
@@ -70,75 +73,92 @@ class Grammars:
         Raises:
             GrammarError: the grammar is invalid, unsupported or too large, the package is not installed, or the ids of
                 the model do not represent text.
+            NotCompiledError: too many grammars are being compiled, or none can be compiled here.
+        """
+        matcher = self.compiled(grammar).result()
+        with self._lock:
+            return GrammarProgress(matcher.deep_copy(), stop_ids)
+
+    def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
+        """Returns at once with the grammar, which is compiled in another thread if it is not known. The result raises
+        what `begin` raises.
         """
         text = f"start: {schema_rule(grammar)}" if isinstance(grammar, Mapping) else grammar
         text = text if "%llguidance" in text else f'%llguidance {{"no_forcing": true}}\n{text}'
         with self._lock:
-            matcher = self._found(text)
-            if matcher is None:
-                tokens = self._tokens  # Reads the vocabulary, which may take seconds, once and without the time limit.
-        if matcher is None:
-            compiling = self._compiler.submit(self._compile, text, tokens)
+            if text in self._compiled:
+                self._compiled.move_to_end(text)
+                known: Future[LLMatcher] = Future()
+                known.set_result(self._compiled[text])
+                return known
+            if text in self._waiting:
+                return self._waiting[text][0]
+            if len(self._waiting) >= MOST_WAITING:
+                raise NotCompiledError(f"{MOST_WAITING} other grammars wait to be compiled; try again in {RETRY_S} s")
+            future: Future[LLMatcher] = Future()
+            self._waiting[text] = (future, time.monotonic())
+            if self._thread is None:
+                # A thread of a pool would keep the process from ending.
+                self._thread = threading.Thread(target=self._work, name="mod-export grammar", daemon=True)
+                self._thread.start()
+            return future
+
+    def close(self) -> None:
+        """Ends a compilation, and refuses those that wait."""
+        self._process.close()
+        if (thread := self._thread) is not None:
+            thread.join(CLOSE_S)
+
+    def _work(self) -> None:
+        """Compiles the grammars that wait, and ends when none is left."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._thread = None
+                    return
+                text, (future, since) = next(iter(self._waiting.items()))
+            matcher: LLMatcher | None = None
+            problem: BaseException | None = None
             try:
-                matcher = compiling.result(timeout=COMPILE_S)
-            except TimeoutError as error:
-                compiling.cancel()
-                raise GrammarError(f"the grammar took longer than {COMPILE_S:g} s to compile; simplify it") from error
-        with self._lock:
-            return GrammarProgress(matcher.deep_copy(), stop_ids)
+                if time.monotonic() - since > WAIT_S:
+                    problem = NotCompiledError(f"the grammar waited longer than {WAIT_S:g} s for others; try again in "
+                                               f"{RETRY_S} s")  # fmt: skip
+                else:
+                    matcher = self._compile(text)
+            except BaseException as error:  # Panics of llguidance are no Exception. Who waits must hear of anything.
+                problem = error
+            with self._lock:
+                del self._waiting[text]
+                if matcher is not None:
+                    self._compiled[text] = matcher
+                    if len(self._compiled) > KEPT:
+                        self._compiled.popitem(last=False)
+            if matcher is not None:
+                future.set_result(matcher)
+            else:
+                future.set_exception(problem)
 
-    def _found(self, text: str) -> LLMatcher | None:
-        if text in self._compiled:
-            self._compiled.move_to_end(text)
-        return self._compiled.get(text)
-
-    def _compile(self, text: str, tokens: LLTokenizer) -> LLMatcher:
-        from llguidance import LLMatcher, LLParserLimits
-
-        with self._lock:
-            if (found := self._found(text)) is not None:  # Another request asked for it meanwhile.
-                return found
-        limits = LLParserLimits(max_lexer_states=MOST_STATES, verbose_errors=False)
-        matcher = LLMatcher(tokens, text, log_level=0, limits=limits)  # Releases the GIL.
-        if matcher.is_error():
-            raise GrammarError(f"no grammar can be made of it: {_sentence(matcher.get_error())}")
-        with self._lock:
-            self._compiled[text] = matcher
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-        return matcher
+    def _compile(self, text: str) -> LLMatcher:
+        tokens, tokenizer = self._tokens  # Reads the vocabulary once, which may take seconds, and not of the limit.
+        self._process.check(tokens, text)
+        return compiled(tokenizer, text)
 
     @cached_property
-    def _tokens(self) -> LLTokenizer:
-        if self._vocabulary is None:
+    def _tokens(self) -> tuple[Tokens, LLTokenizer]:
+        vocabulary, size = self._vocabulary, self._vocab_size
+        if vocabulary is None:
             raise GrammarError("this model's ids stand for no text, so no grammar applies; leave it out")
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
             raise GrammarError("needs the package llguidance; pip install 'mod-export[structured]'") from error
-        return LLTokenizer(_Tokens(self._vocabulary, self._vocab_size))  # type: ignore[arg-type]  # The same attributes.
 
+        def ids(text: str | bytes) -> list[int]:
+            return vocabulary.ids(text if isinstance(text, str) else text.decode(errors="replace"), special=False)
 
-class _Tokens:
-    """The vocabulary as llguidance reads it. Tokens without text are never allowed.
-
-    The last token is none of the model's. It stands for the end of a text, which llguidance needs exactly one of.
-    """
-
-    is_tokenizer_wrapper = True
-    bos_token_id = None
-
-    def __init__(self, vocabulary: Vocabulary, size: int) -> None:
-        self._vocabulary = vocabulary
-        self.tokens = [(vocabulary.token_bytes(token) or b"") for token in range(size)]
-        hidden = [token for token in range(size) if self.tokens[token] and not vocabulary.is_shown(token)]
-        self.tokens.append(b"<end>")
-        self.eos_token_id = size
-        self.special_token_ids = [*hidden, size]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        """Returns the tokens of a text that the grammar forces."""
-        return self._vocabulary.ids(text if isinstance(text, str) else text.decode(errors="replace"), special=False)
+        texts = [(vocabulary.token_bytes(token) or b"") for token in range(size)]
+        tokens = Tokens(texts, [token for token in range(size) if texts[token] and not vocabulary.is_shown(token)], ids)
+        return tokens, LLTokenizer(tokens)  # type: ignore[arg-type]  # The same attributes.
 
 
 class GrammarProgress:
@@ -161,7 +181,7 @@ class GrammarProgress:
     @property
     def failure(self) -> str:
         """Why the text cannot go on although it is not complete."""
-        reason = _sentence(self._matcher.get_error()) or "the model has no token for what must follow"
+        reason = sentence_of(self._matcher.get_error()) or "the model has no token for what must follow"
         return f"the text cannot follow the grammar any further: {reason}"
 
     def restrict(self, logits_V: np.ndarray) -> np.ndarray | None:
@@ -178,9 +198,3 @@ class GrammarProgress:
     def feed(self, token: int) -> None:
         """Adds a token to the text."""
         self._matcher.consume_token(token)
-
-
-def _sentence(error: str) -> str:
-    """Returns a message of llguidance without the grammar that it quotes, on one line."""
-    quoted = re.split(r"\n +\d+ \| |\n?<state>", error)[0]
-    return " ".join(re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", quoted).split())

@@ -93,11 +93,12 @@ class RequestReader:
         vocabulary: converts between text and ids; None if ids do not represent text.
         vocab_size: upper bound of ids, exclusive.
         defaults: settings that apply unless a request overrides them.
+        grammars: compiles the grammars of requests.
     """
 
     def __init__(self, vocabulary: Vocabulary | None, vocab_size: int, defaults: GenerationDefaults) -> None:
         self.vocabulary, self.vocab_size, self.defaults = vocabulary, vocab_size, defaults
-        self._grammars = Grammars(vocabulary, vocab_size)
+        self.grammars = Grammars(vocabulary, vocab_size)
 
     def texts(
         self,
@@ -124,6 +125,7 @@ class RequestReader:
 
         Raises:
             GrammarError: no text can follow the grammar.
+            NotCompiledError: the grammar could not be compiled now.
             UsageError: an argument is out of range, or a prompt cannot be read by this model.
         """
         ids_by_row = self.ids(prompts, template or {}, special=add_special_tokens, continued=prefix is not None)
@@ -151,7 +153,7 @@ class RequestReader:
                 logprobs=logprobs,
                 score_prompt=prompt_logprobs,
                 bias=bias,
-                grammar=None if grammar is None else self._grammars.begin(grammar, stop_ids),
+                grammar=None if grammar is None else self.grammars.begin(grammar, stop_ids),
             )
             for row, ids in enumerate(ids_by_row)
         ]

@@ -82,6 +82,7 @@ async def completions(request: Request) -> Response:
         texts = _texts(generator, body, ids, new, body.logprobs, scored=body.scored)
         return texts, [_text_of(generator, echoed) for echoed in body.several] if body.echo else None
 
+    await _compile(generator, body)
     texts, echo = await asyncio.to_thread(read)
     answer = TextAnswer(service.name, texts, TokenNames(generator.vocabulary), body.n, echo)
     return await _answer(request, scheduler, body, texts, answer)
@@ -109,6 +110,7 @@ async def chat_completions(request: Request) -> Response:
         new = next(item for item in limits if item is not None)
         return _texts(generator, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None)
 
+    await _compile(generator, body)
     texts = await asyncio.to_thread(read)
     names = TokenNames(generator.vocabulary)
     if body.offered:
@@ -221,6 +223,16 @@ def _texts(
             grammar=asked.grammar,
             shown=MARKS if isinstance(asked, ChatRequest) and asked.offered else (),
         )
+    except GrammarError as error:
+        raise _no_text(asked, error) from error
+
+
+async def _compile(generator: Generator, asked: OpenAIRequest) -> None:
+    """Waits until the grammar of a request is compiled. Meanwhile the request takes no thread from others."""
+    try:
+        if (grammar := asked.grammar) is not None:
+            # Others may wait for the same grammar, so a request that is cancelled does not cancel it.
+            await asyncio.shield(asyncio.wrap_future(generator.grammars.compiled(grammar)))
     except GrammarError as error:
         raise _no_text(asked, error) from error
 

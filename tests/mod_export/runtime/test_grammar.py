@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,9 @@ from tokenizer_folders import FAMILIES, opened, write_folder
 from writing import WINDOW, prompts_of_lengths
 
 from mod_export.errors import GrammarError
+from mod_export.runtime import compiling
 from mod_export.runtime import grammar as grammar_module
+from mod_export.runtime.compiling import NotCompiledError, Tokens
 from mod_export.runtime.generator import Generator
 from mod_export.runtime.grammar import KEPT, Grammars
 from mod_export.runtime.logits import Sampling, draw
@@ -251,9 +257,118 @@ def test_compiling_has_a_limit_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
         "properties": {f"p{i}": {"type": "string"} for i in range(3000)},
         "required": [f"p{i}" for i in range(3000)],
     }
-    monkeypatch.setattr(grammar_module, "COMPILE_S", 0.001)
+    monkeypatch.setattr(compiling, "COMPILE_S", 0.001)
     with pytest.raises(GrammarError, match=r"the grammar took longer than 0\.001 s to compile; simplify it"):
         Grammars(Bytes(), 256).begin(schema, [])
+
+
+def endless(number: int = 0) -> dict[str, Any]:
+    """A small schema of which llguidance makes a lexer of many gigabytes."""
+    words = (f".*{chr(97 + i % 26)}.{{9}}{chr(97 + (i + 1) % 26)}x{i}n{number}" for i in range(48))
+    return {"allOf": [{"type": "string", "pattern": word} for word in words]}
+
+
+def test_a_small_schema_that_takes_for_ever_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that compiles is killed, and another one compiles the next grammar."""
+    grammars = Grammars(Bytes(), 256)
+    grammars.begin({"type": "integer"}, [])
+    first = grammars._process._process
+    assert first is not None
+    monkeypatch.setattr(compiling, "COMPILE_S", 0.5)
+    with pytest.raises(GrammarError, match=r"^the grammar took longer than 0\.5 s to compile; simplify it$"):
+        grammars.begin(endless(), [])
+    assert first.returncode == -signal.SIGKILL
+    monkeypatch.undo()
+    grammars.begin({"type": "integer", "minimum": 3}, [])
+    second = grammars._process._process
+    assert second is not None
+    grammars.begin({"type": "integer", "minimum": 4}, [])
+    assert grammars._process._process is second is not first
+
+
+def test_a_small_schema_that_takes_all_memory_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "MOST_BYTES", 1 << 26)
+    with pytest.raises(
+        GrammarError, match=r"^the grammar took more than 0\.0625 GiB of memory to compile; simplify it$"
+    ):
+        Grammars(Bytes(), 256).begin(endless(), [])
+
+
+def test_too_many_symbols_are_told_without_a_backtrace() -> None:
+    schema = {"enum": [{f"a{i}": [i] * 30} for i in range(4000)]}
+    message = "^no grammar can be made of it: it has more than 65,525 symbols; simplify it$"
+    with pytest.raises(GrammarError, match=message):
+        Grammars(Bytes(), 256).begin(schema, [])
+
+
+def test_waiting_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_module, "MOST_WAITING", 2)
+    monkeypatch.setattr(grammar_module, "WAIT_S", 0.1)
+    monkeypatch.setattr(compiling, "COMPILE_S", 1.0)
+    grammars = Grammars(Bytes(), 256)
+    slow, waiting = grammars.compiled(endless(1)), grammars.compiled(endless(2))
+    assert grammars.compiled(endless(2)) is waiting
+    with pytest.raises(NotCompiledError, match=r"^2 other grammars wait to be compiled; try again in 5 s$"):
+        grammars.compiled(endless(3))
+    with pytest.raises(GrammarError, match="took longer than 1 s"):
+        slow.result()
+    with pytest.raises(NotCompiledError, match=r"^the grammar waited longer than 0\.1 s for others; try again in 5 s$"):
+        waiting.result()
+    grammars.begin({"type": "integer"}, [])
+
+
+def test_closing_ends_a_compilation() -> None:
+    grammars = Grammars(Bytes(), 256)
+    grammars.begin({"type": "integer"}, [])
+    slow, waiting = grammars.compiled(endless(1)), grammars.compiled({"type": "null"})
+    grammars.close()
+    for future in (slow, waiting):
+        with pytest.raises(NotCompiledError, match="is not compiled: this server, or generator, is closing"):
+            future.result(timeout=0)
+    assert grammars._thread is None
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [("/nowhere/python", r"cannot be started \(.*/nowhere/python"), ("/bin/false", r"did not start \(exit status 1\)")],
+)
+def test_no_process_for_grammars(monkeypatch: pytest.MonkeyPatch, program: str, message: str) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(NotCompiledError, match=f"the grammar is not compiled: the process that would do it {message}"):
+        Grammars(Bytes(), 256).begin({}, [])
+
+
+def test_a_compilation_does_not_keep_a_program_from_ending(tmp_path: Path) -> None:
+    """A program without a check of its name, as scripts are: it is not run again for the process that compiles."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from mod_export.runtime.grammar import Grammars\n"
+        "from mod_export.runtime.texts import Bytes\n"
+        "grammars = Grammars(Bytes(), 256)\n"
+        "grammars.begin({'type': 'integer'}, [])\n"
+        f"grammars.compiled({endless()})\n"
+        "print('end', grammars._process._process.pid)\n"
+    )
+    begun = time.monotonic()
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - begun < compiling.COMPILE_S
+    word, process = done.stdout.split()
+    assert word == "end"
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(process), 0)
+
+
+def test_a_grammar_may_force_texts() -> None:
+    """Then llguidance asks for the tokens of a text, also in the process, which has no tokenizer."""
+    progress = Grammars(Bytes(), 256).begin('%llguidance {}\nstart: "abc" /[0-9]/', [])
+    for token in b"abc7":
+        allowed_V = progress.restrict(np.zeros(256))
+        assert allowed_V is not None
+        assert np.isfinite(allowed_V[token])
+        progress.feed(token)
+    assert progress.is_over
+    assert Tokens([b"a", b"ab", b"c", b""], [2])("abxa") == [1, 0]
 
 
 def test_the_last_grammars_are_kept() -> None:

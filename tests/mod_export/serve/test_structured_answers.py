@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from tokenizer_folders import write_folder
 from tokenizers import AddedToken, Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mod_export.runtime import compiling
+from mod_export.runtime import grammar as grammar_module
 from mod_export.runtime.generator import Generator
 from mod_export.serve import openai_api
 
@@ -217,6 +221,44 @@ def test_a_missing_package_is_named(written: Path, monkeypatch: pytest.MonkeyPat
         body = {"prompt": "x", "response_format": {"type": "json_object"}}
         message = "response_format: needs the package llguidance; pip install 'mod-export[structured]'"
         assert refusal(server, "completions", body) == (message, "response_format")
+
+
+def test_grammars_that_take_long_delay_only_grammars(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than a pool has threads."""
+    monkeypatch.setattr(compiling, "COMPILE_S", 2.0)
+    monkeypatch.setattr(grammar_module, "WAIT_S", 1.0)
+    known = {"type": "json_object"}
+
+    def ask(client: httpx2.Client, form: Any) -> httpx2.Response:
+        return client.post("completions", json={"prompt": "x", "max_tokens": 2, "response_format": form})
+
+    def endless(number: int) -> dict[str, Any]:
+        words = (f".*{chr(97 + i % 26)}.{{9}}{chr(97 + (i + 1) % 26)}x{i}n{number}" for i in range(48))
+        schema = {"allOf": [{"type": "string", "pattern": word} for word in words]}
+        return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+    with (
+        httpx2.Client(base_url=f"{server.url}/v1/", timeout=PATIENCE_S) as client,
+        ThreadPoolExecutor(40) as pool,
+    ):
+        assert ask(client, known).status_code == 200
+        waiting = [pool.submit(ask, client, endless(number)) for number in range(40)]
+        time.sleep(0.5)
+        assert [ask(client, form).status_code for form in (None, known)] == [200, 200]
+        assert not any(future.done() for future in waiting)
+        answers = [future.result() for future in waiting]
+        assert sorted(answer.status_code for answer in answers) == [400] + [503] * 39
+        for answer in answers:
+            error = answer.json()["error"]
+            if answer.status_code == 400:
+                message = "response_format: the grammar took longer than 2 s to compile; simplify it"
+                assert (error["message"], error["param"]) == (message, "response_format")
+            else:
+                message = "the grammar waited longer than 1 s for others; try again in 5 s"
+                assert (error["message"], error["code"]) == (message, "not_compiled")
+                assert answer.headers["retry-after"] == "5"
+        form = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "null"}}}
+        assert ask(client, form).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
