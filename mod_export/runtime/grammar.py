@@ -20,6 +20,7 @@ import numpy as np
 
 from mod_export.errors import GrammarError
 from mod_export.runtime.compiling import RETRY_S, CompilingProcess, NotCompiledError, Tokens, compiled, sentence_of
+from mod_export.runtime.schemas import checked
 from mod_export.runtime.texts import Vocabulary
 
 if TYPE_CHECKING:
@@ -47,11 +48,12 @@ def schema_rule(schema: Mapping[str, Any]) -> str:
     """Returns the part of a Lark grammar that stands for the JSON texts of a schema.
 
     Raises:
-        GrammarError: the schema is not plain data, or nested too deeply.
+        GrammarError: the schema is not plain data, nested too deeply, or would be read as something else.
     """
     try:
+        json.dumps(schema)  # First of all, because it ends where a schema holds itself.
         # Options in the schema itself could turn off the checks of its keywords.
-        return "%json " + json.dumps({**schema, "x-guidance": OPTIONS})
+        return "%json " + json.dumps({**checked(schema), "x-guidance": OPTIONS})
     except (TypeError, ValueError, RecursionError) as error:
         raise GrammarError(f"the JSON schema cannot be read ({error}); leave out what is no plain data") from error
 

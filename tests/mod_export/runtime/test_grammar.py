@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -203,6 +204,27 @@ def test_too_many_choices_fail_with_the_reason_of_llguidance(generator: Generato
         ({"minItems": 5, "maxItems": 2, "type": "array"}, r"Unsatisfiable schema: minItems \(5\) is greater than"),
         ({"$ref": "http://example.org/x"}, "Default retriever does not fetch resources$"),
         ("start: nothing", "no grammar can be made of it: unknown name: nothing$|no grammar can be made of it: "),
+        ({"const": "a\u0007b"}, r"^const: demands the control character U\+0007, which no text of a grammar has; only"),
+        ({"items": {"enum": [1, {"a": ["\x7f"]}]}}, r"^enum: demands the control character U\+007F"),
+        ({"type": "string", "pattern": "^a\x1bb$"}, r"^pattern: demands the control character U\+001B"),
+        ({"type": "string", "pattern": r"^a\x1bb$"}, r"^pattern: demands the control character U\+001B"),
+        ({"type": "string", "pattern": r"^(b|\u{0})$"}, r"^pattern: demands the control character U\+0000"),
+        ({"type": "string", "pattern": r"^\[\v$"}, r"^pattern: demands the control character U\+000B"),
+        (
+            {"type": "string", "pattern": r"^[a\x00-\x1f]$"},
+            r"pattern: the class .* has control characters, of which only",
+        ),
+        (
+            {"type": "string", "pattern": r"^\p{Cc}$"},
+            "pattern: a class of control characters is not supported; leave it",
+        ),
+        ({"patternProperties": {"\0": {}}}, r"^patternProperties: demands the control character U\+0000"),
+        ({"properties": {"const": {"pattern": "\0"}}}, "^pattern: demands"),
+        (
+            {"type": "object", "minProperties": 2},
+            "^minProperties: 2 with names that are not listed is not supported, bec",
+        ),
+        ({"patternProperties": {"^[ab]$": {}}, "minProperties": 3, "required": ["a"]}, "^minProperties: 3 with names"),
         ({"enum": [b"bytes"]}, r"the JSON schema cannot be read \(Object of type bytes is not JSON serializable\)"),
     ],
     ids=str,
@@ -211,6 +233,43 @@ def test_grammars_that_are_refused(generator: Generator, grammar: Any, message: 
     with pytest.raises(GrammarError, match=message) as refused:
         generator.texts("x", grammar=grammar)
     assert "\n" not in str(refused.value)
+
+
+def follows(schema: Any, text: str) -> bool:
+    progress = Grammars(Bytes(), 256).begin(schema, [])
+    for token in text.encode():
+        progress.feed(token)
+    return progress.is_complete
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"properties": {"a\u0007b": {"const": 1}}, "required": ["a\u0007b"], "type": "object"}, {"a\u0007b": 1}),
+        ({"const": {"a\u0007b": "\b\t\n\f\r"}}, {"a\u0007b": "\b\t\n\f\r"}),
+        ({"properties": {"const": {"const": 2}}, "required": ["const"], "type": "object"}, {"const": 2}),
+        ({"description": "\x1b", "type": "integer"}, 7),
+        (
+            {"properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 2, "type": "object"},
+            {"a": 1, "b": 2},
+        ),
+        ({"type": "string", "pattern": r"^[\x00-\x7f]+$"}, 'a"\\\n'),
+        ({"type": "string", "pattern": r"^\x41[\]\t][^]]\[$"}, "A\tb["),
+    ],
+    ids=str,
+)
+def test_what_is_near_to_them_is_read_rightly(schema: Any, value: Any) -> None:
+    assert follows(schema, json.dumps(value, separators=(",", ":")))
+
+
+@pytest.mark.parametrize("pattern", ['[^"]', r"[^\"\\]", r"[^ -~]", '[^a-z"\n]'])
+def test_quotes_do_not_match_a_class_without_them(pattern: str) -> None:
+    """llguidance alone would let them."""
+    schema = {"type": "string", "pattern": f"^a{pattern}b$"}
+    assert follows(schema, '"a\u6771b"')
+    for character in '"', *(["\\"] if "\\\\" in pattern or "~" in pattern else []):
+        assert not re.fullmatch(pattern, character)
+        assert not follows(schema, json.dumps(f"a{character}b"))
 
 
 def test_a_schema_that_is_nested_without_end(generator: Generator) -> None:
