@@ -30,7 +30,7 @@ from mod_export.serve.openai_formats import (
 from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
 from mod_export.serve.service import Service
 from mod_export.serve.tool_answer import ToolAnswer
-from mod_export.serve.tool_calls import MARKS, CallReader, DemandedCall, FoundCalls
+from mod_export.serve.tool_calls import SHOWN, CallReader, DemandedCall, FoundCalls
 from mod_export.types import Unavailable
 
 NEW_TOKENS = 16
@@ -221,7 +221,7 @@ def _texts(
             prompt_logprobs=scored,
             logit_bias={int(token): value for token, value in asked.logit_bias.items()},
             grammar=asked.grammar,
-            shown=MARKS if isinstance(asked, ChatRequest) and asked.offered else (),
+            shown=SHOWN if isinstance(asked, ChatRequest) and asked.offered else (),
         )
     except GrammarError as error:
         raise _no_text(asked, error) from error

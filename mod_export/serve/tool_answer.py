@@ -52,7 +52,13 @@ class ToolAnswer(ChatAnswer):
         reader = self._new_reader()
         parts = [reader.feed(completion.text), reader.close()]
         content = "".join(part.get("content", "") for part in parts)
-        calls = [call for part in parts for call in part.get("tool_calls", [])]
+        calls: list[Json] = []
+        for call in (call for part in parts for call in part.get("tool_calls", [])):
+            if "id" in call:
+                calls.append(call)
+            else:  # More characters of a call that was told.
+                function = calls[call["index"]]["function"]
+                function["arguments"] += call["function"]["arguments"]
         message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         if calls:
             message["tool_calls"] = [{name: call[name] for name in ("id", "type", "function")} for call in calls]

@@ -12,6 +12,7 @@ that chat templates teach:
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
@@ -22,9 +23,13 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 from mod_export.runtime.grammar import schema_rule
 from mod_export.runtime.texts import StopText
 
-HERMES, MISTRAL = "<tool_call>", "[TOOL_CALLS]"
+HERMES, HERMES_END, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 MARKS = (HERMES, MISTRAL)
-"""What stands before calls. In some vocabularies they are special tokens, which texts show only on request."""
+"""What stands before calls."""
+SHOWN = (*MARKS, HERMES_END)
+"""What may be special tokens of a vocabulary, which texts show only on request."""
+NUMBER = secrets.token_hex(16)
+"""Stands before numbers while JSON is read and written, so that they keep their digits. No text can know it."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of a function without `parameters`."""
 ID_LENGTH = 9
@@ -43,6 +48,13 @@ class Function(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        kind = (self.parameters or {}).get("type", "object")
+        if kind != "object":
+            raise ValueError(f'parameters: expected a JSON schema of type "object", got type {json.dumps(kind)[:80]}')
+        return self
 
 
 class Tool(BaseModel):
@@ -156,7 +168,9 @@ class DemandedCall(CallReader):
         return {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]} if arguments else {}
 
     def close(self) -> Json:
-        return {}
+        """Returns the last character if it belongs to the arguments, because the text was cut."""
+        held = "" if self._told is None or _is_json(self._text) else self._text[self._told :]
+        return {"tool_calls": [{"index": 0, "function": {"arguments": held}}]} if held else {}
 
     def _arguments(self) -> str:
         """Returns the new characters of the arguments. The last character may be the brace that ends the call."""
@@ -185,39 +199,82 @@ class FoundCalls(CallReader):
         return self._content(self._unmarked.rstrip())
 
     def close(self) -> Json:
-        calls = calls_of(self._text, self._names)[: self._most]
-        if calls:
-            return {"tool_calls": [call.delta(index) for index, call in enumerate(calls)]}
-        return self._content(self._text)
+        calls, after = calls_of(self._text, self._names)
+        if not calls:
+            return self._content(self._text)
+        told = {"tool_calls": [call.delta(index) for index, call in enumerate(calls[: self._most])]}
+        marked = any(mark in self._text for mark in MARKS)
+        before = self._content(self._unmarked.rstrip() if marked else "").get("content", "")
+        content = before + ("\n" if after and self._shown else "") + after
+        return {"content": content, **told} if content else told
 
     def _content(self, text: str) -> Json:
         new, self._shown = text[self._shown :], max(self._shown, len(text))
         return {"content": new} if new else {}
 
 
-def calls_of(text: str, names: Collection[str]) -> list[Call]:
-    """Returns the calls in a text; none unless all of them are complete, and calls of these functions."""
+def calls_of(text: str, names: Collection[str]) -> tuple[list[Call], str]:
+    """Returns the calls in a text, and the text between and after them; no calls unless all of them are complete, and
+    calls of these functions.
+    """
     try:
         if HERMES in text:
-            return [_call(_value(part), names) for part in text.split(HERMES)[1:]]
-        if MISTRAL in text:
-            return [_call(entry, names) for part in text.split(MISTRAL)[1:] for entry in _listed(_value(part))]
-        return [_call(json.loads(text, parse_constant=_no_constant), names)]
+            parts = [_hermes(part) for part in text.split(HERMES)[1:]]
+        elif MISTRAL in text:
+            parts = [_value(part) for part in text.split(MISTRAL)[1:]]
+        else:
+            parts = [(_json(text), "")]
+        calls = [_call(entry, names) for value, _ in parts for entry in (value if isinstance(value, list) else [value])]
+        return calls, "\n".join(after.strip() for _, after in parts if after.strip())
     except (ValueError, RecursionError):
-        return []
+        return [], ""
 
 
-def _value(text: str) -> Any:
-    """Returns the JSON value that a text begins with."""
-    return json.JSONDecoder(parse_constant=_no_constant).raw_decode(text.lstrip())[0]
+def _hermes(text: str) -> tuple[Any, str]:
+    """Reads what follows the mark of a call: a JSON value up to the end of the call, and the text after it."""
+    value, after = _value(text)
+    if not after.lstrip().startswith(HERMES_END):
+        raise ValueError("the call has no end")
+    return value, after.lstrip().removeprefix(HERMES_END)
+
+
+def _json(text: str) -> Any:
+    value, after = _value(text)
+    if after.strip():
+        raise ValueError("more than a JSON value")
+    return value
+
+
+def _value(text: str) -> tuple[Any, str]:
+    """Returns the JSON value that a text begins with, and the text after it."""
+    text = text.lstrip()
+    decoder = json.JSONDecoder(parse_constant=_no_constant, parse_float=_number, parse_int=_number)
+    value, end = decoder.raw_decode(text)
+    return value, text[end:]
+
+
+def _number(digits: str) -> str:
+    return NUMBER + digits
+
+
+def _written(value: Any) -> str:
+    """Writes what `_value` has read, with the numbers as they were."""
+    text = json.dumps(value, ensure_ascii=False)
+    if any("\ud800" <= character <= "\udfff" for character in text):  # Half a character is text only as an escape.
+        text = json.dumps(value)
+    return re.sub(f'"{NUMBER}([^"]*)"', r"\1", text)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _call(value: Any, names: Collection[str]) -> Call:
@@ -231,7 +288,7 @@ def _call(value: Any, names: Collection[str]) -> Call:
         raise ValueError("no call of one of these functions")
     arguments: Any = next((value[key] for key in ("arguments", "parameters") if key in value), {})
     if isinstance(arguments, str):
-        arguments = json.loads(arguments, parse_constant=_no_constant)
+        arguments = _json(arguments)
     if not isinstance(arguments, dict):
         raise ValueError("the arguments of a call are an object")
-    return Call(name, json.dumps(arguments, ensure_ascii=False))
+    return Call(name, _written(arguments))

@@ -351,6 +351,8 @@ def test_a_demanded_call_that_is_cut(client: openai.OpenAI) -> None:
     assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, "")
     (choice,) = client.chat.completions.create(**request, stop="city").choices
     assert choice.finish_reason == "stop"
+    assert choice.message.tool_calls is not None
+    assert choice.message.tool_calls[0].function.arguments.endswith('"')  # Of the text, its last character too.
 
 
 def test_no_choice_leaves_the_tools_out(client: openai.OpenAI) -> None:
@@ -389,6 +391,10 @@ def test_an_answer_of_a_conversation_follows_a_schema(client: openai.OpenAI) -> 
             {"tools": [NOW], "response_format": {"type": "json_object"}},
             'response_format: an answer that follows it calls no tools; give tool_choice: "none"',
         ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": ["object", "null"]}}}]},
+            'tools.0.function: parameters: expected a JSON schema of type "object", got type ["object", "null"]',
+        ),
         ({"tools": [{"type": "custom"}]}, "tools.0.type: Input should be 'function'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name: String should match"),
         ({"tools": [NOW] * 129}, "tools: List should have at most 128 items"),
@@ -400,7 +406,7 @@ def test_an_answer_of_a_conversation_follows_a_schema(client: openai.OpenAI) -> 
             'tools: no grammar can be made of it: Unimplemented keys: ["not"]',
         ),
     ],
-    ids=["none given", "unknown", "twice", "format", "custom", "name", "many", "unsupported"],
+    ids=["none given", "unknown", "twice", "format", "array", "custom", "name", "many", "unsupported"],
 )
 def test_tools_that_are_refused(chat: Server, body: dict[str, Any], message: str) -> None:
     found, _ = refusal(chat, "chat/completions", {"messages": MESSAGES, **body})

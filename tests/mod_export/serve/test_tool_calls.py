@@ -18,7 +18,18 @@ SECOND = '{"name": "time", "arguments": {}}'
 FORMS = {
     "hermes": (f"<tool_call>\n{CALL}\n</tool_call>", [PARIS]),
     "two of hermes": (f"<tool_call>{CALL}</tool_call>\n<tool_call>{SECOND}</tool_call>", [PARIS, Call("time", "{}")]),
-    "cut hermes": (f"<tool_call>{CALL}", [PARIS]),
+    "mark in a text": (
+        '<tool_call>{"name": "time", "arguments": {"a": "</tool_call>"}}</tool_call>',
+        [Call("time", '{"a": "</tool_call>"}')],
+    ),
+    "numbers": (
+        '{"name": "time", "arguments": {"a": [1e999, -0, 1.10, 123456789012345678901234567890], "b": "1.0"}}',
+        [Call("time", '{"a": [1e999, -0, 1.10, 123456789012345678901234567890], "b": "1.0"}')],
+    ),
+    "half a character": (
+        r'{"name": "time", "arguments": {"a": "\ud800"}}',
+        [Call("time", r'{"a": "\ud800"}')],
+    ),
     "mistral": (f"[TOOL_CALLS] [{CALL}, {SECOND}]", [PARIS, Call("time", "{}")]),
     "one of mistral": (f"[TOOL_CALLS]{CALL}", [PARIS]),
     "llama": ('{"name": "weather", "parameters": {"city": "Paris"}}', [PARIS]),
@@ -32,9 +43,11 @@ FORMS = {
 }
 NO_CALLS = [
     "", "Hello.", "{", '{"a": 1}', '{"name": "other", "arguments": {}}', '{"name": ["time"]}', f"Call {CALL}",
-    f"{CALL} {CALL}", "<tool_call>", "<tool_call>nothing</tool_call>", f"<tool_call>{CALL}</tool_call><tool_call>{{",
+    f"{CALL} {CALL}", "<tool_call>", f"<tool_call>{CALL}", f"<tool_call>{CALL} or </tool_call>",
+    "<tool_call>nothing</tool_call>", f"<tool_call>{CALL}</tool_call><tool_call>{{",
     "[TOOL_CALLS]", "[TOOL_CALLS][1]", '{"name": "time", "arguments": [1]}', '{"name": "time", "arguments": "x"}',
-    '{"name": "time", "arguments": {"a": NaN}}', "[" * 20_000, "<tool_call>" + "[" * 20_000,
+    '{"name": "time", "arguments": {"a": NaN}}', '{"name": "time", "arguments": "{\\"a\\": -Infinity}"}',
+     "[" * 20_000, "<tool_call>" + "[" * 20_000,
 ]  # fmt: skip
 
 
@@ -55,7 +68,7 @@ def told(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[str, st
 
 @pytest.mark.parametrize(("text", "calls"), FORMS.values(), ids=FORMS)
 def test_calls_that_templates_teach(text: str, calls: list[Call]) -> None:
-    assert calls_of(text, NAMES) == calls
+    assert calls_of(text, NAMES) == (calls, "")
     for pieces in ([text], list(text)):
         assert told(FoundCalls(NAMES, None), pieces) == ("", calls)
         assert told(FoundCalls(NAMES, 1), pieces) == ("", calls[:1])
@@ -63,7 +76,7 @@ def test_calls_that_templates_teach(text: str, calls: list[Call]) -> None:
 
 @pytest.mark.parametrize("text", NO_CALLS, ids=lambda text: text[:30])
 def test_other_texts_stay_as_they_are(text: str) -> None:
-    assert calls_of(text, NAMES) == []
+    assert calls_of(text, NAMES) == ([], "")
     for pieces in ([text], list(text)):
         assert told(FoundCalls(NAMES, None), pieces) == (text, [])
 
@@ -73,10 +86,25 @@ def test_text_before_a_call_is_shown_at_once() -> None:
     assert reader.feed(" Let me see. <to") == {"content": " Let me see."}
     assert reader.feed("p> ") == {"content": " <top>"}
     assert reader.feed("\n<tool_call>") == {}
-    assert reader.feed(CALL) == {}
+    assert reader.feed(f"{CALL}</tool_call>") == {}
     assert [call["function"]["name"] for call in reader.close()["tool_calls"]] == ["weather"]
     whole = f" Let me see. <top> \n<tool_call>{CALL}</tool_call>"
     assert told(FoundCalls(NAMES, None), [whole]) == (" Let me see. <top>", [PARIS])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<tool_call>{CALL}</tool_call>\nI look. ", "I look.", [PARIS]),
+        (f"Well.\n<tool_call>{CALL}</tool_call>\nI look.", "Well.\nI look.", [PARIS]),
+        (f"Well. <tool_call>{CALL}</tool_call> and <tool_call>{CALL}</tool_call>", "Well.\nand", [PARIS, PARIS]),
+        (f"Well. [TOOL_CALLS][{CALL}] I look.", "Well.\nI look.", [PARIS]),
+        (f"{{x}} <tool_call>{CALL}</tool_call>", "{x}", [PARIS]),
+    ],
+)
+def test_texts_around_calls_are_shown(text: str, content: str, calls: list[Call]) -> None:
+    for pieces in ([text], list(text)):
+        assert told(FoundCalls(NAMES, None), pieces) == (content, calls)
 
 
 @pytest.mark.parametrize("cut", range(len(CALL) + 1))
@@ -86,7 +114,9 @@ def test_a_demanded_call_is_told_piece_by_piece(cut: int) -> None:
     assert told(DemandedCall(names), [CALL[:cut], CALL[cut:]]) == ("", [PARIS])
     _, calls = told(DemandedCall(names), [CALL[:cut]])
     opening = len('{"name": "weather", "arguments": ')
-    assert calls == ([("weather", CALL[opening : max(opening, cut - 1)])] if cut >= opening else [])
+    assert calls == (
+        [("weather", CALL[opening:cut] if cut < len(CALL) else CALL[opening:-1])] if cut >= opening else []
+    )
 
 
 def test_the_grammar_names_every_function() -> None:
