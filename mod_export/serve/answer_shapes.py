@@ -1,5 +1,5 @@
 """Shapes of answers, from which the description of the API is generated. A field with a default may be
-missing; if the default is None, it is never null.
+missing; if the default is None, it is never null. One whose default is made by a function may be missing or null.
 
 Answers themselves are plain dictionaries: checking a chunk for every token would take longer than a small model's step.
 Tests compare them with these shapes.
@@ -76,11 +76,13 @@ class TextCompletion(_Answer):
 
 
 class TextChunk(_Answer):
-    """A line of the stream of /v1/completions. The one with `usage` has no choices."""
+    """A line of the stream of /v1/completions. If token counts are asked for, the last line has them and no
+    choices, and in the others `usage` is null.
+    """
 
     object: Literal["text_completion"]
     choices: list[TextPart]
-    usage: Usage | None = None
+    usage: Usage | None = Field(default_factory=lambda: None)
 
 
 class TokenLogprob(Shape):
@@ -101,6 +103,7 @@ class ChatLogprobs(Shape):
     """Log probabilities, one entry for each token."""
 
     content: list[ChosenLogprob]
+    refusal: None
 
 
 class FunctionCall(Shape):
@@ -178,11 +181,13 @@ class ChatPart(Shape):
 
 
 class ChatChunk(_Answer):
-    """A line of the stream of /v1/chat/completions. The one with `usage` has no choices."""
+    """A line of the stream of /v1/chat/completions. If token counts are asked for, the last line has them and no
+    choices, and in the others `usage` is null.
+    """
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPart]
-    usage: Usage | None = None
+    usage: Usage | None = Field(default_factory=lambda: None)
 
 
 class ModelCard(Shape):

@@ -34,6 +34,9 @@ MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 DISCARDED = 8
 """A body that is too large is read up to this multiple of the limit: clients see no response while they send."""
 
+FIELD = re.compile(r"([^:\s]+): ")
+"""The field that a message begins with."""
+
 Endpoint = Callable[[Request], Awaitable[Response]]
 Result = TypeVar("Result")
 
@@ -262,4 +265,7 @@ def _invalid(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ".".join(str(part) for part in first["loc"]) or None
     message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{param}: {message}" if param else message, param=param)
+    if param is not None:
+        return ApiError(400, f"{param}: {message}", param=param)
+    named = FIELD.match(message)  # Checks of a whole request name the field themselves.
+    return ApiError(400, message, param=named[1] if named else None)

@@ -98,12 +98,15 @@ async def chat_completions(request: Request) -> Response:
 
     def read() -> list[RowText]:
         tools = [tool.sent for tool in body.offered]
-        _check_length(generator, "".join([*(message.text for message in body.messages), *map(json.dumps, tools)]))
+        said = "".join(message.text for message in body.messages)
+        _check_length(generator, said)
         if generator.vocabulary is None:
             raise UsageError("this model's ids stand for no text, so it has no conversations; give prompts as ids")
         template = generator.vocabulary.chat_template
         if tools and not body.demanded and not template.reads_tools:
             raise ApiError(400, BLIND, param="tools")
+        if tools and template.reads_tools:
+            _check_length(generator, "".join([said, *map(json.dumps, tools)]))
         variables = {**body.chat_template_kwargs, **({"tools": tools} if tools and template.reads_tools else {})}
         ids = generator.ids([message.for_template(template) for message in body.messages], variables)
         limits = [body.max_completion_tokens, body.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
@@ -328,7 +331,7 @@ async def _chunks(
                 # The status has been sent already. OpenAI's clients raise the `error` of a chunk as an exception.
                 yield _sse(*lines, problem_of(event.error).openai())
                 return
-            lines += _chunks_of(event, opened, answer)
+            lines += [{**line, "usage": None} if usage else line for line in _chunks_of(event, opened, answer)]
             texts -= isinstance(event, Ended)
             event = None if events.empty() else events.get_nowait()
         if not texts and usage:

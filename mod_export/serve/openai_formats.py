@@ -200,6 +200,7 @@ class Message(BaseModel):
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Any = None
+    refusal: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -228,17 +229,23 @@ class Message(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content as one text; its parts follow each other without a character between them."""
+        """The content as one text; its parts follow each other without a character between them. An answer without
+        content may have the text of a refusal.
+        """
         if isinstance(self.content, list):
             return "".join(part[part["type"]] for part in self.content)
-        return self.content or ""
+        return (self.refusal if self.content is None else self.content) or ""
 
     def for_template(self, template: ChatTemplate) -> Json:
         """Returns the message as it was sent, but for what this template does not know: the role `developer`, OpenAI's
         new name since o1, becomes `system`, the parts of a content become one text, and the arguments of calls, which
-        are a JSON text in OpenAI's API, become an object.
+        are a JSON text in OpenAI's API, become an object. Refusals become content, which templates read.
         """
         changed: Json = {}
+        if self.content is None and self.refusal:
+            changed["content"] = self.refusal
+        elif isinstance(self.content, list):
+            changed["content"] = [_with_text(part) for part in self.content]
         if self.tool_calls and not template.reads_argument_texts:
             changed["tool_calls"] = [_with_object(call) for call in self._sent["tool_calls"]]
         if isinstance(self.content, list) and not template.reads_parts:
@@ -246,6 +253,11 @@ class Message(BaseModel):
         if self.role == "developer" and not template.names_developer:
             changed["role"] = "system"
         return {**self._sent, **changed}
+
+
+def _with_text(part: Json) -> Json:
+    """Returns a part of a content with a refusal as text, or else as it is."""
+    return {"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part
 
 
 def _with_object(call: Json) -> Json:
@@ -269,6 +281,19 @@ class ChatRequest(OpenAIRequest):
     tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] = []
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_choice(cls, data: Any) -> Any:
+        """Replaces pydantic's messages, one for each form of a choice, with a single one."""
+        choice = data.get("tool_choice") if isinstance(data, dict) else None
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            raise ValueError("tool_choice: allowed_tools is not supported; give in tools only those that are allowed")
+        named = isinstance(choice, dict) and choice.get("type") == "function" and "function" in choice
+        if choice not in (None, "none", "auto", "required") and not named:
+            raise ValueError('tool_choice: expected "none", "auto", "required", or a function, as in '
+                             '{"type": "function", "function": {"name": "f"}}')  # fmt: skip
+        return data
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
@@ -302,6 +327,8 @@ class ChatRequest(OpenAIRequest):
     def _check(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: is about logprobs; give logprobs: true with it")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: means the same as max_completion_tokens; give only one of them")
         if 0 in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_tokens: expected at least 1")
         return self
@@ -487,7 +514,8 @@ class ChatAnswer(Answer):
         return {"index": row, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
     def _listed(self, logprobs: Sequence[Logprob]) -> Json:
-        return {"content": [{**self._token(*entry[:2]), "top_logprobs": self._top(entry)} for entry in logprobs]}
+        content = [{**self._token(*entry[:2]), "top_logprobs": self._top(entry)} for entry in logprobs]
+        return {"content": content, "refusal": None}
 
     def _top(self, logprob: Logprob) -> list[Json]:
         return [self._token(token, value) for token, value in logprob.top]

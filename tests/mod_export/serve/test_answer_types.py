@@ -94,6 +94,7 @@ def test_completions(server: Server, change: dict[str, Any]) -> None:
             check({**chunk, "choices": choices}, "TextChunk", Completion)
             check(chunk, "TextChunk")
         assert [bool(chunk.get("usage")) for chunk in chunks] == [False] * (len(chunks) - 1) + [streamed is USAGE]
+        assert all(("usage" in chunk) == (streamed is USAGE) for chunk in chunks)
 
 
 @pytest.mark.parametrize("change", CHATS, ids=json.dumps)
@@ -104,6 +105,7 @@ def test_chat_completions(server: Server, change: dict[str, Any]) -> None:
         for chunk in chunks:
             check(chunk, "ChatChunk", ChatCompletionChunk)
         assert [bool(chunk.get("usage")) for chunk in chunks] == [False] * (len(chunks) - 1) + [streamed is USAGE]
+        assert all(("usage" in chunk) == (streamed is USAGE) for chunk in chunks)
 
 
 def test_scored_prompts(server: Server) -> None:

@@ -197,6 +197,50 @@ def test_encoded_bodies_are_refused(server: Server, encoding: str) -> None:
         assert answer.status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("change", "message", "param"),
+    [
+        ({"nonsense": 1}, "nonsense: no such field is known here; leave it out", "nonsense"),
+        ({"functions": [{"name": "f"}]}, "functions: is not supported, and this value would change", "functions"),
+        ({"audio": {}}, "audio: is not supported, and this value would change the answer; leave it out", "audio"),
+        (
+            {"max_tokens": 2, "max_completion_tokens": 2},
+            "max_tokens: means the same as max_completion_tokens; give only one of them",
+            "max_tokens",
+        ),
+        (
+            {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}},
+            "tool_choice: allowed_tools is not supported; give in tools only those that are allowed",
+            "tool_choice",
+        ),
+        ({"tool_choice": "any"}, 'tool_choice: expected "none", "auto", "required", or a function, as', "tool_choice"),
+        ({"tool_choice": {"type": "custom"}}, 'tool_choice: expected "none", "auto", "required", or a', "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice: expected one of the functions in tools", "tool_choice"),
+        ({"temperature": -1}, "temperature: Input should be greater than or equal to 0", "temperature"),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_refusals_name_the_field(server: Server, change: dict[str, Any], message: str, param: str) -> None:
+    error = ask(server, {**CHAT, **change}, "/v1/chat/completions").json()["error"]
+    assert error["message"].startswith(message)
+    assert error["param"] == param
+
+
+def test_refusals_of_earlier_answers_reach_the_template() -> None:
+    texts = ChatTemplate("{{ messages[0].content }}", {})
+    parts = ChatTemplate("{% for part in messages[0].content %}{{ part.text }}{% endfor %}", {})
+    for said in ({"content": None, "refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}):
+        (message,) = ChatRequest.model_validate({"messages": [{"role": "assistant", **said}]}).messages
+        assert message.text == "No."
+        assert texts.render([message.for_template(texts)]) == "No."
+        if said["content"]:
+            assert parts.render([message.for_template(parts)]) == "No."
+    (message,) = ChatRequest.model_validate(
+        {"messages": [{"role": "assistant", "content": "Yes.", "refusal": None}]}
+    ).messages
+    assert texts.render([message.for_template(texts)]) == "Yes."
+
+
 def test_content_of_messages_in_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (message,) = ChatRequest.model_validate({"messages": [{"role": "developer", "content": parts, "x": 1}]}).messages

@@ -419,6 +419,8 @@ def test_a_template_that_reads_no_tools(chat: Server, monkeypatch: pytest.Monkey
     monkeypatch.setitem(vocabulary.__dict__, "chat_template", template)
     body: dict[str, Any] = {"messages": MESSAGES, "tools": [WEATHER], "seed": 1}
     assert refusal(chat, "chat/completions", body) == (openai_api.BLIND, "tools")
+    function = {**WEATHER["function"], "description": "a" * 32 * 512}  # Is not counted: it is no part of the prompt.
+    body["tools"] = [{"type": "function", "function": function}]
     answer = httpx2.post(
         f"{chat.url}/v1/chat/completions", json={**body, "tool_choice": "required"}, timeout=PATIENCE_S
     )
