@@ -42,7 +42,7 @@ CLOSED = "the grammar is not compiled: this server, or generator, is closing"
 NO_PROCESS = "the grammar is not compiled: the process that would do it"
 
 
-class NotCompiledError(ModExportError):
+class GrammarNotCompiledError(ModExportError):
     """A grammar was not compiled, for a reason that is none of its own.
 
     Attributes:
@@ -128,14 +128,14 @@ class CompilingProcess:
 
         Raises:
             GrammarError: llguidance refuses the grammar, or it takes too much time or memory.
-            NotCompiledError: no process can be started, or this one was closed.
+            GrammarNotCompiledError: no process can be started, or this one was closed.
         """
         process = self._process or self._start(tokens)
         ended_by_time, answer = _ask(process, json.dumps(text), COMPILE_S)
         if answer is None:
             status = self._end()
             if self._closed:
-                raise NotCompiledError(CLOSED)
+                raise GrammarNotCompiledError(CLOSED)
             if ended_by_time:
                 raise GrammarError(f"the grammar took longer than {COMPILE_S:g} s to compile; simplify it")
             if status == -signal.SIGABRT:
@@ -153,7 +153,7 @@ class CompilingProcess:
 
     def _start(self, tokens: Tokens) -> subprocess.Popen[str]:
         if self._closed:
-            raise NotCompiledError(CLOSED)
+            raise GrammarNotCompiledError(CLOSED)
         paths = os.pathsep.join(str(Path.cwd()) if path == "" else path for path in sys.path)
         try:
             self._process = process = subprocess.Popen(  # noqa: S603
@@ -167,13 +167,13 @@ class CompilingProcess:
                 start_new_session=True,  # Ctrl-C in a terminal is for this process only.
             )
         except (OSError, ValueError, TypeError) as error:  # An embedded interpreter has no executable.
-            raise NotCompiledError(f"{NO_PROCESS} cannot be started ({error})") from error
+            raise GrammarNotCompiledError(f"{NO_PROCESS} cannot be started ({error})") from error
         self._finish = weakref.finalize(self, _finish, process)
         vocabulary = {"tokens": [token.decode("latin-1") for token in tokens.tokens[:-1]], "hidden": tokens.hidden}
         _, answer = _ask(process, json.dumps({**vocabulary, "compile_s": COMPILE_S, "bytes": MOST_BYTES}), START_S)
         if answer is None:
             status = self._end()
-            raise NotCompiledError(f"{NO_PROCESS} did not start (exit status {status})")
+            raise GrammarNotCompiledError(f"{NO_PROCESS} did not start (exit status {status})")
         return process
 
     def _end(self) -> int:

@@ -205,7 +205,7 @@ class Generator:
 
         Raises:
             GrammarError: no text can follow the grammar.
-            NotCompiledError: the grammar could not be compiled now; too many wait, or no process can be started.
+            GrammarNotCompiledError: the grammar could not be compiled now; too many wait, or no process can be started.
             UsageError: an argument is out of range, a prompt cannot be read by this model, or a text is too long.
         """
         texts = self.texts(prompts, max_new_tokens, prefix=prefix, rolling=rolling, **options)

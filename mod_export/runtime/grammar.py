@@ -19,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mod_export.errors import GrammarError
-from mod_export.runtime.compiling import RETRY_S, CompilingProcess, NotCompiledError, Tokens, compiled, sentence_of
+from mod_export.runtime.compiling import (
+    RETRY_S,
+    CompilingProcess,
+    GrammarNotCompiledError,
+    Tokens,
+    compiled,
+    sentence_of,
+)
 from mod_export.runtime.schemas import checked
 from mod_export.runtime.texts import Vocabulary
 
@@ -75,7 +82,7 @@ class Grammars:
         Raises:
             GrammarError: the grammar is invalid, unsupported or too large, the package is not installed, or the ids of
                 the model do not represent text.
-            NotCompiledError: too many grammars are being compiled, or none can be compiled here.
+            GrammarNotCompiledError: too many grammars are being compiled, or none can be compiled here.
         """
         matcher = self.compiled(grammar).result()
         with self._lock:
@@ -96,7 +103,9 @@ class Grammars:
             if text in self._waiting:
                 return self._waiting[text][0]
             if len(self._waiting) >= MOST_WAITING:
-                raise NotCompiledError(f"{MOST_WAITING} other grammars wait to be compiled; try again in {RETRY_S} s")
+                raise GrammarNotCompiledError(
+                    f"{MOST_WAITING} other grammars wait to be compiled; try again in {RETRY_S} s"
+                )
             future: Future[LLMatcher] = Future()
             self._waiting[text] = (future, time.monotonic())
             if self._thread is None:
@@ -123,7 +132,7 @@ class Grammars:
             problem: BaseException | None = None
             try:
                 if time.monotonic() - since > WAIT_S:
-                    problem = NotCompiledError(f"the grammar waited longer than {WAIT_S:g} s for others; try again in "
+                    problem = GrammarNotCompiledError(f"the grammar waited longer than {WAIT_S:g} s for others; try again in "
                                                f"{RETRY_S} s")  # fmt: skip
                 else:
                     matcher = self._compile(text)

@@ -125,7 +125,7 @@ class RequestReader:
 
         Raises:
             GrammarError: no text can follow the grammar.
-            NotCompiledError: the grammar could not be compiled now.
+            GrammarNotCompiledError: the grammar could not be compiled now.
             UsageError: an argument is out of range, or a prompt cannot be read by this model.
         """
         ids_by_row = self.ids(prompts, template or {}, special=add_special_tokens, continued=prefix is not None)

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
 from mod_export.errors import UsageError
-from mod_export.runtime.compiling import NotCompiledError
+from mod_export.runtime.compiling import GrammarNotCompiledError
 from mod_export.serve.scheduler import LOG, ClosingError, QueueFullError, WaitedTooLongError
 from mod_export.serve.service import Service
 
@@ -249,7 +249,7 @@ def problem_of(error: Exception) -> ApiError:
             return ApiError(429, str(error), code="queue_full", retry_after_s=error.retry_after_s)
         case WaitedTooLongError():
             return ApiError(503, str(error), code="waited_too_long", retry_after_s=RETRY_S)
-        case NotCompiledError():
+        case GrammarNotCompiledError():
             return ApiError(503, str(error), code="not_compiled", retry_after_s=error.retry_after_s)
         case ClosingError():
             return ApiError(503, str(error), code="shutting_down", retry_after_s=RETRY_S)

@@ -22,7 +22,7 @@ from writing import WINDOW, prompts_of_lengths
 from mod_export.errors import GrammarError
 from mod_export.runtime import compiling
 from mod_export.runtime import grammar as grammar_module
-from mod_export.runtime.compiling import NotCompiledError, Tokens
+from mod_export.runtime.compiling import GrammarNotCompiledError, Tokens
 from mod_export.runtime.generator import Generator
 from mod_export.runtime.grammar import KEPT, Grammars
 from mod_export.runtime.logits import Sampling, draw
@@ -367,11 +367,13 @@ def test_waiting_has_limits_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(Bytes(), 256)
     slow, waiting = grammars.compiled(endless(1)), grammars.compiled(endless(2))
     assert grammars.compiled(endless(2)) is waiting
-    with pytest.raises(NotCompiledError, match=r"^2 other grammars wait to be compiled; try again in 5 s$"):
+    with pytest.raises(GrammarNotCompiledError, match=r"^2 other grammars wait to be compiled; try again in 5 s$"):
         grammars.compiled(endless(3))
     with pytest.raises(GrammarError, match="took longer than 1 s"):
         slow.result()
-    with pytest.raises(NotCompiledError, match=r"^the grammar waited longer than 0\.1 s for others; try again in 5 s$"):
+    with pytest.raises(
+        GrammarNotCompiledError, match=r"^the grammar waited longer than 0\.1 s for others; try again in 5 s$"
+    ):
         waiting.result()
     grammars.begin({"type": "integer"}, [])
 
@@ -382,7 +384,7 @@ def test_closing_ends_a_compilation() -> None:
     slow, waiting = grammars.compiled(endless(1)), grammars.compiled({"type": "null"})
     grammars.close()
     for future in (slow, waiting):
-        with pytest.raises(NotCompiledError, match="is not compiled: this server, or generator, is closing"):
+        with pytest.raises(GrammarNotCompiledError, match="is not compiled: this server, or generator, is closing"):
             future.result(timeout=0)
     assert grammars._thread is None
 
@@ -393,7 +395,9 @@ def test_closing_ends_a_compilation() -> None:
 )
 def test_no_process_for_grammars(monkeypatch: pytest.MonkeyPatch, program: str, message: str) -> None:
     monkeypatch.setattr(sys, "executable", program)
-    with pytest.raises(NotCompiledError, match=f"the grammar is not compiled: the process that would do it {message}"):
+    with pytest.raises(
+        GrammarNotCompiledError, match=f"the grammar is not compiled: the process that would do it {message}"
+    ):
         Grammars(Bytes(), 256).begin({}, [])
 
 
