@@ -132,8 +132,8 @@ class Grammars:
             problem: BaseException | None = None
             try:
                 if time.monotonic() - since > WAIT_S:
-                    problem = GrammarNotCompiledError(f"the grammar waited longer than {WAIT_S:g} s for others; try again in "
-                                               f"{RETRY_S} s")  # fmt: skip
+                    waited = f"the grammar waited longer than {WAIT_S:g} s for others; try again in {RETRY_S} s"
+                    problem = GrammarNotCompiledError(waited)
                 else:
                     matcher = self._compile(text)
             except BaseException as error:  # Panics of llguidance are no Exception. Who waits must hear of anything.
