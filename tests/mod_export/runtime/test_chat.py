@@ -203,8 +203,9 @@ def test_messages_of_openai_reach_the_template(tmp_path: Path, source: str, mess
     template = opened(folder).chat_template
     (parsed,) = ChatRequest.model_validate_json(json.dumps({"messages": [message]})).messages
     known = dict(message)
-    if isinstance(message.get("content"), list) and source != PARTS:
-        known["content"] = "".join(part.get("text", part.get("refusal")) for part in message["content"])
+    if isinstance(message.get("content"), list):
+        texts = [part.get("text", part.get("refusal")) for part in message["content"]]
+        known["content"] = [{"type": "text", "text": text} for text in texts] if source == PARTS else "".join(texts)
     if message["role"] == "developer" and "developer" not in source:
         known["role"] = "system"
     if message.get("tool_calls"):
