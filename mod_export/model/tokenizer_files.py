@@ -65,12 +65,26 @@ class TokenizerFiles:
         path: the folder or file that it was read from.
         contents: name -> content of tokenizer.json, tokenizer_config.json, generation_config.json (if the folder says
             anything about generation) and chat_template.jinja (if it has a single template).
-        notes: what a user should know about this tokenizer, one sentence each.
+        in_python: what the class of the tokenizer does in Python and the files cannot hold, one sentence each.
     """
 
     path: Path
     contents: Mapping[str, bytes]
-    notes: tuple[str, ...] = ()
+    in_python: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about this tokenizer, one sentence each."""
+        generation = json.loads(self.contents.get(GENERATION_CONFIG, b"{}"))
+        end = json.loads(self.contents.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
+        if end is None or generation.get("eos_token_id", end) is not None:
+            return self.in_python
+        return (
+            *self.in_python,
+            f"{self.path}: the model's {GENERATION_CONFIG}, or else its {CONFIG}, names no eos_token_id, so texts go "
+            f"on to their limit, as in transformers; to end them at {end}, write the id of that token to "
+            f"{GENERATION_CONFIG}",
+        )
 
     @property
     def has_vocabulary(self) -> bool:
@@ -81,7 +95,9 @@ class TokenizerFiles:
         """Returns this tokenizer for a model that says something about text itself: `own` decides where texts end, and
         gives the chat template if the tokenizer has none.
         """
-        contents = {**self.contents, **{name: own[name] for name in (GENERATION_CONFIG,) if name in own}}
+        contents = dict(self.contents)
+        if GENERATION_CONFIG in own:
+            contents[GENERATION_CONFIG] = own[GENERATION_CONFIG]
         config = json.loads(contents[TOKENIZER_CONFIG])
         if TEMPLATE not in contents and "chat_template" not in config:
             template = json.loads(own.get(TOKENIZER_CONFIG, b"{}")).get("chat_template")
@@ -89,7 +105,7 @@ class TokenizerFiles:
                 contents[TEMPLATE] = own[TEMPLATE]
             elif template is not None:
                 contents[TOKENIZER_CONFIG] = _json({**config, "chat_template": template})
-        return replace(self, contents=contents, notes=() if GENERATION_CONFIG in own else self.notes)
+        return replace(self, contents=contents)
 
     def write(self, folder: Path) -> Path:
         """Writes the files into a folder, and returns the path of its tokenizer.json."""
@@ -117,16 +133,12 @@ def files_in(folder: Path) -> TokenizerFiles | None:
 
 def settings_in(folder: Path) -> dict[str, bytes]:
     """Returns what a folder says about text beside its vocabulary: generation_config.json, and chat templates."""
-    config, generation = _read_json(folder / CONFIG), _read_json(folder / GENERATION_CONFIG)
-    if _is_published(config):
-        generation = _published_generation(folder)
-        generation = generation if generation["eos_token_id"] is not None else _read_json(folder / GENERATION_CONFIG)
+    generation, config = _generation_of(folder), _read_json(folder / TOKENIZER_CONFIG)
     contents = {} if generation is None else {GENERATION_CONFIG: _json(generation)}
-    for name in (TOKENIZER_CONFIG, TEMPLATE):
-        if (folder / name).is_file():
-            contents[name] = (folder / name).read_bytes()
-    if _read_json(folder / TOKENIZER_CONFIG) is None:
-        contents.pop(TOKENIZER_CONFIG, None)
+    if config is not None:
+        contents[TOKENIZER_CONFIG] = _json(config)
+    if (folder / TEMPLATE).is_file():
+        contents[TEMPLATE] = (folder / TEMPLATE).read_bytes()
     return contents
 
 
@@ -146,26 +158,19 @@ def read_tokenizer(path: Path, model: Path | None = None, shown: Path | None = N
         raise UsageError(f"{path}: no such file or folder, expected a tokenizer.json or a folder with a tokenizer")
     with tempfile.TemporaryDirectory() as name, _quiet_transformers(path):
         copy = Path(name)
-        is_published = _copy(path, copy, model)
+        _copy(path, copy, model)
         path = shown or path
         tokenizer = _load(path, copy)
         contents = _contents(path, tokenizer)
-        notes = _notes_of_python(path, tokenizer, contents[TOKENIZER])
-        generation = _published_generation(copy) if is_published else _read_json(copy / GENERATION_CONFIG)
-        if generation is not None:
+        in_python = _beyond_the_files(path, tokenizer, contents[TOKENIZER])
+        if (generation := _generation_of(copy)) is not None:
             contents[GENERATION_CONFIG] = _json(generation)
-        if is_published and generation is not None and generation.get("eos_token_id") is None and tokenizer.eos_token:
-            decides = GENERATION_CONFIG if (copy / GENERATION_CONFIG).is_file() else CONFIG
-            notes.append(
-                f"{path}: {decides} names no eos_token_id, so texts go on to their limit, as in transformers; to end "
-                f'them at {tokenizer.eos_token}, write "eos_token_id": {tokenizer.eos_token_id} to {GENERATION_CONFIG}'
-            )
-    return TokenizerFiles(path, contents, tuple(notes))
+    return TokenizerFiles(path, contents, tuple(in_python))
 
 
-def _copy(path: Path, copy: Path, model: Path | None) -> bool:
-    """Copies what transformers reads. Returns whether config.json is that of a model of transformers; a config.json of
-    another library is left out, because transformers would take its fields for its own.
+def _copy(path: Path, copy: Path, model: Path | None) -> None:
+    """Copies what transformers reads. A config.json of another library is left out, because transformers would take its
+    fields for its own.
     """
     source = path if path.is_dir() else path.parent
     for pattern in READ:
@@ -183,7 +188,6 @@ def _copy(path: Path, copy: Path, model: Path | None) -> bool:
     config = _read_json(copy / CONFIG)
     if config is not None and not _is_published(config):
         (copy / CONFIG).unlink()
-    return _is_published(config)
 
 
 def _is_published(config: Mapping[str, Any] | None) -> bool:
@@ -249,7 +253,7 @@ def _contents(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes
     return contents | {TOKENIZER_CONFIG: _json(config)}
 
 
-def _notes_of_python(path: Path, tokenizer: PreTrainedTokenizerBase, kept: bytes) -> list[str]:
+def _beyond_the_files(path: Path, tokenizer: PreTrainedTokenizerBase, kept: bytes) -> list[str]:
     """Compares a tokenizer with what is kept of it, its part that the package tokenizers runs: some classes do more, in
     Python.
 
@@ -303,13 +307,14 @@ def _cleans(tokenizer: PreTrainedTokenizerBase, backend: Any) -> bool:
     return bool(tokenizer.clean_up_tokenization_spaces and (forced or not is_bpe))
 
 
-def _published_generation(copy: Path) -> dict[str, Any]:
-    """The generation settings of a folder of transformers: generation_config.json, or else what config.json says.
-    `eos_token_id` is always there, if only as null: then texts have no end.
+def _generation_of(folder: Path) -> dict[str, Any] | None:
+    """Returns the generation settings of a folder: generation_config.json, or else, in a folder of transformers, what
+    config.json says. There `eos_token_id` is always given, if only as null: then texts have no end.
     """
-    settings = _read_json(copy / GENERATION_CONFIG)
+    settings, config = _read_json(folder / GENERATION_CONFIG), _read_json(folder / CONFIG)
+    if config is None or not _is_published(config):
+        return settings
     if settings is None:
-        config = _read_json(copy / CONFIG) or {}
         settings = {name: config[name] for name in GENERATION if config.get(name) is not None}
     return {"eos_token_id": None, **_usable(settings)}
 

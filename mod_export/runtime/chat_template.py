@@ -44,6 +44,9 @@ Message = Mapping[str, Any]
 class ChatTemplate:
     """The chat templates of a model, compiled.
 
+    Attributes:
+        names_developer: whether a template knows the role `developer`, OpenAI's new name of the role `system`.
+
     Raises:
         UsageError: a source is not a valid template.
     """
@@ -54,7 +57,7 @@ class ChatTemplate:
         """
         sources = {DEFAULT: source} if isinstance(source, str) else source
         self._special = dict(special)
-        self._names_developer = any("developer" in text for text in sources.values())
+        self.names_developer = any("developer" in text for text in sources.values())
         try:
             self._by_name = {name: _environment().from_string(text) for name, text in sources.items()}
         except jinja2.TemplateError as error:
@@ -149,11 +152,6 @@ class ChatTemplate:
             return ARGUMENTS in self.render([{"role": "user", "content": PART}, answer])
         except UsageError:
             return False
-
-    @property
-    def names_developer(self) -> bool:
-        """Whether the template knows the role `developer`, OpenAI's new name of the role `system`."""
-        return self._names_developer
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -80,13 +80,13 @@ class Tokens:
 
     def _longest(self, text: bytes) -> list[int]:
         known = {token: number for number, token in enumerate(self.tokens[:-1]) if token and number not in self.hidden}
-        longest, found, begin = max(map(len, known), default=1), [], 0
+        longest, ids, begin = max(map(len, known), default=1), [], 0
         while begin < len(text):
             pieces = (text[begin : begin + length] for length in range(longest, 0, -1))
             piece = next((piece for piece in pieces if piece in known), None)
-            found += [] if piece is None else [known[piece]]
+            ids += [] if piece is None else [known[piece]]
             begin += 1 if piece is None else len(piece)
-        return found
+        return ids
 
 
 def compiled(tokens: LLTokenizer, text: str) -> LLMatcher:
@@ -236,13 +236,13 @@ def main() -> None:
 
     from llguidance import LLTokenizer
 
-    given: dict[str, Any] = json.loads(sys.stdin.readline())
-    wrapped = Tokens([token.encode("latin-1") for token in given["tokens"]], given["hidden"])
+    start: dict[str, Any] = json.loads(sys.stdin.readline())
+    wrapped = Tokens([token.encode("latin-1") for token in start["tokens"]], start["hidden"])
     tokens = LLTokenizer(wrapped)  # type: ignore[arg-type]  # The same attributes.
-    _limit_memory(given["bytes"])
+    _limit_memory(start["bytes"])
     say("")
     for line in sys.stdin:
-        signal.alarm(math.ceil(given["compile_s"]) + 1)  # Also ends it if nobody is left to kill it.
+        signal.alarm(math.ceil(start["compile_s"]) + 1)  # Also ends it if nobody is left to kill it.
         try:
             compiled(tokens, json.loads(line))
             answer = ""

@@ -75,14 +75,19 @@ class TextCompletion(_Answer):
     usage: Usage
 
 
-class TextChunk(_Answer):
-    """A line of the stream of /v1/completions. If token counts are asked for, the last line has them and no
-    choices, and in the others `usage` is null.
+class _Chunk(_Answer):
+    """A line of a stream. If token counts are asked for, the last line has them and no choices, and in the others
+    `usage` is null.
     """
+
+    usage: Usage | None = Field(default_factory=lambda: None)
+
+
+class TextChunk(_Chunk):
+    """A line of the stream of /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[TextPart]
-    usage: Usage | None = Field(default_factory=lambda: None)
 
 
 class TokenLogprob(Shape):
@@ -180,14 +185,11 @@ class ChatPart(Shape):
     finish_reason: Finish | Literal["tool_calls"] | None
 
 
-class ChatChunk(_Answer):
-    """A line of the stream of /v1/chat/completions. If token counts are asked for, the last line has them and no
-    choices, and in the others `usage` is null.
-    """
+class ChatChunk(_Chunk):
+    """A line of the stream of /v1/chat/completions."""
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatPart]
-    usage: Usage | None = Field(default_factory=lambda: None)
 
 
 class ModelCard(Shape):

@@ -13,10 +13,10 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mod_export.runtime.chat_template import ChatTemplate
 from mod_export.runtime.grammar import Grammar
@@ -24,7 +24,7 @@ from mod_export.runtime.logits import MOST_BIAS, RANDOM_SEED, Logprob
 from mod_export.runtime.rows import Completion, Piece, RowText
 from mod_export.runtime.texts import Vocabulary
 from mod_export.serve.response_format import ResponseFormat
-from mod_export.serve.tool_calls import NamedChoice, Tool, ToolChoice, grammar_of_call
+from mod_export.serve.tool_calls import NamedChoice, Sent, Tool, ToolChoice, grammar_of_call
 
 MOST_LOGPROBS = 20
 MOST_STOPS, LONGEST_STOP = 16, 256
@@ -193,10 +193,8 @@ class CompletionRequest(OpenAIRequest):
         return cast("list[list[int]]", [self.prompt]) if isinstance(self.prompt[0], int) else cast("Any", self.prompt)
 
 
-class Message(BaseModel):
+class Message(Sent):
     """One turn of a conversation. Keys beyond these, such as `reasoning_content`, reach the template as they are."""
-
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     role: Literal["developer", "system", "user", "assistant", "tool", "function"]
     content: Any = None
@@ -204,14 +202,6 @@ class Message(BaseModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
-    _sent: Json = PrivateAttr()
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep(cls, data: Any, check: Callable[[Any], Self]) -> Self:
-        message = check(data)
-        message._sent = data
-        return message
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -247,12 +237,12 @@ class Message(BaseModel):
         elif isinstance(self.content, list):
             changed["content"] = [_with_text(part) for part in self.content]
         if self.tool_calls and not template.reads_argument_texts:
-            changed["tool_calls"] = [_with_object(call) for call in self._sent["tool_calls"]]
+            changed["tool_calls"] = [_with_object(call) for call in self.sent["tool_calls"]]
         if isinstance(self.content, list) and not template.reads_parts:
             changed["content"] = self.text
         if self.role == "developer" and not template.names_developer:
             changed["role"] = "system"
-        return {**self._sent, **changed}
+        return {**self.sent, **changed}
 
 
 def _with_text(part: Json) -> Json:

@@ -57,26 +57,31 @@ class Function(BaseModel):
         return self
 
 
-class Tool(BaseModel):
-    """A tool that a request offers. Templates see it as it was sent."""
+class Sent(BaseModel):
+    """A part of a request that chat templates read. It is checked, and kept as it was sent with the order of keys."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    type: Literal["function"]
-    function: Function
     _sent: Json = PrivateAttr()
 
     @model_validator(mode="wrap")
     @classmethod
     def _keep(cls, data: Any, check: Callable[[Any], Self]) -> Self:
-        tool = check(data)
-        tool._sent = data
-        return tool
+        part = check(data)
+        part._sent = data
+        return part
 
     @property
     def sent(self) -> Json:
-        """The tool as it was sent."""
+        """The part as it was sent."""
         return self._sent
+
+
+class Tool(Sent):
+    """A tool that a request offers."""
+
+    type: Literal["function"]
+    function: Function
 
 
 class NamedFunction(BaseModel):

@@ -298,11 +298,10 @@ def test_texts_end_where_transformers_ends_them(tmp_path: Path, case: str) -> No
     assert defaults_of(tmp_path / "kept", file.end).stop_ids == expected
     warned = not expected and end is not None
     assert len(files.notes) == warned
-    decides = "config.json" if generation is None else "generation_config.json"
     told = (
-        f"{tmp_path}: {decides} names no eos_token_id, so texts go on to their limit, as in transformers; to end them"
+        f"{tmp_path}: the model's generation_config.json, or else its config.json, names no eos_token_id, so texts go"
     )
-    assert all(note.startswith(f'{told} at {end}, write "eos_token_id": ') for note in files.notes)
+    assert all(note.startswith(told) and f"to end them at {end}, write the id" in note for note in files.notes)
 
 
 def test_a_model_of_no_library_ends_its_texts_at_the_tokenizers_end(tmp_path: Path) -> None:
@@ -457,3 +456,6 @@ def test_what_a_model_says_itself_holds_for_a_named_tokenizer(tmp_path: Path) ->
         assert file.chat_template.render([{"role": "user", "content": ""}]) == template
         assert defaults_of(tmp_path / name / "kept", file.end).stop_ids == {7}
         assert files.notes == ()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (note,) = read_tokenizer(tmp_path / "plain").of_model(settings_in(tmp_path / "model")).notes
+    assert "names no eos_token_id, so texts go on to their limit" in note
