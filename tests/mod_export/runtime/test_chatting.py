@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from build_folders import rewrite_manifest
+from chat_models import built, random_llama, save_chat_model, text_toml
 from chat_templates import LLAMA3
 from command_line import invoke, refused
-from tokenizer_folders import write_folder
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mod_export.errors import BuildFolderError, UsageError
 from mod_export.folder.manifest import BESIDE_TOKENIZER, read_manifest
@@ -25,34 +25,10 @@ from mod_models.train.__main__ import main
 
 pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
 
-BUILD_TOML = """
-buckets = [[1, 16]]
-targets = ["ort-cpu"]
-[generation]
-window = 256
-prompts = [128]
-caches = [256]
-batches = [1]
-"""
+BUILD_TOML = text_toml(256, 128, [1])
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "What is the capital of France?"}
 WRITTEN = 24
-
-
-def write_model(folder: Path) -> Any:
-    """Writes a random Llama with Llama 3's tokenizer and template."""
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=408, hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    config_json = (folder / "config.json").read_text()
-    write_folder(folder, "llama3")
-    (folder / "config.json").write_text(config_json)
-    (folder / "chat_template.jinja").write_text(LLAMA3)
-    return model
 
 
 def greedy(model: Any, ids: list[int], **options: Any) -> list[int]:
@@ -67,7 +43,8 @@ def greedy(model: Any, ids: list[int], **options: Any) -> list[int]:
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose generation_config.json names two end tokens: one that greedy text reaches, and another."""
     folder = tmp_path_factory.mktemp("source") / "llama"
-    model = write_model(folder)
+    model = random_llama(408, 256, hidden_size=48, intermediate_size=80, num_hidden_layers=3)
+    save_chat_model(folder, model, "llama3", LLAMA3)
     theirs: Any = AutoTokenizer.from_pretrained(folder)
     prompt = theirs.apply_chat_template([SYSTEM, USER], add_generation_prompt=True, return_dict=False)
     free = greedy(model, prompt, eos_token_id=[401])
@@ -82,9 +59,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its build folder, moved; the source is not read again."""
     root = tmp_path_factory.mktemp("chat")
-    (root / "c.toml").write_text(BUILD_TOML)
-    result = invoke("build", source, "--no-evidence", "-c", root / "c.toml", "-o", root / "build", "-q")
-    assert result.exit_code == 0, result.output
+    built(source, BUILD_TOML, root / "build")
     return Path(shutil.move(root / "build", root / "moved"))
 
 

@@ -15,12 +15,11 @@ import jsonschema
 import openai
 import pytest
 import torch
+from chat_models import built, random_llama, text_toml
 from chat_templates import LLAMA3
-from command_line import invoke
 from serving import PATIENCE_S, Server, serving
 from tokenizer_folders import write_folder
 from tokenizers import AddedToken, Tokenizer
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from mod_export.runtime import compiling
 from mod_export.runtime import grammar as grammar_module
@@ -28,14 +27,6 @@ from mod_export.runtime.generator import Generator
 from mod_export.serve import openai_api
 
 pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
-BUILD_TOML = """
-buckets = [[1, 16]]
-targets = ["ort-cpu"]
-[generation]
-window = 512
-prompts = [64]
-batches = [2]
-"""
 TEMPLATE = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>' }}
@@ -106,22 +97,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(source / "tokenizer.json"))
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
     (source / "chat_template.jinja").write_text(TEMPLATE)
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=416, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.3, tie_word_embeddings=False,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config).eval()
+    model = random_llama(416, 512, hidden_size=64, tie_word_embeddings=False)
     one, two, three, end = (tokenizer.token_to_id(text) for text in (*PARTS, "<|im_end|>"))
     asked, answered = (tokenizer.encode(f"assistant{text}").ids[-1] for text in ("\n", " "))
     with_head(model, [(asked, one), (one, two), (two, end), (answered, three), (three, end)])
     model.generation_config.eos_token_id = end
     model.save_pretrained(source)
-    (source.parent / "c.toml").write_text(BUILD_TOML)
-    built = source.parent / "built"
-    result = invoke("build", source, "--no-evidence", "-c", source.parent / "c.toml", "-o", built, "-q")
-    assert result.exit_code == 0, result.output
-    return built
+    return built(source, text_toml(512, 64, [2]))
 
 
 @pytest.fixture(scope="module")
