@@ -20,6 +20,7 @@ from build_folders import flip
 from command_line import invoke, refused
 from serving import PATIENCE_S
 
+from mod_export.serve import KEEP_ALIVE_S
 from mod_export.serve import server as server_module
 
 SLOW_STEPS = """
@@ -110,10 +111,8 @@ def test_a_second_signal_ends_it_at_once(written: Path) -> None:
         process.terminate()
         time.sleep(0.3)
         assert process.poll() is None
-        begun = time.monotonic()
         process.terminate()
         assert process.wait(PATIENCE_S) == 143
-        assert time.monotonic() - begun < 1
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
 
@@ -132,17 +131,15 @@ def test_how_long_an_idle_connection_lives(written: Path) -> None:
         begun = time.monotonic()
         while connection.recv(1 << 16):
             pass
-        assert 1 < time.monotonic() - begun < 4
+        assert 1 < time.monotonic() - begun < KEEP_ALIVE_S / 2
 
 
 def test_what_takes_longer_than_it_may_is_cut(written: Path) -> None:
     with command(written, "--drain", "0.2", code=SLOW_STEPS.format(seconds=0.1)) as (process, url):
         found: list[httpx2.Response] = []
         texts_of(url, 1, found)
-        begun = time.monotonic()
         process.terminate()
         assert process.wait(PATIENCE_S) == 0
-        assert time.monotonic() - begun < 4
         deadline = time.monotonic() + PATIENCE_S
         while not found and time.monotonic() < deadline:
             time.sleep(0.01)
