@@ -29,8 +29,10 @@ from mod_models.spec import ModelSpec, SpecError, shown
 from mod_models.transformer import Transformer, weight_shapes
 
 ARCHITECTURE = "mod_transformer"
-ROUTES = re.compile(r"layers\.\d+\.(mlp_)?(router|predictor)\.")
-"""Names of the weights that decide which tokens skip a block. The dense baseline keeps the routers of experts."""
+ROUTES = re.compile(r"layers\.\d+\.((mlp_)?(router|predictor)|adapter)\.")
+"""Names of the weights that decide which tokens skip a block, or that skipped tokens run. The dense baseline keeps the
+routers of experts.
+"""
 FORMAT_VERSION = 1
 DECLARE = (
     "Save it with mod_models.checkpoint.save_checkpoint(path, Checkpoint(spec=ModelSpec(...), weights=state_dict)), "
@@ -67,7 +69,7 @@ class Checkpoint:
         return model.eval().requires_grad_(False)
 
     def dense(self) -> Checkpoint:
-        """Returns the dense baseline: the same weights without routers and predictors; every token runs every block."""
+        """Returns the dense baseline: the same weights without those of routing; every token runs every block."""
         weights = {name: tensor for name, tensor in self.weights.items() if not ROUTES.match(name)}
         return Checkpoint(spec=self.spec.dense(), weights=weights)
 

@@ -17,6 +17,8 @@ MLP_ROUTERS = ("mlp", "norm_mlp")
 """Routers with a hidden layer, `router_hidden` wide."""
 ROUTERS = (*LEARNED_ROUTERS, "noise")
 ROUTER_INPUTS = ("raw", "normed")
+ROUTER_STREAMS = ("part", "block")
+ROUTER_ACTIVATIONS = ("silu", "relu", "gelu", "tanh")
 GATES = ("identity", "sigmoid", "scaled_sigmoid", "sigmoid_affine", "tanh_affine", "softmax_selected", "ones")
 COMBINES = ("paper", "replace", "double_residual", "replace_ungated", "ffn_gated", "double_residual_ffn_gated")
 FFN_GATED = ("ffn_gated", "double_residual_ffn_gated")
@@ -26,6 +28,13 @@ CAUSAL_SELECTIONS = ("threshold", "predictor")
 """Selections that decide about a token without looking at later tokens."""
 PARTS = ("block", "attention", "mlp", "separate")
 POSITIONS = ("original", "compact")
+KEYS_VALUES = ("absent", "kept")
+RESULTS = ("identity", "scaled", "adapter")
+"""What a routed part leaves of a token that it skips."""
+ADAPTERS = ("linear", "bottleneck", "gated")
+WIDE_ADAPTERS = ("bottleneck", "gated")
+"""Adapters with a hidden layer, `adapter_hidden` wide."""
+ADAPTER_GATES = ("ones", "rest")
 CHOICES = ("token", "expert")
 ATTENTION_BIASES: dict[str, str] = {"none": "", "qkv": "qkv", "all": "qkvo"}
 """Name -> which of the projections q, k, v and o have a bias."""
@@ -98,11 +107,14 @@ class RoutingSpec:
         layers: the routed blocks, as a pattern or an explicit ascending list.
         parts: the routed part of a block: the whole `block`; only its `attention` or only its `mlp`, while the other
             part runs on every token; or `separate`, both parts with one router each.
-        router: `linear` (D -> 1), `linear_bias`, `mlp` (D -> router_hidden -> 1 with SiLU), `norm_mlp` (`mlp` with an
-            RMSNorm before the SiLU), or `noise`, Gaussian noise instead of a score for selection and gate (the paper's
-            control, stochastic routing).
-        router_input: `raw` residual stream, or `normed` by the norm of the routed part.
+        router: `linear` (D -> 1), `linear_bias`, `mlp` (D -> router_hidden -> 1 with an activation), `norm_mlp` (`mlp`
+            with an RMSNorm before the activation), or `noise`, Gaussian noise instead of a score for selection and gate
+            (the paper's control, stochastic routing).
+        router_input: `raw` residual stream, or `normed` by the norm of the part of the block that reads this stream.
+        router_stream: the stream that the router reads: what the routed `part` gets, or what the `block` gets. They
+            differ for the MLP, which gets the stream after attention.
         router_hidden: width of the hidden layer of the `mlp` and `norm_mlp` routers.
+        router_activation: activation of that layer: `silu`, `relu`, `gelu` (error function), `tanh`.
         gate: the weight g as a function of the router's score l: `identity` l; `sigmoid`; `scaled_sigmoid`
             a * sigmoid(l); `sigmoid_affine` a * sigmoid(l) + b; `tanh_affine` a * tanh(l) + b; `softmax_selected`
             softmax over the scores of the selected tokens; `ones` 1.
@@ -111,7 +123,16 @@ class RoutingSpec:
         combine: the new value of a selected token x, with attention delta A, MLP delta M (on x + A), and
             Block = x + A + M: `paper` x + g (A + M); `replace` g * Block; `double_residual` x + g * Block;
             `replace_ungated` Block; `ffn_gated` x + A + g M; `double_residual_ffn_gated` x + (x + A + g M). If only one
-            part is routed, the delta of the other part is left out. A skipped token stays x.
+            part is routed, the delta of the other part is left out.
+        skipped_keys_values: whether routed attention sees the keys and values of skipped tokens: `absent`, as in the
+            paper; `kept`, every token has a key and a value, and a selected token sees those of all tokens up to its
+            own (FlexiDepth, arXiv 2503.23798).
+        skipped_result: the new value of a skipped token x: `identity` x; `scaled` g x, with its own gate g (p-MoD,
+            arXiv 2412.04449); `adapter` x + h adapter(norm(x)), with the norm of the MLP.
+        adapter: the layer that skipped tokens run instead: `linear` (D -> D), `bottleneck` (D -> adapter_hidden -> D),
+            or `gated`, an MLP as in the block, adapter_hidden wide. All have the spec's activation and no bias.
+        adapter_hidden: width of the hidden layer of the `bottleneck` and `gated` adapters.
+        adapter_gate: h: `ones` 1; `rest` 1 - g.
         selection: `topk`, the k largest scores of the row's real tokens, ties to the earlier token (expert choice);
             `threshold`, the first k tokens of a row whose score is above 0 (token choice: later ones overflow);
             `predictor`, like `threshold` with the auxiliary predictor's output, but top-k during training; `random`,
@@ -130,11 +151,18 @@ class RoutingSpec:
     parts: str = "block"
     router: str = "linear"
     router_input: str = "raw"
+    router_stream: str = "part"
     router_hidden: int = 0
+    router_activation: str = "silu"
     gate: str = "identity"
     gate_scale: float = 1.0
     gate_shift: float = 0.0
     combine: str = "paper"
+    skipped_keys_values: str = "absent"
+    skipped_result: str = "identity"
+    adapter: str = "linear"
+    adapter_hidden: int = 0
+    adapter_gate: str = "ones"
     selection: str = "topk"
     always_first: int = 0
     noise_seed: int = 0
@@ -147,6 +175,11 @@ class RoutingSpec:
     def draws(self) -> bool:
         """Whether noise selects or gates tokens."""
         return self.router == "noise" or self.selection == "random"
+
+    @property
+    def gates_skipped(self) -> bool:
+        """Whether the new value of a skipped token depends on its gate."""
+        return self.skipped_result == "scaled" or (self.skipped_result == "adapter" and self.adapter_gate == "rest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +220,8 @@ def declared_layers(declared: RoutingSpec | ExpertsSpec, n_layers: int) -> tuple
 
 LIMITS = {
     "vocab_size": 2**24, "d_model": 2**20, "n_layers": 2**10, "n_heads": 2**12, "n_kv_heads": 2**12, "d_head": 2**12,
-    "d_ff": 2**20, "max_positions": 2**24, "router_hidden": 2**20, "predictor_hidden": 2**20, "noise_seed": 2**31,
+    "d_ff": 2**20, "max_positions": 2**24, "router_hidden": 2**20, "predictor_hidden": 2**20, "adapter_hidden": 2**20,
+    "noise_seed": 2**31,
     "always_first": 2**24,
     "n_experts": 2**10, "noop_experts": 2**10, "top_k": 2**5, "fixed_places": 2**24,
     "original_positions": 2**24,
@@ -226,9 +260,11 @@ def routing_problems(routing: RoutingSpec, n_layers: int) -> list[str]:
     tables = {
         "parts": PARTS, "router": ROUTERS, "router_input": ROUTER_INPUTS, "gate": GATES, "combine": COMBINES,
         "selection": SELECTIONS, "capacity_rule": tuple(CAPACITY_RULES), "positions": POSITIONS,
+        "router_stream": ROUTER_STREAMS, "router_activation": ROUTER_ACTIVATIONS, "skipped_keys_values": KEYS_VALUES,
+        "skipped_result": RESULTS, "adapter": ADAPTERS, "adapter_gate": ADAPTER_GATES,
     }  # fmt: skip
     problems = name_problems("spec.routing", routing, tables)
-    sizes = ("router_hidden", "predictor_hidden", "always_first", "noise_seed")
+    sizes = ("router_hidden", "predictor_hidden", "adapter_hidden", "always_first", "noise_seed")
     problems += size_problems("spec.routing", routing, *sizes, least=0)
     for name in ("gate_scale", "gate_shift"):
         if not _is_number(getattr(routing, name)):
@@ -267,6 +303,42 @@ def _combination_problems(routing: RoutingSpec) -> list[str]:
         )
     if routing.selection == "exit":
         problems += _exit_problems(routing)
+    return problems + _skipped_problems(routing)
+
+
+def _skipped_problems(routing: RoutingSpec) -> list[str]:
+    """Problems of what the declarations say about skipped tokens."""
+    problems = []
+    kept, result = routing.skipped_keys_values == "kept", routing.skipped_result
+    if routing.selection == "exit" and (kept or result != "identity"):
+        problems.append(
+            "spec.routing.selection: a token that exits leaves nothing in later blocks; expected "
+            f"skipped_keys_values=absent and skipped_result=identity, got {routing.skipped_keys_values} and {result}"
+        )
+    if kept and routing.parts == "mlp":
+        problems.append(
+            "spec.routing.skipped_keys_values: with parts=mlp attention is not routed and skips no token; expected "
+            "absent"
+        )
+    if kept and routing.positions != "original":
+        problems.append(
+            "spec.routing.positions: if skipped tokens keep their keys, all keys have the positions of the sequence; "
+            "expected original"
+        )
+    if result == "adapter" and routing.parts not in ("block", "mlp"):
+        problems.append(
+            "spec.routing.skipped_result: an adapter is used instead of the MLP; expected parts=block or parts=mlp, "
+            f"got {routing.parts}"
+        )
+    if result == "adapter" and routing.adapter in WIDE_ADAPTERS and routing.adapter_hidden == 0:
+        problems.append(
+            f"spec.routing.adapter_hidden: the {routing.adapter} adapter needs a width of at least 1, got 0"
+        )
+    if routing.gates_skipped and routing.gate == "softmax_selected":
+        problems.append(
+            "spec.routing.gate: softmax_selected is a share of the selected tokens, so a skipped token has none; "
+            f"expected another gate with skipped_result={result}"
+        )
     return problems
 
 

@@ -1,12 +1,16 @@
 """Costs of a model, calculated from its spec: FLOPs, weights, keys and values of each layer and each part.
 
 Only matrix products count, two FLOPs for each multiply-add, like `torch.utils.flop_counter` on the eager model and
-`mod_export.measure.cost` on the exported graph. For a batch of B rows of S positions, in a layer whose attention sees A
-tokens of a row and whose MLP sees M (S if the part is not routed, k if it is):
+`mod_export.measure.cost` on the exported graph. For a batch of B rows of S positions, in a layer in whose attention A
+tokens of a row have a query and K a key, and whose MLP sees M (S if the part is not routed, k if it is; K is S if
+skipped tokens keep their keys and values):
 
-    attention_projections  2 B A D E (2 H + 2 G)    queries and outputs of H heads, keys and values of G, E wide
-    attention              4 B H E A^2              scores and their product with values, the full square
+    attention_projections  4 B D E (H A + G K)      queries and outputs of H heads, keys and values of G, E wide
+    attention              4 B H E A K              scores and their product with values, hidden ones included
     mlp                    6 B M D F                gate, up and down
+    adapter                2 B S D D                linear; computed for every token, as skipped ones are not counted
+                           4 B S D F'               bottleneck, F' wide
+                           6 B S D F'               gated
     experts                6 B N C D F              in place of mlp: N experts of C slots each, empty slots included
     routing                2 B T D                  a linear router that scores T tokens
                            nothing                  noise instead of a router
@@ -14,9 +18,10 @@ tokens of a row and whose MLP sees M (S if the part is not routed, k if it is):
                            2 B M D (N + no-ops)     the router of experts
     head                   2 B S D V                outside of the layers; the logits of every token
 
-Attention counts as the full square although it is causal, as in both counters. `needed_flops` leaves out the
-2 B H E A (A - 1) that the mask hides. A router counts if the eager model runs it. An exported graph lacks a router
-whose score is not used: a predictor or noise decides, and the gate is `ones` or the combine rule has no gate.
+Attention counts as the full rectangle although it is causal, as in both counters. `needed_flops` leaves out the
+2 B H E A (K - 1) that the mask hides if selected tokens are spread evenly over the row. A router counts if the eager
+model runs it. An exported graph lacks a router whose score is not used: a predictor or noise decides, and the gate is
+`ones` or the combine rule has no gate.
 
 Shape legend: B batch, S positions, D model width, H query heads, G key/value heads, E head width, F MLP width,
 V vocabulary, h hidden width of a router.
@@ -47,7 +52,7 @@ class LayerCost:
         needed_flops: the sum of `flops` without the scores that the causal mask hides.
         weight_bytes: bytes of its weights, routers and predictors included; a tied head only has those of the norm.
             Tables that follow from the spec (rotary angles, noise) do not count.
-        kv_bytes: bytes of the keys and values of the tokens that its attention sees.
+        kv_bytes: bytes of the keys and values in its attention.
     """
 
     name: str
@@ -86,26 +91,29 @@ def _layer(spec: ModelSpec, layer: int, tokens: LayerTokens, batch: int, seq: in
     routing = spec.routing if layer in spec.routed_layers else None
     experts = spec.experts if layer in spec.expert_layers else None
     D, H, G, E = spec.d_model, spec.n_heads, spec.n_kv_heads, spec.d_head
-    A, M = tokens.attended, tokens.transformed
+    A, K, M = tokens.attending, tokens.attended, tokens.transformed
     flops = {}
     if routing is not None or experts is not None:
         scored = batch * tokens.scored * (_scoring(D, routing) if routing else 0)
         flops["routing"] = 2 * (scored + (batch * M * D * (experts.n_experts + experts.noop_experts) if experts else 0))
-    flops["attention_projections"] = 2 * batch * A * D * E * (2 * H + 2 * G)
-    flops["attention"] = 4 * batch * H * E * A * A
+    flops["attention_projections"] = 4 * batch * D * E * (H * A + G * K)
+    flops["attention"] = 4 * batch * H * E * A * K
     if experts is None:
         flops["mlp"] = 6 * batch * M * D * spec.d_ff
     else:
         slots = experts.n_experts * spec.expert_slots(layer, M) if M else 0
         flops["experts"] = 6 * batch * slots * D * spec.d_ff
+    if routing is not None and tokens.replaced:
+        wide = {"linear": 2 * D, "bottleneck": 4 * routing.adapter_hidden, "gated": 6 * routing.adapter_hidden}
+        flops["adapter"] = batch * tokens.replaced * D * wide[routing.adapter]
     return LayerCost(
         name=str(layer),
         routed=", ".join(filter(None, [_routing_label(routing), _experts_label(experts)])),
         selected={site: k for site, k in spec.k_by_layer(seq).items() if layer_of(site) == layer},
         flops=flops,
-        needed_flops=sum(flops.values()) - 2 * batch * H * E * A * (A - 1),
+        needed_flops=sum(flops.values()) - 2 * batch * H * E * A * max(0, K - 1),
         weight_bytes=_weight_bytes(spec)[str(layer)],
-        kv_bytes=2 * batch * G * E * A * FLOAT32_BYTES,
+        kv_bytes=2 * batch * G * E * K * FLOAT32_BYTES,
     )
 
 

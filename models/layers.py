@@ -1,8 +1,8 @@
 """Components of a block: the norm, the rotary tables, attention, the gated MLP, the tables of their variants, and a
 condition around a part of a block.
 
-Shape legend: B batch, T tokens, D model width, H query heads, G key/value heads, E head width, F a projection of all
-heads, P positions that have rotary tables.
+Shape legend: B batch, T tokens, K tokens of them that are selected, D model width, H query heads, G key/value heads,
+E head width, F a projection of all heads, P positions that have rotary tables.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +73,20 @@ QK_NORMS: dict[str, Callable[[ModelSpec], nn.Module]] = {
 """Name -> spec -> norm of queries or keys (B, T, heads, E) before they are rotated."""
 
 
+class KeysValues(NamedTuple):
+    """Keys and values of all T tokens, for an attention in which only K of them have a query.
+
+    Attributes:
+        k_BGTE: rotated keys.
+        v_BGTE: values.
+        index_BK: int64, the numbers of the K tokens among the T. A token sees the keys up to its own.
+    """
+
+    k_BGTE: Tensor
+    v_BGTE: Tensor
+    index_BK: Tensor
+
+
 class Attention(nn.Module):
     """Causal grouped-query attention (Ainslie et al., arXiv 2305.13245) among T tokens."""
 
@@ -89,19 +104,34 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the delta of attention (B, T, D), and the rotated keys and the values, each (B, G, T, E)."""
-        q_BHTE, k_BGTE, v_BGTE = self.projected(x_BTD, cos, sin)
+        q_BHTE = self.queries(x_BTD, cos, sin)
+        k_BGTE, v_BGTE = self.keys_values(x_BTD, cos, sin)
         y_BHTE = functional.scaled_dot_product_attention(
             q_BHTE, k_BGTE, v_BGTE, is_causal=True, enable_gqa=self.grouped
         )
         return self.o_proj(y_BHTE.transpose(1, 2).flatten(2)), k_BGTE, v_BGTE
 
-    def projected(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries (B, H, T, E), keys and values (B, G, T, E); queries and keys are rotated."""
+    def among(self, x_BKD: Tensor, cos: Tensor, sin: Tensor, seen: KeysValues) -> Tensor:
+        """Returns the delta of attention (B, K, D) of K tokens that see the keys of all tokens before them."""
+        q_BHKE = self.queries(x_BKD, cos, sin)
+        number_T = torch.arange(seen.k_BGTE.shape[2], device=x_BKD.device)
+        seen_B1KT = (number_T <= seen.index_BK[..., None])[:, None]
+        y_BHKE = functional.scaled_dot_product_attention(
+            q_BHKE, seen.k_BGTE, seen.v_BGTE, attn_mask=seen_B1KT, enable_gqa=self.grouped
+        )
+        delta_BKD: Tensor = self.o_proj(y_BHKE.transpose(1, 2).flatten(2))
+        return delta_BKD
+
+    def queries(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Returns rotated queries (B, H, T, E)."""
         q_BTHE = self.q_norm(self._heads(self.q_proj(x_BTD)))
+        return rotate(q_BTHE.transpose(1, 2), cos, sin)
+
+    def keys_values(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns rotated keys and values, each (B, G, T, E)."""
         k_BTGE = self.k_norm(self._heads(self.k_proj(x_BTD)))
         v_BTGE = self._heads(self.v_proj(x_BTD))
-        q_BHTE, k_BGTE = (rotate(x.transpose(1, 2), cos, sin) for x in (q_BTHE, k_BTGE))
-        return q_BHTE, k_BGTE, v_BTGE.transpose(1, 2)
+        return rotate(k_BTGE.transpose(1, 2), cos, sin), v_BTGE.transpose(1, 2)
 
     def _heads(self, x_BTF: Tensor) -> Tensor:
         """Splits a projection (B, T, heads * E) into (B, T, heads, E)."""
@@ -118,14 +148,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class GatedMlp(nn.Module):
-    """down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202)."""
+    """down(activation(gate(x)) * up(x)) (Shazeer, arXiv 2002.05202), `width` wide inside."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, width: int, *, bias: bool) -> None:
         super().__init__()
         self.activation = ACTIVATIONS[spec.activation]
-        self.gate_proj = nn.Linear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
-        self.up_proj = nn.Linear(spec.d_model, spec.d_ff, bias=spec.mlp_bias)
-        self.down_proj = nn.Linear(spec.d_ff, spec.d_model, bias=spec.mlp_bias)
+        self.gate_proj = nn.Linear(spec.d_model, width, bias=bias)
+        self.up_proj = nn.Linear(spec.d_model, width, bias=bias)
+        self.down_proj = nn.Linear(width, spec.d_model, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         y_BTD: Tensor = self.down_proj(self.activation(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))

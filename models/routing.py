@@ -1,4 +1,6 @@
-"""Records of routing decisions, and the tables of routers, gates and combine rules. `selection.py` selects the tokens.
+"""Records of routing decisions, and the tables of routers, gates, combine rules and adapters.
+
+`selection.py` selects the tokens.
 
 Shape legend: B batch, S sequence, T tokens that a block is given, K slots, D model width. `_BK1` is for broadcasting.
 All shapes are static: k is a Python int, fixed by the spec and the sequence length before tracing, so the graph has no
@@ -13,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mod_models.layers import RMSNorm
+from mod_models.layers import ACTIVATIONS, GatedMlp, RMSNorm
 from mod_models.spec import ModelSpec, RoutingSpec, Site
 
 
@@ -89,30 +91,37 @@ class LinearRouter(nn.Module):
         return linear_float32(self.projection, x_BSD).squeeze(-1)
 
 
-class MlpRouter(nn.Module):
-    """Router, or auxiliary causal predictor, l = w2 . silu(W1 x + b1) + b2: (B, S, D) -> float32 (B, S)."""
+ROUTER_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu, "relu": torch.relu, "gelu": nn.functional.gelu, "tanh": torch.tanh,
+}  # fmt: skip
+"""Name -> activation of a router with a hidden layer."""
 
-    def __init__(self, d_model: int, d_hidden: int) -> None:
+
+class MlpRouter(nn.Module):
+    """Router, or auxiliary causal predictor, l = w2 . a(W1 x + b1) + b2: (B, S, D) -> float32 (B, S)."""
+
+    def __init__(self, d_model: int, d_hidden: int, activation: str = "silu") -> None:
         super().__init__()
+        self.activation = ROUTER_ACTIVATIONS[activation]
         self.hidden = nn.Linear(d_model, d_hidden)
         self.projection = nn.Linear(d_hidden, 1)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        h_BSH = nn.functional.silu(linear_float32(self.hidden, x_BSD))
+        h_BSH = self.activation(linear_float32(self.hidden, x_BSD))
         return linear_float32(self.projection, h_BSH).squeeze(-1)
 
 
 class NormMlpRouter(MlpRouter):
-    """Router l = w2 . silu(rms_norm(W1 x + b1)) + b2: (B, S, D) -> float32 (B, S)."""
+    """Router l = w2 . a(rms_norm(W1 x + b1)) + b2: (B, S, D) -> float32 (B, S)."""
 
-    def __init__(self, d_model: int, d_hidden: int, eps: float) -> None:
-        super().__init__(d_model, d_hidden)
+    def __init__(self, d_model: int, d_hidden: int, activation: str, eps: float) -> None:
+        super().__init__(d_model, d_hidden, activation)
         self.norm = RMSNorm(d_hidden, eps)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         h_BSH = linear_float32(self.hidden, x_BSD)
         weight_H = self.norm.weight.to(h_BSH.dtype)
-        h_BSH = nn.functional.silu(nn.functional.rms_norm(h_BSH, weight_H.shape, weight_H, self.norm.eps))
+        h_BSH = self.activation(nn.functional.rms_norm(h_BSH, weight_H.shape, weight_H, self.norm.eps))
         return linear_float32(self.projection, h_BSH).squeeze(-1)
 
 
@@ -132,8 +141,10 @@ def linear_float32(linear: nn.Linear, x: Tensor) -> Tensor:
 ROUTERS: dict[str, Callable[[ModelSpec, RoutingSpec], nn.Module]] = {
     "linear": lambda spec, routing: LinearRouter(spec.d_model, bias=False),
     "linear_bias": lambda spec, routing: LinearRouter(spec.d_model, bias=True),
-    "mlp": lambda spec, routing: MlpRouter(spec.d_model, routing.router_hidden),
-    "norm_mlp": lambda spec, routing: NormMlpRouter(spec.d_model, routing.router_hidden, spec.norm_eps),
+    "mlp": lambda spec, routing: MlpRouter(spec.d_model, routing.router_hidden, routing.router_activation),
+    "norm_mlp": lambda spec, routing: NormMlpRouter(
+        spec.d_model, routing.router_hidden, routing.router_activation, spec.norm_eps
+    ),
     # It has no weights and is never called: the block uses noise as scores.
     "noise": lambda spec, routing: nn.Identity(),
 }
@@ -189,3 +200,37 @@ COMBINES: dict[str, Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Ten
 }
 """Combine name -> (x_BKD, attention delta_BKD, MLP delta_BKD, g_BK1) -> the new x at the selected positions. The delta
 of a part that is not routed here is None."""
+
+
+class LinearAdapter(nn.Module):
+    """adapter(x) = W x: (..., D) -> (..., D)."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.down_proj = nn.Linear(spec.d_model, spec.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(x)
+        return y
+
+
+class BottleneckAdapter(nn.Module):
+    """adapter(x) = W2 a(W1 x) (Houlsby et al., arXiv 1902.00751): (..., D) -> (..., D)."""
+
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[spec.activation]
+        self.up_proj = nn.Linear(spec.d_model, width, bias=False)
+        self.down_proj = nn.Linear(width, spec.d_model, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(self.activation(self.up_proj(x)))
+        return y
+
+
+ADAPTERS: dict[str, Callable[[ModelSpec, RoutingSpec], nn.Module]] = {
+    "linear": lambda spec, routing: LinearAdapter(spec),
+    "bottleneck": lambda spec, routing: BottleneckAdapter(spec, routing.adapter_hidden),
+    "gated": lambda spec, routing: GatedMlp(spec, routing.adapter_hidden, bias=False),
+}
+"""Adapter name -> module that maps normed tokens (..., D) to the delta (..., D) of skipped tokens."""

@@ -71,11 +71,21 @@ def layer_of(site: Site) -> int:
 
 
 class LayerTokens(NamedTuple):
-    """Numbers of tokens of a row that a layer's routers score, its attention sees, and its MLP or experts see."""
+    """Numbers of tokens of a row in a layer.
+
+    Attributes:
+        scored: tokens that its routers score.
+        attending: tokens with a query in its attention.
+        attended: tokens with a key and a value in its attention.
+        transformed: tokens that its MLP or experts get.
+        replaced: tokens that its adapter gets; it is computed for every token, and selected tokens do not use it.
+    """
 
     scored: int
+    attending: int
     attended: int
     transformed: int
+    replaced: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,12 +177,20 @@ class ModelSpec:
         for layer in range(self.n_layers):
             k = slots_of.get(layer)
             if k is None or self.routing is None:
-                counts.append(LayerTokens(0, left, left))
+                counts.append(LayerTokens(0, left, left, left))
                 continue
             parts = self.routing.parts
-            # A block that selects no token does not run its router.
-            scored = left if k else 0
-            counts.append(LayerTokens(scored, left if parts == "mlp" else k, left if parts == "attention" else k))
+            attending = left if parts == "mlp" else k
+            counts.append(
+                LayerTokens(
+                    # A block that selects no token only runs its router if the result of skipped tokens needs a gate.
+                    scored=left if k or self.routing.gates_skipped else 0,
+                    attending=attending,
+                    attended=left if k and self.routing.skipped_keys_values == "kept" else attending,
+                    transformed=left if parts == "attention" else k,
+                    replaced=left if self.routing.skipped_result == "adapter" else 0,
+                )
+            )
             left = k if self.routing.selection == "exit" else left
         return tuple(counts)
 

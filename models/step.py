@@ -1,9 +1,10 @@
 """The modules of a model that writes text: `Prefill` reads prompts, and `DecodeStep` one more token of each row.
 
 Between them is the cache of the texts: keys and values of tokens, and how many slots of each routing site are in use. A
-slot holds one token. If attention is not routed, the slot number is the token's position. If it is routed, the n-th
-selected token of a row is in slot n. So the slots of a row fill from the front, and no list of positions is needed:
-keys are rotated to their positions before they are stored. Unused slots of a row hold arbitrary finite numbers.
+slot holds one token. If every token has a key, because attention is not routed or skipped tokens keep theirs, the slot
+number is the token's position. Otherwise the n-th selected token of a row is in slot n. So the slots of a row fill from
+the front, and no list of positions is needed: keys are rotated to their positions before they are stored. Unused slots
+of a row hold arbitrary finite numbers.
 
 Nothing here copies a cache. In a step, the new key and value take part in attention beside the cached ones, and are
 returned as rows (B, G, E). The owner of the cache writes them into their slots.
@@ -186,11 +187,15 @@ class Past(NamedTuple):
         keys_BGLE: rotated keys.
         values_BGLE: values.
         count_B: int64, how many leading slots hold a token.
+        key_BG1E: rotated key of the token itself; None if it is not computed yet.
+        value_BG1E: value of the token itself; None with the key.
     """
 
     keys_BGLE: Tensor
     values_BGLE: Tensor
     count_B: Tensor
+    key_BG1E: Tensor | None = None
+    value_BG1E: Tensor | None = None
 
 
 class Ran(NamedTuple):
@@ -234,7 +239,10 @@ def attended_one(attention: Attention, x_B1D: Tensor, cos: Tensor, sin: Tensor, 
     Returns:
         The delta of attention (B, 1, D), the rotated key and the value, each (B, G, E).
     """
-    q_BH1E, k_BG1E, v_BG1E = attention.projected(x_B1D, cos, sin)
+    q_BH1E = attention.queries(x_B1D, cos, sin)
+    k_BG1E, v_BG1E = past.key_BG1E, past.value_BG1E
+    if k_BG1E is None or v_BG1E is None:
+        k_BG1E, v_BG1E = attention.keys_values(x_B1D, cos, sin)
     B, G, L, E = past.keys_BGLE.shape
     q_BGEM = (q_BH1E * E**-0.5).reshape(B, G, -1, E).transpose(2, 3)
     # The scores are small, so transposing them is cheap. Mask and softmax then run along contiguous memory.
@@ -248,16 +256,24 @@ def attended_one(attention: Attention, x_B1D: Tensor, cos: Tensor, sin: Tensor, 
 
 
 def decide(
-    block: RoutedBlock, part: str, x_B1D: Tensor, position_B: Tensor, active_B: Tensor, free_B: Tensor, slots: int
+    block: RoutedBlock,
+    part: str,
+    x_B1D: Tensor,
+    block_B1D: Tensor,
+    position_B: Tensor,
+    active_B: Tensor,
+    free_B: Tensor,
+    slots: int,
 ) -> Decision:
     """Decides for each row's token whether it runs in a routed part.
 
     A token wants to run if the deciding score is above 0, as in a prompt. It can run if its row has a free slot
     (`free_B`). If more rows can run than this step has `slots`, those with the largest scores run, ties to the lower
     row, so that the order of the rows gives none of them an advantage. `part` is "block", "attention" or "mlp".
-    `position_B` is the position of each row's token; `active_B` is False for rows without a token.
+    `x_B1D` is the stream that the part gets and `block_B1D` the one that the block got. `position_B` is the position of
+    each row's token; `active_B` is False for rows without a token.
     """
-    routed_B1D, router, predictor = block.scorers(x_B1D, part)
+    routed_B1D, router, predictor = block.scorers(x_B1D, block_B1D, part)
     l_B1: Tensor = router(routed_B1D)
     score_B1 = l_B1
     if block.routing.selection == "predictor":
@@ -326,56 +342,67 @@ def routed_one(
     *,
     skip: bool,
 ) -> Ran:
-    """Runs a routed part for the tokens that run; the stream of other tokens does not change, bit for bit.
+    """Runs a routed part for the tokens that run; other tokens get the value of skipped ones.
 
     `angles` are cosines and sines, each (B, 1, 1, E / 2); `past` is None for the part "mlp". With `skip`, a condition
     around the part prevents its execution if no row runs.
     """
+    past_tensors = () if past is None else tuple(tensor for tensor in past if tensor is not None)
+    # A key that exists already is kept for every token, and is no output of the part.
+    n_rows = 2 if len(past_tensors) == 3 else 0
+
+    def left(x_B1D: Tensor, g_B11: Tensor) -> Tensor:
+        return block.left(x_B1D, g_B11 if block.routing.gates_skipped else None)
 
     def nothing(x_B1D: Tensor) -> tuple[Tensor, ...]:
         """Key and value rows of zeros, and no experts, for tokens that do not run."""
-        B, n_rows, n_marks = len(x_B1D), 2 if past is not None else 0, 2 if count_BN is not None else 0
+        B, n_marks = len(x_B1D), 2 if count_BN is not None else 0
         G, E = (past.keys_BGLE.shape[1], past.keys_BGLE.shape[3]) if past is not None else (0, 0)
         rows = tuple(x_B1D.new_zeros(B, G, E) for _ in range(n_rows))
         N = count_BN.shape[1] if count_BN is not None else 0
         return rows + tuple(x_B1D.new_zeros(B, N, dtype=torch.bool) for _ in range(n_marks))
 
     def run(*args: Tensor) -> tuple[Tensor, ...]:
-        row_R = decision.index_R
+        row_R, (x_B1D, g_B11) = decision.index_R, args[:2]
+        # Behind its condition, the part of a single row runs only if that row runs, and needs no other value.
+        left_B1D = x_B1D if skip and row_R is None and len(x_B1D) == 1 else left(x_B1D, g_B11)
         if row_R is None:
-            return _part(block, part, args, has_past=past is not None)
-        inputs_R = tuple(torch.index_select(tensor, 0, row_R) for tensor in args)
-        outputs = _part(block, part, inputs_R, has_past=past is not None)
-        skipped_outputs = (args[0], *nothing(args[0]))
+            return _part(block, part, left_B1D, args, len(past_tensors))
+        inputs_R = tuple(torch.index_select(tensor, 0, row_R) for tensor in (left_B1D, *args))
+        outputs = _part(block, part, inputs_R[0], inputs_R[1:], len(past_tensors))
+        skipped_outputs = (left_B1D, *nothing(x_B1D))
         return tuple(into.index_put((row_R,), new) for into, new in zip(skipped_outputs, outputs, strict=True))
 
     def skipped(*args: Tensor) -> tuple[Tensor, ...]:
+        x_B1D, left_B1D = args[0], left(*args[:2])
         # A branch must not return one of its inputs.
-        return args[0].clone(), *nothing(args[0])
+        return left_B1D.clone() if left_B1D is x_B1D else left_B1D, *nothing(x_B1D)
 
-    args = (x_B1D, *angles, decision.ran_B, decision.g_B11, *(past or ()), *(() if count_BN is None else (count_BN,)))
+    args = (x_B1D, decision.g_B11, decision.ran_B, *angles, *past_tensors, *(() if count_BN is None else (count_BN,)))
     new_B1D, *outputs = either(decision.ran_B, run, skipped, args) if skip else run(*args)
-    n_rows = 0 if past is None else 2
     return Ran(new_B1D, tuple(outputs[:n_rows]), tuple(outputs[n_rows:]))
 
 
-def _part(block: RoutedBlock, part: str, args: tuple[Tensor, ...], *, has_past: bool) -> tuple[Tensor, ...]:
-    """Returns the fields of `Ran` in one tuple; rows that do not run keep their stream."""
-    x_B1D, cos, sin, ran_B, g_B11, *rest = args
+def _part(block: RoutedBlock, part: str, left_B1D: Tensor, args: tuple[Tensor, ...], n_past: int) -> tuple[Tensor, ...]:
+    """Returns the fields of `Ran` in one tuple; rows that do not run get `left_B1D`.
+
+    `args` are the stream, the gate, which rows run, cosines and sines, the `n_past` tensors of the cache (0, 3, or 5
+    with the token's own key and value), and the slots of experts in use if the block has experts.
+    """
+    x_B1D, g_B11, ran_B, cos, sin, *rest = args
     attention_B1D = mlp_B1D = None
     rows: tuple[Tensor, ...] = ()
     marks: tuple[Tensor, ...] = ()
     after_B1D = x_B1D
-    if has_past:
-        past = Past(*rest[:3])
+    if n_past:
+        past = Past(*rest[:n_past])
         attention_B1D, *rows_of_two = attended_one(block.attention, block.attention_norm(x_B1D), cos, sin, past)
-        rows = tuple(rows_of_two)
+        rows = tuple(rows_of_two) if past.key_BG1E is None else ()
         after_B1D = x_B1D + attention_B1D
     if part != "attention":
-        count_BN = rest[-1] if len(rest) % 3 else None
-        mlp_B1D, marks = transformed_one(block, after_B1D, ran_B, count_BN)
+        mlp_B1D, marks = transformed_one(block, after_B1D, ran_B, rest[n_past] if len(rest) > n_past else None)
     new_B1D = COMBINES[block.routing.combine](x_B1D, attention_B1D, mlp_B1D, g_B11)
-    return torch.where(ran_B[:, None, None], new_B1D, x_B1D), *rows, *marks
+    return torch.where(ran_B[:, None, None], new_B1D, left_B1D), *rows, *marks
 
 
 def slots_of_step(spec: ModelSpec, rows: int, max_len: int) -> dict[Site, int]:
@@ -511,20 +538,26 @@ class _Run:
     def routed(self, block: RoutedBlock, x_B1D: Tensor) -> Tensor:
         parts = block.routing.parts
         if parts == "block":
-            return self.part(block, "block", x_B1D)
-        after_B1D = x_B1D + self.attended(block, x_B1D) if parts == "mlp" else self.part(block, "attention", x_B1D)
+            return self.part(block, "block", x_B1D, x_B1D)
+        after_B1D = (
+            x_B1D + self.attended(block, x_B1D) if parts == "mlp" else self.part(block, "attention", x_B1D, x_B1D)
+        )
         if parts == "attention":
             return self.transformed(block, after_B1D)
-        return self.part(block, "mlp", after_B1D)
+        return self.part(block, "mlp", after_B1D, x_B1D)
 
-    def part(self, block: RoutedBlock, part: str, x_B1D: Tensor) -> Tensor:
+    def part(self, block: RoutedBlock, part: str, x_B1D: Tensor, block_B1D: Tensor) -> Tensor:
+        """Returns the stream after a routed part; `block_B1D` is the stream that the block got."""
         site, layer = block.site(part), block.layer
         count_B, capacity = self.count_B[site], self.step.capacity[layer]
-        decision = decide(
-            block, part, x_B1D, self.seen_B, self.active_B, count_B < capacity, self.step.slots_of_site[site]
-        )
+        free_B, slots = count_B < capacity, self.step.slots_of_site[site]
+        decision = decide(block, part, x_B1D, block_B1D, self.seen_B, self.active_B, free_B, slots)
         self.wanted_B[site], self.ran_B[site] = decision.wanted_B, decision.ran_B
         past = Past(*self.past[layer], count_B) if part != "mlp" else None
+        if past is not None and block.routing.skipped_keys_values == "kept":
+            own = block.attention.keys_values(block.attention_norm(x_B1D), *self.angles)
+            past = Past(*self.past[layer], self.seen_B, *own)
+            self.keep(layer, tuple(tensor[:, :, 0] for tensor in own), self.active_B, self.seen_B)
         angles = self.angles
         if block.routing.positions == "compact":
             # The count of a full row can be beyond the tables, but its token does not run.

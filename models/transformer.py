@@ -7,9 +7,10 @@ Shape legend
     T tokens inside a block: S in a dense block, K in a routed one
 
 A block gets T tokens (`selection.Tokens`), the whole sequence or a part of it. A routed block selects K of them, runs
-the same code on them with causal attention among themselves, and writes the result back; skipped tokens stay on the
-residual stream. Rows are padded on the right, and empty slots come after every selected token of their row, so causal
-attention is enough to hide both from real tokens.
+the same code on them, and writes the result back; skipped tokens stay on the residual stream, or get another value that
+the spec declares. Selected tokens see each other, or the keys and values of all T tokens. Rows are padded on the right,
+and empty slots come after every selected token of their row, so causal attention is enough to hide both from real
+tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from torch.nn import functional
 
 from mod_models.experts import Experts
 from mod_models.fixed_capacity import select_chosen
-from mod_models.layers import Attention, GatedMlp, RMSNorm, either, rope_tables
-from mod_models.routing import COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
+from mod_models.layers import Attention, GatedMlp, KeysValues, RMSNorm, either, rope_tables
+from mod_models.routing import ADAPTERS, COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
 from mod_models.selection import (
     FIRST_COME,
     RANK,
@@ -53,12 +54,15 @@ class Block(nn.Module):
         if spec.experts is not None and layer in spec.expert_layers:
             self.experts = Experts(spec, layer, spec.experts)
         else:
-            self.mlp = GatedMlp(spec)
+            self.mlp = GatedMlp(spec, spec.d_ff, bias=spec.mlp_bias)
 
-    def attended(self, tokens: Tokens, decisions: Decisions) -> Tensor:
-        """Returns the delta of attention, (B, T, D)."""
+    def attended(self, tokens: Tokens, decisions: Decisions, seen: KeysValues | None = None) -> Tensor:
+        """Returns the delta of attention, (B, T, D). Tokens see each other, or the tokens of `seen`."""
+        normed_BTD = self.attention_norm(tokens.x_BTD)
+        if seen is not None:
+            return self.attention.among(normed_BTD, tokens.cos, tokens.sin, seen)
         delta_BTD: Tensor
-        delta_BTD, k_BGTE, v_BGTE = self.attention(self.attention_norm(tokens.x_BTD), tokens.cos, tokens.sin)
+        delta_BTD, k_BGTE, v_BGTE = self.attention(normed_BTD, tokens.cos, tokens.sin)
         if decisions.keys_values is not None:
             decisions.keys_values[self.layer] = k_BGTE, v_BGTE
         return delta_BTD
@@ -69,9 +73,9 @@ class Block(nn.Module):
         delta_BTD: Tensor = self.mlp(x_BTD) if hasattr(self, "mlp") else self.experts(x_BTD, tokens, decisions)
         return delta_BTD
 
-    def deltas(self, tokens: Tokens, decisions: Decisions) -> tuple[Tensor, Tensor]:
+    def deltas(self, tokens: Tokens, decisions: Decisions, seen: KeysValues | None = None) -> tuple[Tensor, Tensor]:
         """Returns the deltas of attention and of the MLP separately, so that a routed block can gate them."""
-        attention_BTD = self.attended(tokens, decisions)
+        attention_BTD = self.attended(tokens, decisions, seen)
         after = tokens._replace(x_BTD=tokens.x_BTD + attention_BTD)
         return attention_BTD, self.transformed(after, decisions)
 
@@ -86,12 +90,24 @@ Noise = Callable[[Site], Tensor]
 
 
 class Chosen(NamedTuple):
-    """The selected tokens: numbers (B, K) among the T tokens, live flags, rows (N,) of the stream, gates (B, K, 1)."""
+    """The selected tokens of a routed part.
+
+    Attributes:
+        index_BK: int64, their numbers among the T tokens.
+        live_BK: bool, False in empty slots.
+        row_N: int64, their rows in the flattened stream.
+        g_BK1: their gates.
+        g_BT1: the gates of all T tokens; None if a skipped token needs none.
+        seen: keys and values of all T tokens; None if the selected tokens only see each other, or the part has no
+            attention.
+    """
 
     index_BK: Tensor
     live_BK: Tensor
     row_N: Tensor
     g_BK1: Tensor
+    g_BT1: Tensor | None
+    seen: KeysValues | None = None
 
 
 class RoutedBlock(Block):
@@ -114,51 +130,90 @@ class RoutedBlock(Block):
         width = routing.predictor_hidden
         self.predictor = MlpRouter(spec.d_model, width) if width else None
         self.mlp_predictor = MlpRouter(spec.d_model, width) if width and routing.parts == "separate" else None
+        self.adapter = ADAPTERS[routing.adapter](spec, routing) if routing.skipped_result == "adapter" else None
 
     def forward(self, tokens: Tokens, decisions: Decisions, k: int = 0, noise: Noise | None = None) -> Tensor:
         """Returns the stream after the block, (B, T, D); k = 0 selects no token. Routing that draws needs `noise`."""
-        part = self.routing.parts
+        part, x_BTD = self.routing.parts, tokens.x_BTD
         if part == "block":
-            return self._routed(tokens, decisions, k, noise, part)
+            return self._routed(tokens, decisions, k, noise, part, x_BTD)
         attended_BTD = (
-            tokens.x_BTD + self.attended(tokens, decisions)
+            x_BTD + self.attended(tokens, decisions)
             if part == "mlp"
-            else self._routed(tokens, decisions, k, noise, "attention")
+            else self._routed(tokens, decisions, k, noise, "attention", x_BTD)
         )
         after = tokens._replace(x_BTD=attended_BTD)
         if part == "attention":
             return attended_BTD + self.transformed(after, decisions)
-        return self._routed(after, decisions, k, noise, "mlp")
+        return self._routed(after, decisions, k, noise, "mlp", x_BTD)
 
     def site(self, part: str) -> Site:
         """The routing site of a part: the layer's number, unless the layer has two routed parts."""
         return f"{self.layer}.{part}" if self.routing.parts == "separate" else self.layer
 
-    def _routed(self, tokens: Tokens, decisions: Decisions, k: int, noise: Noise | None, part: str) -> Tensor:
+    def _routed(
+        self, tokens: Tokens, decisions: Decisions, k: int, noise: Noise | None, part: str, block_BTD: Tensor
+    ) -> Tensor:
+        """Returns the stream after a routed part; `block_BTD` is the stream that the block got."""
         if k == 0:
-            return tokens.x_BTD
-        chosen = self.choose(tokens, decisions, k, noise, part)
+            return self._all_skipped(tokens, noise, part, block_BTD)
+        chosen = self.choose(tokens, decisions, k, noise, part, block_BTD)
+        if part != "mlp" and self.routing.skipped_keys_values == "kept":
+            pair = self.attention.keys_values(self.attention_norm(tokens.x_BTD), tokens.cos, tokens.sin)
+            chosen = chosen._replace(seen=KeysValues(*pair, chosen.index_BK))
+            if decisions.keys_values is not None:
+                decisions.keys_values[self.layer] = pair
         inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
+        left_BTD, left_BKD = tokens.x_BTD, inner.x_BTD
+        if self.routing.skipped_result != "identity":
+            B, T, D = left_BTD.shape
+            left_BTD = self.left(left_BTD, chosen.g_BT1)
+            left_BKD = torch.index_select(left_BTD.reshape(B * T, D), 0, chosen.row_N).reshape(B, k, D)
         run = self.run_few if 0 < self.narrow < k else self.run
-        return tokens.put(chosen.row_N, run(inner, decisions, chosen, part))
+        return tokens._replace(x_BTD=left_BTD).put(chosen.row_N, run(inner, decisions, chosen, part, left_BKD))
+
+    def _all_skipped(self, tokens: Tokens, noise: Noise | None, part: str, block_BTD: Tensor) -> Tensor:
+        """Returns the stream after a routed part that has no slot."""
+        if not self.routing.gates_skipped:
+            return self.left(tokens.x_BTD, None)
+        routed_BTD, router, _ = self.scorers(tokens.x_BTD, block_BTD, part)
+        l_BT = noise(self.site(part)) if noise is not None and self.routing.router == "noise" else router(routed_BTD)
+        return self.left(tokens.x_BTD, self._gate(l_BT, tokens.live_BT, tokens.x_BTD.dtype))
+
+    def left(self, x_BTD: Tensor, g_BT1: Tensor | None) -> Tensor:
+        """Returns the values (B, T, D) of tokens that a routed part skips. Their gates are None if they need none."""
+        if self.routing.skipped_result == "scaled":
+            assert g_BT1 is not None
+            return g_BT1 * x_BTD
+        if self.adapter is None:
+            return x_BTD
+        delta_BTD: Tensor = self.adapter(self.mlp_norm(x_BTD))
+        return x_BTD + (delta_BTD if g_BT1 is None else (1 - g_BT1) * delta_BTD)
 
     def narrowed(self, tokens: Tokens, decisions: Decisions, k: int) -> tuple[Tokens, Tensor]:
         """Returns the k tokens that stay, after this block, and their rows in the given stream. Other tokens exit."""
-        chosen = self.choose(tokens, decisions, k, None, "block")
+        chosen = self.choose(tokens, decisions, k, None, "block", tokens.x_BTD)
         inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
-        return inner._replace(x_BTD=self.run(inner, decisions, chosen, "block")), chosen.row_N
+        return inner._replace(x_BTD=self.run(inner, decisions, chosen, "block", inner.x_BTD)), chosen.row_N
 
-    def scorers(self, x_BTD: Tensor, part: str) -> tuple[Tensor, nn.Module, nn.Module | None]:
-        """Returns the input (B, T, D) of a routed part's router and predictor, the router and the predictor."""
+    def scorers(self, x_BTD: Tensor, block_BTD: Tensor, part: str) -> tuple[Tensor, nn.Module, nn.Module | None]:
+        """Returns the input (B, T, D) of a routed part's router and predictor, the router and the predictor.
+
+        `x_BTD` is the stream that the part got, and `block_BTD` the stream that the block got.
+        """
         second = part == "mlp" and self.mlp_router is not None
         router, predictor = (self.mlp_router, self.mlp_predictor) if second else (self.router, self.predictor)
         norm = self.mlp_norm if part == "mlp" else self.attention_norm
+        if self.routing.router_stream == "block":
+            x_BTD, norm = block_BTD, self.attention_norm
         assert router is not None
         return norm(x_BTD) if self.routing.router_input == "normed" else x_BTD, router, predictor
 
-    def choose(self, tokens: Tokens, decisions: Decisions, k: int, noise: Noise | None, part: str) -> Chosen:
+    def choose(
+        self, tokens: Tokens, decisions: Decisions, k: int, noise: Noise | None, part: str, block_BTD: Tensor
+    ) -> Chosen:
         """Scores the tokens and selects k of each row."""
-        routed_BTD, router, predictor = self.scorers(tokens.x_BTD, part)
+        routed_BTD, router, predictor = self.scorers(tokens.x_BTD, block_BTD, part)
         site, declared = self.site(part), self.routing.selection
         drawn_BT = noise(site) if noise is not None else None
         l_BT: Tensor = drawn_BT if drawn_BT is not None and self.routing.router == "noise" else router(routed_BTD)
@@ -181,37 +236,51 @@ class RoutedBlock(Block):
         index_BK, live_BK = selected_at([site], tokens, decisions, *selection, score_BT, rule)
         if not self.routing.draws:
             decisions.seen[site] = Seen(routed_BTD, tokens.live_BT, l_BT, k, predictor)
-        g_BK = GATES[self.routing.gate](torch.gather(l_BT, 1, index_BK), live_BK, self.routing)
-        return Chosen(index_BK, live_BK, tokens.rows(index_BK), g_BK[..., None].to(tokens.x_BTD.dtype))
+        dtype = tokens.x_BTD.dtype
+        g_BK1 = self._gate(torch.gather(l_BT, 1, index_BK), live_BK, dtype)
+        g_BT1 = self._gate(l_BT, tokens.live_BT, dtype) if self.routing.gates_skipped else None
+        return Chosen(index_BK, live_BK, tokens.rows(index_BK), g_BK1, g_BT1)
 
-    def run(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tensor:
-        """Returns the selected tokens after this part of the block, (B, K, D); empty slots keep their values."""
+    def _gate(self, l_BT: Tensor, live_BT: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the weights (B, T, 1) of tokens with these scores."""
+        g_BT: Tensor = GATES[self.routing.gate](l_BT, live_BT, self.routing)
+        return g_BT[..., None].to(dtype)
+
+    def run(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str, left_BKD: Tensor) -> Tensor:
+        """Returns the selected tokens after this part of the block, (B, K, D), and `left_BKD` in empty slots."""
         if part == "block":
-            deltas: tuple[Tensor | None, Tensor | None] = self.deltas(inner, decisions)
+            deltas: tuple[Tensor | None, Tensor | None] = self.deltas(inner, decisions, chosen.seen)
         elif part == "attention":
-            deltas = self.attended(inner, decisions), None
+            deltas = self.attended(inner, decisions, chosen.seen), None
         else:
             deltas = None, self.transformed(inner, decisions)
         new_BKD = COMBINES[self.routing.combine](inner.x_BTD, *deltas, chosen.g_BK1)
-        return torch.where(chosen.live_BK[..., None], new_BKD, inner.x_BTD)
+        return torch.where(chosen.live_BK[..., None], new_BKD, left_BKD)
 
-    def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tensor:
+    def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str, left_BKD: Tensor) -> Tensor:
         """Runs only the first `narrow` slots if no other slot is live, else all slots."""
+        identity = left_BKD is inner.x_BTD
 
         def of_first(
-            n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor
+            n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor, *more: Tensor
         ) -> tuple[Tensor, ...]:
+            left_BKD, seen = (x_BKD, more) if identity else (more[0], more[1:])
             tokens = Tokens(x_BKD[:, :n], live_BK[:, :n], cos[..., :n, :], sin[..., :n, :], None, inner.seq)
+            few = chosen._replace(
+                live_BK=live_BK[:, :n],
+                g_BK1=g_BK1[:, :n],
+                seen=KeysValues(seen[0], seen[1], seen[2][:, :n]) if seen else None,
+            )
             noted = Decisions()
             noted.keys_values = {}
-            new_BnD = self.run(tokens, noted, chosen._replace(live_BK=live_BK[:, :n], g_BK1=g_BK1[:, :n]), part)
-            outputs = [torch.cat((new_BnD, x_BKD[:, n:]), 1)]
+            outputs = [torch.cat((self.run(tokens, noted, few, part, left_BKD[:, :n]), left_BKD[:, n:]), 1)]
             for part_BGnE in noted.keys_values.get(self.layer, ()):
                 B, G, _, E = part_BGnE.shape
                 outputs.append(torch.cat((part_BGnE, part_BGnE.new_zeros(B, G, x_BKD.shape[1] - n, E)), 2))
             return tuple(outputs)
 
-        inputs = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
+        inputs: tuple[Tensor, ...] = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
+        inputs += (*(() if identity else (left_BKD,)), *(chosen.seen or ()))
         # Live slots come first, so this slot tells whether more than `narrow` slots are live.
         more_B, k = chosen.live_BK[:, self.narrow], chosen.live_BK.shape[1]
         new_BKD, *cached = either(more_B, partial(of_first, k), partial(of_first, self.narrow), inputs)

@@ -31,7 +31,7 @@ class Acausal(Attention):
     """Attention without the causal mask."""
 
     def forward(self, x_BTD: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.projected(x_BTD, cos, sin)
+        q, (k, v) = self.queries(x_BTD, cos, sin), self.keys_values(x_BTD, cos, sin)
         y = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2)), k, v
 

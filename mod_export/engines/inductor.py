@@ -100,6 +100,8 @@ class AotInductor(EngineBuilder):
         }
         options = {
             "aot_inductor.package_constants_in_so": False,
+            # Otherwise vectors of up to 8 weights, such as the bias of a router, become part of the code.
+            "always_keep_tensor_constants": True,
             "aot_inductor.metadata": metadata,
             **self._compiler_options(),
         }

@@ -45,6 +45,9 @@ KINDS: dict[str, ModelSpec] = {
             FAST, "dense", "random", "MLP routed", "routed apart", "routed apart by predictors",
             "experts, expert choice", "staged MoDE", "staged MoDE, expert choice", "integrated MoDE",
             "integrated MoDE, expert choice", "early exit with experts", "biases", "normed heads",
+            "keys and values kept", "keys and values kept, attention routed", "keys and values kept, routed apart",
+            "keys and values kept, adapter", "skipped are scaled", "skipped have a linear adapter",
+            "skipped have a bottleneck adapter",
         )
     },
     "stochastic, absolute": make_spec(router="noise", noise_seed=5, capacity_rule="absolute", capacity=3),

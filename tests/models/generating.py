@@ -17,7 +17,19 @@ from mod_models.transformer import Transformer
 
 WINDOW = 14
 GENERATING: dict[str, ModelSpec] = {
-    **{name: VARIANTS[name] for name in ("dense", "threshold", "predictor", "routed apart by predictors")},
+    **{
+        name: VARIANTS[name]
+        for name in (
+            "dense",
+            "threshold",
+            "predictor",
+            "routed apart by predictors",
+            "keys and values kept",
+            "keys and values kept, routed apart",
+            "keys and values kept, adapter",
+            "skipped have a bottleneck adapter",
+        )
+    },
     "first tokens always": make_spec(selection="threshold", always_first=2, router="norm_mlp", gate="ones"),
     "first tokens always, by predictors": make_spec(
         selection="predictor",
@@ -45,6 +57,16 @@ GENERATING: dict[str, ModelSpec] = {
     "experts after routed attention": make_spec(parts="attention", selection="threshold", experts=experts()),
     "biases": make_spec(selection="threshold", **BIASES),
     "normed heads": make_spec(routing=None, **NORMED_HEADS),
+    "keys and values kept, attention routed": make_spec(
+        skipped_keys_values="kept", parts="attention", selection="threshold"
+    ),
+    "skipped are scaled": make_spec(
+        skipped_result="scaled", selection="threshold", gate="tanh_affine", gate_scale=0.2, gate_shift=1.0
+    ),
+    "skipped have a linear adapter": make_spec(skipped_result="adapter", parts="mlp", selection="threshold"),
+    "keys and values kept, experts": make_spec(
+        skipped_keys_values="kept", selection="threshold", experts=experts(n_experts=2, layers=EVERY)
+    ),
     "a head for each": make_spec(selection="threshold", n_kv_heads=4, tie_embeddings=False, gate="scaled_sigmoid"),
 }
 """Specs by name, before `for_generation`."""

@@ -7,7 +7,7 @@ Vectors are numpy arrays of float64; `x[t]` is the residual stream of token t of
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,10 @@ from loop_experts import ACTIVATIONS, mixture, noise, silu
 
 Weights = Mapping[str, np.ndarray]
 Site = int | str
+ROUTER_ACTIVATIONS: dict[str, Callable[[float], float]] = {
+    "silu": silu, "relu": lambda x: max(0.0, x), "tanh": math.tanh,
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+}  # fmt: skip
 
 
 @dataclass
@@ -107,15 +111,15 @@ def _unrouted(row: Row, part: str) -> None:
 
 
 def _routed_block(row: Row, k: int) -> None:
-    routing = row.spec["routing"]
+    routing, given = row.spec["routing"], {t: row.x[t] for t in row.here}
     if routing["parts"] == "block":
-        _routed_part(row, k, row.layer, ("attention", "mlp"))
+        _routed_part(row, k, row.layer, ("attention", "mlp"), given)
     else:
         for part in ("attention", "mlp"):
             if routing["parts"] == "separate":
-                _routed_part(row, k, f"{row.layer}.{part}", (part,))
+                _routed_part(row, k, f"{row.layer}.{part}", (part,), given)
             elif routing["parts"] == part:
-                _routed_part(row, k, row.layer, (part,))
+                _routed_part(row, k, row.layer, (part,), given)
             else:
                 _unrouted(row, part)
     if routing["selection"] == "exit":
@@ -123,20 +127,57 @@ def _routed_block(row: Row, k: int) -> None:
         row.here, row.count = row.trace.chosen[row.layer], k
 
 
-def _routed_part(row: Row, k: int, site: Site, parts: tuple[str, ...]) -> None:
-    if k == 0:
+def _routed_part(row: Row, k: int, site: Site, parts: tuple[str, ...], block_input: dict[int, np.ndarray]) -> None:
+    routing = row.spec["routing"]
+    gates_skipped = routing["skipped_result"] == "scaled" or (
+        routing["skipped_result"] == "adapter" and routing["adapter_gate"] == "rest"
+    )
+    if k == 0 and not gates_skipped:
+        for t in row.here:
+            row.x[t] = _skipped(row, row.x[t], 1.0)
         return
+    weigh, decide = _scores(row, site, parts, block_input)
+    chosen: list[int] = []
+    if k:
+        chosen = _select(row, decide, k)
+        row.trace.chosen[site], row.trace.scores[site] = chosen, decide
+    before = [row.x[t] for t in chosen]
+    positions = chosen if routing["positions"] == "original" else list(range(len(chosen)))
+    a = m = None
+    if "attention" in parts and routing["skipped_keys_values"] == "kept":
+        every = _attention(row.spec, row.w, [row.x[t] for t in row.here], row.here)
+        a = [every[row.here.index(t)] for t in chosen]
+    elif "attention" in parts:
+        a = _deltas(row, "attention", chosen, before, positions, k)
+    if "mlp" in parts:
+        m = _deltas(row, "mlp", chosen, before if a is None else [x + y for x, y in zip(before, a, strict=True)], [], k)
+    for t in row.here:
+        if t not in chosen:
+            row.x[t] = _skipped(row, row.x[t], _gate(routing, weigh[t], []) if gates_skipped else 1.0)
+    for i, t in enumerate(chosen):
+        g = _gate(routing, weigh[t], [weigh[other] for other in chosen])
+        zero = np.zeros_like(before[i])
+        row.x[t] = _combine(routing["combine"], before[i], zero if a is None else a[i], zero if m is None else m[i], g)
+
+
+def _scores(
+    row: Row, site: Site, parts: tuple[str, ...], block_input: dict[int, np.ndarray]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Scores of the router, which weigh, and the scores that decide."""
     routing = row.spec["routing"]
     second = site == f"{row.layer}.mlp"
     norm = "mlp_norm.weight" if parts == ("mlp",) else "attention_norm.weight"
     seen = {t: row.x[t] for t in row.here}
+    if routing["router_stream"] == "block":
+        norm, seen = "attention_norm.weight", block_input
     if routing["router_input"] == "normed":
         seen = {t: _rms_norm(x, row.w[norm], row.spec["norm_eps"]) for t, x in seen.items()}
     drawn = dict(enumerate(noise(routing["noise_seed"], str(site), row.ids)))
     weigh = drawn
     if routing["router"] != "noise":
         name = "mlp_router" if second else "router"
-        weigh = {t: _score(row.spec, routing["router"], row.w, name, x) for t, x in seen.items()}
+        act = ROUTER_ACTIVATIONS[routing["router_activation"]]
+        weigh = {t: _score(row.spec, routing["router"], row.w, name, x, act) for t, x in seen.items()}
     decide = weigh
     if routing["selection"] == "predictor" and not row.training:
         name = "mlp_predictor" if second else "predictor"
@@ -144,20 +185,26 @@ def _routed_part(row: Row, k: int, site: Site, parts: tuple[str, ...]) -> None:
     elif routing["selection"] == "random":
         decide = drawn
     decide = {t: math.inf if t < routing["always_first"] else score for t, score in decide.items()}
-    chosen = _select(row, decide, k)
-    row.trace.chosen[site], row.trace.scores[site] = chosen, decide
+    return weigh, decide
 
-    before = [row.x[t] for t in chosen]
-    positions = chosen if routing["positions"] == "original" else list(range(len(chosen)))
-    a = m = None
-    if "attention" in parts:
-        a = _deltas(row, "attention", chosen, before, positions, k)
-    if "mlp" in parts:
-        m = _deltas(row, "mlp", chosen, before if a is None else [x + y for x, y in zip(before, a, strict=True)], [], k)
-    for i, t in enumerate(chosen):
-        g = _gate(routing, weigh[t], [weigh[other] for other in chosen])
-        zero = np.zeros_like(before[i])
-        row.x[t] = _combine(routing["combine"], before[i], zero if a is None else a[i], zero if m is None else m[i], g)
+
+def _skipped(row: Row, x: np.ndarray, g: float) -> np.ndarray:
+    """The value of a token after a part that skips it."""
+    routing, w = row.spec["routing"], row.w
+    if routing["skipped_result"] == "identity":
+        return x
+    if routing["skipped_result"] == "scaled":
+        return g * x
+    normed = _rms_norm(x, w["mlp_norm.weight"], row.spec["norm_eps"])
+    act = ACTIVATIONS[row.spec["activation"]]
+    inner = normed
+    if routing["adapter"] == "bottleneck":
+        inner = np.array([act(value) for value in w["adapter.up_proj.weight"] @ normed])
+    elif routing["adapter"] == "gated":
+        gate, up = w["adapter.gate_proj.weight"] @ normed, w["adapter.up_proj.weight"] @ normed
+        inner = np.array([act(value) * other for value, other in zip(gate, up, strict=True)])
+    share = 1 - g if routing["adapter_gate"] == "rest" else 1.0
+    return x + share * (w["adapter.down_proj.weight"] @ inner)
 
 
 def _select(row: Row, scores: dict[int, float], k: int) -> list[int]:
@@ -202,7 +249,9 @@ def _deltas(
     return found.deltas
 
 
-def _score(spec: dict, form: str, w: Weights, name: str, x: np.ndarray) -> float:
+def _score(
+    spec: dict, form: str, w: Weights, name: str, x: np.ndarray, activation: Callable[[float], float] = silu
+) -> float:
     """Score of a token from a router or a predictor."""
     if form in ("mlp", "norm_mlp"):
         hidden = np.array(
@@ -210,7 +259,7 @@ def _score(spec: dict, form: str, w: Weights, name: str, x: np.ndarray) -> float
         )
         if form == "norm_mlp":
             hidden = _rms_norm(hidden, w[f"{name}.norm.weight"], spec["norm_eps"])
-        active = np.array([silu(float(value)) for value in hidden])
+        active = np.array([activation(float(value)) for value in hidden])
         return float(w[f"{name}.projection.weight"][0] @ active) + float(w[f"{name}.projection.bias"][0])
     score = float(w[f"{name}.projection.weight"][0] @ x)
     return score + float(w[f"{name}.projection.bias"][0]) if form == "linear_bias" else score

@@ -23,7 +23,8 @@ REFUSED = {
     **dict.fromkeys(
         (
             "topk", "attention routed", "MLP routed", "routed apart", "FFN gated", "schedule", "absolute",
-            "protected blocks", "staged MoDE", "staged MoDE, expert choice",
+            "protected blocks", "staged MoDE", "staged MoDE, expert choice", "skipped are scaled",
+            "keys and values kept, attention routed", "skipped have a linear adapter",
         ),
         (RANKED, TRAIN),
     ),

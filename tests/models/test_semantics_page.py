@@ -26,6 +26,11 @@ def rows(heading: str) -> list[list[str]]:
     [
         ("`router`", declarations.ROUTERS),
         ("`router_input`", declarations.ROUTER_INPUTS),
+        ("`router_stream`", declarations.ROUTER_STREAMS),
+        ("`skipped_keys_values`", declarations.KEYS_VALUES),
+        ("`skipped_result`", declarations.RESULTS),
+        ("`adapter`, the layer", declarations.ADAPTERS),
+        ("`adapter_gate`", declarations.ADAPTER_GATES),
         ("`gate`", declarations.GATES),
         ("`combine`", declarations.COMBINES),
         ("`capacity_rule`", tuple(CAPACITY_RULES)),

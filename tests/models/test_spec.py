@@ -40,8 +40,11 @@ def test_defaults_are_the_papers() -> None:
     assert (declared.routing, declared.experts) == (RoutingSpec(), ExpertsSpec())
     assert dataclasses.asdict(RoutingSpec()) == {
         "layers": {"every": 2, "offset": 1, "skip_first": 0, "skip_last": 0}, "parts": "block",
-        "router": "linear", "router_input": "raw", "router_hidden": 0, "gate": "identity", "gate_scale": 1.0,
-        "gate_shift": 0.0, "combine": "paper", "selection": "topk", "always_first": 0, "noise_seed": 0,
+        "router": "linear", "router_input": "raw", "router_stream": "part", "router_hidden": 0,
+            "router_activation": "silu", "gate": "identity", "gate_scale": 1.0,
+        "gate_shift": 0.0, "combine": "paper", "skipped_keys_values": "absent", "skipped_result": "identity",
+            "adapter": "linear", "adapter_hidden": 0, "adapter_gate": "ones", "selection": "topk",
+            "always_first": 0, "noise_seed": 0,
         "capacity_rule": "floor_min1",
         "capacity": 0.125, "positions": "original", "predictor_hidden": 0,
     }  # fmt: skip

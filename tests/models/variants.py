@@ -38,6 +38,39 @@ VARIANTS: dict[str, ModelSpec] = {
     "first tokens always, normed router": make_spec(
         selection="threshold", router="norm_mlp", always_first=2, gate="sigmoid_affine", combine="ffn_gated"
     ),
+    "keys and values kept": make_spec(skipped_keys_values="kept", selection="threshold"),
+    "keys and values kept, attention routed": make_spec(skipped_keys_values="kept", parts="attention"),
+    # SkipGPT: both routers read the stream of the block.
+    "keys and values kept, routed apart": make_spec(
+        skipped_keys_values="kept",
+        parts="separate",
+        selection="threshold",
+        gate="ones",
+        router="mlp",
+        router_hidden=3,
+        router_activation="relu",
+        router_stream="block",
+    ),
+    "skipped are scaled": make_spec(skipped_result="scaled", gate="tanh_affine", gate_scale=0.2, gate_shift=1.0),
+    "skipped have a linear adapter": make_spec(skipped_result="adapter", parts="mlp", gate="ones"),
+    "skipped have a bottleneck adapter": make_spec(
+        skipped_result="adapter", adapter="bottleneck", adapter_hidden=3, selection="predictor", predictor_hidden=3
+    ),
+    # FlexiDepth.
+    "keys and values kept, adapter": make_spec(
+        skipped_keys_values="kept",
+        skipped_result="adapter",
+        adapter="gated",
+        adapter_hidden=3,
+        adapter_gate="rest",
+        selection="threshold",
+        gate="sigmoid",
+        combine="ffn_gated",
+        router="norm_mlp",
+        router_activation="tanh",
+        router_input="normed",
+        qk_norm="head",
+    ),
     "schedule": make_spec(capacity=(0.25, 0.6)),
     "absolute": make_spec(capacity_rule="absolute", capacity=3),
     "protected blocks": make_spec(n_layers=4, layers=EveryNth(every=1, offset=0, skip_first=1, skip_last=1)),

@@ -217,7 +217,8 @@ class CachedAttention:
     """Replaces the attention of a step over a cache, and its outputs `keys_row_<layer>` and `values_row_<layer>` by
     `present_keys_<layer>` and `present_values_<layer>`, which must have the addresses of the caches.
 
-    A layer in which some rows have no slot in the step stays as it is.
+    A layer in which some rows have no slot in the step stays as it is, and so does one whose attention is behind a
+    condition while its key and value are computed for every token, because the operator would not always write them.
     """
 
     name: ClassVar[str] = "cached_attention"
@@ -254,9 +255,15 @@ def _attentions(graph: ir.Graph) -> list[_CachedAttention]:
         match caches, numbers:
             case [ir.Value() as keys, ir.Value() as values], [int() as first, int() as second]:
                 attention = _attention(layer, keys, values, slot, (first, second))
-                if attention is not None:
+                if attention is not None and _in_one_graph(attention):
                     attentions.append(attention)
     return attentions
+
+
+def _in_one_graph(attention: _CachedAttention) -> bool:
+    """Whether the token's key is computed in the graph that attends."""
+    producer = attention.key.producer()
+    return producer is not None and producer.graph is attention.graph
 
 
 def _slots_by_layer(graph: ir.Graph) -> list[ir.Value]:
