@@ -28,7 +28,7 @@ from mod_export.cli.boundary import PATH, SOURCE, command
     "nothing; may be given several times.",
 )
 @click.option(
-    "--dialect",
+    "--implementation",
     metavar="NAME",
     help="The implementation of Mixture-of-Depths that SOURCE is a folder of, because its files do not say how its "
     "routers route: astramind, dlo, ohara, sramshetty, d-llm.",
@@ -37,8 +37,8 @@ from mod_export.cli.boundary import PATH, SOURCE, command
     "--capacity",
     metavar="C",
     type=float,
-    help="With --dialect, the share of the tokens that a routed layer takes, or their number where the dialect counts "
-    "them; default: what SOURCE or the dialect says.",
+    help="With --implementation, the share of the tokens that a routed layer takes, or their number where the "
+    "implementation counts them; default: what SOURCE or the implementation says.",
 )
 @click.option(
     "--base",
@@ -53,7 +53,7 @@ def convert(
     out: Path,
     max_positions: int | None,
     ignored: Sequence[str],
-    dialect: str | None,
+    implementation: str | None,
     capacity: float | None,
     base: str | None,
     verbosity: int,
@@ -84,7 +84,7 @@ def convert(
             max_positions,
             ignored,
             lambda done, all_: progress.update(task, completed=done, total=all_),
-            dialect,
+            implementation,
             capacity,
             None if base is None else Path(fetched(base)),
         )

@@ -84,7 +84,7 @@ class Architecture(ABC):
         max_positions: int | None,
         ignored: Collection[str],
         written: Callable[[int, int], None],
-        dialect: str | None = None,
+        implementation: str | None = None,
         capacity: float | None = None,
         base: Path | None = None,
     ) -> Converted | None:
@@ -96,8 +96,8 @@ class Architecture(ABC):
             max_positions: length of the longest row, if it shall be shorter than the model allows.
             ignored: fields of the model's configuration that change nothing.
             written: called with the number of bytes of weights written so far, and with their total.
-            dialect: the implementation that stored the model, if its files do not say what its tensors mean.
-            capacity: capacity of routed layers, if it differs from that of the model or the dialect.
+            implementation: the implementation that stored the model, if its files do not say what its tensors mean.
+            capacity: capacity of routed layers, if it differs from that of the model or the implementation.
             base: the model that `source` is an adapter of, if its files do not say where that is.
 
         Returns:

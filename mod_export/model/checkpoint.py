@@ -137,7 +137,7 @@ def convert(
     max_positions: int | None = None,
     ignored: Collection[str] = (),
     written: Callable[[int, int], None] = lambda done, all_: None,
-    dialect: str | None = None,
+    implementation: str | None = None,
     capacity: float | None = None,
     base: Path | None = None,
 ) -> Converted:
@@ -147,7 +147,7 @@ def convert(
         CheckpointError: the source is something else that is known, no installed architecture converts models, or the
             model cannot be converted.
     """
-    what = what_source if dialect is None else what_files
+    what = what_source if implementation is None else what_files
     try:
         said = what(source) or lone_file(source) or ("" if base is None else what_source(base))
     except OSError as error:
@@ -156,7 +156,9 @@ def convert(
         raise CheckpointError(said)
     for architecture in architectures().values():
         try:
-            converted = architecture.convert(source, out, max_positions, ignored, written, dialect, capacity, base)
+            converted = architecture.convert(
+                source, out, max_positions, ignored, written, implementation, capacity, base
+            )
         except ValueError as error:
             raise CheckpointError(str(error)) from error
         if converted is not None:

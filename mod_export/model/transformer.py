@@ -304,12 +304,12 @@ class ModTransformer(Architecture):
         max_positions: int | None,
         ignored: Collection[str],
         written: Callable[[int, int], None],
-        dialect: str | None = None,
+        implementation: str | None = None,
         capacity: float | None = None,
         base: Path | None = None,
     ) -> Converted:
         """See `convert.read_foreign` and `convert.foreign.write_folder`."""
-        foreign = _with_tokenizer(read_foreign(source, max_positions, ignored, dialect, capacity, base))
+        foreign = _with_tokenizer(read_foreign(source, max_positions, ignored, implementation, capacity, base))
         write_folder(foreign, out, written)
         return _converted(foreign)
 

@@ -44,7 +44,7 @@ def read_foreign(
     path: Path,
     max_positions: int | None = None,
     ignored: Collection[str] = (),
-    dialect: str | None = None,
+    implementation: str | None = None,
     capacity: float | None = None,
     base: Path | None = None,
 ) -> ForeignModel:
@@ -54,7 +54,7 @@ def read_foreign(
         path: path of the model.
         max_positions: tokens of the longest row, to make it shorter than the model allows.
         ignored: configuration fields that the caller knows to change nothing.
-        dialect: name in `IMPLEMENTATIONS`, for a folder of a public implementation of Mixture-of-Depths.
+        implementation: name in `IMPLEMENTATIONS`, for a folder of a public implementation of Mixture-of-Depths.
         capacity: capacity of the routed layers; None for the value of the folder or of the implementation.
         base: folder of the base model, for an adapter; None for the one that the adapter names.
 
@@ -64,13 +64,13 @@ def read_foreign(
     """
     if not path.exists():
         raise CheckpointError(f"{path}: no such file or folder")
-    if base is not None and (dialect is not None or not is_adapter(path)):
-        reason = "has a --dialect" if dialect is not None else f"holds no {ADAPTER_CONFIG}"
+    if base is not None and (implementation is not None or not is_adapter(path)):
+        reason = "has an --implementation" if implementation is not None else f"holds no {ADAPTER_CONFIG}"
         raise CheckpointError(f"--base {base}: is for an adapter, and {path} {reason}")
-    if dialect is not None:
-        return read_implementation(path, dialect, capacity, max_positions, ignored)
+    if implementation is not None:
+        return read_implementation(path, implementation, capacity, max_positions, ignored)
     if capacity is not None:
-        raise CheckpointError("--capacity is for routed layers of a --dialect, and none was declared")
+        raise CheckpointError("--capacity is for routed layers of an --implementation, and none was declared")
     if is_adapter(path):
         return read_adapter(path, base, max_positions, ignored)
     if path.is_dir():

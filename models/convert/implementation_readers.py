@@ -147,7 +147,9 @@ def tensors_of(path: Path) -> dict[str, FileTensor]:
         CheckpointError: the folder has no weights, or they are damaged.
     """
     if not path.is_dir():
-        raise CheckpointError(f"{path}: not a folder; a dialect has its configuration and its weights in one")
+        raise CheckpointError(
+            f"{path}: not a folder; an implementation stores its configuration and its weights in one"
+        )
     files = sorted(file for file in path.iterdir() if file.suffix in PICKLES and file.is_file())
     if not files or [*path.glob("*.safetensors"), *path.glob("*.bin")]:
         return tensors_of_folder(path)
@@ -193,14 +195,14 @@ def model_from(
     parts, problems, unused = locate(spec, find, source.tensors, declared_by, KNOWN, dense)
     if dense is None:
         problems += [
-            f"{shown(name)} belongs to nothing in the dialect {source.implementation}"
+            f"{shown(name)} belongs to nothing in a model of {source.implementation}"
             for name in unused
             if name not in harmless
         ]
     refuse(source.path, problems)
     return ForeignModel(
         path=source.path,
-        family=f"{family} in the dialect {source.implementation}",
+        family=f"{family} as {source.implementation} stores it",
         spec=spec,
         parts=parts,
         companions=companions_of(source.path),
@@ -596,7 +598,7 @@ def _check_copies(source: Source, name: str, copies: list[str]) -> None:
     refuse(
         source.path,
         [
-            f"{copy} differs from {first.name}, and both are the same tensor in the dialect {source.implementation}"
+            f"{copy} differs from {first.name}, and both are the same tensor in {source.implementation}"
             for copy in present[1:]
             if not same(source.tensors[copy], part)
         ],

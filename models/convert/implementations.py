@@ -1,7 +1,7 @@
 """Public implementations of Mixture-of-Depths: how to recognise the folders of each, and how to read them or why not.
 
 An implementation stores a model under names of tensors whose meaning is only in its code and in no file. So the user
-declares the implementation of a folder with `--dialect`; it is never guessed from names.
+declares the implementation of a folder with `--implementation`; it is never guessed from names.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         "and the router of an MLP reads what attention reads",
     ),
 }  # fmt: skip
-"""Name for `--dialect` -> implementation."""
+"""Name for `--implementation` -> implementation."""
 
 
 def read_implementation(
@@ -143,16 +143,16 @@ def read_implementation(
     """
     implementation = IMPLEMENTATIONS.get(name)
     if implementation is None:
-        raise CheckpointError(f"--dialect {name}: unknown; known: {', '.join(IMPLEMENTATIONS)}")
+        raise CheckpointError(f"--implementation {name}: unknown; known: {', '.join(IMPLEMENTATIONS)}")
     if implementation.read is None:
         raise CheckpointError(
-            f"--dialect {name} ({implementation.repository}) cannot be converted: {implementation.reason}"
+            f"--implementation {name} ({implementation.repository}) cannot be converted: {implementation.reason}"
         )
     tensors = tensors_of(path)
     if problems := implementation.unlike(tensors):
         fit = candidates(tensors)
-        instead = f". Dialects that do fit: {'; '.join(fit)}" if fit else ""
-        raise CheckpointError(f"{path}: not in the dialect {name}: {'; '.join(problems)}{instead}")
+        instead = f". Implementations that do fit: {'; '.join(fit)}" if fit else ""
+        raise CheckpointError(f"{path}: not a model of {name}: {'; '.join(problems)}{instead}")
     return implementation.read(
         Source(
             path=path,
@@ -187,6 +187,6 @@ def refuse_undeclared(path: Path) -> None:
     if fit := candidates(tensors):
         router = next(name for name in tensors if "router" in name)
         raise CheckpointError(
-            f"{path}: has routers ({router}), and how they route is in no file. Dialects with such names: "
-            f"{'; '.join(fit)}. If it is in one of them, say so: mod-export convert {path} OUT --dialect NAME"
+            f"{path}: has routers ({router}), and how they route is in no file. Implementations with such names: "
+            f"{'; '.join(fit)}. If one of them stored it, say so: mod-export convert {path} OUT --implementation NAME"
         )

@@ -30,7 +30,7 @@ COMMON = ["--help", "--quiet", "--verbose", "-h", "-q", "-v"]
 OPTIONS = {
     "build": ["--baseline", "--buckets", "--capacity", "--config", "--max-memory", "--no-evidence", "--out", "--report",
               "--samples", "--target", "--tokenizer", "-c", "-o", "models"],
-    "convert": ["--base", "--capacity", "--dialect", "--ignore-field", "--max-positions", "out", "source"],
+    "convert": ["--base", "--capacity", "--ignore-field", "--implementation", "--max-positions", "out", "source"],
     "generate": ["--chat", "--dtype", "--ids", "--ignore-eos", "--json", "--max-new-tokens", "--model",
                  "--no-special-tokens", "--prompt", "--prompt-file", "--roll", "--seed", "--selection", "--stop",
                  "--system", "--target", "--temperature", "--template", "--threads", "--top-k", "--top-p", "folder",

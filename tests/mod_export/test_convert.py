@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from command_line import FEW_SAMPLES, invoke, refused
-from dialect_models import Astramind, Dlo, Ohara
 from gguf_files import as_gguf
 from hugging_face import change_config, saved
+from implementation_models import Astramind, Dlo, Ohara
 from packages import OnlyReads
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -216,18 +216,21 @@ def test_a_folder_that_was_built_writes_as_transformers_does(name: str, tmp_path
     assert written.ids == ids_1S[0, len(prompt) :].tolist()
 
 
-def test_a_dialect_is_declared(tmp_path: Path) -> None:
+def test_an_implementation_is_declared(tmp_path: Path) -> None:
     """Without a declaration it is refused with the way out; the output says how the result routes."""
     source, out = tmp_path / "source", tmp_path / "out"
     Dlo(0).save(source)
     for words in (["convert", source, out], ["build", source, "-o", out]):
-        refused(invoke(*words), r"Dialects with such names: dlo\. .* mod-export convert .*source OUT --dialect NAME")
-    refused(invoke("convert", source, out, "--dialect", "dlo"), "give --capacity: dlo runs every token")
+        refused(
+            invoke(*words),
+            r"Implementations with such names: dlo\. .* mod-export convert .*source OUT --implementation NAME",
+        )
+    refused(invoke("convert", source, out, "--implementation", "dlo"), "give --capacity: dlo runs every token")
     assert not out.exists()
-    found = invoke("convert", source, out, "--dialect", "dlo", "--capacity", "1")
+    found = invoke("convert", source, out, "--implementation", "dlo", "--capacity", "1")
     assert found.exit_code == 0, found.output
     assert found.stdout.startswith(
-        f"{out}  llama in the dialect dlo, 0.06 M parameters; copied generation_config.json; no tokenizer.json in "
+        f"{out}  llama as dlo stores it, 0.06 M parameters; copied generation_config.json; no tokenizer.json in "
     )
     assert found.stderr.splitlines() == [
         "note: routed layers 1, 2; threshold, capacity 1.0 by the rule floor_min1",
@@ -236,20 +239,20 @@ def test_a_dialect_is_declared(tmp_path: Path) -> None:
     ]
 
 
-def test_the_dialects_that_help_names_are_those_that_are_read() -> None:
+def test_the_implementations_that_help_names_are_those_that_are_read() -> None:
     found = invoke("convert", "--help")
     named = " ".join(found.stdout.split()).partition("routers route: ")[2].partition(".")[0]
-    assert named.split(", ") == [name for name, dialect in IMPLEMENTATIONS.items() if dialect.read]
+    assert named.split(", ") == [name for name, implementation in IMPLEMENTATIONS.items() if implementation.read]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["astramind", "ohara", "dlo"])
-def test_a_dialect_that_was_built_gives_the_logits_of_its_code(name: str, tmp_path: Path, fast: Path) -> None:
+def test_an_implementation_that_was_built_gives_the_logits_of_its_code(name: str, tmp_path: Path, fast: Path) -> None:
     source, out = tmp_path / "source", tmp_path / "out"
     theirs = {"astramind": lambda: Astramind("Llama", 0), "ohara": lambda: Ohara(0), "dlo": lambda: Dlo(0)}[name]()
     theirs.save(source)
     capacity = ("--capacity", "1") if name == "dlo" else ()
-    found = invoke("convert", source, tmp_path / "ours", "--dialect", name, *capacity)
+    found = invoke("convert", source, tmp_path / "ours", "--implementation", name, *capacity)
     assert found.exit_code == 0, found.output
     fast.write_text(fast.read_text() + "[cost]\nprofile_runs = 0\n")
     found = invoke("build", tmp_path / "ours", "-c", fast, "-o", out)

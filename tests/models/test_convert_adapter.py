@@ -238,7 +238,10 @@ def test_a_base_model_for_what_is_no_adapter(tmp_path: Path) -> None:
     adapter, _ = pair("Llama", tmp_path)
     base = tmp_path / "base"
     assert refused(base, base=base) == "--base SOURCE: is for an adapter, and SOURCE holds no adapter_config.json"
-    assert refused(adapter, base=base, dialect="dlo") == f"--base {base}: is for an adapter, and SOURCE has a --dialect"
+    assert (
+        refused(adapter, base=base, implementation="dlo")
+        == f"--base {base}: is for an adapter, and SOURCE has an --implementation"
+    )
 
 
 def test_the_tokenizer_is_that_of_the_adapter(tmp_path: Path) -> None:

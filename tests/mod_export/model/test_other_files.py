@@ -454,18 +454,19 @@ def test_a_file_of_a_folder(name: str, message: str, tmp_path: Path) -> None:
     refused(invoke("convert", tmp_path / name, tmp_path / "out"), f"/{re.escape(name)}: {message}\n$")
 
 
-def test_the_base_model_of_an_adapter_and_a_folder_of_a_dialect(tmp_path: Path) -> None:
-    """Of a folder of a dialect only the files are looked at: it has its own configuration."""
+def test_the_base_model_of_an_adapter_and_a_folder_of_an_implementation(tmp_path: Path) -> None:
+    """Of a folder of an implementation only the files are looked at: it has its own configuration."""
     writes("adapter_config.json", "{}")(tmp_path / "adapter")
     writes("model.safetensors", POINTER)(tmp_path / "base")
     message = r"base/model.safetensors: a pointer of git-lfs, not the file itself; run `git lfs pull` in \S+/base\n$"
     refused(invoke("convert", tmp_path / "adapter", tmp_path / "out", "--base", tmp_path / "base"), message)
     writes("consolidated.00.pth", POINTER)(tmp_path / "meta")
     refused(
-        invoke("convert", tmp_path / "meta", tmp_path / "out", "--dialect", "d-llm"), "meta/consolidated.00.pth: a po"
+        invoke("convert", tmp_path / "meta", tmp_path / "out", "--implementation", "d-llm"),
+        "meta/consolidated.00.pth: a po",
     )
     (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"x")
-    found = invoke("convert", tmp_path / "meta", tmp_path / "out", "--dialect", "d-llm")
+    found = invoke("convert", tmp_path / "meta", tmp_path / "out", "--implementation", "d-llm")
     assert "format of their publisher" not in found.stderr
 
 

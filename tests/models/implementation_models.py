@@ -1,6 +1,6 @@
-"""Dialects of Mixture-of-Depths, re-implemented from facts about them without copying code, as references for converted
-models. Each has the tensor names of the published implementation and computes the same row by row; `save` writes the
-same files. Shapes: T tokens of one row, D width, H heads, E head width.
+"""Public implementations of Mixture-of-Depths, written again from facts about them without copying code, as references
+for converted models. Each has the tensor names of the published code and computes the same row by row; `save` writes
+the same files. Shapes: T tokens of one row, D width, H heads, E head width.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from dialect_models import Astramind, ByRow, DLlm, Dlo, Ohara, Sramshetty
+from implementation_models import Astramind, ByRow, DLlm, Dlo, Ohara, Sramshetty
 
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.convert import read_foreign
@@ -33,7 +33,7 @@ MODELS: dict[str, tuple[str, Callable[[int], ByRow], float | None]] = {
     "sramshetty with a second router": ("sramshetty", lambda seed: Sramshetty(seed, auxiliary=True), None),
     "D-LLM": ("d-llm", DLlm, 1.0),
 }  # fmt: skip
-"""Name -> (dialect, the reference model from a seed, the capacity that must be given)."""
+"""Name -> (implementation, the reference model from a seed, the capacity that must be given)."""
 CAUSAL = [name for name, (_, _, capacity) in MODELS.items() if capacity is not None]
 
 
@@ -44,10 +44,10 @@ def distinct_ids(rows: int = 2, seed: int = 3) -> torch.Tensor:
 
 
 def read(name: str, folder: Path, seed: int = 0) -> tuple[ByRow, ForeignModel]:
-    dialect, make, capacity = MODELS[name]
+    implementation, make, capacity = MODELS[name]
     theirs = make(seed)
     theirs.save(folder)
-    return theirs, read_foreign(folder, dialect=dialect, capacity=capacity)
+    return theirs, read_foreign(folder, implementation=implementation, capacity=capacity)
 
 
 def converted(model: ForeignModel, out: Path) -> Checkpoint:
@@ -122,7 +122,7 @@ def test_token_by_token(name: str, tmp_path: Path) -> None:
 def test_notes(name: str, expected: str, tmp_path: Path) -> None:
     _, found = read(name, tmp_path / "source")
     assert any(expected in note for note in found.notes)
-    assert f"in the dialect {MODELS[name][0]}" in found.family
+    assert found.family.endswith(f" as {MODELS[name][0]} stores it")
 
 
 def test_a_capacity_that_is_given(tmp_path: Path) -> None:
@@ -130,21 +130,21 @@ def test_a_capacity_that_is_given(tmp_path: Path) -> None:
     theirs = Astramind("Llama", 5)
     theirs.capacity = 0.5
     theirs.save(tmp_path / "astramind")
-    found = read_foreign(tmp_path / "astramind", dialect="astramind", capacity=0.5)
+    found = read_foreign(tmp_path / "astramind", implementation="astramind", capacity=0.5)
     ids_BS, lengths_B = distinct_ids(), torch.tensor([LENGTH, LENGTH])
     with torch.no_grad():
         (found_BSV,) = found.checkpoint().module()(ids_BS, lengths_B)
     assert (found_BSV - theirs(ids_BS)).abs().max() < TOLERANCE
     Dlo(0).save(tmp_path / "dlo")
-    found = read_foreign(tmp_path / "dlo", dialect="dlo", capacity=0.1)
+    found = read_foreign(tmp_path / "dlo", implementation="dlo", capacity=0.1)
     assert found.spec.k_of_layer(40) == {1: 4, 2: 4}
     assert "tokens that want to run and find no slot are skipped; its code has no such limit (--capacity 1)" in (
         found.notes
     )
     Ohara(0).save(tmp_path / "ohara")
-    assert read_foreign(tmp_path / "ohara", dialect="ohara", capacity=0.5).spec.capacity == 0.5
+    assert read_foreign(tmp_path / "ohara", implementation="ohara", capacity=0.5).spec.capacity == 0.5
     Sramshetty(0).save(tmp_path / "sramshetty")
-    assert read_foreign(tmp_path / "sramshetty", dialect="sramshetty", capacity=7).spec.capacity == 7
+    assert read_foreign(tmp_path / "sramshetty", implementation="sramshetty", capacity=7).spec.capacity == 7
 
 
 @pytest.mark.parametrize("capacity", [None, 0.25])
@@ -153,7 +153,7 @@ def test_one_selected_token(capacity: float | None, tmp_path: Path) -> None:
     theirs = Astramind("Llama", 0)
     theirs.capacity = capacity or theirs.capacity
     theirs.save(tmp_path / "source")
-    found = read_foreign(tmp_path / "source", dialect="astramind", capacity=capacity)
+    found = read_foreign(tmp_path / "source", implementation="astramind", capacity=capacity)
     ids_BS = distinct_ids()[:, :8]
     with torch.no_grad():
         (found_BSV,) = found.checkpoint().module()(ids_BS, torch.tensor([8, 8]))
@@ -163,9 +163,9 @@ def test_one_selected_token(capacity: float | None, tmp_path: Path) -> None:
 
 def test_rows_are_as_long_as_the_user_says(tmp_path: Path) -> None:
     for name, expected in (("ohara", 64), ("sramshetty", 2048), ("D-LLM", 2048), ("DLO", 128)):
-        dialect, make, capacity = MODELS[name]
+        implementation, make, capacity = MODELS[name]
         make(0).save(tmp_path / name)
-        options: dict[str, Any] = {"dialect": dialect, "capacity": capacity}
+        options: dict[str, Any] = {"implementation": implementation, "capacity": capacity}
         assert read_foreign(tmp_path / name, **options).spec.max_positions == expected
         assert read_foreign(tmp_path / name, 50, **options).spec.max_positions == 50
 
@@ -178,7 +178,7 @@ def test_biases_of_ohara(tmp_path: Path) -> None:
             module.attn["proj"] = torch.nn.Linear(48, 48)
     theirs.eval()
     theirs.save(tmp_path / "source", kept=("model.token_emb.weight", "model.vocab_proj.weight"), bias=True)
-    found = read_foreign(tmp_path / "source", dialect="ohara")
+    found = read_foreign(tmp_path / "source", implementation="ohara")
     assert found.spec.attention_bias == "all"
     ids_BS = distinct_ids()
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_biases_of_ohara(tmp_path: Path) -> None:
 
 def test_a_model_without_lora(tmp_path: Path) -> None:
     DLlm(0).save(tmp_path / "source", lora=False)
-    found = read_foreign(tmp_path / "source", dialect="d-llm", capacity=1.0)
+    found = read_foreign(tmp_path / "source", implementation="d-llm", capacity=1.0)
     assert not any("LoRA" in note for note in found.notes)
     theirs = DLlm(0)
     with torch.no_grad():

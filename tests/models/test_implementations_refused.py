@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from dialect_models import Astramind, DLlm, Dlo, Ohara, Sramshetty
+from implementation_models import Astramind, DLlm, Dlo, Ohara, Sramshetty
 from safetensors.torch import load_file, save_file
 
 from mod_export.model.transformer import MOD_TRANSFORMER
@@ -24,7 +24,7 @@ NAMES_OF: dict[str, tuple[str, ...]] = {
     "mindskip": ("model.layers.0.router.weight", "model.layers.0.self_attn.q_proj.weight"),
     "skipgpt": ("model.layers.0.router_attention.hidden_layer.weight", "model.layers.0.router_mlp.hidden_layer.weight"),
 }
-"""Tensor names in dialects that cannot be converted."""
+"""Tensor names of implementations that cannot be converted."""
 
 
 def refused(folder: Path, message: str, **options: Any) -> None:
@@ -56,31 +56,35 @@ def change_pickle(path: Path, table: str = "", without: str = "", **tensors: tor
 
 
 @pytest.mark.parametrize("name", ["astramind", "dlo", "ohara"])
-def test_a_dialect_is_not_guessed(name: str, tmp_path: Path) -> None:
+def test_an_implementation_is_not_guessed(name: str, tmp_path: Path) -> None:
     {"astramind": lambda: Astramind("Llama", 0), "dlo": lambda: Dlo(0), "ohara": lambda: Ohara(0)}[name]().save(
         tmp_path / "source"
     )
-    message = "how they route is in no file. Dialects with such names: "
-    refused(tmp_path / "source", f"{message}{name}. If it is in one of them, say so: mod-export convert")
+    message = "how they route is in no file. Implementations with such names: "
+    refused(tmp_path / "source", f"{message}{name}. If one of them stored it, say so: mod-export convert")
     for read in (MOD_TRANSFORMER.read, MOD_TRANSFORMER.look):
         with pytest.raises(CheckpointError, match=message):
             read(tmp_path / "source")
 
 
-def test_state_dicts_without_a_dialect(tmp_path: Path) -> None:
+def test_state_dicts_without_an_implementation(tmp_path: Path) -> None:
     Sramshetty(0).save(tmp_path / "one")
-    refused(tmp_path / "one", "Dialects with such names: sramshetty. If")
+    refused(tmp_path / "one", "Implementations with such names: sramshetty. If")
     DLlm(0).save(tmp_path / "two")
-    refused(tmp_path / "two", "Dialects with such names: d-llm. If")
+    refused(tmp_path / "two", "Implementations with such names: d-llm. If")
 
 
 @pytest.mark.parametrize("name", NAMES_OF)
-def test_dialects_that_cannot_be_converted(name: str, tmp_path: Path) -> None:
+def test_implementations_that_cannot_be_converted(name: str, tmp_path: Path) -> None:
     """They are refused with the reason, whether they were declared or not."""
-    folder, dialect = with_names(tmp_path / "source", NAMES_OF[name]), IMPLEMENTATIONS[name]
-    assert dialect.reason
-    refused(folder, f"--dialect {name} ({dialect.repository}) cannot be converted: {dialect.reason}", dialect=name)
-    refused(folder, f"{name}, which cannot be converted: {dialect.reason}")
+    folder, implementation = with_names(tmp_path / "source", NAMES_OF[name]), IMPLEMENTATIONS[name]
+    assert implementation.reason
+    refused(
+        folder,
+        f"--implementation {name} ({implementation.repository}) cannot be converted: {implementation.reason}",
+        implementation=name,
+    )
+    refused(folder, f"{name}, which cannot be converted: {implementation.reason}")
 
 
 def test_several_candidates(tmp_path: Path) -> None:
@@ -88,35 +92,43 @@ def test_several_candidates(tmp_path: Path) -> None:
         tmp_path / "source",
         ("model.routers.1.weight", "model.layers.0.router.weight", "model.layers.0.self_attn.q_proj.weight"),
     )
-    refused(folder, "Dialects with such names: dlo; mindskip, which cannot be converted: by granularity")
+    refused(folder, "Implementations with such names: dlo; mindskip, which cannot be converted: by granularity")
 
 
-def test_every_dialect_is_read_or_has_a_reason() -> None:
-    assert {name for name, dialect in IMPLEMENTATIONS.items() if dialect.read is None} == set(NAMES_OF)
-    assert all((dialect.read is None) == bool(dialect.reason) for dialect in IMPLEMENTATIONS.values())
+def test_every_implementation_is_read_or_has_a_reason() -> None:
+    assert {name for name, implementation in IMPLEMENTATIONS.items() if implementation.read is None} == set(NAMES_OF)
+    assert all(
+        (implementation.read is None) == bool(implementation.reason) for implementation in IMPLEMENTATIONS.values()
+    )
 
 
-def test_another_dialect_than_the_folder(tmp_path: Path) -> None:
+def test_another_implementation_than_the_folder(tmp_path: Path) -> None:
     Ohara(0).save(tmp_path / "source")
     refused(
         tmp_path / "source",
-        r"not in the dialect astramind: no tensor is named like model\.layers\.\d+\.router\.weight_predictor\.weight; "
-        r"no tensor is named like model\.layers\.\d+\.block\.self_attn\..*. Dialects that do fit: ohara",
-        dialect="astramind",
+        r"not a model of astramind: no tensor is named like model\.layers\.\d+\.router\.weight_predictor\.weight; "
+        r"no tensor is named like model\.layers\.\d+\.block\.self_attn\..*. Implementations that do fit: ohara",
+        implementation="astramind",
     )
-    refused(tmp_path / "source", "--dialect mine: unknown; known: astramind, dlo, ohara", dialect="mine")
+    refused(tmp_path / "source", "--implementation mine: unknown; known: astramind, dlo, ohara", implementation="mine")
     (tmp_path / "file").write_text("")
-    refused(tmp_path / "file", "not a folder; a dialect has its configuration and its weights in one", dialect="dlo")
+    refused(
+        tmp_path / "file",
+        "not a folder; an implementation stores its configuration and its weights in one",
+        implementation="dlo",
+    )
     save_file(
         {"model.layers.0.router.weight_predictor.weight": torch.ones(1),
          "model.layers.0.block.self_attn.x": torch.ones(1), "model.layers.0.router.hidden_layer.weight": torch.ones(1)},
         with_names(tmp_path / "other", ()) / "model.safetensors",
     )  # fmt: skip
-    refused(tmp_path / "other", "there is a tensor 'model.layers.0.router.hidden_layer.weight'", dialect="astramind")
+    refused(
+        tmp_path / "other", "there is a tensor 'model.layers.0.router.hidden_layer.weight'", implementation="astramind"
+    )
 
 
-def test_a_capacity_without_a_dialect(tmp_path: Path) -> None:
-    refused(tmp_path, "--capacity is for routed layers of a --dialect, and none was declared", capacity=0.5)
+def test_a_capacity_without_an_implementation(tmp_path: Path) -> None:
+    refused(tmp_path, "--capacity is for routed layers of an --implementation, and none was declared", capacity=0.5)
 
 
 @pytest.mark.parametrize("name", ["dlo", "d-llm"])
@@ -126,17 +138,17 @@ def test_a_capacity_that_has_to_be_given(name: str, tmp_path: Path) -> None:
         tmp_path / "source",
         f"give --capacity: {name} runs every token that its router wants, and a graph has a fixed number of slots. "
         "--capacity 1 gives each token a slot and computes what its code computes",
-        dialect=name,
+        implementation=name,
     )
     default = "dlo_capacity was 0.7" if name == "dlo" else "dynamic_active_target was 0.6"
-    refused(tmp_path / "source", default, dialect=name)
-    refused(tmp_path / "source", "spec.routing.capacity: expected a share in (0, 1]", dialect=name, capacity=2.0)
+    refused(tmp_path / "source", default, implementation=name)
+    refused(tmp_path / "source", "spec.routing.capacity: expected a share in (0, 1]", implementation=name, capacity=2.0)
 
 
 def test_tensors_of_astramind(tmp_path: Path) -> None:
     folder = tmp_path / "source"
     Astramind("Llama", 0).save(folder)
-    options = {"dialect": "astramind"}
+    options = {"implementation": "astramind"}
     change(folder, without="model.layers.1.router.weight_predictor.bias")
     refused(folder, "model.layers.1.router.weight_predictor.bias is missing, expected [1]", **options)
     change(folder, model__layers__1__router__weight_predictor__bias=torch.ones(2))
@@ -165,7 +177,7 @@ def test_configurations_of_dlo(tmp_path: Path) -> None:
     }
     for number, (message, changed) in enumerate(changes.items()):
         Dlo(0).save(tmp_path / str(number), **changed)
-        refused(tmp_path / str(number), message, dialect="dlo", capacity=1.0)
+        refused(tmp_path / str(number), message, implementation="dlo", capacity=1.0)
 
 
 def test_configurations_of_ohara(tmp_path: Path) -> None:
@@ -182,56 +194,62 @@ def test_configurations_of_ohara(tmp_path: Path) -> None:
         theirs = Ohara(0)
         theirs.fields = {name: value for name, value in theirs.fields.items() if changed.get(name, 0) is not None}
         theirs.save(tmp_path / str(number), **{name: one for name, one in changed.items() if one is not None})
-        refused(tmp_path / str(number), message, dialect="ohara")
+        refused(tmp_path / str(number), message, implementation="ohara")
     Ohara(0).save(tmp_path / "sound")
     refused(tmp_path / "sound", "seq_len: 64, so its code has 128 positions, and --max-positions asks for 129",
-            dialect="ohara", max_positions=129)  # fmt: skip
+            implementation="ohara", max_positions=129)  # fmt: skip
     change(tmp_path / "sound", model__layers__0__gate__weight=torch.ones(1))
-    refused(tmp_path / "sound", "'model.layers.0.gate.weight' belongs to nothing in the dialect ohara", dialect="ohara")
+    refused(
+        tmp_path / "sound",
+        "'model.layers.0.gate.weight' belongs to nothing in a model of ohara",
+        implementation="ohara",
+    )
 
 
 def test_tensors_that_ought_to_be_one(tmp_path: Path) -> None:
     Ohara(0).save(tmp_path / "ohara", kept=("model.token_emb.weight", "model.vocab_proj.weight"))
     change(tmp_path / "ohara", model__token_emb__weight=torch.ones(96, 48))
     refused(tmp_path / "ohara", "model.vocab_proj.weight differs from model.token_emb.weight, and both are the same",
-            dialect="ohara")  # fmt: skip
+            implementation="ohara")  # fmt: skip
     Sramshetty(0).save(tmp_path / "sramshetty")
     change_pickle(tmp_path / "sramshetty" / "checkpoint_epoch-0.pth", layers__3__router__weight=torch.ones(1, 48))
-    refused(tmp_path / "sramshetty", "layers.3.router.weight differs from router.weight", dialect="sramshetty")
+    refused(tmp_path / "sramshetty", "layers.3.router.weight differs from router.weight", implementation="sramshetty")
 
 
 def test_folders_of_sramshetty(tmp_path: Path) -> None:
     folder = tmp_path / "source"
     Sramshetty(0).save(folder, routing=0)
-    refused(folder, "routing: a spec cannot say 0", dialect="sramshetty")
+    refused(folder, "routing: a spec cannot say 0", implementation="sramshetty")
     (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"rope_theta": 5e5}))
-    refused(folder, "rope_theta: unknown field with the value 500000.0", dialect="sramshetty")
+    refused(folder, "rope_theta: unknown field with the value 500000.0", implementation="sramshetty")
     (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"ffn_dim_multiplier": 1.5}))
-    refused(folder, "feed_forward.w1.weight has shape [144, 48], params.json says [192, 48]", dialect="sramshetty")
+    refused(
+        folder, "feed_forward.w1.weight has shape [144, 48], params.json says [192, 48]", implementation="sramshetty"
+    )
     (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"ffn_dim_multiplier": float("inf")}))
-    refused(folder, "ffn_dim_multiplier: expected a factor, got inf", dialect="sramshetty")
+    refused(folder, "ffn_dim_multiplier: expected a factor, got inf", implementation="sramshetty")
     (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields | {"n_layers": 10**9}))
-    refused(folder, "spec.n_layers: expected a whole number from 1 to 1024", dialect="sramshetty")
+    refused(folder, "spec.n_layers: expected a whole number from 1 to 1024", implementation="sramshetty")
     (folder / "params.json").write_text(json.dumps(Sramshetty(0).fields))
     path = folder / "checkpoint_epoch-0.pth"
     change_pickle(path, without="tok_embeddings.weight")
-    refused(folder, "tok_embeddings.weight is missing", dialect="sramshetty")
+    refused(folder, "tok_embeddings.weight is missing", implementation="sramshetty")
     change_pickle(path, tok_embeddings__weight=torch.tensor(1.0))
-    refused(folder, "tok_embeddings.weight has shape []", dialect="sramshetty")
+    refused(folder, "tok_embeddings.weight has shape []", implementation="sramshetty")
     torch.save(torch.load(path, weights_only=True), folder / "checkpoint_epoch-1.pth")
     refused(folder, "which checkpoint_epoch-0.pth holds too; expected one whole model in a folder",
-            dialect="sramshetty")  # fmt: skip
+            implementation="sramshetty")  # fmt: skip
     (folder / "params.json").unlink()
     (folder / "checkpoint_epoch-1.pth").unlink()
-    refused(folder, "params.json: not readable JSON", dialect="sramshetty")
+    refused(folder, "params.json: not readable JSON", implementation="sramshetty")
 
 
 def test_lora_of_d_llm(tmp_path: Path) -> None:
-    folder, options = tmp_path / "source", {"dialect": "d-llm", "capacity": 1.0}
+    folder, options = tmp_path / "source", {"implementation": "d-llm", "capacity": 1.0}
     DLlm(0).save(folder)
     path, name = folder / "checkpoint-3.pth", "layers.0.attention.lora_q.linear_B.weight"
     change_pickle(path, "model", without=name)
-    refused(folder, "'layers.0.attention.lora_q.linear_A.weight' belongs to nothing in the dialect d-llm", **options)
+    refused(folder, "'layers.0.attention.lora_q.linear_A.weight' belongs to nothing in a model of d-llm", **options)
     change_pickle(path, "model", **{name: torch.ones(48, 4)})
     refused(
         folder, "linear_B.weight have the shapes [3, 48] and [48, 4], expected [rank, 48] and [48, rank]", **options
