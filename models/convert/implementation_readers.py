@@ -1,4 +1,4 @@
-"""Readers of models that public implementations of Mixture-of-Depths wrote: a folder, its spec, and its tensors.
+"""Readers of models that public implementations of Mixture-of-Depths wrote, whose routed layers see selected tokens only.
 
 Two implementations add routers to the layers of a transformers model, whose dense model is a family of
 `hugging_face.py`: astramind and dlo. Three have Llama's blocks and their own names of tensors: ohara, sramshetty and
@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from mod_models.checkpoint import CheckpointError
 from mod_models.convert.config_json import Config
 from mod_models.convert.foreign import (
-    Find,
     ForeignModel,
     Part,
     Place,
@@ -29,22 +25,25 @@ from mod_models.convert.foreign import (
     declared_spec,
     difference,
     halves_of_heads,
-    locate,
     low_rank,
     refuse,
 )
-from mod_models.convert.hugging_face import CONFIG, DERIVED, KNOWN, companions_of, model_of, same
-from mod_models.convert.tensor_files import FileTensor, read_json, tensors_of_file, tensors_of_folder
-from mod_models.declarations import RoutingSpec
-from mod_models.generation_spec import why_not
-from mod_models.spec import ModelSpec, SpecError, shown
+from mod_models.convert.hugging_face import CONFIG, KNOWN, same
+from mod_models.convert.implementation_source import (
+    MODEL_LAYERS,
+    Source,
+    declared_layers,
+    model_from,
+    slots_note,
+    with_routers,
+    with_routing,
+)
+from mod_models.convert.tensor_files import FileTensor
+from mod_models.spec import ModelSpec, shown
 
-PICKLES = (".pth", ".pt")
-"""Suffixes of a state_dict file beside its configuration."""
-MODEL_LAYERS = "model.layers."
-ASTRAMIND_ROUTER, ASTRAMIND_BLOCK = ".router.weight_predictor", ".block."
+ASTRAMIND_ROUTER = ".router.weight_predictor"
 ASTRAMIND_CAPACITY = 0.125
-DLO_ROUTERS = "model.routers."
+DLO_ROUTER = "model.routers.{}"
 DLO_FIELDS: Mapping[str, Any] = {
     "is_dlo": None, "dlo_capacity": 0.5, "rescale_hidden_states": True, "scale_factor": 2.0, "scale_gap": 0.05,
     "dlo_loss_coefficient": 1.0, "dlo_loss_type": "self", "gate_init_method": "zero",
@@ -91,157 +90,6 @@ D_LLM_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A folder of an implementation, and the options of the user.
-
-    Attributes:
-        path: path of the folder.
-        implementation: name of the implementation.
-        tensors: name -> tensor, for all tensors of the folder.
-        capacity: capacity of the routed layers; None if it was not given.
-        max_positions: tokens of the longest row; None if it was not given.
-        ignored: configuration fields that the user knows to change nothing.
-    """
-
-    path: Path
-    implementation: str
-    tensors: Mapping[str, FileTensor]
-    capacity: float | None
-    max_positions: int | None
-    ignored: Collection[str]
-
-    def fields(self, name: str) -> Mapping[str, Any]:
-        """Reads the fields of its configuration, a JSON file with this name."""
-        return read_json(self.path / name)
-
-    def numbers(self, before: str, after: str) -> tuple[int, ...]:
-        """Numbers of the layers that have a tensor `before` + number + `after`, ascending."""
-        fitting = (name for name in self.tensors if name.startswith(before) and name.endswith(after))
-        middles = (name[len(before) : len(name) - len(after)] for name in fitting)
-        return tuple(sorted(int(middle) for middle in middles if re.fullmatch("[0-9]{1,6}", middle)))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor; (0, 0) if it is missing or has no dimensions, so that it is refused later by its name."""
-        return (self.tensors[name].shape if name in self.tensors else ()) or (0, 0)
-
-    def unlimited_capacity(self, said: str) -> float:
-        """Returns the given capacity, for an implementation that runs every token that wants to run.
-
-        Raises:
-            CheckpointError: no capacity was given; the message gives the reason and ends with the sentence `said`.
-        """
-        if self.capacity is None:
-            raise CheckpointError(
-                f"{self.path}: give --capacity: {self.implementation} runs every token that its router wants, and a "
-                "graph has a fixed number of slots. --capacity 1 gives each token a slot and computes what its code "
-                f"computes; with a smaller share, tokens that find no slot are skipped. {said}"
-            )
-        return self.capacity
-
-
-def tensors_of(path: Path) -> dict[str, FileTensor]:
-    """Returns all tensors of a folder: a Hugging Face folder, or state_dict files beside their configuration.
-
-    Raises:
-        CheckpointError: the folder has no weights, or they are damaged.
-    """
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: not a folder; an implementation stores its configuration and its weights in one"
-        )
-    files = sorted(file for file in path.iterdir() if file.suffix in PICKLES and file.is_file())
-    if not files or [*path.glob("*.safetensors"), *path.glob("*.bin")]:
-        return tensors_of_folder(path)
-    tensors: dict[str, FileTensor] = {}
-    for file in files:
-        # D-LLM stores its trained tensors in one file, in the table "model" beside the optimizer state.
-        for name, tensor in (tensors_of_file(file, "model") or tensors_of_file(file)).items():
-            if name in tensors:
-                raise CheckpointError(
-                    f"{file}: holds {shown(name)}, which {tensors[name].path.name} holds too; expected one whole model "
-                    "in a folder, and no shards of it"
-                )
-            tensors[name] = tensor
-    return tensors
-
-
-def model_from(
-    source: Source,
-    spec: ModelSpec,
-    find: Find,
-    *,
-    family: str,
-    declared_by: str,
-    harmless: Collection[str] = (),
-    said: Iterable[str] = (),
-    dense: Mapping[str, Part] | None = None,
-) -> ForeignModel:
-    """Builds the model with this spec from the tensors of a folder.
-
-    Args:
-        source: the folder.
-        spec: the spec of the model.
-        find: finds the place of each of our tensors.
-        family: name of the dense model.
-        declared_by: the file that declares the shapes, for messages.
-        harmless: names of tensors that are not used and change nothing.
-        said: notes about the conversion for the user, one sentence each.
-        dense: our tensors that were already found. If it is given, tensors that are left over are not checked here.
-
-    Raises:
-        CheckpointError: tensors are missing, left over, of another shape, or not floats; the message names them.
-    """
-    parts, problems, unused = locate(spec, find, source.tensors, declared_by, KNOWN, dense)
-    if dense is None:
-        problems += [
-            f"{shown(name)} belongs to nothing in a model of {source.implementation}"
-            for name in unused
-            if name not in harmless
-        ]
-    refuse(source.path, problems)
-    return ForeignModel(
-        path=source.path,
-        family=f"{family} as {source.implementation} stores it",
-        spec=spec,
-        parts=parts,
-        companions=companions_of(source.path),
-        notes=(*_notes(spec), *said),
-    )
-
-
-def _notes(spec: ModelSpec) -> tuple[str, ...]:
-    """Notes about the routing of a model, and whether it can write text."""
-    routing, reason = spec.routing, why_not(spec)
-    assert routing is not None, "every implementation routes"
-    layers = ", ".join(map(str, spec.routed_layers))
-    causal = f"looks ahead: {', '.join(spec.looks_ahead)}" if spec.looks_ahead else "causal"
-    text = "can write text token by token" if reason is None else f"cannot write text token by token: {reason}"
-    return (
-        f"routed layers {layers}; {routing.selection}, capacity {routing.capacity} by the rule {routing.capacity_rule}",
-        f"{causal}; {text}",
-    )
-
-
-def slots_note(capacity: float) -> str:
-    """Note about the effect of a capacity if the code of the implementation has none."""
-    if capacity == 1:
-        return "every token has a slot, as in its code; a prompt costs as much as in the dense model, and no less"
-    return "tokens that want to run and find no slot are skipped; its code has no such limit (--capacity 1)"
-
-
-def with_routing(source: Source, spec: ModelSpec, **routing: Any) -> ModelSpec:
-    """Returns the spec with this routing.
-
-    Raises:
-        CheckpointError: the routing is not valid, for example because the capacity is out of range.
-    """
-    try:
-        return replace(spec, routing=RoutingSpec(**routing))
-    except SpecError as error:
-        raise CheckpointError(f"{source.path}: {source.implementation}: {error}") from error
-
-
 def read_astramind(source: Source) -> ForeignModel:
     """Reads astramind-ai/Mixture-of-depths, and LLaMA-Factory, which uses it (`mixture_of_depths`).
 
@@ -250,13 +98,6 @@ def read_astramind(source: Source) -> ForeignModel:
     replaces them. With k = 1 the token with the largest weight runs.
     """
     routed = source.numbers(MODEL_LAYERS, f"{ASTRAMIND_ROUTER}.weight")
-
-    def spelled(name: str) -> str:
-        for layer in routed:
-            if name.startswith(f"{MODEL_LAYERS}{layer}."):
-                return name.replace(f"{MODEL_LAYERS}{layer}.", f"{MODEL_LAYERS}{layer}{ASTRAMIND_BLOCK}", 1)
-        return name
-
     fields = dict(source.fields(CONFIG))
     if isinstance(fields.get("architectures"), list):
         fields["architectures"] = [str(name).replace("MoDFor", "For") for name in fields["architectures"]]
@@ -271,8 +112,7 @@ def read_astramind(source: Source) -> ForeignModel:
         "capacity_rule": "strict_floor",
         "capacity": ASTRAMIND_CAPACITY if source.capacity is None else source.capacity,
     }
-    router = f"{MODEL_LAYERS}{{}}{ASTRAMIND_ROUTER}".format
-    return _with_routers(source, fields, routing, router, said, spelled)
+    return _with_linear_routers(source, fields, routing, f"{MODEL_LAYERS}{{}}{ASTRAMIND_ROUTER}", said, "block.")
 
 
 def read_dlo(source: Source) -> ForeignModel:
@@ -296,7 +136,7 @@ def read_dlo(source: Source) -> ForeignModel:
         if fields.get(name) != theirs:
             problems.append(f"{name}: expected {shown(theirs)}, got {shown(fields.get(name))}")
         fields[name] = ours
-    routed = _declared_layers(source, options["is_dlo"], problems)
+    routed = declared_layers(source, "is_dlo", options["is_dlo"], f"{DLO_ROUTER}.weight", problems)
     refuse(source.path / CONFIG, problems)
     capacity = source.unlimited_capacity(
         f"{CONFIG} says that dlo_capacity was {shown(options['dlo_capacity'])} in training"
@@ -312,45 +152,24 @@ def read_dlo(source: Source) -> ForeignModel:
         "selection": "threshold",
         "capacity": capacity,
     }
-    return _with_routers(source, fields, routing, f"{DLO_ROUTERS}{{}}".format, [slots_note(capacity)])
+    return _with_linear_routers(source, fields, routing, DLO_ROUTER, [slots_note(capacity)])
 
 
-def _declared_layers(source: Source, listed: object, problems: list[str]) -> tuple[int, ...]:
-    """The layers for which `is_dlo`, a list of true and false, is true; exactly these must have routers."""
-    if not isinstance(listed, list) or any(type(flag) is not bool for flag in listed):
-        problems.append(f"is_dlo: expected a list of true and false, got {shown(listed)}")
-        return ()
-    routed = tuple(layer for layer, flag in enumerate(listed) if flag)
-    for layer in sorted({*routed} ^ {*source.numbers(DLO_ROUTERS, ".weight")}):
-        name = f"{DLO_ROUTERS}{layer}.weight"
-        problems.append(f"{name} is missing, and is_dlo is true there" if layer in routed else
-                        f"{name} stands in a layer where is_dlo is not true")  # fmt: skip
-    return routed
-
-
-def _with_routers(
+def _with_linear_routers(
     source: Source,
     fields: Mapping[str, Any],
     routing: Mapping[str, Any],
-    router: Callable[[int], str],
+    router: str,
     said: list[str],
-    spelled: Callable[[str], str] = str,
+    wrapper: str = "",
 ) -> ForeignModel:
-    """Builds a dense model with a router in each routed layer; `router` maps a layer to the name of its router."""
-    routers = {f"{router(layer)}.{ending}" for layer in routing["layers"] for ending in ("weight", "bias")}
-    wrapped = {name: name.replace(ASTRAMIND_BLOCK, ".", 1) for name in source.tensors}
-    dense = {
-        name: tensor
-        for name, tensor in source.tensors.items()
-        if name not in routers and not DERIVED.fullmatch(wrapped[name])
-    }
-    model = model_of(source.path, fields, dense, source.max_positions, source.ignored, spelled)
+    """Builds a dense model with a linear router in each routed layer, `router` with the number of the layer."""
+    own = {f"{router.format(layer)}.{ending}" for layer in routing["layers"] for ending in ("weight", "bias")}
 
     def find(name: str, shape: tuple[int, ...]) -> Place:
-        return Place(f"{router(int(name.split('.')[1]))}.{name.rpartition('.')[2]}", shape)
+        return Place(f"{router.format(name.split('.')[1])}.{name.rpartition('.')[2]}", shape)
 
-    spec = with_routing(source, model.spec, **routing)
-    return model_from(source, spec, find, family=model.family, declared_by=CONFIG, said=said, dense=model.parts)
+    return with_routers(source, fields, routing, find, own, said, wrapper)
 
 
 def read_ohara(source: Source) -> ForeignModel:

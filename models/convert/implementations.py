@@ -14,14 +14,13 @@ from pathlib import Path
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert.foreign import ForeignModel
 from mod_models.convert.implementation_readers import (
-    Source,
     read_astramind,
     read_d_llm,
     read_dlo,
     read_ohara,
     read_sramshetty,
-    tensors_of,
 )
+from mod_models.convert.implementation_source import Source, tensors_of
 from mod_models.spec import shown
 
 NOT_A_MODEL = "it is a layer and no model: it has no embedding and no head, and leaves open what its block is"
