@@ -31,7 +31,7 @@ from mod_models.layers import Attention, either
 from mod_models.routing import COMBINES, GATES, Decisions
 from mod_models.selection import always_first, select_topk
 from mod_models.spec import ModelSpec, Site, is_expert, layer_of
-from mod_models.transformer import OUTPUTS, Block, RoutedBlock, Transformer
+from mod_models.transformer import Block, RoutedBlock, Transformer
 
 COUNTS = "counts"
 
@@ -107,10 +107,12 @@ def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, int]:
     have a slot for every token. But only about the same share runs as in the window. Layers with experts are left out.
     """
     in_window = spec.k_of_layer(window)
+    # The last layer computes one token only, except for attention that is routed apart.
+    apart = spec.routing is not None and spec.routing.parts == "separate"
     slots = {
         layer: math.ceil(min(ROOM * in_window[layer] / window, MOST) * seq)
         for layer in spec.routed_layers
-        if layer not in spec.expert_layers
+        if layer not in spec.expert_layers and (apart or layer != spec.n_layers - 1)
     }
     return {layer: n for layer, n in slots.items() if n < spec.k_of_layer(seq)[layer]}
 
@@ -157,7 +159,7 @@ class Prefill(Transformer):
     def read(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> tuple[Tensor, ...]:
         """Runs `forward` and records the decisions in `decisions`."""
         decisions.keys_values = {}
-        logits_BV = OUTPUTS["last"](self, self.stream(ids_BS, lengths_B, decisions), lengths_B)
+        logits_BV = self.last_logits(ids_BS, lengths_B, decisions)
         cache = []
         for layer, slots in self.slots.items():
             for part_BGTE in decisions.keys_values[layer]:

@@ -41,6 +41,9 @@ from mod_models.selection import (
 )
 from mod_models.spec import ModelSpec, RoutingSpec, Site
 
+Noise = Callable[[Site], Tensor]
+"""Site -> Gaussian noise for every position, float32 (B, S)."""
+
 
 class Block(nn.Module):
     """A pre-norm block, with an MLP or with experts."""
@@ -84,9 +87,22 @@ class Block(nn.Module):
         attention_BTD, mlp_BTD = self.deltas(tokens, decisions)
         return tokens.x_BTD + attention_BTD + mlp_BTD
 
+    def last(self, tokens: Tokens, decisions: Decisions, index_B1: Tensor, k: int, noise: Noise | None) -> Tensor:
+        """Returns the stream after the block, (B, 1, D), of one token of each row, whose number is `index_B1`.
 
-Noise = Callable[[Site], Tensor]
-"""Site -> Gaussian noise for every position, float32 (B, S)."""
+        Other tokens have keys and values, but no queries and no MLP. `k` and `noise` are for a routed block. A block
+        with experts has no such form, because a token's experts depend on the tokens before it.
+        """
+        one = tokens.at(tokens.rows(index_B1), index_B1, torch.ones_like(index_B1, dtype=torch.bool), "original")
+        attention_B1D, mlp_B1D = self.deltas(one, decisions, self.keys_values(tokens, decisions, index_B1))
+        return one.x_BTD + attention_B1D + mlp_B1D
+
+    def keys_values(self, tokens: Tokens, decisions: Decisions, index_BK: Tensor) -> KeysValues:
+        """Returns and records the keys and values of all T tokens, for queries of the tokens with these numbers."""
+        pair = self.attention.keys_values(self.attention_norm(tokens.x_BTD), tokens.cos, tokens.sin)
+        if decisions.keys_values is not None:
+            decisions.keys_values[self.layer] = pair
+        return KeysValues(*pair, index_BK)
 
 
 class Chosen(NamedTuple):
@@ -159,10 +175,7 @@ class RoutedBlock(Block):
             return self._all_skipped(tokens, noise, part, block_BTD)
         chosen = self.choose(tokens, decisions, k, noise, part, block_BTD)
         if part != "mlp" and self.routing.skipped_keys_values == "kept":
-            pair = self.attention.keys_values(self.attention_norm(tokens.x_BTD), tokens.cos, tokens.sin)
-            chosen = chosen._replace(seen=KeysValues(*pair, chosen.index_BK))
-            if decisions.keys_values is not None:
-                decisions.keys_values[self.layer] = pair
+            chosen = chosen._replace(seen=self.keys_values(tokens, decisions, chosen.index_BK))
         inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
         left_BTD, left_BKD = tokens.x_BTD, inner.x_BTD
         if self.routing.skipped_result != "identity":
@@ -171,6 +184,58 @@ class RoutedBlock(Block):
             left_BKD = torch.index_select(left_BTD.reshape(B * T, D), 0, chosen.row_N).reshape(B, k, D)
         run = self.run_few if 0 < self.narrow < k else self.run
         return tokens._replace(x_BTD=left_BTD).put(chosen.row_N, run(inner, decisions, chosen, part, left_BKD))
+
+    def last(self, tokens: Tokens, decisions: Decisions, index_B1: Tensor, k: int, noise: Noise | None) -> Tensor:
+        part, x_BTD = self.routing.parts, tokens.x_BTD
+        if part == "block":
+            return self._last(tokens, decisions, k, noise, part, x_BTD, index_B1)
+        if part == "attention":
+            attended_B1D = self._last(tokens, decisions, k, noise, part, x_BTD, index_B1)
+            return attended_B1D + self.transformed(tokens._replace(x_BTD=attended_B1D), decisions)
+        # The router of the MLP reads what attention leaves of every token.
+        attended_BTD = (
+            x_BTD + self.attended(tokens, decisions)
+            if part == "mlp"
+            else self._routed(tokens, decisions, k, noise, "attention", x_BTD)
+        )
+        return self._last(tokens._replace(x_BTD=attended_BTD), decisions, k, noise, "mlp", x_BTD, index_B1)
+
+    def _last(
+        self,
+        tokens: Tokens,
+        decisions: Decisions,
+        k: int,
+        noise: Noise | None,
+        part: str,
+        block_BTD: Tensor,
+        index_B1: Tensor,
+    ) -> Tensor:
+        """Like `_routed`, for one token of each row, (B, 1, D). It comes after all tokens that are selected."""
+        B, T, D = tokens.x_BTD.shape
+        row_B = tokens.rows(index_B1)
+        if k == 0:
+            left_BTD = self._all_skipped(tokens, noise, part, block_BTD)
+            return torch.index_select(left_BTD.reshape(B * T, D), 0, row_B)[:, None]
+        chosen = self.choose(tokens, decisions, k, noise, part, block_BTD)
+        # Live slots come first, so if the token runs, it is in the last of them.
+        slot_B1 = chosen.live_BK.sum(1, keepdim=True).clamp(min=1) - 1
+        ran_B1 = (torch.gather(chosen.index_BK, 1, slot_B1) == index_B1) & torch.gather(chosen.live_BK, 1, slot_B1)
+        one = tokens.at(row_B, index_B1, ran_B1, "original")
+        seen = None
+        if part != "mlp" and self.routing.skipped_keys_values == "kept":
+            seen = self.keys_values(tokens, decisions, index_B1)
+        elif part != "mlp":
+            inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
+            seen = self.keys_values(inner, decisions, slot_B1)
+            if self.routing.positions == "compact":
+                cos, sin = (
+                    torch.index_select(table, 0, slot_B1[:, 0])[:, None, None] for table in (tokens.cos, tokens.sin)
+                )
+                one = one._replace(cos=cos, sin=sin)
+        g_B11 = torch.gather(chosen.g_BK1, 1, slot_B1[..., None])
+        g_left = None if chosen.g_BT1 is None else torch.gather(chosen.g_BT1, 1, index_B1[..., None])
+        few = Chosen(index_B1, ran_B1, row_B, g_B11, None, seen)
+        return self.run(one, decisions, few, part, self.left(one.x_BTD, g_left))
 
     def _all_skipped(self, tokens: Tokens, noise: Noise | None, part: str, block_BTD: Tensor) -> Tensor:
         """Returns the stream after a routed part that has no slot."""
@@ -358,8 +423,12 @@ class Transformer(nn.Module):
         hidden_BSD: Tensor = self.norm(self.stream(ids_BS, lengths_B, decisions))
         return hidden_BSD
 
-    def stream(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> Tensor:
-        """Returns the residual stream after the last block, before the final norm: (B, S, D)."""
+    def stream(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions, last_B: Tensor | None = None) -> Tensor:
+        """Returns the residual stream after the last block, before the final norm, (B, S, D).
+
+        With `last_B`, the positions of each row's last real token, it returns only these, (B, 1, D), and the last block
+        computes no others if it can.
+        """
         S = ids_BS.shape[1]
         real_BS = torch.arange(S, device=ids_BS.device) < lengths_B[:, None]
         tokens = Tokens(self.embedded(ids_BS), real_BS, self.rope_cos[:S], self.rope_sin[:S], None, S)
@@ -367,6 +436,12 @@ class Transformer(nn.Module):
         exits = self.spec.routing is not None and self.spec.routing.selection == "exit"
         left: list[tuple[Tokens, Tensor, Tokens]] = []
         for i, layer in enumerate(self.layers):
+            noise = None
+            if isinstance(layer, RoutedBlock) and layer.routing.draws:
+                noise = partial(noise_of_tokens, self.noise, ids_BS)
+            if last_B is not None and i == len(self.layers) - 1 and not exits and i not in self.spec.expert_layers:
+                assert isinstance(layer, Block)
+                return layer.last(tokens, decisions, last_B[:, None], k_of_layer.get(i, 0), noise)
             if not isinstance(layer, RoutedBlock):
                 tokens = tokens._replace(x_BTD=layer(tokens, decisions))
             elif exits:
@@ -374,18 +449,21 @@ class Transformer(nn.Module):
                 tokens, row_N = layer.narrowed(outer, decisions, k_of_layer[i])
                 left.append((outer, row_N, tokens))
             else:
-                noise = partial(noise_of_tokens, self.noise, ids_BS) if layer.routing.draws else None
                 tokens = tokens._replace(x_BTD=layer(tokens, decisions, k_of_layer[i], noise))
         x_BTD = tokens.x_BTD
         # A token that exits keeps its stream of that layer. Tokens that stayed are written back, the last exit first.
         for outer, row_N, inner in reversed(left):
             # The token in an empty slot has exited, and keeps its stream.
             x_BTD = outer.put(row_N, torch.where(inner.live_BT[..., None], x_BTD, inner.x_BTD))
-        return x_BTD
+        return x_BTD if last_B is None else _tokens_at(x_BTD, last_B)
+
+    def last_logits(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> Tensor:
+        """Returns the logits (B, V) of each row's last real token."""
+        return self.logits(self.norm(self.stream(ids_BS, lengths_B, decisions, lengths_B - 1)))[:, 0]
 
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
         """Returns the output that `outputs` names, as a tuple of one; this is the forward pass that is exported."""
-        return (OUTPUTS[self.outputs](self, self.stream(ids_BS, lengths_B, Decisions()), lengths_B),)
+        return (OUTPUTS[self.outputs](self, ids_BS, lengths_B),)
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
@@ -396,17 +474,17 @@ def weight_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in state.items()}
 
 
-def _last_tokens(x_BSD: Tensor, lengths_B: Tensor) -> Tensor:
-    """Returns each row's last real token, (B, D), with one plain Gather of rows, as in a routed block."""
+def _tokens_at(x_BSD: Tensor, position_B: Tensor) -> Tensor:
+    """Returns one token of each row, (B, 1, D), with one plain Gather of rows, as in a routed block."""
     B, S, D = x_BSD.shape
-    row_B = S * torch.arange(B, device=x_BSD.device) + lengths_B - 1
-    return torch.index_select(x_BSD.reshape(B * S, D), 0, row_B)
+    row_B = S * torch.arange(B, device=x_BSD.device) + position_B
+    return torch.index_select(x_BSD.reshape(B * S, D), 0, row_B)[:, None]
 
 
 OUTPUTS: dict[str, Callable[[Transformer, Tensor, Tensor], Tensor]] = {
-    "logits": lambda model, x_BSD, lengths_B: model.logits(model.norm(x_BSD)),
-    "last": lambda model, x_BSD, lengths_B: model.logits(model.norm(_last_tokens(x_BSD, lengths_B))),
-    "none": lambda model, x_BSD, lengths_B: model.norm(x_BSD),
+    "logits": lambda model, ids_BS, lengths_B: model.logits(model.hidden(ids_BS, lengths_B, Decisions())),
+    "last": lambda model, ids_BS, lengths_B: model.last_logits(ids_BS, lengths_B, Decisions()),
+    "none": lambda model, ids_BS, lengths_B: model.hidden(ids_BS, lengths_B, Decisions()),
 }
-"""Name -> (model, stream after the last block (B, S, D), lengths (B,)) -> logits (B, S, V) of every token, logits
-(B, V) of each row's last real token, or hidden states (B, S, D)."""
+"""Name -> (model, ids (B, S), lengths (B,)) -> logits (B, S, V) of every token, logits (B, V) of each row's last real
+token, or hidden states (B, S, D)."""

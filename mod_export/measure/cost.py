@@ -102,6 +102,7 @@ PARTS: dict[str, frozenset[str]] = {
     "attention": frozenset(),
     "experts": frozenset({"experts"}),
     "mlp": frozenset({"mlp", "feed_forward", "ffn"}),
+    "adapter": frozenset({"adapter"}),
     "head": frozenset({"head", "lm_head", "embedding", "embed_tokens"}),
     "other": frozenset(),
 }

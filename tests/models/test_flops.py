@@ -41,15 +41,20 @@ MORE = {
     "untied, every head its own keys": make_spec(tie_embeddings=False, n_kv_heads=4),
     "predictor that does not decide": make_spec(predictor_hidden=3),
     "bias": make_spec(router="linear_bias"),
+    "no slot, scaled": make_spec(capacity=0.01, skipped_result="scaled"),
+    "no slot, adapter": make_spec(capacity=0.01, skipped_result="adapter", skipped_keys_values="kept"),
+    "no slot, weighted adapter": make_spec(
+        capacity=0.01, skipped_result="adapter", adapter_gate="rest", gate="sigmoid", parts="mlp"
+    ),
 }
 
 
-def flops_by_torch(spec: ModelSpec, batch: int, seq: int) -> int:
+def flops_by_torch(spec: ModelSpec, batch: int, seq: int, outputs: str = "logits") -> int:
     """FLOPs of the eager module, without values. Attention uses the math kernel, whose products have counting rules. It
     repeats keys and values of grouped queries, which costs no product.
     """
     with torch.device("meta"):
-        module = Transformer(spec)
+        module = Transformer(spec, outputs)
     module = module.to("meta").eval().requires_grad_(False)
     ids_BS = torch.zeros((batch, seq), dtype=torch.int64, device="meta")
     lengths_B = torch.full((batch,), seq, device="meta")
@@ -119,3 +124,22 @@ def test_rows_say_what_is_routed() -> None:
     assert [layer_costs(make_spec(parts=part), 1, 8)[1].routed for part in ("attention", "mlp")] == [
         "attention by topk", "MLP by topk",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["dense", "routed"])
+def test_the_last_layer_computes_the_last_token(name: str) -> None:
+    """If only the logits of each row's last token are asked for: one query, one row of the MLP, and one of the head."""
+    spec, batch, seq = LARGER[name], 2, 64
+    layer, head = layer_costs(spec, batch, seq)[-2:]
+    (tokens,) = spec.tokens_of_layer(seq)[-1:]
+    queries = 4 * batch * spec.d_model * spec.n_heads * spec.d_head * (tokens.attending - 1)
+    saved = queries + layer.flops["attention"] * (tokens.attending - 1) // tokens.attending
+    saved += layer.flops["mlp"] * (tokens.transformed - 1) // tokens.transformed
+    saved += head.flops["head"] * (seq - 1) // seq
+    assert flops_by_torch(spec, batch, seq, "last") == flops_by_torch(spec, batch, seq) - saved
+
+
+def test_the_last_layer_with_experts_computes_every_token() -> None:
+    spec = LARGER["staged MoDE"]
+    head = 2 * 2 * 63 * spec.d_model * spec.vocab_size
+    assert flops_by_torch(spec, 2, 64, "last") == flops_by_torch(spec, 2, 64) - head

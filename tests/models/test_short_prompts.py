@@ -12,13 +12,14 @@ from mod_export.model.transformer import GeneratingTransformer
 from mod_models.checkpoint import Checkpoint
 from mod_models.generation_spec import for_generation
 from mod_models.routing import Decisions
-from mod_models.spec import ModelSpec, RoutingSpec
+from mod_models.spec import ModelSpec, RoutingSpec, layer_of
 from mod_models.step import Prefill, narrow_slots, prefill_outputs
 from mod_models.transformer import RoutedBlock, Transformer
 
 KINDS = (
     "predictor", "routed apart by predictors", "attention routed", "MLP routed", "compact positions", "FFN gated",
-    "everybody may", "biases",
+    "everybody may", "biases", "keys and values kept", "keys and values kept, routed apart",
+    "keys and values kept, adapter", "skipped have a bottleneck adapter", "skipped are scaled",
 )  # fmt: skip
 """Names in GENERATING: each part of a block that decides for itself, and each form of positions and weights."""
 NARROW = 3
@@ -36,15 +37,17 @@ def read(prefill: Prefill, ids_BS: Tensor, lengths_B: Tensor) -> tuple[tuple[Ten
         return prefill.read(ids_BS, lengths_B, decisions), decisions
 
 
-def slots_in_use(output: str, decisions: Decisions, value: Tensor) -> Tensor:
-    """1 where a slot of keys or values holds a token; other slots hold arbitrary numbers."""
+def slots_in_use(output: str, decisions: Decisions, value: Tensor, *, kept: bool) -> Tensor:
+    """1 where a slot of keys or values holds a token; other slots hold arbitrary numbers. With `kept`, every token has
+    one.
+    """
     part, _, layer = output.rpartition("_")
     sites = [
         site
         for site in (layer, f"{layer}.attention")
         if part in ("keys", "values") and site in map(str, decisions.made)
     ]
-    if not sites:
+    if not sites or kept:
         return torch.ones_like(value)
     live_BK = next(selection.live_BK for site, selection in decisions.made.items() if str(site) == sites[0])
     return torch.nn.functional.pad(live_BK, (0, value.shape[2] - live_BK.shape[1]))[:, None, :, None]
@@ -55,6 +58,7 @@ def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.Mon
     """Prompts of every length, one alone and three together; the row that runs most tokens decides for all."""
     model, ids_BS = generating_model(name), texts(3)
     few, every = prefill_of(model, NARROW), prefill_of(model, 0)
+    kept = few.spec.routing is not None and few.spec.routing.skipped_keys_values == "kept"
     computed: list[int] = []
     run = RoutedBlock.run
     monkeypatch.setattr(
@@ -69,7 +73,12 @@ def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.Mon
             computed.clear()
             found, decisions = read(few, ids_BS[:rows, :length], lengths_B)
             slots = [(int(left.live_BK.sum(1).max()), left.live_BK.shape[1]) for left in decisions.made.values()]
-            assert computed == [NARROW if ran <= NARROW < k else k for ran, k in slots]
+            sites_of_last = [site for site in decisions.made if layer_of(site) == few.spec.n_layers - 1]
+            # The last layer computes the last token only.
+            widths_expected = [NARROW if ran <= NARROW < k else k for ran, k in slots]
+            if sites_of_last:
+                widths_expected[-1] = 1
+            assert computed == widths_expected
             widths |= {NARROW if ran <= NARROW < k else "all" for ran, k in slots if k > NARROW}
             expected, others = read(every, ids_BS[:rows, :length], lengths_B)
             assert list(decisions.made) == list(others.made)
@@ -77,7 +86,7 @@ def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.Mon
                 assert torch.equal(left.position_BK, right.position_BK)
                 assert torch.equal(left.live_BK, right.live_BK)
             for output, left, right in zip(prefill_outputs(few.spec, WINDOW), found, expected, strict=True):
-                used = slots_in_use(output, decisions, left)
+                used = slots_in_use(output, decisions, left, kept=kept)
                 torch.testing.assert_close(left * used, right * used, rtol=0, atol=1e-9)
     assert widths == {NARROW, "all"}
 

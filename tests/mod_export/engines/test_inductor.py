@@ -40,7 +40,7 @@ WEIGHTS = "graphs/weights-float32.data"
 def loaded() -> TransformerModel:
     spec = ModelSpec(
         vocab_size=256, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_head=8, d_ff=24, max_positions=64,
-        routing=RoutingSpec(layers=(0,), capacity=0.25),
+        routing=RoutingSpec(layers=(0,), capacity=0.25, router="linear_bias"),
     )  # fmt: skip
     return TransformerModel(random_checkpoint(spec, 0))
 
@@ -125,6 +125,17 @@ def test_weights_are_those_of_the_file_or_given_in_their_place(root: Path, loade
         logits, different, zero = (runner.run(feeds(bucket))["logits"] for runner in (original, doubled, silenced))
         assert not np.array_equal(logits, different)
         assert np.ptp(logits) > np.ptp(zero) == 0
+
+
+def test_a_single_weight_is_not_part_of_the_code(root: Path) -> None:
+    """Inductor writes vectors of up to 8 numbers into its kernels unless it is told not to."""
+    engine, bias = engine_of(BUCKETS[0]), {"layers.0.router.projection.bias": np.full(1, 50, np.float32)}
+    with (
+        Inductor().load(root, engine, CONFIG, 1) as original,
+        Inductor().load(root, engine, CONFIG, 1, bias) as gated,
+    ):
+        logits, others = (runner.run(feeds(BUCKETS[0]))["logits"] for runner in (original, gated))
+    assert not np.array_equal(logits, others)
 
 
 @pytest.mark.slow
