@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ WEIGHTS = "graphs/weights-float32.data"
 def loaded() -> TransformerModel:
     spec = ModelSpec(
         vocab_size=256, d_model=16, n_layers=1, n_heads=2, n_kv_heads=1, d_head=8, d_ff=24, max_positions=64,
-        routing=RoutingSpec(layers=(0,), capacity=0.25, router="linear_bias"),
+        routing=RoutingSpec(layers=(0,), capacity=0.25),
     )  # fmt: skip
     return TransformerModel(random_checkpoint(spec, 0))
 
@@ -127,12 +128,18 @@ def test_weights_are_those_of_the_file_or_given_in_their_place(root: Path, loade
         assert np.ptp(logits) > np.ptp(zero) == 0
 
 
-def test_a_single_weight_is_not_part_of_the_code(root: Path) -> None:
+def test_a_single_weight_is_not_part_of_the_code(loaded: TransformerModel, tmp_path: Path) -> None:
     """Inductor writes vectors of up to 8 numbers into its kernels unless it is told not to."""
+    routing = RoutingSpec(layers=(0,), capacity=0.25, router="linear_bias")
+    biased = TransformerModel(random_checkpoint(replace(loaded.checkpoint.spec, routing=routing), 0))
+    for folder in ("graphs", "engines"):
+        (tmp_path / folder).mkdir()
+    write_weights(tmp_path / WEIGHTS, state_of(biased.module()), "float32")
+    compiled(tmp_path, biased, BUCKETS[0])
     engine, bias = engine_of(BUCKETS[0]), {"layers.0.router.projection.bias": np.full(1, 50, np.float32)}
     with (
-        Inductor().load(root, engine, CONFIG, 1) as original,
-        Inductor().load(root, engine, CONFIG, 1, bias) as gated,
+        Inductor().load(tmp_path, engine, CONFIG, 1) as original,
+        Inductor().load(tmp_path, engine, CONFIG, 1, bias) as gated,
     ):
         logits, others = (runner.run(feeds(BUCKETS[0]))["logits"] for runner in (original, gated))
     assert not np.array_equal(logits, others)
