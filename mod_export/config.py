@@ -304,7 +304,8 @@ class BuildConfig(_Section):
     outputs: Outputs | Literal["auto"] = "auto"
     """Outputs of the graphs: `logits` of every token; `last`, the logits of the last real token of each row, which
     sampling needs, so that the output head and, except for keys and values, the last layer are not computed for other
-    tokens; or `none`, hidden states after the final norm. `auto` is `last` if the largest bucket would return more than 16 MiB of logits, for example 128 tokens with a
+    tokens; or `none`, hidden states after the final norm.
+    `auto` is `last` if the largest bucket would return more than 16 MiB of logits, for example 128 tokens with a
     vocabulary of 49,152; otherwise `logits`."""
     targets: tuple[str, ...] = ()
     """Target names as in `mod-export targets`; empty: every target that can build on this machine."""

@@ -217,8 +217,8 @@ class CachedAttention:
     """Replaces the attention of a step over a cache, and its outputs `keys_row_<layer>` and `values_row_<layer>` by
     `present_keys_<layer>` and `present_values_<layer>`, which must have the addresses of the caches.
 
-    A layer in which some rows have no slot in the step stays as it is, and so does one whose attention is behind a
-    condition while its key and value are computed for every token, because the operator would not always write them.
+    A layer in which some rows have no slot in the step stays as it is. If attention is behind a condition and every
+    token keeps its key and value, the operator also writes them where nothing attends.
     """
 
     name: ClassVar[str] = "cached_attention"
@@ -255,15 +255,9 @@ def _attentions(graph: ir.Graph) -> list[_CachedAttention]:
         match caches, numbers:
             case [ir.Value() as keys, ir.Value() as values], [int() as first, int() as second]:
                 attention = _attention(layer, keys, values, slot, (first, second))
-                if attention is not None and _in_one_graph(attention):
+                if attention is not None:
                     attentions.append(attention)
     return attentions
-
-
-def _in_one_graph(attention: _CachedAttention) -> bool:
-    """Whether the token's key is computed in the graph that attends."""
-    producer = attention.key.producer()
-    return producer is not None and producer.graph is attention.graph
 
 
 def _slots_by_layer(graph: ir.Graph) -> list[ir.Value]:
@@ -393,26 +387,28 @@ def _attend_in_place(
     attributes: dict[str, int | float] = {"num_heads": H, "kv_num_heads": G}
     if np.float32(attention.scale) != np.float32(E**-0.5):
         attributes["scale"] = attention.scale
+    rest = (*attention.caches, slot_B, np.array(L + 1, np.int32))
     y, *present = writer.ops(
         "GroupQueryAttention",
         [attention.result.outputs[0], *attention.caches],
         *flat,
-        *attention.caches,
-        slot_B,
-        np.array(L + 1, np.int32),
+        *rest,
         domain=MICROSOFT,
         **attributes,
     )
     substitute(attention.result.outputs[0], y, attention.result)
-    for part, number, value, cache in zip(PARTS, attention.outputs, present, attention.caches, strict=True):
-        name = f"present_{part}_{attention.layer}"
-        outside = (
-            _returned(graph.outputs[number], attention.graph, value, cache, owners)
-            if attention.graph is not graph
-            else value
-        )
-        outside.name = name
-        graph.outputs[number] = outside
+    outside: Sequence[ir.Value] = present
+    if attention.graph is not graph:
+        owner = owners[attention.graph]
+        rows = [graph.outputs[number] for number in attention.outputs]
+        if rows[0].producer() is owner:
+            pairs = zip(rows, present, attention.caches, strict=True)
+            outside = [_returned(row, attention.graph, value, cache, owner) for row, value, cache in pairs]
+        else:
+            outside = _written_in_each_branch(attention, present, rest, owner)
+    for part, number, value in zip(PARTS, attention.outputs, outside, strict=True):
+        value.name = f"present_{part}_{attention.layer}"
+        graph.outputs[number] = value
 
 
 def _flat(writer: NodeWriter, value: ir.Value, width: int) -> ir.Value:
@@ -424,11 +420,34 @@ def _flat(writer: NodeWriter, value: ir.Value, width: int) -> ir.Value:
     return writer.op("Reshape", value, [B, 1, heads * E])
 
 
-def _returned(
-    row: ir.Value, branch: ir.Graph, present: ir.Value, cache: ir.Value, owners: dict[ir.Graph, ir.Node]
-) -> ir.Value:
+def _written_in_each_branch(
+    attention: _CachedAttention, present: Sequence[ir.Value], rest: Sequence[ir.Value | np.ndarray], owner: ir.Node
+) -> Sequence[ir.Value]:
+    """Makes an If return the caches too, whose row is computed outside of it. In its other branch the operator writes
+    the row as well. There the key is also the query, because no other has so few heads, and nothing reads the result.
+    """
+    _, G, _, E = static_shape(attention.caches[0]) or (0, 0, 0, 0)
+    first = len(owner.outputs)
+    owner.resize_outputs(first + len(present))
+    for branch in branches_of(owner):
+        values = present
+        if branch is not attention.graph:
+            anchor = branch.outputs[0].producer()
+            assert anchor is not None
+            writer = NodeWriter(branch, anchor, "kept")
+            key, value = (_flat(writer, each, E) for each in (attention.key, attention.value))
+            heads = {"num_heads": G, "kv_num_heads": G}
+            like = [key, *attention.caches]
+            _, *values = writer.ops("GroupQueryAttention", like, key, key, value, *rest, domain=MICROSOFT, **heads)
+        branch.outputs.extend(values)
+    outside = owner.outputs[first:]
+    for value, cache in zip(outside, attention.caches, strict=True):
+        value.type, value.shape = cache.type, cache.shape
+    return outside
+
+
+def _returned(row: ir.Value, branch: ir.Graph, present: ir.Value, cache: ir.Value, owner: ir.Node) -> ir.Value:
     """Makes an If return a cache in place of one of its rows; its other branch returns the cache as it is."""
-    owner = owners[branch]
     index = list(owner.outputs).index(row)
     for sibling in branches_of(owner):
         if sibling is branch:
@@ -488,11 +507,14 @@ def _rotation(node: ir.Node) -> _Rotation | None:
         return None
     query, key = (made_by(node.inputs[number], "RotaryEmbedding") for number in (QUERY, KEY))
     cache = static_shape(node.inputs[KEY_CACHE])
-    if query is None or key is None or cache is None or list(query.inputs[1:]) != list(key.inputs[1:]):
+    if query is None or key is None or cache is None or len(query.inputs) != 3 or len(key.inputs) != 3:
         return None
     interleaved, partial = ({rotary.attributes.get_int(name, 0) for rotary in (query, key)} for name in ATTRIBUTES)
-    cos, sin = (_looked_up(value, cache) for value in query.inputs[1:3])
-    if len(query.inputs) != 3 or len(interleaved) > 1 or partial != {0} or cache[3] % ROTATED_WIDTHS:
+    # Where a condition is around the query only, both read the same tables through different nodes.
+    cos, sin = (_looked_up(value, cache) for value in query.inputs[1:])
+    if [cos, sin] != [_looked_up(value, cache) for value in key.inputs[1:]]:
+        return None
+    if len(interleaved) > 1 or partial != {0} or cache[3] % ROTATED_WIDTHS:
         return None
     if cos is None or sin is None or cos[1] is not sin[1]:
         return None

@@ -40,7 +40,8 @@ def wide(name: str, width: int = 8) -> ModelSpec:
 def rewritten(name: str, rows: int, width: int, dtype: DType = "float32") -> ir.Model:
     model = step_graph_of(wide(name, width), rows)
     applied = apply_rewrites(model, OrtCpu.limits, dtype)
-    assert (applied["cached_attention"], applied["packed_attention"]) == (3, 3 if width == 16 else 0)
+    packed = 5 if "values kept" in name else 3
+    assert (applied["cached_attention"], applied["packed_attention"]) == (3, packed if width == 16 else 0)
     assert set(apply_rewrites(model, OrtCpu.limits, dtype).values()) <= {0}
     return model
 
@@ -74,6 +75,10 @@ def in_place(running: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndar
         pytest.param("MLP routed", 2, 16, marks=pytest.mark.slow),
         pytest.param("normed heads", 2, 16, marks=pytest.mark.slow),
         pytest.param("experts in routed blocks", 2, 16, marks=pytest.mark.slow),
+        ("keys and values kept", 1, 16),
+        pytest.param("keys and values kept, attention routed", 3, 16, marks=pytest.mark.slow),
+        pytest.param("keys and values kept, adapter", 1, 8, marks=pytest.mark.slow),
+        pytest.param("keys and values kept, routed apart", 2, 16, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int, width: int) -> None:
@@ -85,7 +90,9 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int, width: 
     kinds = Counter(node.op_type for node in model.graph.all_nodes())
     # Experts weigh their results with a Softmax.
     softmax = 3 if "experts" in name else 0
-    expected_kinds = (3, softmax, 0 if width == 16 else 6)
+    # Where a condition skips attention, the operator writes the key that is kept.
+    routed = 2 if "values kept" in name else 0
+    expected_kinds = (3 + routed, softmax, 0 if width == 16 else 6 + routed)
     assert (kinds["GroupQueryAttention"], kinds["Softmax"], kinds["RotaryEmbedding"]) == expected_kinds
     capacity = torch.tensor([spec.k_by_layer(WINDOW)[site] for site in step.sites])
     kept = {True: 0, False: 0}
