@@ -114,12 +114,12 @@ def halves_of_heads(source: TensorRows, d_head: int) -> Derived:
     return Derived(source.shape, source.dtype, rows)
 
 
-def difference(source: TensorRows) -> Derived:
-    """The second row of a tensor minus the first, float32: the logit of the second of two classes against the first."""
+def difference(source: TensorRows, row: int) -> Derived:
+    """One row of a tensor of two rows minus the other, float32: the logit of one of two classes against the other."""
 
     def rows(start: int, stop: int) -> Tensor:
         both = source.rows(0, 2).float()
-        return (both[1:] - both[:1])[start:stop]
+        return (both[row] - both[1 - row])[None][start:stop]
 
     return Derived((1, *source.shape[1:]), torch.float32, rows)
 
@@ -132,6 +132,20 @@ def low_rank(source: TensorRows, down: TensorRows, up: TensorRows) -> Derived:
         return source.rows(start, stop).float() + product
 
     return Derived(source.shape, torch.float32, rows)
+
+
+def product(source: TensorRows, factor: TensorRows) -> Derived:
+    """The product of two matrices, float32: two linear layers without biases as one."""
+
+    def rows(start: int, stop: int) -> Tensor:
+        return source.rows(start, stop).float() @ factor.rows(0, factor.shape[0]).float()
+
+    return Derived((source.shape[0], *factor.shape[1:]), torch.float32, rows)
+
+
+def constant(shape: tuple[int, ...], value: float) -> Derived:
+    """A tensor whose elements are all the same number, float32, for what the other format has no tensor for."""
+    return Derived(shape, torch.float32, lambda start, stop: torch.full((stop - start, *shape[1:]), value))
 
 
 class Place(NamedTuple):
@@ -150,8 +164,8 @@ class Place(NamedTuple):
     made: Callable[[TensorRows], TensorRows] = lambda tensor: tensor
 
 
-Find = Callable[[str, tuple[int, ...]], Place]
-"""(name, shape) of one of our tensors -> its place in another format."""
+Find = Callable[[str, tuple[int, ...]], Place | Derived]
+"""(name, shape) of one of our tensors -> its place in another format, or the tensor itself if it stands nowhere."""
 
 
 class LocatedTensors(NamedTuple):
@@ -191,6 +205,9 @@ def locate(
         if name in parts:
             continue
         place = find(name, shape)
+        if isinstance(place, Derived):
+            parts[name] = Part(place, 0, shape[0])
+            continue
         looked_up.add(place.name)
         tensor = tensors.get(place.name)
         if tensor is None:

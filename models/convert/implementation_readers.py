@@ -1,4 +1,4 @@
-"""Readers of models that public implementations of Mixture-of-Depths wrote, whose routed layers see selected tokens only.
+"""Readers of models that public implementations of Mixture-of-Depths wrote, with selected tokens that see each other.
 
 Two implementations add routers to the layers of a transformers model, whose dense model is a family of
 `hugging_face.py`: astramind and dlo. Three have Llama's blocks and their own names of tensors: ohara, sramshetty and
@@ -329,7 +329,9 @@ def read_d_llm(source: Source) -> ForeignModel:
             return place._replace(made=lambda tensor: place.made(low_rank(tensor, *lora[place.name])))
         inner, ending = match[2].removeprefix("router.").rsplit(".", 1)
         if inner == "projection":
-            return Place(f"layers.{match[1]}.router.linear_2.{ending}", (2, *shape[1:]), made=difference)
+            return Place(
+                f"layers.{match[1]}.router.linear_2.{ending}", (2, *shape[1:]), made=partial(difference, row=1)
+            )
         return Place(f"layers.{match[1]}.router.{'linear_1' if inner == 'hidden' else inner}.{ending}", shape)
 
     harmless = (*(name for matrices in lora.values() for name in (matrices[0].name, matrices[1].name)), "rope.freqs")

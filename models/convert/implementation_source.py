@@ -22,6 +22,8 @@ from mod_models.spec import ModelSpec, SpecError, shown
 
 PICKLES = (".pth", ".pt")
 """Suffixes of a state_dict file beside its configuration."""
+PICKLE = "model.bin"
+"""Another name of such a file; no file of a Hugging Face folder has it."""
 MODEL_LAYERS = "model.layers."
 
 
@@ -59,17 +61,18 @@ class Source:
         """Shape of a tensor; (0, 0) if it is missing or has no dimensions, so that it is refused later by its name."""
         return (self.tensors[name].shape if name in self.tensors else ()) or (0, 0)
 
-    def unlimited_capacity(self, said: str) -> float:
+    def unlimited_capacity(self, said: str = "") -> float:
         """Returns the given capacity, for an implementation that runs every token that wants to run.
 
         Raises:
             CheckpointError: no capacity was given; the message gives the reason and ends with the sentence `said`.
         """
         if self.capacity is None:
+            ending = f". {said}" if said else ""
             raise CheckpointError(
                 f"{self.path}: give --capacity: {self.implementation} runs every token that its router wants, and a "
                 "graph has a fixed number of slots. --capacity 1 gives each token a slot and computes what its code "
-                f"computes; with a smaller share, tokens that find no slot are skipped. {said}"
+                f"computes; with a smaller share, tokens that find no slot are skipped{ending}"
             )
         return self.capacity
 
@@ -84,8 +87,11 @@ def tensors_of(path: Path) -> dict[str, FileTensor]:
         raise CheckpointError(
             f"{path}: not a folder; an implementation stores its configuration and its weights in one"
         )
-    files = sorted(file for file in path.iterdir() if file.suffix in PICKLES and file.is_file())
-    if not files or [*path.glob("*.safetensors"), *path.glob("*.bin")]:
+    files = sorted(
+        file for file in path.iterdir() if (file.suffix in PICKLES or file.name == PICKLE) and file.is_file()
+    )
+    others = [file for file in (*path.glob("*.safetensors"), *path.glob("*.bin")) if file not in files]
+    if not files or others:
         return tensors_of_folder(path)
     tensors: dict[str, FileTensor] = {}
     for file in files:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mod_models.checkpoint import CheckpointError
+from mod_models.convert.adapted_readers import read_flexidepth, read_mindskip, read_p_mod, read_skipgpt
 from mod_models.convert.foreign import ForeignModel
 from mod_models.convert.implementation_readers import (
     read_astramind,
@@ -24,7 +25,6 @@ from mod_models.convert.implementation_source import Source, tensors_of
 from mod_models.spec import shown
 
 NOT_A_MODEL = "it is a layer and no model: it has no embedding and no head, and leaves open what its block is"
-SKIPPED_ARE_SEEN = "tokens that skip attention are still seen by the others there, and no token sees a skipped one here"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +90,30 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         names=(rf"layers\.{N}\.router\.linear_1\.weight", rf"layers\.{N}\.feed_forward\.w1\.weight"),
         read=read_d_llm,
     ),
+    "flexidepth": Implementation(
+        repository="xuan-luo/FlexiDepth-Llama-3-8B-Instruct",
+        names=(
+            rf"model\.layers\.{N}\.router\.router_enc\.weight",
+            rf"model\.layers\.{N}\.router_proj\.gate_proj\.weight",
+        ),
+        read=read_flexidepth,
+    ),
+    "skipgpt": Implementation(
+        repository="EIT-NLP/SkipGPT",
+        names=(rf"model\.layers\.{N}\.router_attention\.hidden_layer\.weight", rf"model\.layers\.{N}\.router_mlp\..*"),
+        read=read_skipgpt,
+    ),
+    "mindskip": Implementation(
+        repository="CASE-Lab-UMD/Router-Tuning-Mixture-of-Depths",
+        names=(rf"model\.layers\.{N}\.router\.weight",),
+        never=(r".*\.(block|transformer_decoder_block|decoder_layer)\..*",),
+        read=read_mindskip,
+    ),
+    "p-mod": Implementation(
+        repository="MCG-NJU/p-MoD",
+        names=(rf"model\.layers\.{N}\.router\.router\.weight", rf"model\.layers\.{N}\.decoder_layer\.self_attn\..*"),
+        read=read_p_mod,
+    ),
     "epfml": Implementation(
         repository="epfml/llm-baselines, branch mixture_of_depth",
         names=(r".*\.mod_router\.weight",),
@@ -106,20 +130,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         repository="Mixture-AI/Mixture-of-Depths",
         names=(r"(.*\.)?router_mlp\.weight", r"(.*\.)?aux_mlp\.weight"),
         reason=NOT_A_MODEL,
-    ),
-    "mindskip": Implementation(
-        repository="CASE-Lab-UMD/Router-Tuning-Mixture-of-Depths",
-        names=(rf"model\.layers\.{N}\.router\.weight",),
-        never=(r".*\.(block|transformer_decoder_block|decoder_layer)\..*",),
-        reason="by granularity attn_sequence, which is its default, one decision is for a whole text, and a graph "
-        f"cannot leave out what a text may need; by attn_token and block_token, {SKIPPED_ARE_SEEN}; and by mlp_token "
-        "the router of an MLP reads what attention reads",
-    ),
-    "skipgpt": Implementation(
-        repository="EIT-NLP/SkipGPT",
-        names=(rf"model\.layers\.{N}\.router_attention\.hidden_layer\.weight", rf"model\.layers\.{N}\.router_mlp\..*"),
-        reason=f"its routers draw Gumbel noise in evaluation too, so one text has no one result; {SKIPPED_ARE_SEEN}; "
-        "and the router of an MLP reads what attention reads",
     ),
 }  # fmt: skip
 """Name for `--implementation` -> implementation."""

@@ -162,6 +162,168 @@ class RmsNorm(nn.Module):
         return x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt() * self.weight
 
 
+class Adapted(OfTransformers):
+    """A model of transformers in which attention sees the keys and values of all tokens, whether they run or not."""
+
+    def attention(self, layer: nn.Module, n_TD: Tensor) -> Tensor:
+        angles = self.whole.model.rotary_emb(n_TD[None], torch.arange(len(n_TD))[None])
+        return layer.self_attn(n_TD[None], position_embeddings=angles, attention_mask=None)[0][0]
+
+    def layer(self, layer: nn.Module, x_TD: Tensor) -> Tensor:
+        """One layer whose tokens all run."""
+        h_TD = x_TD + self.attention(layer, layer.input_layernorm(x_TD))
+        return h_TD + layer.mlp(layer.post_attention_layernorm(h_TD))
+
+    def routed(self, layer: nn.Module, x_TD: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def row(self, ids_T: Tensor) -> Tensor:
+        x_TD = self.whole.model.embed_tokens(ids_T)
+        for layer in self.whole.model.layers:
+            routes = any("router" in name for name, _ in layer.named_children())
+            x_TD = self.routed(layer, x_TD) if routes else self.layer(layer, x_TD)
+        return self.head(x_TD)
+
+
+class FlexiDepth(Adapted):
+    """Upper layers: w > 0.5 runs and weighs the MLP by w; others get 1 - w of an adapter, on x without attention."""
+
+    def __init__(self, family: str, seed: int) -> None:
+        super().__init__(family, seed)
+        config = self.whole.config
+        D, H, F_ = config.hidden_size, 12, 20
+        for number, layer in enumerate(self.whole.model.layers[1:]):
+            layer.router = nn.ModuleDict(
+                {"router_enc": nn.Linear(D, H, bias=False), "router_norm": RmsNorm(H, config.rms_norm_eps),
+                 "router_dec": nn.Linear(H, D, bias=False), "router_head": nn.Linear(D, 1, bias=False)}
+            )  # fmt: skip
+            layer.router_proj = nn.ModuleDict(
+                {"gate_proj": nn.Linear(D, F_, bias=False), "down_proj": nn.Linear(D, F_, bias=False),
+                 "up_proj": nn.Linear(F_, D, bias=False)}
+            )  # fmt: skip
+            enlivened(layer.router, seed + number)
+            enlivened(layer.router_proj, seed + number)
+
+    def routed(self, layer: nn.Module, x_TD: Tensor) -> Tensor:
+        n_TD, router, adapter = layer.input_layernorm(x_TD), layer.router, layer.router_proj
+        inner = router["router_norm"](router["router_enc"](n_TD)).tanh()
+        weight_T1 = router["router_head"](router["router_dec"](inner)).sigmoid()
+        runs_T1 = (weight_T1 > 0.5).float()
+        h_TD = x_TD + runs_T1 * self.attention(layer, n_TD)
+        z_TD = layer.post_attention_layernorm(h_TD)
+        small = adapter["up_proj"](layer.mlp.act_fn(adapter["gate_proj"](z_TD)) * adapter["down_proj"](z_TD))
+        return h_TD + runs_T1 * weight_T1 * layer.mlp(z_TD) + (1 - runs_T1) * (1 - weight_T1) * small
+
+    def save(self, folder: Path, **changes: Any) -> None:
+        family = self.whole.config.model_type
+        own = {
+            "model_type": f"dd{family}", "architectures": [f"DD{family.capitalize()}ForCausalLM"],
+            "router_reduction_factor": 4, "proj_reduction_factor": 4, "routing_layers": [1, 2],
+            "auto_map": {"AutoModelForCausalLM": "modeling_ddllama.DDLlamaForCausalLM"},
+        }  # fmt: skip
+        super().save(folder, **{**own, **changes})
+
+
+class SkipGptRouter(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.hidden_layer, self.weight_predictor = nn.Linear(width, width // 4), nn.Linear(width // 4, 2)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """1 where class 0 is the more probable one, else 0, (T, 1)."""
+        return (self.weight_predictor(self.hidden_layer(x_TD).relu()).argmax(-1) == 0).float()[:, None]
+
+
+class SkipGptLayer(nn.Module):
+    def __init__(self, block: nn.Module, width: int) -> None:
+        super().__init__()
+        self.router_attention, self.router_mlp, self.block = SkipGptRouter(width), SkipGptRouter(width), block
+
+
+class SkipGpt(Adapted):
+    """Every layer has two routers, which read what the layer gets; one mask for attention and one for the MLP."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__("Llama", seed)
+        for number, layer in enumerate(self.whole.model.layers):
+            wrapped = SkipGptLayer(layer, self.whole.config.hidden_size)
+            for offset, router in enumerate((wrapped.router_attention, wrapped.router_mlp)):
+                enlivened(router, seed + 10 * number + 100 * offset)
+                # Streams are small, and ReLU's output is above 0 on average; otherwise all tokens would choose alike.
+                router.hidden_layer.weight.data *= 20
+                router.weight_predictor.weight.data -= router.weight_predictor.weight.data.mean(1, keepdim=True)
+            self.whole.model.layers[number] = wrapped
+
+    def routed(self, layer: nn.Module, x_TD: Tensor) -> Tensor:
+        block = layer.block
+        h_TD = x_TD + layer.router_attention(x_TD) * self.attention(block, block.input_layernorm(x_TD))
+        return h_TD + layer.router_mlp(x_TD) * block.mlp(block.post_attention_layernorm(h_TD))
+
+    def save(self, folder: Path, file: str = "model.pth", **changes: Any) -> None:
+        super().save(folder, **changes)
+        (folder / "model.safetensors").unlink()
+        torch.save(self.whole.state_dict(), folder / file)
+
+
+class MindSkip(Adapted):
+    """sigmoid(l) >= threshold of the normed stream decides about attention, the block or the MLP of two layers."""
+
+    def __init__(self, family: str, seed: int, granularity: str, threshold: float = 0.5) -> None:
+        super().__init__(family, seed)
+        self.fields = {
+            "is_mod": [True, False, True], "granularity": granularity, "threshold": threshold, "mod_capacity": 0.6,
+            "gradient_scale": 0.1, "router_layers": 2,
+        }  # fmt: skip
+        for number in (0, 2):
+            router = nn.Linear(self.whole.config.hidden_size, 1, bias=False)
+            self.whole.model.layers[number].router = enlivened(router, seed + number + 1)
+
+    def routed(self, layer: nn.Module, x_TD: Tensor) -> Tensor:
+        n_TD, part = layer.input_layernorm(x_TD), self.fields["granularity"].split("_")[0]
+        runs_T1 = (layer.router(n_TD).sigmoid() >= self.fields["threshold"]).float()
+        attention_TD = self.attention(layer, n_TD)
+        h_TD = x_TD + (runs_T1 if part == "attn" else 1) * attention_TD
+        mlp_TD = layer.mlp(layer.post_attention_layernorm(h_TD))
+        out_TD = h_TD + (runs_T1 if part == "mlp" else 1) * mlp_TD
+        return x_TD + runs_T1 * (out_TD - x_TD) if part == "block" else out_TD
+
+    def save(self, folder: Path, **changes: Any) -> None:
+        super().save(folder, **{**self.fields, **changes})
+
+
+class PModLayer(nn.Module):
+    def __init__(self, layer: nn.Module, width: int, bias: bool) -> None:
+        super().__init__()
+        self.decoder_layer, self.router = layer, nn.ModuleDict({"router": nn.Linear(width, 1, bias=bias)})
+
+
+class PMod(Adapted):
+    """Layers wrapped beside routers of image tokens, which do nothing to text; a projector, and a vision tower."""
+
+    def __init__(self, seed: int, bias: bool = True) -> None:
+        super().__init__("Llama", seed)
+        model, width = self.whole.model, self.whole.config.hidden_size
+        for number in (1, 2):
+            model.layers[number] = PModLayer(model.layers[number], width, bias)
+        model.mm_projector = nn.Sequential(nn.Linear(20, width), nn.GELU(), nn.Linear(width, width))
+        model.vision_tower = nn.ModuleDict({"vision_tower": nn.Linear(12, 20)})
+        model.image_newline = nn.Parameter(torch.ones(width))
+
+    def routed(self, layer: nn.Module, x_TD: Tensor) -> Tensor:
+        return self.layer(layer.decoder_layer, x_TD)
+
+    def save(self, folder: Path, **changes: Any) -> None:
+        own = {
+            "model_type": "pmod_llava_llama", "architectures": ["PmodLlavaLlamaForCausalLM"],
+            "mod_target_layers": "shiftedcos_decay_0.85_0.15", "mod_router_factor": 0.5, "mod_bias_enabled": True,
+            "mod_weight_norm": "tanh_0.2_1", "mm_vision_tower": "openai/clip", "mm_hidden_size": 20,
+            "use_mm_proj": True, "image_aspect_ratio": "anyres", "image_grid_pinpoints": [[336, 672]],
+            "max_num_patches": 5, "tokenizer_padding_side": "right", "tokenizer_model_max_length": 4096,
+            "tune_mm_mlp_adapter": False, "freeze_mm_mlp_adapter": False, "unfreeze_mm_vision_tower": True,
+        }  # fmt: skip
+        super().save(folder, **{**own, **changes})
+
+
 def turned(x_THE: Tensor) -> Tensor:
     """Takes neighbouring numbers as complex, and rotates them by the token's number times 10000 ** (-2 i / E)."""
     T, _, E = x_THE.shape

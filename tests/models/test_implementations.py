@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from implementation_models import Astramind, ByRow, DLlm, Dlo, Ohara, Sramshetty
+from implementation_models import (
+    Astramind,
+    ByRow,
+    DLlm,
+    Dlo,
+    FlexiDepth,
+    MindSkip,
+    Ohara,
+    PMod,
+    SkipGpt,
+    Sramshetty,
+)
 
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.convert import read_foreign
@@ -32,9 +43,19 @@ MODELS: dict[str, tuple[str, Callable[[int], ByRow], float | None]] = {
     "sramshetty": ("sramshetty", Sramshetty, None),
     "sramshetty with a second router": ("sramshetty", lambda seed: Sramshetty(seed, auxiliary=True), None),
     "D-LLM": ("d-llm", DLlm, 1.0),
+    "FlexiDepth, Llama": ("flexidepth", lambda seed: FlexiDepth("Llama", seed), 1.0),
+    "FlexiDepth, Llama with GELU": ("flexidepth", lambda seed: FlexiDepth("Llama, a head for each, eps", seed), 1.0),
+    "FlexiDepth, Qwen3": ("flexidepth", lambda seed: FlexiDepth("Qwen3", seed), 1.0),
+    "SkipGPT": ("skipgpt", SkipGpt, 1.0),
+    "MindSkip, attention": ("mindskip", lambda seed: MindSkip("Llama", seed, "attn_token"), 1.0),
+    "MindSkip, block": ("mindskip", lambda seed: MindSkip("Mistral", seed, "block_token", 0.4), 1.0),
+    "MindSkip, MLP": ("mindskip", lambda seed: MindSkip("Qwen2", seed, "mlp_token", 0.6), 1.0),
+    "p-MoD": ("p-mod", PMod, None),
+    "p-MoD without biases": ("p-mod", lambda seed: PMod(seed, bias=False), None),
 }  # fmt: skip
 """Name -> (implementation, the reference model from a seed, the capacity that must be given)."""
-CAUSAL = [name for name, (_, _, capacity) in MODELS.items() if capacity is not None]
+CAUSAL = [name for name, (of, _, capacity) in MODELS.items() if capacity is not None or of == "p-mod"]
+ROUTED = [name for name, (of, _, _) in MODELS.items() if of != "p-mod"]
 
 
 def distinct_ids(rows: int = 2, seed: int = 3) -> torch.Tensor:
@@ -69,7 +90,7 @@ def test_logits_are_those_of_the_published_code(name: str, tmp_path: Path) -> No
             assert (found_BSV - expected_BSV).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ROUTED)
 def test_routed_layers_run_some_tokens_and_skip_some(name: str, tmp_path: Path) -> None:
     """Otherwise the test above would say nothing."""
     _, found = read(name, tmp_path / "source")
@@ -117,6 +138,14 @@ def test_token_by_token(name: str, tmp_path: Path) -> None:
         ("sramshetty with a second router", "routes as in training; its own generation differs"),
         ("sramshetty with a second router", "aux_router is left out"),
         ("D-LLM", "LoRA is added to 12 projections in float32"),
+        ("FlexiDepth, Llama", "both results are weighted, w * M and (1 - w) * adapter, as in the released models"),
+        ("FlexiDepth, Llama", "every token has a slot"),
+        ("SkipGPT", "the more probable class decides; its code draws Gumbel noise at inference too"),
+        ("SkipGPT", "every token has a slot"),
+        ("MindSkip, block", "its code also runs a token whose sigmoid(l) is exactly 0.4"),
+        ("MindSkip, MLP", "every token has a slot"),
+        ("p-MoD", "no layer is routed"),
+        ("p-MoD", "tokens of images are not converted: the routers of 2 layers, which choose among them, and the"),
     ],
 )
 def test_notes(name: str, expected: str, tmp_path: Path) -> None:
@@ -168,6 +197,40 @@ def test_rows_are_as_long_as_the_user_says(tmp_path: Path) -> None:
         options: dict[str, Any] = {"implementation": implementation, "capacity": capacity}
         assert read_foreign(tmp_path / name, **options).spec.max_positions == expected
         assert read_foreign(tmp_path / name, 50, **options).spec.max_positions == 50
+
+
+def test_files_of_skipgpt(tmp_path: Path) -> None:
+    """Its trainings write model.pth or model.bin."""
+    theirs = SkipGpt(0)
+    for file in ("model.pth", "model.bin"):
+        theirs.save(tmp_path / file, file)
+        (tmp_path / file / "README.md").write_text("SkipGPT")
+        found = read_foreign(tmp_path / file, implementation="skipgpt", capacity=1.0)
+        with torch.no_grad():
+            (found_BSV,) = found.checkpoint().module()(distinct_ids(), torch.tensor([LENGTH, LENGTH]))
+        assert (found_BSV - theirs(distinct_ids())).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("llama_mindskip", "LlamaMindSkipForCausalLM"), ("llama_mod", "LlamaMoDForCausalLM")]
+)
+def test_older_classes_of_mindskip(kind: str, name: str, tmp_path: Path) -> None:
+    MindSkip("Llama", 0, "attn-token").save(
+        tmp_path / "source", model_type=kind, architectures=[name], train_threshold=False
+    )
+    found = read_foreign(tmp_path / "source", implementation="mindskip", capacity=1.0)
+    assert (found.spec.routed_layers, found.family) == ((0, 2), "llama as mindskip stores it")
+
+
+def test_the_sizes_and_layers_of_flexidepth_are_those_of_its_tensors(tmp_path: Path) -> None:
+    FlexiDepth("Llama", 0).save(
+        tmp_path / "source", model_type="vskip", routing_layers=None, router_reduction_factor=16
+    )
+    found = read_foreign(tmp_path / "source", implementation="flexidepth", capacity=0.5)
+    routing = found.spec.routing
+    assert routing is not None
+    assert (routing.layers, routing.router_hidden, routing.adapter_hidden, routing.capacity) == ((1, 2), 12, 20, 0.5)
+    assert any("tokens that want to run and find no slot are skipped" in note for note in found.notes)
 
 
 def test_biases_of_ohara(tmp_path: Path) -> None:

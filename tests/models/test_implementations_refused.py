@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from implementation_models import Astramind, DLlm, Dlo, Ohara, Sramshetty
+from implementation_models import (
+    Adapted,
+    Astramind,
+    ByRow,
+    DLlm,
+    Dlo,
+    FlexiDepth,
+    MindSkip,
+    Ohara,
+    PMod,
+    SkipGpt,
+    Sramshetty,
+)
 from safetensors.torch import load_file, save_file
 
 from mod_export.model.transformer import MOD_TRANSFORMER
@@ -21,10 +34,20 @@ NAMES_OF: dict[str, tuple[str, ...]] = {
     "epfml": ("transformer.h.0.mod_router.weight", "transformer.h.0.block.attn.c_attn.weight"),
     "kyegomez": ("router.weight", "aux_router.0.weight", "aux_router.2.weight"),
     "mixture-ai": ("router_mlp.weight", "router_mlp.bias", "aux_mlp.weight", "transformer_block.q.weight"),
-    "mindskip": ("model.layers.0.router.weight", "model.layers.0.self_attn.q_proj.weight"),
-    "skipgpt": ("model.layers.0.router_attention.hidden_layer.weight", "model.layers.0.router_mlp.hidden_layer.weight"),
 }
 """Tensor names of implementations that cannot be converted."""
+ADAPTED: dict[str, Callable[[], Adapted]] = {
+    "flexidepth": lambda: FlexiDepth("Llama", 0),
+    "skipgpt": lambda: SkipGpt(0),
+    "mindskip": lambda: MindSkip("Llama", 0, "attn_token"),
+    "p-mod": lambda: PMod(0),
+}
+UNLIMITED: dict[str, tuple[Callable[[], ByRow], str]] = {
+    "dlo": (lambda: Dlo(0), ". config.json says that dlo_capacity was 0.7"),
+    "d-llm": (lambda: DLlm(0), ". dynamic_active_target was 0.6"),
+    **{name: (ADAPTED[name], "") for name in ("flexidepth", "skipgpt", "mindskip")},
+}
+"""Implementation without a capacity -> a model, and what the folder says of the capacity in training."""
 
 
 def refused(folder: Path, message: str, **options: Any) -> None:
@@ -55,11 +78,10 @@ def change_pickle(path: Path, table: str = "", without: str = "", **tensors: tor
     torch.save(data, path)
 
 
-@pytest.mark.parametrize("name", ["astramind", "dlo", "ohara"])
+@pytest.mark.parametrize("name", ["astramind", "dlo", "ohara", *ADAPTED])
 def test_an_implementation_is_not_guessed(name: str, tmp_path: Path) -> None:
-    {"astramind": lambda: Astramind("Llama", 0), "dlo": lambda: Dlo(0), "ohara": lambda: Ohara(0)}[name]().save(
-        tmp_path / "source"
-    )
+    models = {"astramind": lambda: Astramind("Llama", 0), "dlo": lambda: Dlo(0), "ohara": lambda: Ohara(0), **ADAPTED}
+    models[name]().save(tmp_path / "source")
     message = "how they route is in no file. Implementations with such names: "
     refused(tmp_path / "source", f"{message}{name}. If one of them stored it, say so: mod-export convert")
     for read in (MOD_TRANSFORMER.read, MOD_TRANSFORMER.look):
@@ -90,9 +112,9 @@ def test_implementations_that_cannot_be_converted(name: str, tmp_path: Path) -> 
 def test_several_candidates(tmp_path: Path) -> None:
     folder = with_names(
         tmp_path / "source",
-        ("model.routers.1.weight", "model.layers.0.router.weight", "model.layers.0.self_attn.q_proj.weight"),
+        ("model.routers.1.weight", "model.layers.0.router.weight", "model.layers.0.mod_router.weight"),
     )
-    refused(folder, "Implementations with such names: dlo; mindskip, which cannot be converted: by granularity")
+    refused(folder, "Implementations with such names: dlo; mindskip; epfml, which cannot be converted: its blocks are")
 
 
 def test_every_implementation_is_read_or_has_a_reason() -> None:
@@ -131,18 +153,25 @@ def test_a_capacity_without_an_implementation(tmp_path: Path) -> None:
     refused(tmp_path, "--capacity is for routed layers of an --implementation, and none was declared", capacity=0.5)
 
 
-@pytest.mark.parametrize("name", ["dlo", "d-llm"])
+@pytest.mark.parametrize("name", UNLIMITED)
 def test_a_capacity_that_has_to_be_given(name: str, tmp_path: Path) -> None:
-    (Dlo(0) if name == "dlo" else DLlm(0)).save(tmp_path / "source")
+    make, trained = UNLIMITED[name]
+    make().save(tmp_path / "source")
     refused(
         tmp_path / "source",
         f"give --capacity: {name} runs every token that its router wants, and a graph has a fixed number of slots. "
-        "--capacity 1 gives each token a slot and computes what its code computes",
+        "--capacity 1 gives each token a slot and computes what its code computes; with a smaller share, tokens that "
+        f"find no slot are skipped{trained}",
         implementation=name,
     )
-    default = "dlo_capacity was 0.7" if name == "dlo" else "dynamic_active_target was 0.6"
-    refused(tmp_path / "source", default, implementation=name)
-    refused(tmp_path / "source", "spec.routing.capacity: expected a share in (0, 1]", implementation=name, capacity=2.0)
+    with pytest.raises(CheckpointError, match=r"(skipped|in training)$"):
+        read_foreign(tmp_path / "source", implementation=name)
+    refused(
+        tmp_path / "source",
+        f"{name}: spec.routing.capacity: expected a share in (0, 1]",
+        implementation=name,
+        capacity=2.0,
+    )
 
 
 def test_tensors_of_astramind(tmp_path: Path) -> None:
@@ -259,3 +288,93 @@ def test_lora_of_d_llm(tmp_path: Path) -> None:
     change_pickle(path, "model", **{name: torch.ones(48, 3)})
     change_pickle(path, "model", layers__2__router__linear_2__bias=torch.ones(3))
     refused(folder, "layers.2.router.linear_2.bias has shape [3], params.json says [2]", **options)
+
+
+def test_configurations_of_flexidepth(tmp_path: Path) -> None:
+    changes = {
+        "routing_layers: [2], and layers [1, 2] have routers": {"routing_layers": [2]},
+        "model_type: 'ddgemma' names the family gemma, and the tensors are those of llama": {"model_type": "ddgemma"},
+        "depth_loss: unknown field with the value 3": {"depth_loss": 3},
+    }
+    for number, (message, changed) in enumerate(changes.items()):
+        FlexiDepth("Llama", 0).save(tmp_path / str(number), **changed)
+        refused(tmp_path / str(number), message, implementation="flexidepth", capacity=1.0)
+    FlexiDepth("Qwen3", 0).save(tmp_path / "qwen", model_type="ddllama")
+    message = "model_type: 'ddllama' names the family llama, and the tensors are those of qwen3"
+    refused(tmp_path / "qwen", message, implementation="flexidepth", capacity=1.0)
+
+
+def test_tensors_of_flexidepth(tmp_path: Path) -> None:
+    folder, options = tmp_path / "source", {"implementation": "flexidepth", "capacity": 1.0}
+    FlexiDepth("Llama", 0).save(folder)
+    dec = "model.layers.1.router.router_dec.weight"
+    change(folder, without=dec)
+    refused(folder, f"{dec} is missing, expected [48, 12]", **options)
+    change(folder, **{dec: torch.ones(48, 11)})
+    refused(folder, f"{dec} has shape [48, 11], expected [48, 12]", **options)
+    change(folder, **{dec: torch.ones(48, 12, dtype=torch.int64)})
+    refused(folder, f"{dec} holds I64, expected floating-point numbers of 16, 32 or 64 bits", **options)
+    change(folder, **{dec: torch.ones(48, 12)})
+    for name in ("router_proj.gate_proj", "router.router_head", "router_proj.up_proj"):
+        whole = load_file(folder / "model.safetensors")[f"model.layers.1.{name}.weight"]
+        change(folder, without=f"model.layers.1.{name}.weight")
+        refused(folder, f"model.layers.1.{name}.weight is missing", **options)
+        change(folder, **{f"model.layers.1.{name}.weight": whole})
+    change(folder, model__layers__2__router_proj__up_proj__weight=torch.ones(48, 21))
+    refused(folder, "model.layers.2.router_proj.up_proj.weight has shape [48, 21], config.json says", **options)
+    change(folder, model__layers__2__router__router_enc__bias=torch.ones(12))
+    refused(folder, "'model.layers.2.router.router_enc.bias' belongs to nothing that config.json describes", **options)
+
+
+def test_tensors_of_skipgpt(tmp_path: Path) -> None:
+    folder, options = tmp_path / "source", {"implementation": "skipgpt", "capacity": 1.0}
+    SkipGpt(0).save(folder)
+    change_pickle(folder / "model.pth", model__layers__1__router_mlp__weight_predictor__bias=torch.ones(1))
+    refused(folder, "router_mlp.weight_predictor.bias has shape [1], config.json says [2]", **options)
+    change_pickle(folder / "model.pth", model__layers__1__block__mlp__gate_proj__lora_A__weight=torch.ones(1))
+    refused(folder, "'model.layers.1.block.mlp.gate_proj.lora_A.weight' belongs to nothing", **options)
+    SkipGpt(0).save(tmp_path / "gemma", model_type="gemma2")
+    refused(tmp_path / "gemma", "model_type: 'gemma2' is no family that can be converted", **options)
+
+
+def test_configurations_of_mindskip(tmp_path: Path) -> None:
+    whole = "makes one decision for a whole text, from the mean of its tokens, and a graph cannot leave out what a text"
+    changes = {
+        f"granularity: 'attn_sequence' {whole} may need; a checkpoint of a *_token granularity can": {
+            "granularity": "attn_sequence"
+        },
+        f"granularity: 'block_sequence' {whole}": {"granularity": "Block-Sequence"},
+        "threshold: expected a number between 0 and 1, got 1": {"threshold": 1},
+        "threshold: expected a number between 0 and 1, got '0.5'": {"threshold": "0.5"},
+        "is_mod: expected a list of true and false, got None": {"is_mod": None},
+        "model.layers.1.router.weight is missing, and is_mod is true there": {"is_mod": [True] * 3},
+        "model.layers.2.router.weight stands in a layer where is_mod is not true": {"is_mod": [True, False, False]},
+        "model_type: 'mine' is no family that can be converted": {"model_type": "mine"},
+        "architectures: expected LlamaForCausalLM, got ['LlamaModelX']": {"architectures": ["LlamaModelX"]},
+    }
+    for number, (message, changed) in enumerate(changes.items()):
+        MindSkip("Llama", 0, "attn_token").save(tmp_path / str(number), **changed)
+        refused(tmp_path / str(number), message, implementation="mindskip", capacity=1.0)
+
+
+def test_the_default_granularity_of_mindskip(tmp_path: Path) -> None:
+    MindSkip("Llama", 0, "attn_token").save(tmp_path / "source", granularity=None)
+    message = "granularity: 'attn_sequence' makes one decision"
+    refused(tmp_path / "source", message, implementation="mindskip", capacity=1.0)
+
+
+def test_folders_of_p_mod(tmp_path: Path) -> None:
+    changes = {
+        "model_type: expected 'pmod_llava_llama', got 'llava_llama'": {"model_type": "llava_llama"},
+        "architectures: expected ['PmodLlavaLlamaForCausalLM'], got None": {"architectures": None},
+        "depth_loss: unknown field with the value 3": {"depth_loss": 3},
+    }
+    for number, (message, changed) in enumerate(changes.items()):
+        PMod(0).save(tmp_path / str(number), **changed)
+        refused(tmp_path / str(number), message, implementation="p-mod")
+    folder = tmp_path / "sound"
+    PMod(0).save(folder)
+    message = "--capacity is for routed layers; p-mod routes the tokens of images, and its model of text is dense"
+    refused(folder, message, implementation="p-mod", capacity=1.0)
+    change(folder, without="model.layers.1.decoder_layer.mlp.up_proj.weight")
+    refused(folder, "model.layers.1.decoder_layer.mlp.up_proj.weight is missing", implementation="p-mod")
