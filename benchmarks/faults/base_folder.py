@@ -40,6 +40,15 @@ SPEC = ModelSpec(
     vocab_size=256, d_model=32, n_layers=4, n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, max_positions=64,
     routing=RoutingSpec(capacity=0.25),
 )  # fmt: skip
+SKIPPED_SPEC = replace(
+    SPEC,
+    routing=RoutingSpec(
+        capacity=0.5, selection="threshold", router="norm_mlp", router_hidden=8, router_activation="tanh",
+        router_input="normed", gate="sigmoid", combine="ffn_gated", skipped_keys_values="kept",
+        skipped_result="adapter", adapter="gated", adapter_hidden=16, adapter_gate="rest",
+    ),
+)  # fmt: skip
+"""A model whose skipped tokens keep their keys and values and run an adapter, as those of FlexiDepth do."""
 SHAPE = Bucket(2, 32)
 BUCKET = SHAPE.name
 CAPACITY_ONE_MORE = replace(SPEC, routing=RoutingSpec(capacity=9 / 32))
@@ -50,7 +59,7 @@ STD = 0.15
 FOREIGN_STD = 0.3
 """Standard deviation of the weights of users' modules, which are narrower."""
 
-FolderName = Literal["graphs", "compiled", "foreign", "two outputs", "compiled foreign"]
+FolderName = Literal["graphs", "skipped", "compiled", "foreign", "two outputs", "compiled foreign"]
 FOREIGN_SHAPES = [(2, 16), (1, 32)]
 FEW_RUNS = """
 [latency]
@@ -70,6 +79,10 @@ targets = ["ort-cpu", "tensorrt-rtx"]
 dtypes = ["float16"]
 architectures = ["sm89"]
 {FEW_RUNS}"""
+SKIPPED = f"""
+buckets = [[2, 32]]
+targets = ["ort-cpu"]
+{FEW_RUNS}"""
 COMPILED = f"""
 buckets = [[2, 32]]
 targets = ["inductor"]
@@ -86,10 +99,10 @@ def checkpoint_with(spec: ModelSpec, seed: int, std: float) -> Checkpoint:
     return Checkpoint(spec=spec, weights=weights)
 
 
-def build_folder(toml: str, folder: Path) -> Path:
-    """Returns a finished build of SPEC. `folder` holds the checkpoint and the configuration too."""
+def build_folder(toml: str, folder: Path, spec: ModelSpec = SPEC) -> Path:
+    """Returns a finished build of a spec. `folder` holds the checkpoint and the configuration too."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_checkpoint(folder / "model.pt", checkpoint_with(SPEC, 1, STD))
+    save_checkpoint(folder / "model.pt", checkpoint_with(spec, 1, STD))
     (folder / "c.toml").write_text(toml, encoding="utf-8")
     config: BuildConfig = config_from_toml(folder / "c.toml")
     report = build(
@@ -163,6 +176,7 @@ def foreign_folder(make: Callable[[Path], BuildReport], folder: Path) -> Path:
 
 FOLDERS: dict[FolderName, Callable[[Path], Path]] = {
     "graphs": partial(build_folder, GRAPHS),
+    "skipped": partial(build_folder, SKIPPED, spec=SKIPPED_SPEC),
     "compiled": partial(build_folder, COMPILED),
     "foreign": partial(foreign_folder, _foreign),
     "two outputs": partial(foreign_folder, _two_outputs),

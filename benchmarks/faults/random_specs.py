@@ -22,7 +22,18 @@ from mod_export.pipeline.stages import build
 from mod_export.rows.report import BuildReport
 from mod_export.types import Bucket
 from mod_models.checkpoint import Checkpoint, save_checkpoint
-from mod_models.declarations import COMBINES, GATES, LEARNED_ROUTERS, MLP_ROUTERS, PARTS, SELECTIONS
+from mod_models.declarations import (
+    ADAPTER_GATES,
+    ADAPTERS,
+    COMBINES,
+    GATES,
+    KEYS_VALUES,
+    LEARNED_ROUTERS,
+    MLP_ROUTERS,
+    PARTS,
+    RESULTS,
+    SELECTIONS,
+)
 from mod_models.spec import EveryNth, ExpertsSpec, ModelSpec, RoutingSpec, SpecError
 
 Load = Callable[[], tuple[model.Model, model.Model | None]]
@@ -159,6 +170,12 @@ def _of_any_kind(base: ModelSpec, rng: random.Random) -> ModelSpec:
         router=rng.choice((base.routing.router, "noise")) if selection == "topk" else base.routing.router,
         predictor_hidden=8 if selection == "predictor" else 0,
         noise_seed=rng.randint(0, 9),
+        router_stream=rng.choice(("part", "block")),
+        skipped_keys_values=rng.choice(KEYS_VALUES),
+        skipped_result=rng.choice(RESULTS),
+        adapter=rng.choice(ADAPTERS),
+        adapter_hidden=8,
+        adapter_gate=rng.choice(ADAPTER_GATES),
     )
     experts = ExpertsSpec(
         layers=EveryNth(every=rng.choice((1, 2)), offset=0),

@@ -47,8 +47,9 @@ BYTE_VOCABULARY = 256
 META = torch.device("meta")
 DECIDES = re.compile(r"layers\.(\d+)\.(experts\.)?(mlp_)?(router|predictor)\.")
 """Names of the weights that compute scores. Groups: layer, `experts.`, `mlp_` (second router of the layer), kind."""
-PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|experts)\.")
-"""Weights of a block that a step reads only if the block runs, unlike the router and predictor."""
+PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|experts|adapter)\.")
+"""Weights of a block that a step reads only if the block runs, or if it does not, unlike the router and predictor."""
+OF_KEYS_VALUES = re.compile(r"layers\.\d+\.(attention_norm|attention\.([kv]_proj|k_norm))\.")
 TIMED_SPEC = ModelSpec(
     vocab_size=8192,
     d_model=512,
@@ -251,6 +252,15 @@ class GeneratingTransformer(GeneratingModel):
             return 1.0
         site = self._site(int(match[1]), "attention" if match[2].startswith("attention") else "mlp")
         share = 1.0 if site is None else executed[site]
+        routing = self._spec.routing
+        if site is not None and routing is not None:
+            if routing.skipped_keys_values == "kept" and OF_KEYS_VALUES.match(name):
+                return 1.0
+            if match[2] == "adapter":
+                # Some of several rows is nearly always skipped.
+                return 1.0 - share if rows == 1 else 1.0
+            if match[2] == "mlp_norm" and routing.skipped_result == "adapter":
+                return 1.0
         experts = self._spec.experts
         if experts is not None and match[2] == "experts" and not name.endswith("router.projection.weight"):
             share *= min(1.0, rows * experts.top_k / experts.n_experts)

@@ -18,7 +18,7 @@ from benchmarks.faults.random_specs import foreign_of_ties, random_build, random
 from benchmarks.faults.rates import build_clean
 from mod_export.pipeline.rerun import validate_folder
 from mod_export.rows.correctness import StructureRow
-from mod_models.declarations import CHOICES, SELECTIONS
+from mod_models.declarations import CHOICES, KEYS_VALUES, RESULTS, SELECTIONS
 
 FEW_CLEAN, FEW_FOREIGN = (0, 1, 2, 3), (0, 1, 2)
 Sound = Callable[[FolderName], Path]
@@ -118,4 +118,6 @@ def test_random_models_differ() -> None:
     kinds = [random_build_of_any_kind(seed).checkpoint.spec for seed in range(40)]
     assert {spec.routing.selection for spec in kinds if spec.routing} == set(SELECTIONS)
     assert {spec.experts.choice for spec in kinds if spec.experts} == set(CHOICES)
+    assert {spec.routing.skipped_keys_values for spec in kinds if spec.routing} == set(KEYS_VALUES)
+    assert {spec.routing.skipped_result for spec in kinds if spec.routing} == set(RESULTS)
     assert len({repr(random_foreign(seed).module) for seed in range(40)}) > 15
