@@ -58,6 +58,26 @@ def test_routed_parts(parts: str, routed: int, always: int, slots: int, executed
     assert found == round(4 * numbers + 3 * SLOT * (WINDOW + 2 * slots * share))
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_skipped_tokens_leave_is_read(rows: int) -> None:
+    """Keys and values are computed for every token, and the norm of the MLP has a reader in both cases."""
+    kept = make_spec(
+        selection="threshold",
+        skipped_keys_values="kept",
+        skipped_result="adapter",
+        adapter="bottleneck",
+        adapter_hidden=3,
+    )
+    graphs, weights = graphs_of(kept)
+    executed = 0.25
+    keys_values, norms, adapter = 2 * 8 * 8, 2 * 8, 2 * 3 * 8
+    always = keys_values + norms
+    routed = always + executed * (ATTENTION + MLP - always) + (1 - executed if rows == 1 else 1) * adapter
+    found = graphs.least_bytes(rows, WINDOW, dict.fromkeys(graphs.sites, executed))
+    numbers = ATTENTION + MLP + HEAD + routers(weights) + 2 * routed
+    assert found == round(4 * numbers + rows * SLOT * WINDOW * (1 + 2 * executed))
+
+
 def test_parts_that_are_routed_apart() -> None:
     graphs, weights = graphs_of(make_spec(parts="separate", selection="predictor", predictor_hidden=2))
     assert graphs.sites == ("0.attention", "0.mlp", "2.attention", "2.mlp")
