@@ -161,7 +161,7 @@ def read_skipgpt(source: Source) -> ForeignModel:
         "router": "mlp",
         "router_hidden": max(1, source.shape(f"{MODEL_LAYERS}{layers[0]}.router_attention.hidden_layer.weight")[0]),
         "router_activation": "relu",
-        
+        "router_stream": "block",
         "selection": "threshold",
         "gate": "ones",
         "combine": "replace_ungated",
