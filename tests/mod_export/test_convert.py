@@ -12,7 +12,7 @@ import torch
 from command_line import FEW_SAMPLES, invoke, refused
 from gguf_files import as_gguf
 from hugging_face import change_config, saved
-from implementation_models import Astramind, Dlo, Ohara
+from implementation_models import Astramind, ByRow, Dlo, FlexiDepth, Ohara, SkipGpt
 from packages import OnlyReads
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -260,3 +260,27 @@ def test_an_implementation_that_was_built_gives_the_logits_of_its_code(name: str
     ids_BS = np.stack([np.random.default_rng(0).permutation(96)[:16]])
     with mod_export.load(out) as deployment:
         np.testing.assert_allclose(deployment.run(ids_BS), theirs(torch.from_numpy(ids_BS)).numpy(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flexidepth", "skipgpt"])
+def test_an_implementation_that_was_built_writes_as_its_code(name: str, tmp_path: Path) -> None:
+    """Logits of a row, and greedy texts, of models whose skipped tokens keep keys and values."""
+    theirs: ByRow = {"flexidepth": lambda: FlexiDepth("Llama", 0), "skipgpt": lambda: SkipGpt(0)}[name]()
+    theirs.save(tmp_path / "source")
+    found = invoke("convert", tmp_path / "source", tmp_path / "ours", "--implementation", name, "--capacity", "1")
+    assert found.exit_code == 0, found.output
+    (tmp_path / "writing.toml").write_text(WRITING_TOML)
+    out = tmp_path / "out"
+    found = invoke("build", tmp_path / "ours", "-c", tmp_path / "writing.toml", "-o", out)
+    assert found.exit_code == 0, found.output
+    ids_BS = np.stack([np.random.default_rng(0).permutation(96)[:16]])
+    with mod_export.load(out) as deployment:
+        np.testing.assert_allclose(deployment.run(ids_BS), theirs(torch.from_numpy(ids_BS)).numpy(), rtol=0, atol=1e-5)
+    with load_generator(out) as generator:
+        for prompt in ([5, 17, 80, 4, 33, 9], [61]):
+            text = list(prompt)
+            (written,) = generator.generate([prompt], 20)
+            for _ in written.ids:
+                text.append(int(theirs(torch.tensor([text]))[0, -1].argmax()))
+            assert (len(written.ids), written.ids) == (20, text[len(prompt) :])
