@@ -17,6 +17,7 @@ from mod_export.cli.build import build, sweep
 from mod_export.cli.convert import convert
 from mod_export.cli.demo import demo
 from mod_export.cli.generate import generate
+from mod_export.cli.plan import plan
 from mod_export.cli.serve import serve
 from mod_export.cli.show import config, inspect, report, targets
 from mod_export.cli.triton import triton
@@ -42,6 +43,7 @@ for command in (
     bench,
     report,
     inspect,
+    plan,
     targets,
     config,
     demo,

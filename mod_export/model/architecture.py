@@ -57,6 +57,14 @@ class Architecture(ABC):
             ValueError: the checkpoint is unusable for any other reason; the message is for the user.
         """
 
+    def outline(self, path: Path) -> Model | None:
+        """Reads a JSON file that declares a model, without its weights; None if it declares none of this architecture.
+
+        Raises:
+            ValueError: the model is declared, and cannot be described; the message is for the user.
+        """
+        return None
+
     @abstractmethod
     def restore(self, spec: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> Model:
         """Returns the model with this `Model.spec` and these `Model.weights`."""

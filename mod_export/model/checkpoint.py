@@ -131,6 +131,23 @@ def model_from_checkpoint(path: Path) -> Model:
     )
 
 
+def model_from_outline(path: Path) -> Model:
+    """Reads the model that a JSON file declares, such as the config.json of a hub folder, without weights.
+
+    Raises:
+        CheckpointError: the file cannot be read, or declares no model that an architecture describes.
+    """
+    for name, architecture in architectures().items():
+        try:
+            model = architecture.outline(path)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        if model is not None:
+            model.origin = Origin(name=path.parent.name or path.stem, architecture=name, package=architecture.package)
+            return model
+    raise CheckpointError(f"{path}: declares no model; expected the config.json of a model, or a spec")
+
+
 def convert(
     source: Path,
     out: Path,

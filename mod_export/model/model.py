@@ -242,6 +242,18 @@ class Model(ABC):
         """
         raise ValueError(f"that of {self.name} cannot be changed without training")
 
+    def routed(self, layers: Sequence[int], parts: str, capacity: float, keys_values: str) -> Model | None:
+        """Returns this dense model with these layers routed, for its costs: it has no weights of routers. None if the
+        model cannot be routed, or its costs cannot be calculated.
+
+        Args:
+            layers: numbers of the layers, ascending.
+            parts: what is routed in them: `block`, `attention` or `mlp`.
+            capacity: share of the tokens that run.
+            keys_values: `absent` or `kept`, for tokens that skip attention.
+        """
+        return None
+
     def layers(self, batch: int, seq: int) -> Sequence[LayerCost] | None:
         """Returns the costs of the whole model in order: the part before the layers, each layer, the part after. None
         if they cannot be calculated from the spec.

@@ -22,7 +22,7 @@ from mod_export.model.model import GeneratingModel, GraphSource, LayerCost, Mode
 from mod_export.model.tokenizer_files import TokenizerFiles, has_tokenizer, read_tokenizer, settings_in
 from mod_export.types import Outputs, Site
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
-from mod_models.convert import is_foreign, read_foreign
+from mod_models.convert import declared_in, is_foreign, read_foreign
 from mod_models.convert.foreign import ForeignModel, MadeFile, write_folder
 from mod_models.flops import layer_costs
 from mod_models.generate import generate_eager
@@ -138,6 +138,19 @@ class TransformerModel(Model):
 
     def with_capacity(self, capacity: float) -> TransformerModel:
         return TransformerModel(replace(self.checkpoint, spec=self.checkpoint.spec.with_capacity(capacity)))
+
+    def routed(self, layers: Sequence[int], parts: str, capacity: float, keys_values: str) -> TransformerModel | None:
+        spec = self.checkpoint.spec
+        if spec.routing is not None or spec.experts is not None:
+            return None
+        routing = RoutingSpec(
+            layers=tuple(layers),
+            parts=parts,
+            capacity=capacity,
+            selection="threshold",
+            skipped_keys_values="absent" if parts == "mlp" else keys_values,
+        )
+        return TransformerModel(Checkpoint(spec=replace(spec, routing=routing), weights={}))
 
     def layers(self, batch: int, seq: int) -> tuple[LayerCost, ...]:
         return tuple(LayerCost(**asdict(cost)) for cost in layer_costs(self.checkpoint.spec, batch, seq))
@@ -291,6 +304,10 @@ class ModTransformer(Architecture):
         foreign = read_foreign(path)
         foreign.check_finite()
         return TransformerModel(foreign.checkpoint())
+
+    def outline(self, path: Path) -> TransformerModel | None:
+        spec = declared_in(path)
+        return None if spec is None else TransformerModel(Checkpoint(spec=spec, weights={}))
 
     def restore(self, spec: Mapping[str, Any], weights: Mapping[str, Tensor]) -> TransformerModel:
         return TransformerModel(Checkpoint(spec=ModelSpec.from_dict(spec), weights=weights))

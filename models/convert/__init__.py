@@ -6,13 +6,15 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from mod_models.checkpoint import CheckpointError
+from mod_models.checkpoint import ARCHITECTURE, CheckpointError
 from mod_models.convert.adapter import ADAPTER_CONFIG, is_adapter, read_adapter
 from mod_models.convert.foreign import ForeignModel
 from mod_models.convert.gguf_file import starts_as_gguf
 from mod_models.convert.gguf_model import read_gguf
-from mod_models.convert.hugging_face import is_hugging_face, read_hugging_face
+from mod_models.convert.hugging_face import is_hugging_face, read_hugging_face, spec_of_config
 from mod_models.convert.implementations import read_implementation, refuse_undeclared
+from mod_models.convert.tensor_files import read_json
+from mod_models.spec import ModelSpec, SpecError
 
 
 class Reader(NamedTuple):
@@ -79,3 +81,26 @@ def read_foreign(
         if reader.recognises(path):
             return reader.read(path, max_positions, ignored)
     raise CheckpointError(f"{path}: not {', or '.join(reader.what for reader in READERS)}")
+
+
+def declared_in(path: Path) -> ModelSpec | None:
+    """Returns the spec that a JSON file declares: a spec, or the config.json of a checkpoint or Hugging Face folder.
+
+    Returns:
+        None if the file declares a model of another architecture, or none.
+
+    Raises:
+        CheckpointError: the file is not readable, its family is unknown, or its spec is not valid.
+    """
+    fields = read_json(path)
+    if "model_type" in fields:
+        return spec_of_config(path, fields)
+    if fields.get("architecture", ARCHITECTURE) != ARCHITECTURE:
+        return None
+    spec = fields.get("spec", fields)
+    if not isinstance(spec, dict) or "d_model" not in spec:
+        return None
+    try:
+        return ModelSpec.from_dict(spec)
+    except SpecError as error:
+        raise CheckpointError(f"{path}: {error}") from error

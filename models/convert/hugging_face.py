@@ -317,14 +317,8 @@ def model_of(
     Raises:
         CheckpointError: see `read_hugging_face`.
     """
-    kind = fields.get("model_type")
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
-    if family is None:
-        raise CheckpointError(
-            f"{path / CONFIG}: model_type: {shown(kind)} is no family that can be converted; known: "
-            f"{', '.join(FAMILIES)}"
-        )
-    spec = _spec(path, family, fields, max_positions, ignored)
+    family = _family(path / CONFIG, fields)
+    spec = _spec(path / CONFIG, family, fields, max_positions, ignored)
 
     def find(name: str, shape: tuple[int, ...]) -> Place:
         place = place_of(spec, name, shape, foreign_name, family.fused)
@@ -336,7 +330,27 @@ def model_of(
     embedding = parts.get("embedding.weight") if spec.tie_embeddings else None
     problems += _left_over({name: tensors[name] for name in unused}, embedding)
     refuse(path, problems)
-    return ForeignModel(path=path, family=str(kind), spec=spec, parts=parts, companions=companions_of(path))
+    kind = str(fields.get("model_type"))
+    return ForeignModel(path=path, family=kind, spec=spec, parts=parts, companions=companions_of(path))
+
+
+def spec_of_config(path: Path, fields: Mapping[str, Any]) -> ModelSpec:
+    """Returns the spec that the fields of a config.json declare; `path` is the file, for messages.
+
+    Raises:
+        CheckpointError: the family is unknown, or the config is not a valid spec.
+    """
+    return _spec(path, _family(path, fields), fields, None, ())
+
+
+def _family(path: Path, fields: Mapping[str, Any]) -> Family:
+    kind = fields.get("model_type")
+    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    if family is None:
+        raise CheckpointError(
+            f"{path}: model_type: {shown(kind)} is no family that can be converted; known: {', '.join(FAMILIES)}"
+        )
+    return family
 
 
 def _spec(
@@ -349,9 +363,9 @@ def _spec(
     try:
         spec = spec_of(family, config, max_positions)
     except SpecError as error:
-        raise CheckpointError(f"{path / CONFIG}: {error}") from error
+        raise CheckpointError(f"{path}: {error}") from error
     config.check_others({*ignored, *family.harmless})
-    refuse(path / CONFIG, config.problems)
+    refuse(path, config.problems)
     assert spec is not None, "without a problem there is a spec"
     return spec
 

@@ -44,6 +44,8 @@ OPTIONS = {
     "bench": ["--config", "--target", "-c", "folder"],
     "report": ["--format", "folder"],
     "inspect": ["--html", "--text", "path"],
+    "plan": ["--bandwidth", "--length", "--machine", "--prompt", "--rows", "--texts", "--tflops", "--weight-bytes",
+             "source"],
     "targets": [],
     "config show": ["config_file"],
     "config explain": [],

@@ -1,0 +1,96 @@
+"""Says as text what routing would gain on a machine, and where it cannot gain anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mod_export.measure.gain import Choice, Gain, Machine, choices, gain_of
+from mod_export.model.model import Model
+from mod_export.report.tables import table_lines
+from mod_export.report.wording import percent_text, ratio_text
+
+WORTH = 1.05
+"""A smaller predicted gain is not worth training for: selection, gather and scatter take more."""
+
+
+def gain_lines(model: Model, machine: Machine, rows: int, prompt: int, length: int, texts: Sequence[int]) -> list[str]:
+    """Returns the prediction for a model, or for ways to route it if it is dense.
+
+    Raises:
+        ValueError: the costs of the model's layers are not declared, or it cannot be routed.
+    """
+    if model.layers(1, 1) is None:
+        raise ValueError(f"{model.name} does not declare its layers, so their costs are not known before it is built")
+    dense = model.dense()
+    if dense is not None:
+        found = [(_declared(model, prompt), gain_of(model, dense, machine, rows, prompt, length, texts))]
+    else:
+        layers = model.layers(1, 1)
+        assert layers is not None
+        numbered = [layer for layer in layers if layer.name.isdecimal()]
+        found = [
+            (_chosen(choice, len(numbered)), gain_of(routed, model, machine, rows, prompt, length, texts))
+            for choice in choices(len(numbered))
+            if (routed := model.routed(choice.layers, choice.parts, choice.capacity, choice.keys_values)) is not None
+        ]
+        if not found:
+            raise ValueError(f"{model.name} cannot be routed: it routes already or has experts")
+    head = ["routing", "FLOPs", f"prompt {rows} x {prompt:,}", *(_text_head(n) for n in texts), "keys and values"]
+    cells = [
+        [
+            name,
+            ratio_text(gain.flops),
+            ratio_text(gain.prefill),
+            *(ratio_text(gain.texts[n]) for n in texts),
+            percent_text(gain.cache),
+        ]
+        for name, gain in found
+    ]
+    return [
+        f"{machine.name}, {machine.dtype}: {machine.flops / 1e12:,.3g} TFLOP/s, {machine.bandwidth / 1e9:,.4g} GB/s",
+        "",
+        *table_lines(head, cells, numbers_from=1),
+        "",
+        f"ratios: dense / routed, texts of {length:,} tokens; only products of matrices and the cache, at the limits "
+        "of the machine: what is measured is less",
+        *_warnings(found, machine, rows, prompt, texts),
+    ]
+
+
+def _text_head(texts: int) -> str:
+    return "1 text" if texts == 1 else f"{texts:,} texts"
+
+
+def _declared(model: Model, prompt: int) -> str:
+    slots = [k for k in (model.k_by_layer(prompt) or {}).values() if k]
+    return f"as declared, {min(slots, default=0):,} of {prompt:,} tokens"
+
+
+def _chosen(choice: Choice, n_layers: int) -> str:
+    what = {"block": "blocks", "attention": "attention", "mlp": "MLPs"}[choice.parts]
+    kept = ", keys kept" if choice.keys_values == "kept" else ""
+    return f"{percent_text(choice.capacity)} in {len(choice.layers)} of {n_layers} {what}{kept}"
+
+
+def _warnings(
+    found: Sequence[tuple[str, Gain]], machine: Machine, rows: int, prompt: int, texts: Sequence[int]
+) -> list[str]:
+    """Says where routing cannot pay: in narrow products, and for many texts."""
+    lines = []
+    narrow = [name for name, gain in found if gain.slots < machine.fewest_rows]
+    if narrow:
+        lines.append(
+            f"a product of fewer than {machine.fewest_rows:,.0f} rows takes as long as its weights take to be read; "
+            f"in {len(narrow)} of {len(found)} ways a routed product of this prompt is narrower: longer prompts, more "
+            "rows or a larger capacity use the machine better"
+        )
+    for n in texts:
+        best = max(gain.texts[n] for _, gain in found)
+        if best < WORTH:
+            lines.append(
+                f"with {_text_head(n)} at once no way gains {percent_text(WORTH - 1)}: some text runs nearly every "
+                "layer, so its weights are read anyway"
+            )
+    if max(gain.prefill for _, gain in found) < WORTH:
+        lines.append(f"for this prompt no way gains {percent_text(WORTH - 1)}")
+    return lines
