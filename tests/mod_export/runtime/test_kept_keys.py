@@ -1,0 +1,73 @@
+"""Texts of models whose skipped tokens keep their keys: equal to eager texts, and bit-equal with kept prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from build_folders import Silent
+from prefix_requests import LARGE, requests, same
+from tiny_models import lively_checkpoint
+from writing import SPEC, WRITING_TOML, eager, prompts_of_lengths
+
+from mod_export.config import config_from_toml
+from mod_export.model.request import Request
+from mod_export.model.transformer import TransformerModel
+from mod_export.pipeline.stages import build
+from mod_export.runtime.generator import load_generator
+from mod_models.checkpoint import Checkpoint, save_checkpoint
+from mod_models.spec import RoutingSpec
+
+pytestmark = pytest.mark.slow
+ROUTING = RoutingSpec(
+    layers=(0, 2), capacity=0.375, selection="threshold", router="norm_mlp", router_hidden=8, router_activation="tanh",
+    router_input="normed", gate="sigmoid", combine="ffn_gated", skipped_keys_values="kept", skipped_result="adapter",
+    adapter="gated", adapter_hidden=8, adapter_gate="rest",
+)  # fmt: skip
+CHECKPOINTS: dict[str, Checkpoint] = {
+    "adapter": lively_checkpoint(replace(SPEC, routing=ROUTING), 6),
+    # Heads of 16, so that the attention operator also rotates.
+    "wide heads": lively_checkpoint(replace(SPEC, d_head=16, routing=ROUTING), 6),
+    "routed apart": lively_checkpoint(
+        replace(SPEC, routing=RoutingSpec(
+            layers=(0, 2), capacity=0.375, parts="separate", selection="threshold", router_stream="block", gate="ones",
+            skipped_keys_values="kept", router="mlp", router_hidden=8, router_activation="relu",
+        )), 6,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
+def test_texts_are_those_of_eager(name: str, target: str, tmp_path: Path) -> None:
+    checkpoint = CHECKPOINTS[name]
+    folder = built(checkpoint, target, tmp_path)
+    reference = eager(TransformerModel(checkpoint))
+    prompts = prompts_of_lengths([3, 9, 16, 21, 30], 4)
+    with load_generator(folder) as generator:
+        for batch in ([prompts[0]], prompts[1:4], prompts[4:]):
+            for prompt, text in zip(batch, generator.generate(batch, 12, ignore_eos=True), strict=True):
+                assert text.ids == reference.write(prompt, 12)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_prefixes_are_taken_bit_for_bit(name: str, tmp_path: Path) -> None:
+    folder = built(CHECKPOINTS[name], "ort-cpu", tmp_path)
+    taken = 0
+    with load_generator(folder) as generator, load_generator(folder, prefix_cache_bytes=LARGE) as cached:
+        for prompts, new, options in requests(5):
+            found = cached.generate(prompts, new, **options)
+            assert all(map(same, found, generator.generate(prompts, new, **options)))
+            taken += sum(completion.cached for completion in found)
+    assert taken > 0
+
+
+def built(checkpoint: Checkpoint, target: str, tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path / "model.pt", checkpoint)
+    (tmp_path / "c.toml").write_text(WRITING_TOML.replace("ort-cpu", target), encoding="utf-8")
+    models: Callable[..., object] = Request.checkpoint(tmp_path / "model.pt").models
+    report = build(models, config_from_toml(tmp_path / "c.toml"), tmp_path / "build", Silent(), "mod-export build")
+    assert report.verdict.status == "pass", report.verdict.reasons
+    return tmp_path / "build"
