@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, CheckpointError, ForeignArchitectureError, load_checkpoint
-from mod_models.declarations import PARTS
+from mod_models.declarations import KEYS_VALUES, PARTS
 from mod_models.spec import ModelSpec, SpecError
 from mod_models.train import DEFAULT_SPEC, TrainConfig, TrainError
 from mod_models.train.corpus import TOKENIZER, read_corpus
 from mod_models.train.log import LOGS, show
 from mod_models.train.parallel import PARALLEL, Workers, launched
-from mod_models.train.retrofit import LAYERS, SELECTIONS, layers_of, retrofitted, routed_spec
+from mod_models.train.retrofit import LAYERS, RETROFIT_ADAPTERS, SELECTIONS, layers_of, retrofitted, routed_spec
 from mod_models.train.run import train
 
 
@@ -103,11 +103,20 @@ def _add_retrofit(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--capacity", type=float, metavar="C", help="share of the tokens that they run (0.5)")
     group.add_argument("--parts", choices=PARTS, help="what of them routes (block)")
     group.add_argument("--selection", choices=SELECTIONS, help="what selects once the model is trained (predictor)")
+    group.add_argument(
+        "--skipped-keys", choices=KEYS_VALUES, help="whether routed attention sees the keys of skipped tokens (absent)"
+    )
+    group.add_argument(
+        "--adapter",
+        choices=RETROFIT_ADAPTERS,
+        help="what skipped tokens run instead; linear starts from a regression on the dense model (none)",
+    )
 
 
 def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]:
     """Returns the spec to train, and the checkpoint to start from, if there is one."""
-    routing_options = [name for name in ("capacity", "parts", "selection") if getattr(options, name) is not None]
+    names = ("capacity", "parts", "selection", "skipped_keys", "adapter")
+    routing_options = [name.replace("_", "-") for name in names if getattr(options, name) is not None]
     if options.route is None and routing_options:
         raise TrainError(f"--{routing_options[0]}: is for layers that are to route; name them with --route")
     if options.init is None:
@@ -122,7 +131,10 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
     parts = options.parts or "block"
     layers = layers_of(options.route, loaded.spec.n_layers, parts)
     capacity = 0.5 if options.capacity is None else options.capacity
-    spec = routed_spec(loaded.spec, layers, capacity, parts, options.selection or "predictor")
+    spec = routed_spec(
+        loaded.spec, layers, capacity, parts, options.selection or "predictor",
+        skipped_keys=options.skipped_keys or "absent", adapter=options.adapter or "none",
+    )  # fmt: skip
     return spec, retrofitted(loaded, spec, options.seed)
 
 
@@ -131,7 +143,8 @@ def _run(options: argparse.Namespace, config: TrainConfig, workers: Workers) -> 
     beside = options.init / TOKENIZER if options.init is not None else None
     tokenizer = options.tokenizer or (beside if beside is not None and beside.is_file() else None)
     corpus = read_corpus(options.data, tokenizer)
-    events = train(spec, config, options.out, initial=initial, corpus=corpus, workers=workers, log=options.log)
+    fit = options.adapter == "linear"
+    events = train(spec, config, options.out, initial=initial, corpus=corpus, workers=workers, log=options.log, fit=fit)
     if workers.first:
         show(events)
     else:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from mod_models.checkpoint import Checkpoint
-from mod_models.declarations import CAUSAL_SELECTIONS, PARTS, EveryNth, RoutingSpec
+from mod_models.declarations import CAUSAL_SELECTIONS, KEYS_VALUES, PARTS, EveryNth, RoutingSpec
 from mod_models.routing import Decisions, LinearRouter, MlpRouter
 from mod_models.spec import ModelSpec, Site, layer_of
 from mod_models.train import TrainError
@@ -34,6 +34,8 @@ from mod_models.transformer import RoutedBlock, Transformer
 
 SELECTIONS = CAUSAL_SELECTIONS
 """Values of `RoutingSpec.selection` with which the result can write text."""
+RETROFIT_ADAPTERS = ("none", "linear")
+"""Values of `--adapter`: what skipped tokens run instead."""
 UNSEEN = 2.0**-26
 """Bound of |score| at the start: 1 + tanh(l) is 1 in float32, and in every narrower dtype, if |l| < 2 ** -25."""
 WILLING = 1.0
@@ -98,11 +100,30 @@ def _ranked(path: Path, parts: str, n_layers: int) -> list[int]:
     return sorted(costs, key=lambda layer: costs[layer])
 
 
-def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, parts: str, selection: str) -> ModelSpec:
+def routed_spec(
+    dense: ModelSpec,
+    layers: tuple[int, ...],
+    capacity: float,
+    parts: str,
+    selection: str,
+    *,
+    skipped_keys: str = "absent",
+    adapter: str = "none",
+) -> ModelSpec:
     """Adds routing of these layers and parts to the spec of a dense model.
 
+    Args:
+        dense: spec of the dense model.
+        layers: the layers that are to route.
+        capacity: share of the tokens that they run.
+        parts: what of them routes.
+        selection: what selects tokens once the model is trained.
+        skipped_keys: whether routed attention sees the keys and values of skipped tokens.
+        adapter: what skipped tokens run instead, one of RETROFIT_ADAPTERS.
+
     Raises:
-        TrainError: the model already routes or has experts, the selection cannot write text, or the part is unknown.
+        TrainError: the model already routes or has experts, the selection cannot write text, the part is unknown, or
+            the part has no such keys or adapters.
         SpecError: the capacity is out of range.
     """
     if dense.routing is not None or dense.experts is not None:
@@ -112,6 +133,17 @@ def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, part
         )
     if selection not in SELECTIONS or parts not in PARTS:
         raise TrainError(f"--selection, --parts: expected one of {SELECTIONS} and {PARTS}, got {selection} and {parts}")
+    if skipped_keys not in KEYS_VALUES or adapter not in RETROFIT_ADAPTERS:
+        expected = f"expected one of {KEYS_VALUES} and {RETROFIT_ADAPTERS}, got {skipped_keys} and {adapter}"
+        raise TrainError(f"--skipped-keys, --adapter: {expected}")
+    if skipped_keys == "kept" and parts == "mlp":
+        raise TrainError(
+            "--skipped-keys kept: with --parts mlp every token runs attention, and all keys are there; leave it out"
+        )
+    if adapter != "none" and parts not in ("block", "mlp"):
+        raise TrainError(
+            f"--adapter {adapter}: skipped tokens run it instead of the MLP; expected --parts block or mlp, got {parts}"
+        )
     routing = RoutingSpec(
         layers=layers,
         parts=parts,
@@ -122,6 +154,9 @@ def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, part
         gate_scale=1.0,
         gate_shift=1.0,
         combine="paper",
+        skipped_keys_values=skipped_keys,
+        skipped_result="identity" if adapter == "none" else "adapter",
+        adapter="linear",
         selection=selection,
         predictor_hidden=max(1, dense.d_model // 4) if selection == "predictor" else 0,
     )
@@ -129,7 +164,10 @@ def routed_spec(dense: ModelSpec, layers: tuple[int, ...], capacity: float, part
 
 
 def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
-    """Adds new routers and predictors to a dense model and shares its weights. `spec` is from `routed_spec`."""
+    """Adds new routers and predictors to a dense model and shares its weights. `spec` is from `routed_spec`.
+
+    Adapters are zeros, with which a skipped token stays as it is; `train.ridge.fitted` gives them a better start.
+    """
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(spec, max_positions=1))
     generator = torch.Generator().manual_seed(seed)
@@ -144,6 +182,8 @@ def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
                 weights |= _router(module.state_dict(), prefix, weights[f"layers.{layer}.{norm}.weight"], generator)
             elif isinstance(module, MlpRouter):
                 weights |= _predictor(module.state_dict(), prefix, generator)
+            elif name == "adapter":
+                weights |= {prefix + key: torch.zeros(shape.shape) for key, shape in module.state_dict().items()}
     return Checkpoint(spec=spec, weights=weights)
 
 

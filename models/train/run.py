@@ -34,10 +34,15 @@ from mod_models.train.log import Event, Log
 from mod_models.train.losses import Losses, LossModule
 from mod_models.train.parallel import Workers, accumulate, fill, whole
 from mod_models.train.retrofit import LEAST_HIDDEN, calibrate
+from mod_models.train.ridge import fitted, rows_to_fit
 from mod_models.transformer import Transformer
 
 CALIBRATION_SEED = 12_000_000
 """Seed of the windows of training text on which predictors are calibrated."""
+DECIDES = re.compile(r"layers\.\d+\.(mlp_)?(router|predictor)\.")
+"""Names of the weights with `router_learning_rate`. Adapters have the normal rate: like the MLP that they stand in for,
+they compute values, and a retrofit starts them from a fit.
+"""
 LAST_SHARE = 0.1
 """Share of the peak learning rate at the end of the run."""
 Identity = Mapping[str, object]
@@ -54,6 +59,8 @@ def train(
     workers: Workers | None = None,
     log: str = "csv",
     stop_after: int | None = None,
+    teacher: Checkpoint | None = None,
+    fit: bool = False,
 ) -> Iterator[Event]:
     """Trains a model, resumes if `folder` holds a state of the same run, and yields an event after every step.
 
@@ -66,6 +73,8 @@ def train(
         workers: the processes of the run, from `launched`; None for this process on the CPU.
         log: `csv`, or `tensorboard` to write the folder `tensorboard` as well.
         stop_after: stop after this step of the run and save the state. A later call continues from there.
+        teacher: the dense model to distil from; None for the dense baseline of `initial`.
+        fit: fit the linear adapters of `initial` to its dense baseline before the first step.
 
     Raises:
         TrainError: the model cannot read these rows, the rows do not divide among the processes, `folder` has the state
@@ -74,15 +83,22 @@ def train(
         OSError: `folder` is full or not writable.
     """
     corpus, workers = corpus or read_corpus(), workers or Workers()
-    _check(spec, config, corpus, workers, initial)
+    _check(spec, config, corpus, workers, initial, teacher)
     identity: dict[str, object] = {"spec": spec.to_dict(), **asdict(config), "data": corpus.fingerprint}
     identity["initial weights"] = None if initial is None else fingerprint_of(initial)
+    identity["teacher"] = None if teacher is None else fingerprint_of(teacher)
+    # The last bits of a fit depend on the number of threads, so the run is identified by the weights before it.
+    identity["adapters"] = "fitted" if fit else None
     if not workers.agree(identity):
         raise TrainError(f"{corpus.name}: the processes do not have the same text, or not the same settings")
     if corpus.skipped:
         yield Event(0, config.steps, f"{corpus.name}: {corpus.files} files, {corpus.skipped} skipped as not UTF-8 text")
+    if fit and initial is not None and not (folder / "state.pt").exists():
+        initial, explained = fitted(initial, rows_to_fit(corpus, config))
+        shares = ", ".join(f"{layer}: {share:.0%}" for layer, share in explained.items())
+        yield Event(0, config.steps, f"adapters fitted; what they explain of each layer: {shares}")
     with reproducible(workers.device):
-        run = Run.start(spec, config, corpus, workers, initial)
+        run = Run.start(spec, config, corpus, workers, initial, teacher)
         folder.mkdir(parents=True, exist_ok=True)
         if workers.first and corpus.tokenizer is not None:
             keep_tokenizer(corpus.tokenizer, folder)
@@ -130,7 +146,7 @@ def _progress(step: int, config: TrainConfig, bits: float, rate: float) -> Event
     return Event(step, config.steps, f"step {step}/{config.steps}  {brief}  {left}", brief)
 
 
-def _check_routing(spec: ModelSpec, config: TrainConfig, has_initial: bool) -> None:
+def _check_routing(spec: ModelSpec, config: TrainConfig, has_initial: bool, has_teacher: bool) -> None:
     if spec.routing is not None and spec.routing.selection == "threshold" and config.router_loss == 0:
         raise TrainError(
             "router_loss: where tokens choose (spec.routing.selection=threshold) it is what teaches them how many may, "
@@ -141,7 +157,7 @@ def _check_routing(spec: ModelSpec, config: TrainConfig, has_initial: bool) -> N
         raise TrainError(f"{name}: {getattr(config, name)} is for models that route, and this one does not")
     if config.anneal > 0 and spec.routing is not None and spec.routing.capacity_rule == "absolute":
         raise TrainError("anneal: lowers a share of the tokens, and spec.routing.capacity_rule is absolute")
-    if config.distill > 0 and not (has_initial and spec.routing is not None):
+    if config.distill > 0 and not has_teacher and not (has_initial and spec.routing is not None):
         raise TrainError("distill: the dense model to learn from is the one that --init and --route start from")
 
 
@@ -156,12 +172,19 @@ def _check_calibration(spec: ModelSpec, workers: Workers) -> None:
         raise TrainError("calibrate: needs whole routers and predictors, and --parallel fsdp cuts them")
 
 
-def _check(spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers, initial: Checkpoint | None) -> None:
+def _check(
+    spec: ModelSpec,
+    config: TrainConfig,
+    corpus: Corpus,
+    workers: Workers,
+    initial: Checkpoint | None,
+    teacher: Checkpoint | None,
+) -> None:
     if spec.vocab_size < corpus.vocab_size:
         raise TrainError(
             f"spec.vocab_size: the tokens of {corpus.name} need at least {corpus.vocab_size}, got {spec.vocab_size}"
         )
-    _check_routing(spec, config, initial is not None)
+    _check_routing(spec, config, initial is not None, teacher is not None)
     if config.calibrate > 0:
         _check_calibration(spec, workers)
     if config.seq > spec.max_positions:
@@ -205,13 +228,18 @@ class Run:
 
     @classmethod
     def start(
-        cls, spec: ModelSpec, config: TrainConfig, corpus: Corpus, workers: Workers, initial: Checkpoint | None = None
+        cls,
+        spec: ModelSpec,
+        config: TrainConfig,
+        corpus: Corpus,
+        workers: Workers,
+        initial: Checkpoint | None = None,
+        teacher: Checkpoint | None = None,
     ) -> Run:
         """Creates the run before its first step, with the weights of `initial`, or with weights drawn from the seed.
 
-        If `config.distill` is above 0, the teacher is the dense baseline of `initial`.
+        If `config.distill` is above 0, the teacher is the given one, or else the dense baseline of `initial`.
         """
-        teacher = None
         if initial is None:
             model = Transformer(spec)
             # Every process draws the same weights, so they need not be sent.
@@ -219,10 +247,11 @@ class Run:
         else:
             initial = Checkpoint(spec=spec, weights={name: value.float() for name, value in initial.weights.items()})
             model = _copy_of(initial, config)
-            teacher = initial.dense().module() if config.distill > 0 else None
+            teacher = teacher or initial.dense()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_trained(name, spec, config))
-        module = workers.wrap(LossModule(model, config, teacher))
+        teacher_model = teacher.module() if teacher is not None and config.distill > 0 else None
+        module = workers.wrap(LossModule(model, config, teacher_model))
         return cls(spec, config, corpus, workers, model, module, make_optimizer(model, config))
 
     def step(self, step: int) -> Trained:
@@ -359,7 +388,7 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             # Norms and biases do not decay: they are scales and offsets, not directions.
-            kind = parameter.dim() > 1, rates[ROUTES.match(name) is not None]
+            kind = parameter.dim() > 1, rates[DECIDES.match(name) is not None]
             groups.setdefault(kind, []).append(parameter)
     options = [
         {"params": parameters, "peak": peak, "weight_decay": config.weight_decay if matrices else 0.0}

@@ -155,6 +155,15 @@ def test_models_that_cannot_be_retrofitted() -> None:
         routed_spec(DENSE, (1,), 0.5, "block", "topk")
     with pytest.raises(SpecError, match=r"spec.routing.capacity: expected a share in \(0, 1\], got 1.5"):
         routed_spec(DENSE, (1,), 1.5, "block", "predictor")
+    with pytest.raises(TrainError, match=r"^--skipped-keys kept: with --parts mlp every token runs attention, and all"):
+        routed_spec(DENSE, (1,), 0.5, "mlp", "predictor", skipped_keys="kept")
+    for parts in ("attention", "separate"):
+        with pytest.raises(TrainError, match=rf"^--adapter linear: .* expected --parts block or mlp, got {parts}$"):
+            routed_spec(DENSE, (1,), 0.5, parts, "predictor", adapter="linear")
+    with pytest.raises(
+        TrainError, match=r"^--skipped-keys, --adapter: expected one of \('absent', 'kept'\) and \('none'"
+    ):
+        routed_spec(DENSE, (1,), 0.5, "block", "predictor", adapter="gated")
 
 
 # Training.
@@ -167,6 +176,35 @@ def test_capacity_falls_to_the_specs(dense: Checkpoint) -> None:
     assert spec_at(0, spec, TrainConfig(steps=100)) is spec
     schedule = dataclasses.replace(spec, routing=dataclasses.replace(spec.routing, capacity=(0.5, 0.1)))
     assert spec_at(25, schedule, config).routing.capacity == (pytest.approx(0.75), pytest.approx(0.55))
+
+
+def test_what_skipped_tokens_leave_is_declared(dense: Checkpoint) -> None:
+    plain = routed_spec(DENSE, (1, 3), 0.5, "block", "predictor").routing
+    assert (plain.skipped_keys_values, plain.skipped_result) == ("absent", "identity")
+    spec = routed_spec(DENSE, (1, 3), 1.0, "block", "predictor", skipped_keys="kept", adapter="linear")
+    declared = {"skipped_keys_values": "kept", "skipped_result": "adapter", "adapter": "linear", "capacity": 1.0}
+    assert spec.routing == dataclasses.replace(plain, **declared)
+    begin = retrofitted(dense, spec, 0)
+    assert begin.dense().weights.keys() == dense.weights.keys()
+    assert why_not(spec) is None
+    ids_BS, lengths_B = distinct_ids(DENSE, 2, 32), torch.tensor([32, 20])
+    (expected_BSV,), (found_BSV,) = dense.module()(ids_BS, lengths_B), begin.module()(ids_BS, lengths_B)
+    assert torch.equal(found_BSV[0], expected_BSV[0])
+    torch.testing.assert_close(found_BSV[1, :20], expected_BSV[1, :20])
+
+
+def test_a_teacher_of_another_depth(dense: Checkpoint, tmp_path: Path) -> None:
+    """A dense model can learn from another dense model; a resumed run needs the same one."""
+    short = lively_checkpoint(dataclasses.replace(DENSE, n_layers=2), 7)
+    config = dataclasses.replace(CONFIG, anneal=0.0, distill=1.0)
+    list(train(short.spec, config, tmp_path, initial=short, teacher=dense, stop_after=4))
+    assert float(rows(tmp_path)[0]["distill_loss"]) > 0
+    with pytest.raises(TrainError, match=r"belongs to a run with other settings \(teacher\); name another"):
+        list(train(short.spec, config, tmp_path, initial=short, teacher=lively_checkpoint(DENSE, 1)))
+    with pytest.raises(TrainError, match=r"^distill: the dense model to learn from is the one that --init"):
+        list(train(short.spec, config, tmp_path / "none", initial=short))
+    list(train(short.spec, config, tmp_path, initial=short, teacher=dense))
+    assert len(rows(tmp_path)) == 8
 
 
 def test_a_run_starts_as_the_dense_model_and_ends_at_its_capacity(dense: Checkpoint, tmp_path: Path) -> None:

@@ -113,10 +113,33 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert load_checkpoint(tmp_path / source.stem / "model.pt").spec == spec
 
 
+def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dense = lively_checkpoint(dataclasses.replace(SPEC, routing=None))
+    save_checkpoint(tmp_path / "dense", dense)
+    command = ["--init", str(tmp_path / "dense"), "--route", "1-2", "--skipped-keys", "kept", "--adapter", "linear"]
+    command += ["--out", str(tmp_path / "out"), "--steps", "1", *QUICK]
+    assert main(command) == 0
+    assert "adapters fitted; what they explain of each layer: 1: " in capsys.readouterr().out
+    trained = load_checkpoint(tmp_path / "out" / "model.pt")
+    assert trained.spec == routed_spec(
+        dense.spec, (1, 2), 0.5, "block", "predictor", skipped_keys="kept", adapter="linear"
+    )
+    assert float(trained.weights["layers.2.adapter.down_proj.weight"].abs().sum()) > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--capacity", "0.5"], "--capacity: is for layers that are to route; name them with --route"),
+        (["--skipped-keys", "kept"], "--skipped-keys: is for layers that are to route; name them with --route"),
+        (
+            ["--init", "dense", "--route", "1", "--parts", "mlp", "--skipped-keys", "kept"],
+            "--skipped-keys kept: with --parts mlp every token runs attention, and all keys are there; leave it out",
+        ),
+        (
+            ["--init", "dense", "--route", "1", "--parts", "attention", "--adapter", "linear"],
+            "--adapter linear: skipped tokens run it instead of the MLP; expected --parts block or mlp, got attention",
+        ),
         (["--route", "1"], "--route: needs the dense model that is to route, --init PATH"),
         (
             ["--init", "dense", "--spec", "spec.json"],
@@ -155,7 +178,8 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         assert f"--{field.name.replace('_', '-')} {value}" in text
         assert f"{field.metadata['help']} ({field.default})" in " ".join(text.split())
     options = "--out DIR, --spec FILE, --threads N, --data PATH, --tokenizer FILE, --parallel {ddp,fsdp}, "
-    options += "--init PATH, --route LAYERS, --capacity C, --parts {block,attention,mlp,separate}"
+    options += "--init PATH, --route LAYERS, --capacity C, --parts {block,attention,mlp,separate}, "
+    options += "--skipped-keys {absent,kept}, --adapter {none,linear}"
     assert all(option in text for option in options.split(", "))
 
 
