@@ -20,9 +20,11 @@ FIGURE = "retrofit.svg"
 MARKERS = {"cheapest": "o", "deepest": "^"}
 """Which layers are routed -> marker of their points."""
 COLUMNS = (
-    "routed", "layers", "capacity", "tokens run", "perplexity", "against dense", "bits per byte", "predictor accuracy",
-    "predicted (FLOPs)", "measured speed-up",
+    "routed", "layers", "capacity", "skipped tokens", "tokens run", "perplexity", "against dense", "bits per byte",
+    "predictor accuracy", "predicted (FLOPs)", "measured speed-up",
 )  # fmt: skip
+LEFT = {("kept", "none"): "keep keys", ("absent", "linear"): "run an adapter", ("kept", "linear"): "both"}
+"""Declarations of what skipped tokens leave -> how the table says it."""
 
 
 def render(results: Path, docs: Path, names: Sequence[str], about: Mapping[str, Any]) -> None:
@@ -43,12 +45,13 @@ def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], a
         f"Model `{about['model']}`, text: {about['text']}. Every variant has the same budget: "
         f"{about['steps']:,} steps of {about['batch']} rows of {about['seq']} tokens, {tokens:,} tokens.",
         "Perplexity is held-out; the predictors decide. *Against dense* compares with the dense model",
-        "that was trained as long. *Tokens run*: mean share over all attentions and MLPs. Speed-up: whole rows on one",
-        "thread of ONNX Runtime.",
+        "that was trained as long. *Blocks removed* is the control: the dense model without its cheapest blocks. It",
+        "and every model that routes learn from the dense model as given. *Tokens run*: mean share over all",
+        "attentions and MLPs. Speed-up over the whole dense model: whole rows on one thread of ONNX Runtime.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
-        f"| {' | '.join(['dense, as given', '', '', '100%', perplexity, '', bits, '', '1', '1'])} |",
+        f"| {' | '.join(['dense, as given', '', '', '', '100%', perplexity, '', bits, '', '1', '1'])} |",
         *(_row(row, dense) for row in rows),
         "",
         f"![Perplexity against measured speed-up](figures/{FIGURE})",
@@ -60,14 +63,16 @@ def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
     against = "" if dense is None else f"{math.exp(row['next_token_loss'] - dense['next_token_loss']) - 1:+.1%}"
     numbers = [f"{perplexity:.2f}", against, f"{row['bits_per_byte']:.3f}"]
     if row["speed"] is None:
-        return f"| {' | '.join(['dense, trained as long', '', '', '100%', *numbers, '', '1', '1'])} |"
+        return f"| {' | '.join(['dense, trained as long', '', '', '', '100%', *numbers, '', '1', '1'])} |"
     speed = row["speed"]
     low, high = speed["ci95"]
     failed = "" if speed["status"] == "pass" else ", a gate failed"
+    removed = row["parts"] == "removed"
     cells = [
-        row["parts"],
+        "blocks removed" if removed else row["parts"],
         f"{len(row['layers'])} {row['route'].split(':')[0]}",
-        f"{row['capacity']:g}",
+        "" if removed else f"{row['capacity']:g}",
+        _left(row),
         f"{row['tokens_run']:.0%}",
         *numbers,
         "" if row["predictor_accuracy"] is None else f"{row['predictor_accuracy']:.1%}",
@@ -77,21 +82,28 @@ def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _left(row: Mapping[str, Any]) -> str:
+    return LEFT.get((row.get("skipped_keys", "absent"), row.get("adapter", "none")), "")
+
+
 def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "retrofit"
     _, both = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
     about = ("share of attention and MLP run", "measured speed-up over the dense baseline")
     for axes, label, of in zip(both, about, (lambda row: row["tokens_run"], _speed), strict=True):
         axes.plot([1], [untouched["perplexity"]], "kx", label="dense, as given")
-        for number, part in enumerate(dict.fromkeys(row["parts"] for row in rows)):
-            for row in (row for row in rows if row["parts"] == part):
+        for number, (part, left) in enumerate(dict.fromkeys((row["parts"], _left(row)) for row in rows)):
+            for row in (row for row in rows if (row["parts"], _left(row)) == (part, left)):
                 at = (of(row), math.exp(row["next_token_loss"]))
                 if row["speed"] is None:
                     axes.plot(*at, "o", color=f"C{number}", label="dense, trained as long")
                     continue
                 layers = row["route"].split(":")[0]
-                axes.plot(*at, MARKERS[layers], color=f"C{number}", label=f"{part}, {layers} layers")
-                axes.annotate(f"{row['capacity']:g}", at, xytext=(6, 3), textcoords="offset points", fontsize=8)
+                name = f"{layers} blocks removed" if part == "removed" else f"{part}, {layers} layers"
+                label_of = f"{name}, skipped tokens {left}" if left else name
+                axes.plot(*at, MARKERS[layers], color=f"C{number}", label=label_of)
+                note = f"{len(row['layers'])}" if part == "removed" else f"{row['capacity']:g}"
+                axes.annotate(note, at, xytext=(6, 3), textcoords="offset points", fontsize=8)
         axes.set_xlabel(label)
         axes.margins(x=0.2)  # Room for the labels beside the points.
     both[0].set_ylabel("held-out perplexity")

@@ -11,16 +11,17 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.retrofit.render import render
 from mod_models import probe
-from mod_models.checkpoint import load_checkpoint
+from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.train import PRECISIONS, RECOMPUTED, TrainConfig
 from mod_models.train.corpus import TOKENIZER, Corpus, read_corpus
 from mod_models.train.evaluation import evaluate
@@ -43,46 +44,64 @@ build = "never"
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to retrofit: which part of which layers (`{half}` is half of them) routes, at which capacity."""
+    """One way to retrofit: which part of which layers (`{half}` is half of them) routes, at which capacity.
+
+    `parts` is `dense` for the dense model trained as long, and `removed` for the dense model without the blocks that
+    `route` names, which every token skips.
+    """
 
     parts: str
     route: str
     capacity: float
+    skipped_keys: str = "absent"
+    adapter: str = "none"
 
     @property
     def name(self) -> str:
-        return f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
+        left = [name for name in (self.skipped_keys, self.adapter) if name not in ("absent", "none")]
+        name = f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
+        return "-".join([name, *left])
 
     def share_of(self, routed: int, layers: int) -> float:
         """Share of the tokens that an attention or an MLP runs, averaged over all layers."""
-        parts = 1 if self.parts == "block" else 0.5
+        parts = 1 if self.parts in ("block", "removed") else 0.5
         return 1 - parts * (1 - self.capacity) * routed / layers
 
 
 DENSE = Way("dense", "none", 1.0)
 GRID = (
     DENSE,
+    Way("removed", "cheapest:3", 0.0),
+    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept"),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
+    Way("block", "cheapest:{half}", 0.75),
+    Way("removed", "cheapest:5", 0.0),
+    Way("block", "cheapest:{half}", 0.5, skipped_keys="kept"),
+    Way("attention", "cheapest:{half}", 0.5, skipped_keys="kept"),
+    Way("block", "cheapest:{half}", 0.5),
+    Way("mlp", "cheapest:{half}", 0.5),
+    Way("attention", "cheapest:{half}", 0.5),
+    Way("block", "cheapest:{half}", 0.25),
     Way("mlp", "deepest:{half}", 0.5),
     Way("attention", "deepest:{half}", 0.5),
     Way("block", "deepest:{half}", 0.5),
-    Way("mlp", "cheapest:{half}", 0.5),
-    Way("attention", "cheapest:{half}", 0.5),
-    Way("block", "cheapest:{half}", 0.5),
-    Way("block", "cheapest:{half}", 0.75),
-    Way("block", "cheapest:{half}", 0.25),
 )
-"""Ways in the order of their training, the simplest first, so that a stopped run has those."""
+"""Ways in the order of their training: first the dense controls and what compares with them, for a run that is stopped.
+"""
 
 
 def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
-    """Every way has the same budget and the same batches. The dense model has no teacher, and nothing to anneal."""
-    routed = way != DENSE
+    """Every way has the same budget and the same batches.
+
+    All but the dense model itself learn from it as given. Only a model that routes has a capacity and predictors.
+    """
+    routed = way.parts not in ("dense", "removed")
     return TrainConfig(
         steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
         learning_rate=given.learning_rate, router_learning_rate=10 * given.learning_rate, weight_decay=0.0,
-        warmup=max(1, given.steps // 20), eval_every=max(1, given.steps // 4), eval_batches=given.eval_batches,
+        warmup=max(1, given.steps // 20), eval_every=max(1, given.steps // 2), eval_batches=given.eval_batches,
         log_every=max(1, given.steps // 40), recompute=given.recompute, precision=given.precision,
-        anneal=0.5 if routed else 0.0, distill=1.0 if routed else 0.0,
+        anneal=0.5 if routed else 0.0, distill=0.0 if way == DENSE else 1.0,
         calibrate=8 if routed else 0,
     )  # fmt: skip
 
@@ -94,14 +113,14 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     if done.exists():
         return f"{way.name}: done before"
     dense = load_checkpoint(given.model)
-    config = config_of(way, given)
-    if way == DENSE:
-        initial = dense
-    else:
+    config, removed = config_of(way, given), way.parts == "removed"
+    layers: tuple[int, ...] = ()
+    if way != DENSE:
         text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(given.results / "probe.json"))
-        layers = layers_of(text, dense.spec.n_layers, way.parts)
-        initial = retrofitted(dense, routed_spec(dense.spec, layers, way.capacity, way.parts, "predictor"), config.seed)
-    for event in train(initial.spec, config, folder, initial=initial, corpus=corpus):
+        layers = layers_of(text, dense.spec.n_layers, "block" if removed else way.parts)
+    initial = started(way, dense, layers, config.seed)
+    teacher, fit = dense if removed else None, way.adapter == "linear"
+    for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher, fit=fit):
         if event.text:
             print(f"{way.name}: {event.text}", flush=True)
     with (folder / "log.csv").open(encoding="utf-8", newline="") as file:
@@ -109,21 +128,51 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     accuracies = [float(last[name]) for name in last if name.startswith("held_out_predictor_accuracy/")]
     result = {
         **asdict(way),
-        "layers": initial.spec.routed_layers,
-        "tokens_run": way.share_of(len(initial.spec.routed_layers), initial.spec.n_layers),
+        "layers": layers,
+        "tokens_run": way.share_of(len(layers), dense.spec.n_layers),
         "bits_per_byte": float(last["held_out_bits_per_byte"]),
         "next_token_loss": float(last["held_out_next_token_loss"]),
         "predictor_accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
-        "speed": None if way == DENSE else speed_of(folder, given.seq),
+        "speed": None if way == DENSE else speed_of(folder, given.seq, given.model if removed else None),
     }
     done.write_text(json.dumps(result), encoding="utf-8")
     return f"{way.name}: {result['bits_per_byte']:.3f} bits/byte"
 
 
-def speed_of(folder: Path, seq: int) -> dict[str, Any]:
-    """Builds the trained model in its own process, and returns the speed from the report."""
+def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], seed: int) -> Checkpoint:
+    """Returns the weights that a way starts from."""
+    if way == DENSE:
+        return dense
+    if way.parts == "removed":
+        return without(dense, layers)
+    spec = routed_spec(
+        dense.spec, layers, way.capacity, way.parts, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter
+    )
+    return retrofitted(dense, spec, seed)
+
+
+def without(dense: Checkpoint, layers: Collection[int]) -> Checkpoint:
+    """Removes these blocks from a dense model; later ones move up."""
+    kept = [layer for layer in range(dense.spec.n_layers) if layer not in layers]
+    new_of = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
+    weights = {}
+    for name, tensor in dense.weights.items():
+        prefix = re.match(r"layers\.\d+\.", name)
+        if prefix is None:
+            weights[name] = tensor
+        elif prefix[0] in new_of:
+            weights[new_of[prefix[0]] + name.removeprefix(prefix[0])] = tensor
+    return Checkpoint(spec=replace(dense.spec, n_layers=len(kept)), weights=weights)
+
+
+def speed_of(folder: Path, seq: int, baseline: Path | None = None) -> dict[str, Any]:
+    """Builds the trained model in its own process, and returns the speed from the report.
+
+    It is compared with its own dense baseline, or with the dense model `baseline`.
+    """
     (folder / "speed.toml").write_text(SPEED.format(seq=seq), encoding="utf-8")
     command = [sys.executable, "-m", "mod_export", "build", "model.pt", "-c", "speed.toml", "-o", "build", "-q"]
+    command += [] if baseline is None else ["--baseline", str(baseline.resolve())]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     # Code 4 means that a gate failed. Such a build has a report, which says so.
     if ran.returncode not in (0, 4):
