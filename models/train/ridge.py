@@ -3,7 +3,7 @@
 A token that skips a part of a block then gets W z, z being what the norm of the MLP returns for it, in place of nothing
 at all. W is a ridge regression (Hoerl and Kennard, Technometrics 12, 1970), (Z'Z + lambda I)^-1 Z'Y, so it needs one
 forward pass of the dense model over some text and no training. To approximate what a token skips is the idea of
-Informed Routing (arXiv 2510.13831), which trains the approximation by gradient.
+Informed Routing (arXiv 2510.13831), which trains a small network for it.
 
 Shape legend: N tokens, D model width.
 """
