@@ -67,7 +67,7 @@ class TrainConfig:
     )  # fmt: skip
     router_loss: float = _option(0.0, 0, "weight of the routers' binary cross entropy against the top-k")
     balance_loss: float = _option(0.01, 0, "weight of the load balance of token-choice experts")
-    train: str = _option("all", TRAINED, "which weights: all, those of routed layers, or routers and predictors alone")
+    train: str = _option("all", TRAINED, "which weights: all, of routed layers, or routers, predictors, adapters")
     router_learning_rate: float = _option(0.0, 0, "peak rate of routers and predictors; 0 for --learning-rate")
     anneal: float = _option(
         0.0, 0, "share of the run over which capacity falls from 1 to the spec's; without a value half of the run",
