@@ -75,7 +75,8 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     check_limits(graph, limits, dtype)
     assert set(apply_rewrites(graph, limits, dtype).values()) <= {0}
     branches = branch_nodes(graph)
-    assert len(branches) == 2 * len(eager.spec.k_by_layer(SEQ))
+    # The last layer computes one token, without branches, except for attention that is routed apart.
+    assert len(branches) == 2 * (len(eager.spec.k_by_layer(SEQ)) - 1)
     assert not {node.op_type for nodes in branches for node in nodes} & gone
     running, names = RUNTIMES[target](graph), prefill_outputs(model.spec, SEQ)
     (narrow,) = {*narrow_slots(model.spec, SEQ, WINDOW).values()}
