@@ -55,7 +55,7 @@ faults(
         "skipped: adapter without its weight": (
             WHERE, lambda s: s.bypass(s.node(1, "Sub", -1).outputs[0].uses()[0].node, 1),
         ),
-        "skipped: no adapter where nothing is written": (WHERE, _left),
+        "skipped: no adapter in rows that the scatter leaves": (WHERE, _left),
         "skipped: no adapter in empty slots": (WHERE, _empty_slots),
         "skipped: adapter 1 % too large": (
             WHERE, lambda s: s.after(s.node(1, "MatMul", 6).outputs[0], "Mul", f32(1.01)),
