@@ -99,9 +99,10 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
 
 
 def windows(capacity: float | tuple[float, ...], window: int = 1024, **routing: object) -> ModelSpec:
-    """Spec for a window, of three layers, two of which are routed."""
-    sizes = {"vocab_size": 16, "d_model": 8, "n_layers": 3, "n_heads": 2, "n_kv_heads": 1, "d_head": 4, "d_ff": 12}
-    declared = RoutingSpec(layers=(0, 2), capacity=capacity, selection="threshold", **routing)  # type: ignore[arg-type]
+    """Spec for a window, of four layers, two of which are routed."""
+    sizes = {"vocab_size": 16, "d_model": 8, "n_layers": 4, "n_heads": 2, "n_kv_heads": 1, "d_head": 4, "d_ff": 12}
+    options = {"layers": (0, 2), "capacity": capacity, "selection": "threshold", **routing}
+    declared = RoutingSpec(**options)  # type: ignore[arg-type]
     return for_generation(ModelSpec(**sizes, max_positions=1024, routing=declared), window)  # type: ignore[arg-type]
 
 
@@ -119,6 +120,13 @@ def test_slots_of_a_short_prompt(capacity: float, seq: int, slots: int) -> None:
 
 def test_each_layer_by_its_own_capacity() -> None:
     assert narrow_slots(windows((0.125, 0.25)), 300, 1024) == {0: 57, 2: 113}
+
+
+def test_the_last_layer_computes_one_token() -> None:
+    """It has no narrow form, unless its attention is routed apart from its MLP."""
+    last = (0, 3)
+    assert narrow_slots(windows(0.125, layers=last), 128, 1024) == {0: 24}
+    assert narrow_slots(windows(0.125, layers=last, parts="separate"), 128, 1024) == {0: 24, 3: 24}
 
 
 def test_layers_with_experts_compute_all_of_their_slots() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,8 +103,11 @@ def test_a_model_with_inputs_of_its_own(tmp_path: Path) -> None:
         model, inputs=lambda b, s: (torch.randn(b, s, 6), torch.ones(1)), buckets=[(1, 16), (2, 16)],
         targets=["ort-cpu"], out=tmp_path / "images",
     )  # fmt: skip
-    with serving(tmp_path / "images") as server:
-        client = triton.InferenceServerClient(f"127.0.0.1:{server.port}")
+    with (
+        serving(tmp_path / "images") as server,
+        # A client that is not closed here is closed by whatever thread collects it, which gevent refuses.
+        contextlib.closing(triton.InferenceServerClient(f"127.0.0.1:{server.port}")) as client,
+    ):
         name = server.service.name
         about = client.get_model_metadata(name)
         shapes = {port["name"]: port["shape"] for port in about["inputs"]}
