@@ -22,7 +22,15 @@ from mod_models.train import DEFAULT_SPEC, TrainConfig, TrainError
 from mod_models.train.corpus import TOKENIZER, read_corpus
 from mod_models.train.log import LOGS, show
 from mod_models.train.parallel import PARALLEL, Workers, launched
-from mod_models.train.retrofit import LAYERS, RETROFIT_ADAPTERS, SELECTIONS, layers_of, retrofitted, routed_spec
+from mod_models.train.retrofit import (
+    LAYERS,
+    RETROFIT_ADAPTERS,
+    SELECTIONS,
+    layers_of,
+    retrofitted,
+    routed_spec,
+    with_predictors,
+)
 from mod_models.train.run import train
 
 
@@ -102,7 +110,12 @@ def _add_retrofit(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--route", metavar="LAYERS", help=f"layers of a dense model that are to route: {LAYERS}")
     group.add_argument("--capacity", type=float, metavar="C", help="share of the tokens that they run (0.5)")
     group.add_argument("--parts", choices=PARTS, help="what of them routes (block)")
-    group.add_argument("--selection", choices=SELECTIONS, help="what selects once the model is trained (predictor)")
+    group.add_argument(
+        "--selection",
+        choices=SELECTIONS,
+        help="what selects once the model is trained (predictor); without --route, predictor is for a model that "
+        "selects by top-k, and adds predictors",
+    )
     group.add_argument(
         "--skipped-keys", choices=KEYS_VALUES, help="whether routed attention sees the keys of skipped tokens (absent)"
     )
@@ -117,7 +130,8 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
     """Returns the spec to train, and the checkpoint to start from, if there is one."""
     names = ("capacity", "parts", "selection", "skipped_keys", "adapter")
     routing_options = [name.replace("_", "-") for name in names if getattr(options, name) is not None]
-    if options.route is None and routing_options:
+    adds_predictors = options.route is None and options.init is not None and routing_options == ["selection"]
+    if options.route is None and routing_options and not adds_predictors:
         raise TrainError(f"--{routing_options[0]}: is for layers that are to route; name them with --route")
     if options.init is None:
         if options.route is not None:
@@ -126,6 +140,12 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
     if options.spec is not None:
         raise TrainError("--spec: the checkpoint of --init has a spec of its own; give one of the two")
     loaded = load_checkpoint(options.init)
+    if adds_predictors:
+        if options.selection != "predictor":
+            raise TrainError(
+                f"--selection {options.selection}: is for layers that are to route; name them with --route"
+            )
+        loaded = with_predictors(loaded, options.seed)
     if options.route is None:
         return loaded.spec, loaded
     parts = options.parts or "block"

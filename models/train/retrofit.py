@@ -187,6 +187,36 @@ def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
     return Checkpoint(spec=spec, weights=weights)
 
 
+def with_predictors(model: Checkpoint, seed: int) -> Checkpoint:
+    """Adds predictors to a model that selects by top-k, so that it can write text once they are trained.
+
+    Raises:
+        TrainError: the model does not select by top-k, or has predictors.
+    """
+    routing = model.spec.routing
+    if routing is None or routing.selection != "topk" or routing.predictor_hidden:
+        what = "routes nothing" if routing is None else f"selects by {routing.selection}"
+        what = "has predictors" if routing is not None and routing.predictor_hidden else what
+        raise TrainError(
+            f"--selection predictor: without --route it adds predictors to a model that selects by top-k, and the one "
+            f"of --init {what}; leave it out"
+        )
+    width = max(1, model.spec.d_model // 4)
+    spec = dataclasses.replace(
+        model.spec, routing=dataclasses.replace(routing, selection="predictor", predictor_hidden=width)
+    )
+    with torch.device("meta"):
+        skeleton = Transformer(dataclasses.replace(spec, max_positions=1))
+    generator = torch.Generator().manual_seed(seed)
+    weights = dict(model.weights)
+    for layer in spec.routed_layers:
+        for name in ("predictor", "mlp_predictor"):
+            predictor = getattr(skeleton.layers[layer], name)
+            if predictor is not None:
+                weights |= _predictor(predictor.state_dict(), f"layers.{layer}.{name}.", generator)
+    return Checkpoint(spec=spec, weights=weights)
+
+
 def _router(shapes: dict[str, Tensor], prefix: str, norm_D: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
     """Draws a random direction. |l| <= |w| |x|, and a normed |x| is at most sqrt(D) * the norm's largest weight."""
     weights = {}

@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import httpx2
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hugging_face import change_config, saved
 from implementation_models import Astramind, ByRow, Dlo, FlexiDepth, Ohara, SkipGpt
 from packages import OnlyReads
 from safetensors.torch import load_file, save_file
+from serving import PATIENCE_S, serving
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel
 
@@ -26,6 +28,7 @@ from mod_export.model.checkpoint import companions_in, convert
 from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint
 from mod_models.convert.implementations import IMPLEMENTATIONS
+from mod_models.train.__main__ import main as train
 
 WRITING_TOML = f"""
 buckets = [[1, 16]]
@@ -284,3 +287,33 @@ def test_an_implementation_that_was_built_writes_as_its_code(name: str, tmp_path
             for _ in written.ids:
                 text.append(int(theirs(torch.tensor([text]))[0, -1].argmax()))
             assert (len(written.ids), written.ids) == (20, text[len(prompt) :])
+
+
+@pytest.mark.slow
+def test_from_a_folder_of_llama_factory_to_an_endpoint(tmp_path: Path) -> None:
+    """The commands of docs/models.md, with a tokenizer as LLaMA-Factory stores it beside the model."""
+    source, ours = tmp_path / "source", tmp_path / "ours"
+    Astramind("Llama", 0).save(source)
+    model_folder("Llama", tmp_path / "beside")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "beside" / name, source / name)
+    found = invoke("convert", source, ours, "--implementation", "astramind")
+    assert found.exit_code == 0, found.output
+    (tmp_path / "text.jsonl").write_text(
+        "".join(
+            json.dumps({"text": " ".join(f"w{(row * 7 + i * i) % 96}" for i in range(40))}) + "\n" for row in range(99)
+        )
+    )
+    training = ["--init", str(ours), "--selection", "predictor", "--train", "routers", "--steps", "2", "--batch", "2"]
+    training += ["--data", str(tmp_path / "text.jsonl"), "--out", str(tmp_path / "writes"), "--seq", "32"]
+    assert train([*training, "--eval-batches", "1"]) == 0
+    (tmp_path / "writing.toml").write_text(WRITING_TOML)
+    out = tmp_path / "served"
+    found = invoke("build", tmp_path / "writes" / "model.pt", "-c", tmp_path / "writing.toml", "-o", out)
+    assert found.exit_code == 0, found.output
+    with serving(out) as server:
+        body = {"prompt": "w3 w9 w27", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE_S)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (3, 5)

@@ -20,6 +20,7 @@ from training_runs import SPEC, evaluations, state
 
 from mod_models import probe
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
+from mod_models.generation_spec import why_not
 from mod_models.train import DEFAULT_SPEC, TrainConfig
 from mod_models.train.__main__ import _parser, main
 from mod_models.train.retrofit import routed_spec
@@ -113,6 +114,27 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert load_checkpoint(tmp_path / source.stem / "model.pt").spec == spec
 
 
+@pytest.mark.parametrize("parts", ["block", "separate"])
+def test_predictors_for_a_model_that_selects_by_rank(parts: str, tmp_path: Path) -> None:
+    """A model that was trained elsewhere can write text once its predictors are trained; nothing else changes."""
+    routing = dataclasses.replace(SPEC.routing, selection="topk", predictor_hidden=0, parts=parts)
+    given = lively_checkpoint(dataclasses.replace(SPEC, routing=routing))
+    assert why_not(given.spec) is not None
+    save_checkpoint(tmp_path / "given", given)
+    command = ["--init", str(tmp_path / "given"), "--selection", "predictor", "--train", "routers"]
+    assert main([*command, "--learning-rate", "0", "--out", str(tmp_path / "out"), "--steps", "1", *QUICK]) == 0
+    trained = load_checkpoint(tmp_path / "out" / "model.pt")
+    assert why_not(trained.spec) is None
+    assert trained.spec == dataclasses.replace(
+        given.spec, routing=dataclasses.replace(routing, selection="predictor", predictor_hidden=SPEC.d_model // 4)
+    )
+    for name, weight in given.weights.items():
+        assert torch.equal(trained.weights[name], weight.half()), name
+    assert {name for name in trained.weights if name not in given.weights} == {
+        name for name in trained.weights if "predictor" in name
+    }
+
+
 def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = lively_checkpoint(dataclasses.replace(SPEC, routing=None))
     save_checkpoint(tmp_path / "dense", dense)
@@ -140,6 +162,16 @@ def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[
             ["--init", "dense", "--route", "1", "--parts", "attention", "--adapter", "linear"],
             "--adapter linear: skipped tokens run it instead of the MLP; expected --parts block or mlp, got attention",
         ),
+        (
+            ["--init", "dense", "--selection", "predictor"],
+            "adds predictors to a model that selects by top-k, and the one of --init routes nothing; leave it out",
+        ),
+        (["--init", "predicts", "--selection", "predictor"], "and the one of --init has predictors; leave it out"),
+        (["--init", "first", "--selection", "predictor"], "and the one of --init selects by threshold; leave it out"),
+        (
+            ["--init", "first", "--selection", "threshold"],
+            "--selection threshold: is for layers that are to route; name them with --route",
+        ),
         (["--route", "1"], "--route: needs the dense model that is to route, --init PATH"),
         (
             ["--init", "dense", "--spec", "spec.json"],
@@ -157,6 +189,9 @@ def test_errors_of_a_retrofit(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     save_checkpoint(Path("dense"), lively_checkpoint(dataclasses.replace(SPEC, routing=None)))
+    for name, predictor_hidden, selection in (("predicts", 2, "predictor"), ("first", 0, "threshold")):
+        routing = dataclasses.replace(SPEC.routing, predictor_hidden=predictor_hidden, selection=selection)
+        save_checkpoint(Path(name), lively_checkpoint(dataclasses.replace(SPEC, routing=routing)))
     Path("spec.json").write_text(json.dumps(SPEC.to_dict()))
     torch.save({"format_version": 1, "architecture": "other", "spec": {}, "weights": {}}, "foreign.pt")
     with pytest.raises(SystemExit) as caught:
