@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from chat_models import built, random_llama, save_chat_model, text_toml
-from chat_templates import CHATML
+from chat_templates import CHATML, LLAMA3
 from client_programs import Run
 from serving import Server, serving
 
@@ -28,6 +28,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model: Path) -> Iterator[Server]:
     with serving(built(model, text_toml(256, 256, [1, 4]))) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def calling_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of a random Llama whose template writes tools, with a window for their descriptions."""
+    source = tmp_path_factory.mktemp("calling") / "llama"
+    save_chat_model(source, random_llama(408, 2048), "llama3", LLAMA3)
+    with serving(built(source, text_toml(2048, 1024, [2]))) as found:
         yield found
 
 
