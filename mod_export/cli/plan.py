@@ -77,7 +77,6 @@ def plan(
     MODEL is a checkpoint, or a model that `build` takes; CONFIG.json is the config.json of a model of the hub, whose
     weights are not needed. For a dense model, several ways to route it are compared.
     """
-    from mod_export.errors import UsageError
     from mod_export.inspect.gains import gain_lines
     from mod_export.measure.gain import machine_of
     from mod_export.model.checkpoint import model_from_checkpoint, model_from_outline
@@ -86,9 +85,5 @@ def plan(
     path = Path(fetched(source))
     model = model_from_outline(path) if path.suffix == ".json" else model_from_checkpoint(path)
     roof = machine_of(machine, tflops, bandwidth, weight_bytes)
-    try:
-        lines = gain_lines(model, roof, rows, prompt, length or 2 * prompt, texts)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    click.echo("\n".join(lines))
+    click.echo("\n".join(gain_lines(model, roof, rows, prompt, length or 2 * prompt, texts)))
     return 0

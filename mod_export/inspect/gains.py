@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mod_export.measure.gain import Choice, Gain, Machine, choices, gain_of
+from mod_export.errors import UsageError
+from mod_export.measure.gain import Gain, Machine, Proposal, gain_of, proposals
 from mod_export.model.model import Model
 from mod_export.report.tables import table_lines
 from mod_export.report.wording import percent_text, ratio_text
@@ -17,24 +18,24 @@ def gain_lines(model: Model, machine: Machine, rows: int, prompt: int, length: i
     """Returns the prediction for a model, or for ways to route it if it is dense.
 
     Raises:
-        ValueError: the costs of the model's layers are not declared, or it cannot be routed.
+        UsageError: the costs of the model's layers are not declared, or it cannot be routed.
     """
-    if model.layers(1, 1) is None:
-        raise ValueError(f"{model.name} does not declare its layers, so their costs are not known before it is built")
+    layers = model.layers(1, 1)
+    if layers is None:
+        raise UsageError(f"{model.name} does not declare its layers, so their costs are not known before it is built")
     dense = model.dense()
     if dense is not None:
         found = [(_declared(model, prompt), gain_of(model, dense, machine, rows, prompt, length, texts))]
     else:
-        layers = model.layers(1, 1)
-        assert layers is not None
-        numbered = [layer for layer in layers if layer.name.isdecimal()]
+        n_layers = sum(layer.name.isdecimal() for layer in layers)
         found = [
-            (_chosen(choice, len(numbered)), gain_of(routed, model, machine, rows, prompt, length, texts))
-            for choice in choices(len(numbered))
-            if (routed := model.routed(choice.layers, choice.parts, choice.capacity, choice.keys_values)) is not None
+            (_proposed(proposal, n_layers), gain_of(routed, model, machine, rows, prompt, length, texts))
+            for proposal in proposals(n_layers)
+            if (routed := model.routed(proposal.layers, proposal.parts, proposal.capacity, proposal.keys_values))
+            is not None
         ]
         if not found:
-            raise ValueError(f"{model.name} cannot be routed: it routes already or has experts")
+            raise UsageError(f"{model.name} cannot be routed: it routes already or has experts")
     head = ["routing", "FLOPs", f"prompt {rows} x {prompt:,}", *(_text_head(n) for n in texts), "keys and values"]
     cells = [
         [
@@ -53,7 +54,7 @@ def gain_lines(model: Model, machine: Machine, rows: int, prompt: int, length: i
         "",
         f"ratios: dense / routed, texts of {length:,} tokens; only products of matrices and the cache, at the limits "
         "of the machine: what is measured is less",
-        *_warnings(found, machine, rows, prompt, texts),
+        *_warnings(found, machine, texts),
     ]
 
 
@@ -66,15 +67,13 @@ def _declared(model: Model, prompt: int) -> str:
     return f"as declared, {min(slots, default=0):,} of {prompt:,} tokens"
 
 
-def _chosen(choice: Choice, n_layers: int) -> str:
-    what = {"block": "blocks", "attention": "attention", "mlp": "MLPs"}[choice.parts]
-    kept = ", keys kept" if choice.keys_values == "kept" else ""
-    return f"{percent_text(choice.capacity)} in {len(choice.layers)} of {n_layers} {what}{kept}"
+def _proposed(proposal: Proposal, n_layers: int) -> str:
+    what = {"block": "blocks", "attention": "attention", "mlp": "MLPs"}[proposal.parts]
+    kept = ", keys kept" if proposal.keys_values == "kept" else ""
+    return f"{percent_text(proposal.capacity)} in {len(proposal.layers)} of {n_layers} {what}{kept}"
 
 
-def _warnings(
-    found: Sequence[tuple[str, Gain]], machine: Machine, rows: int, prompt: int, texts: Sequence[int]
-) -> list[str]:
+def _warnings(found: Sequence[tuple[str, Gain]], machine: Machine, texts: Sequence[int]) -> list[str]:
     """Says where routing cannot pay: in narrow products, and for many texts."""
     lines = []
     narrow = [name for name, gain in found if gain.slots < machine.fewest_rows]

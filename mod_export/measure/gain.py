@@ -65,7 +65,7 @@ MACHINES: Mapping[str, Machine] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Proposal:
     """A way to route a dense model.
 
     Attributes:
@@ -142,9 +142,9 @@ def _flops(layers: Sequence[LayerCost]) -> float:
     return sum(sum(layer.flops.values()) for layer in layers)
 
 
-def _part_bytes(token: LayerCost | None, part: str) -> float:
+def _part_bytes(token: LayerCost, part: str) -> float:
     """Returns the float32 bytes of the weights of a part: every weight of a dense layer costs a token two FLOPs."""
-    return 0.0 if token is None or part == "attention" else token.flops.get(part, 0) / 2 * FLOAT32_BYTES
+    return 0.0 if part == "attention" else token.flops.get(part, 0) / 2 * FLOAT32_BYTES
 
 
 def _prompt_seconds(layers: Sequence[LayerCost], token: Sequence[LayerCost], machine: Machine, rows: int) -> float:
@@ -203,14 +203,14 @@ def _capacity(selected: Mapping[Site, int], length: int) -> float:
 CAPACITIES = (0.125, 0.25, 0.5, 0.75)
 
 
-def choices(n_layers: int) -> list[Choice]:
+def proposals(n_layers: int) -> list[Proposal]:
     """Returns the ways to route a dense model that the literature uses: every other block as in the paper; all blocks
     but the first and the last two; MLPs alone; and blocks whose skipped tokens keep their keys and values.
     """
     every_other = tuple(range(1, n_layers, 2))
     inner = tuple(range(2, n_layers - 2)) or every_other
     return [
-        Choice(parts, layers, capacity, keys_values)
+        Proposal(parts, layers, capacity, keys_values)
         for parts, layers, keys_values in (
             ("block", every_other, "absent"),
             ("block", every_other, "kept"),

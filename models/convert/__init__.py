@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mod_models.checkpoint import ARCHITECTURE, CheckpointError
-from mod_models.convert.adapter import ADAPTER_CONFIG, is_adapter, read_adapter
 from mod_models.convert.foreign import ForeignModel
 from mod_models.convert.gguf_file import starts_as_gguf
 from mod_models.convert.gguf_model import read_gguf
 from mod_models.convert.hugging_face import is_hugging_face, read_hugging_face, spec_of_config
 from mod_models.convert.implementations import read_implementation, refuse_undeclared
+from mod_models.convert.lora_adapter import ADAPTER_CONFIG, is_adapter, read_adapter
 from mod_models.convert.tensor_files import read_json
 from mod_models.spec import ModelSpec, SpecError
 

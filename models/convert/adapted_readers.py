@@ -25,6 +25,7 @@ from mod_models.convert.implementation_source import (
     notes_of,
     slots_note,
     with_routers,
+    wrapped,
 )
 from mod_models.spec import shown
 
@@ -258,8 +259,8 @@ def read_p_mod(source: Source) -> ForeignModel:
             problems.append(f"{name}: expected {shown(theirs)}, got {shown(fields.get(name))}")
         fields[name] = ours
     refuse(source.path / CONFIG, problems)
-    routed = {f"{MODEL_LAYERS}{layer}." for layer in source.numbers(MODEL_LAYERS, ".router.router.weight")}
-    routers = {f"{layer}router.router.{ending}" for layer in routed for ending in ("weight", "bias")}
+    routed = source.numbers(MODEL_LAYERS, ".router.router.weight")
+    routers = {f"{MODEL_LAYERS}{layer}.router.router.{ending}" for layer in routed for ending in ("weight", "bias")}
     dense = {
         name: tensor
         for name, tensor in source.tensors.items()
@@ -267,11 +268,7 @@ def read_p_mod(source: Source) -> ForeignModel:
         and not name.startswith(P_MOD_IMAGES)
         and not DERIVED.fullmatch(name.replace(P_MOD_WRAPPER, "", 1))
     }
-
-    def spelled(name: str) -> str:
-        layer = next((layer for layer in routed if name.startswith(layer)), None)
-        return name if layer is None else name.replace(layer, layer + P_MOD_WRAPPER, 1)
-
+    spelled = partial(wrapped, layers=routed, wrapper=P_MOD_WRAPPER)
     model = model_of(source.path, fields, dense, source.max_positions, source.ignored, spelled)
     said = (
         f"tokens of images are not converted: the routers of {len(routed)} layers, which choose among them, and the "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,16 @@ def declared_layers(source: Source, field: str, listed: object, router: str, pro
     return routed
 
 
+def wrapped(name: str, layers: Iterable[int], wrapper: str) -> str:
+    """Returns the name in an implementation that wraps the tensors of these layers, such as `layers.1.block.` for
+    `layers.1.`.
+    """
+    for before in (f"{MODEL_LAYERS}{layer}." for layer in layers):
+        if name.startswith(before):
+            return name.replace(before, before + wrapper, 1)
+    return name
+
+
 def with_routers(
     source: Source,
     fields: Mapping[str, Any],
@@ -226,15 +237,10 @@ def with_routers(
     Raises:
         CheckpointError: see `hugging_face.model_of` and `model_from`.
     """
-    wrapped = tuple(f"{MODEL_LAYERS}{layer}." for layer in routing["layers"])
-
-    def spelled(name: str) -> str:
-        layer = next((layer for layer in wrapped if name.startswith(layer)), None)
-        return name if layer is None else name.replace(layer, layer + wrapper, 1)
-
     derived = (name for name in source.tensors if DERIVED.fullmatch(name.replace(f".{wrapper}", ".", 1)))
     left_out = {*own, *derived}
     dense = {name: tensor for name, tensor in source.tensors.items() if name not in left_out}
+    spelled = partial(wrapped, layers=routing["layers"], wrapper=wrapper)
     model = model_of(source.path, fields, dense, source.max_positions, source.ignored, spelled)
     spec = with_routing(source, model.spec, **routing)
     return model_from(source, spec, find, family=model.family, declared_by=CONFIG, said=said, dense=model.parts)

@@ -14,7 +14,7 @@ from tiny_models import lively_checkpoint, make_spec
 
 from mod_export.errors import UsageError
 from mod_export.inspect.gains import gain_lines
-from mod_export.measure.gain import MACHINES, Choice, Machine, choices, gain_of, machine_of
+from mod_export.measure.gain import MACHINES, Machine, Proposal, gain_of, machine_of, proposals
 from mod_export.model.module import model_from_module
 from mod_export.model.transformer import GeneratingTransformer, TransformerModel
 from mod_export.types import Bucket
@@ -28,19 +28,19 @@ DENSE = TransformerModel(Checkpoint(spec=SPEC, weights={}))
 ENDLESS = 1e30
 LAYERS = (1, 3, 5, 7)
 WAYS = [
-    Choice("block", LAYERS, 0.25), Choice("block", LAYERS, 0.25, "kept"), Choice("attention", LAYERS, 0.5),
-    Choice("attention", LAYERS, 0.5, "kept"), Choice("mlp", LAYERS, 0.125),
+    Proposal("block", LAYERS, 0.25), Proposal("block", LAYERS, 0.25, "kept"), Proposal("attention", LAYERS, 0.5),
+    Proposal("attention", LAYERS, 0.5, "kept"), Proposal("mlp", LAYERS, 0.125),
 ]  # fmt: skip
 
 
-def routed(way: Choice) -> TransformerModel:
+def routed(way: Proposal) -> TransformerModel:
     model = DENSE.routed(way.layers, way.parts, way.capacity, way.keys_values)
     assert model is not None
     return model
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_where_only_flops_count(way: Choice) -> None:
+def test_where_only_flops_count(way: Proposal) -> None:
     """The gain of a prompt is the ratio of FLOPs, with the head of one token in each row."""
     machine = Machine("fast memory", "float32", 1e9, ENDLESS, 4)
     model = routed(way)
@@ -58,7 +58,7 @@ def test_where_only_flops_count(way: Choice) -> None:
 
 @pytest.mark.parametrize("texts", [1, 4, 32])
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_where_only_bytes_count(way: Choice, texts: int) -> None:
+def test_where_only_bytes_count(way: Proposal, texts: int) -> None:
     """The gain of a step is that of the bytes that a step of the real model reads; norms and routers are small."""
     machine = Machine("fast processor", "float32", ENDLESS, 1e9, 4)
     model = routed(way)
@@ -89,11 +89,11 @@ def test_a_product_of_few_rows_gains_nothing() -> None:
 
 def test_adapters_are_read_by_those_who_skip() -> None:
     machine = Machine("fast processor", "float32", ENDLESS, 1e9, 4)
-    spec = routed(Choice("mlp", LAYERS, 0.25)).checkpoint.spec
+    spec = routed(Proposal("mlp", LAYERS, 0.25)).checkpoint.spec
     assert spec.routing is not None
     with_adapter = replace(spec, routing=replace(spec.routing, skipped_result="adapter"))
     found = gain_of(TransformerModel(Checkpoint(spec=with_adapter, weights={})), DENSE, machine, 1, 64, 1024, [1, 64])
-    plain = gain_of(routed(Choice("mlp", LAYERS, 0.25)), DENSE, machine, 1, 64, 1024, [1, 64])
+    plain = gain_of(routed(Proposal("mlp", LAYERS, 0.25)), DENSE, machine, 1, 64, 1024, [1, 64])
     assert found.texts[1] < plain.texts[1]
     assert found.texts[64] < 1 < plain.texts[64] * 1.01
 
@@ -102,7 +102,7 @@ def test_ways_of_every_size_can_be_built() -> None:
     for n_layers in (1, 2, 5, 32):
         model = TransformerModel(Checkpoint(spec=replace(SPEC, n_layers=n_layers), weights={}))
         if n_layers > 1:
-            for way in choices(n_layers):
+            for way in proposals(n_layers):
                 assert model.routed(way.layers, way.parts, way.capacity, way.keys_values) is not None
 
 
@@ -126,12 +126,12 @@ def test_another_machine() -> None:
 
 def test_models_without_an_answer() -> None:
     experts = TransformerModel(Checkpoint(spec=replace(SPEC, experts=ExpertsSpec()), weights={}))
-    with pytest.raises(ValueError, match="cannot be routed: it routes already or has experts"):
+    with pytest.raises(UsageError, match="cannot be routed: it routes already or has experts"):
         gain_lines(experts, MACHINES["h100"], 1, 64, 128, [1])
     module = model_from_module(
         torch.nn.Linear(2, 2), lambda batch, seq, seed: torch.zeros(batch, 2), [Bucket(1, 2)], "Linear"
     )
-    with pytest.raises(ValueError, match="Linear does not declare its layers, so their costs are not known"):
+    with pytest.raises(UsageError, match="Linear does not declare its layers, so their costs are not known"):
         gain_lines(module, MACHINES["h100"], 1, 64, 128, [1])
 
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from mod_models.checkpoint import CheckpointError, load_checkpoint
 from mod_models.convert import foreign, read_foreign
-from mod_models.convert.adapter import HARMLESS, ONLY, PROMPTS
 from mod_models.convert.foreign import ForeignModel, write_folder
+from mod_models.convert.lora_adapter import HARMLESS, ONLY, PROMPTS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LENGTH = 20
