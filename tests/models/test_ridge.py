@@ -175,7 +175,7 @@ def test_before_training_the_loss_is_lower_than_without_adapters(trained: Checkp
         return float(evaluate(model, config, corpus)["bits_per_byte"])
 
     without, with_adapters = bits(plain), bits(found.checkpoint)
-    assert with_adapters < without - 0.2, (with_adapters, without)
+    assert with_adapters < without - 0.03, (with_adapters, without)
 
 
 def test_a_run_fits_before_its_first_step_and_resumes_to_the_same(trained: Checkpoint, tmp_path: Path) -> None:
