@@ -25,7 +25,7 @@ SHOWN_CHARACTERS = 60
 MOST_LOGITS_BYTES = 2**24
 """With `outputs = "auto"`, the graphs return the logits of every token if a bucket has at most this many bytes of
 float32 logits."""
-LONGEST_WINDOW, SHORT_PROMPT = 1024, 128
+LONGEST_WINDOW, PARTS_OF_PROMPTS = 1024, (32, 128)
 """Default number of tokens of the longest window and of a short prompt."""
 EXPECTED = {
     "model_type": "expected a table",
@@ -254,7 +254,8 @@ class GenerationOptions(_Section):
     slack: Annotated[int, Field(ge=0)] = 0
     """Additional slots of each routed layer, beyond its capacity in a row of `window` tokens."""
     prompts: tuple[Positive, ...] = ()
-    """Lengths of prefill buckets, which have one row each; empty: 128 and the window."""
+    """Numbers of tokens that prefill engines read at once; empty: 32 and 128. A prompt is read in parts: as much as
+    possible by the engine that reads the most, and so on; the shortest one pads what is left."""
     caches: tuple[Positive, ...] = ()
     """Cache lengths of decode buckets, that is, the most tokens that a text can have in them; empty: the window."""
     batches: Names[Positive] = (1, 8)
@@ -279,11 +280,15 @@ class GenerationOptions(_Section):
 
     def prompt_lengths(self, window: int) -> tuple[int, ...]:
         """Returns the lengths of prefill buckets, ascending."""
-        return tuple(sorted(set(self.prompts or (min(SHORT_PROMPT, window), window))))
+        return tuple(sorted(set(self.prompts or (min(length, window) for length in PARTS_OF_PROMPTS))))
 
     def cache_lengths(self, window: int) -> tuple[int, ...]:
         """Returns the lengths of decode buckets, ascending."""
         return tuple(sorted(set(self.caches or (window,))))
+
+    def cache_of_prompts(self, window: int) -> tuple[int, int]:
+        """Returns how many tokens the cache of prefill engines has slots for, and how many slots behind them."""
+        return self.cache_lengths(window)[-1], self.prompt_lengths(window)[-1]
 
 
 class CostOptions(_Section):

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 ModelKind = Literal["mod", "dense"]
 KINDS: tuple[ModelKind, ...] = ("mod", "dense")
 Role = Literal["forward", "prefill", "decode"]
-"""The task of a graph: `forward` reads whole rows, `prefill` reads a prompt and returns a cache, `decode` reads one
+"""The task of a graph: `forward` reads whole rows, `prefill` reads a part of a prompt, `decode` reads one
 token of each row."""
 
 
@@ -183,6 +183,7 @@ class TargetLimits:
         one_type_norms: whether RMSNormalization computes in float32 whatever its `stash_type`, and is a single kernel
             only if `stash_type` is the type of its input.
         cached_attention: whether com.microsoft::GroupQueryAttention attends to a cache and writes it in place.
+        cache_in_use: whether conditions choose how much of its cache a prefill attends to.
         rounds_activations: whether the engine itself rounds the activations that integer weights are multiplied with,
             in groups within a token. The graph then only dequantizes the weights.
         quantized_beside: dtype of everything except the weights in graphs with integer weights.
@@ -208,6 +209,7 @@ class TargetLimits:
     grouped_rows: bool = False
     one_type_norms: bool = False
     cached_attention: bool = False
+    cache_in_use: bool = False
     rounds_activations: bool = False
     quantized_beside: FloatDType = "float32"
 

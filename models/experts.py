@@ -104,7 +104,11 @@ def _token_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decis
     chosen_BTM = (expert_BTM[..., :J, None] == numbers_M).any(-2)
     chosen_BNT = (chosen_BTM[..., :N] & tokens.live_BT[..., None]).transpose(1, 2)
     score_BNT = _margins(logits_BTM, sorted_BTM, chosen_BTM, J)[..., :N].transpose(1, 2)
-    index_BNC, live_BNC = self.selected(tokens, decisions, select_chosen(chosen_BNT, C), score_BNT, FIRST_COME)
+    index_BNC, live_BNC = select_chosen(chosen_BNT, C)
+    if decisions.before is not None:
+        free_BN = torch.stack([decisions.before.free_B(expert_site(self.layer, e)) for e in range(N)], 1)
+        live_BNC = live_BNC & (torch.arange(C, device=x_BTD.device) < free_BN[..., None])
+    index_BNC, live_BNC = self.selected(tokens, decisions, (index_BNC, live_BNC), score_BNT, FIRST_COME)
     decisions.experts[self.layer] = SeenByExperts(probability_BTM, expert_BTM[..., 0], tokens.live_BT)
 
     y_RD = self.run(x_BTD, index_BNC).reshape(-1, D)

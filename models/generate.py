@@ -46,6 +46,21 @@ def write_rows(cache: Mapping[str, Tensor], rows: Mapping[str, Tensor], slot_BL:
         cache[name][kept_N, :, slot_B[kept_N]] = row_BGE[kept_N]
 
 
+def append_rows(cache: Mapping[str, Tensor], rows: Mapping[str, Tensor], slot_BL: Tensor, kept_BL: Tensor) -> None:
+    """Writes the keys and values of a prefill into the cache in place.
+
+    Args:
+        cache: name -> tensor, as in `cache_layout`.
+        rows: `keys_<layer>` and `values_<layer>`, each (B, G, T, E).
+        slot_BL: int64 (B, layers), the slot of the first of the T tokens.
+        kept_BL: int64 (B, layers), how many of them are kept.
+    """
+    for name, row_BGTE in rows.items():
+        layer = int(name.rpartition("_")[2])
+        for b, (slot, kept) in enumerate(zip(slot_BL[:, layer].tolist(), kept_BL[:, layer].tolist(), strict=True)):
+            cache[name][b, :, slot : slot + kept] = row_BGTE[b, :, :kept]
+
+
 class Session:
     """Rows of text that are being written, and their cache. Each row reads a prompt and then one token at a time."""
 
@@ -55,27 +70,34 @@ class Session:
         with torch.device("meta"):  # They take the model's weights, so no initial weights are drawn.
             prefill, step = Prefill(model.spec, max_len), DecodeStep(model.spec, rows, max_len)
         self.prefill, self.step = prefill.sharing(model), step.sharing(model)
-        self.cache_names = [tensor.name for tensor in cache_layout(model.spec, rows, max_len)]
-        self.prefill_names, self.step_names = prefill_outputs(model.spec, max_len), step_outputs(model.spec)
-        self.cache: dict[str, Tensor] = {}
+        self.prefill_names, self.step_names = prefill_outputs(model.spec), step_outputs(model.spec)
+        layout = cache_layout(model.spec, rows, max_len)
+        dtype = model.head_weight.dtype
+        self.cache = {
+            tensor.name: torch.zeros(tensor.shape, dtype=dtype if tensor.dtype.is_floating_point else tensor.dtype)
+            for tensor in layout
+        }
         self.length_B = torch.zeros(rows, dtype=torch.int64)
-        self.ran: list[dict[Site, list[int]]] = []
+        self.ran: list[dict[Site, list[int]]] = [{site: [] for site in sites(model.spec)} for _ in range(rows)]
         self.overflow_BN = torch.zeros(rows, len(sites(model.spec)), dtype=torch.int64)
 
     def read(self, ids_BS: Tensor, lengths_B: Tensor) -> Tensor:
-        """Reads the prompts, padded on the right, and returns the logits (B, V) of the next token of each row."""
+        """Reads the next tokens of each row, padded on the right, and returns the logits (B, V) after them."""
         decisions = Decisions()
         with torch.no_grad():
-            outputs = self.prefill.read(ids_BS, lengths_B, decisions)
+            outputs = self.prefill.read(ids_BS, lengths_B, self.length_B, tuple(self.cache.values()), decisions)
         by_name: dict[str, Tensor] = dict(zip(self.prefill_names, outputs, strict=True))
-        self.cache = {name: by_name[name].clone() for name in self.cache_names}
-        self.length_B = lengths_B.clone()
-        self.ran = [{} for _ in lengths_B]
-        for site, routing in decisions.made.items():
+        rows = {name: by_name[name.replace("_", "_rows_")] for name in self.cache if "_" in name}
+        append_rows(self.cache, rows, by_name["slots"], by_name["kept"])
+        self.length_B = self.length_B + lengths_B
+        for site in sites(self.spec):
+            routing = decisions.made[site]
             for ran, position_K, live_K in zip(self.ran, routing.position_BK, routing.live_BK, strict=True):
-                ran[site] = position_K[live_K].tolist()
+                ran[site] += position_K[live_K].tolist()
         if self.overflow_BN.numel():
-            self.overflow_BN = by_name["wanted"] - by_name["counts"]
+            ran_BN = by_name["new_counts"] - self.cache["counts"]
+            self.overflow_BN = self.overflow_BN + by_name["wanted"] - ran_BN
+            self.cache["counts"] = by_name["new_counts"]
         return by_name["last_logits"]
 
     def write(self, ids_B: Tensor, active_B: Tensor | None = None) -> Tensor:

@@ -2,7 +2,7 @@
 condition around a part of a block.
 
 Shape legend: B batch, T tokens, K tokens of them that are selected, D model width, H query heads, G key/value heads,
-E head width, F a projection of all heads, P positions that have rotary tables.
+E head width, F a projection of all heads, P positions that have rotary tables, L slots of a cache, U = L + T keys.
 """
 
 from __future__ import annotations
@@ -73,18 +73,51 @@ QK_NORMS: dict[str, Callable[[ModelSpec], nn.Module]] = {
 """Name -> spec -> norm of queries or keys (B, T, heads, E) before they are rotated."""
 
 
-class KeysValues(NamedTuple):
-    """Keys and values of all T tokens, for an attention in which only K of them have a query.
+class Past(NamedTuple):
+    """The cache of one layer, and the number of its slots in use in each row.
 
     Attributes:
-        k_BGTE: rotated keys.
-        v_BGTE: values.
-        index_BK: int64, the numbers of the K tokens among the T. A token sees the keys up to its own.
+        keys_BGLE: rotated keys.
+        values_BGLE: values.
+        count_B: int64, how many leading slots hold a token.
+        key_BG1E: in a step, the rotated key of the token itself; None if it is not computed yet.
+        value_BG1E: value of the token itself; None with the key.
     """
 
-    k_BGTE: Tensor
-    v_BGTE: Tensor
-    index_BK: Tensor
+    keys_BGLE: Tensor
+    values_BGLE: Tensor
+    count_B: Tensor
+    key_BG1E: Tensor | None = None
+    value_BG1E: Tensor | None = None
+
+
+class KeysValues(NamedTuple):
+    """Keys and values for an attention of K queries: those of T tokens, after those of a cache if there is one.
+
+    Attributes:
+        k_BGUE: rotated keys.
+        v_BGUE: values.
+        seen_BKU: bool, the keys that each query sees.
+    """
+
+    k_BGUE: Tensor
+    v_BGUE: Tensor
+    seen_BKU: Tensor
+
+    @classmethod
+    def of(cls, keys_BGTE: Tensor, values_BGTE: Tensor, index_BK: Tensor, past: Past | None) -> KeysValues:
+        """Returns what the queries of the tokens with these numbers see: the cache, and the T keys up to their own."""
+        number_T = torch.arange(keys_BGTE.shape[2], device=keys_BGTE.device)
+        own_BKT = number_T <= index_BK[..., None]
+        if past is None:
+            return cls(keys_BGTE, values_BGTE, own_BKT)
+        slot_L = torch.arange(past.keys_BGLE.shape[2], device=keys_BGTE.device)
+        used_BKL = (slot_L < past.count_B[:, None])[:, None].expand(-1, index_BK.shape[1], -1)
+        return cls(
+            torch.cat((past.keys_BGLE, keys_BGTE), 2),
+            torch.cat((past.values_BGLE, values_BGTE), 2),
+            torch.cat((used_BKL, own_BKT), 2),
+        )
 
 
 class Attention(nn.Module):
@@ -112,12 +145,10 @@ class Attention(nn.Module):
         return self.o_proj(y_BHTE.transpose(1, 2).flatten(2)), k_BGTE, v_BGTE
 
     def among(self, x_BKD: Tensor, cos: Tensor, sin: Tensor, seen: KeysValues) -> Tensor:
-        """Returns the delta of attention (B, K, D) of K tokens that see the keys of all tokens before them."""
+        """Returns the delta of attention (B, K, D) of K tokens that see some of the given keys."""
         q_BHKE = self.queries(x_BKD, cos, sin)
-        number_T = torch.arange(seen.k_BGTE.shape[2], device=x_BKD.device)
-        seen_B1KT = (number_T <= seen.index_BK[..., None])[:, None]
         y_BHKE = functional.scaled_dot_product_attention(
-            q_BHKE, seen.k_BGTE, seen.v_BGTE, attn_mask=seen_B1KT, enable_gqa=self.grouped
+            q_BHKE, seen.k_BGUE, seen.v_BGUE, attn_mask=seen.seen_BKU[:, None], enable_gqa=self.grouped
         )
         delta_BKD: Tensor = self.o_proj(y_BHKE.transpose(1, 2).flatten(2))
         return delta_BKD

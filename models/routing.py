@@ -2,20 +2,21 @@
 
 `selection.py` selects the tokens.
 
-Shape legend: B batch, S sequence, T tokens that a block is given, K slots, D model width. `_BK1` is for broadcasting.
+Shape legend: B batch, S sequence, T tokens that a block is given, K slots, D model width, P positions that have rotary
+tables, E half a head's width there. `_BK1` is for broadcasting.
 All shapes are static: k is a Python int, fixed by the spec and the sequence length before tracing, so the graph has no
 data-dependent size. Scores and gates are computed in float32, even in 16-bit models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from mod_models.layers import ACTIVATIONS, GatedMlp, RMSNorm
+from mod_models.layers import ACTIVATIONS, GatedMlp, Past, RMSNorm
 from mod_models.spec import ModelSpec, RoutingSpec, Site
 
 
@@ -62,6 +63,41 @@ class SeenByExperts(NamedTuple):
     live_BT: Tensor
 
 
+class Continuation(NamedTuple):
+    """What rows hold of the tokens before those that a pass reads, if it continues texts instead of beginning them.
+
+    Attributes:
+        position_B: int64, how many tokens each row has read.
+        past: layer -> its cache.
+        count_B: routing site -> int64 (B,), its slots in use.
+        capacity: routing site -> all of its slots.
+        cos_PE: rotary cosines of all positions.
+        sin_PE: rotary sines of all positions.
+    """
+
+    position_B: Tensor
+    past: Mapping[int, Past]
+    count_B: Mapping[Site, Tensor]
+    capacity: Mapping[Site, int]
+    cos_PE: Tensor
+    sin_PE: Tensor
+
+    def free_B(self, site: Site) -> Tensor:
+        """Number of slots of a site that each row has left, int64 (B,)."""
+        return self.capacity[site] - self.count_B[site]
+
+    def angles(self, first_B: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines (B, 1, count, E / 2) of the positions from `first_B` on.
+
+        Positions beyond the tables, which only padding and empty slots have, get the last ones.
+        """
+        P, E = self.cos_PE.shape
+        position_BT = first_B[:, None] + torch.arange(count, device=first_B.device)
+        position_N = position_BT.clamp(max=P - 1).reshape(-1)
+        cos_NE, sin_NE = (torch.index_select(table, 0, position_N) for table in (self.cos_PE, self.sin_PE))
+        return cos_NE.reshape(-1, 1, count, E), sin_NE.reshape(-1, 1, count, E)
+
+
 class Decisions:
     """The decisions of one forward pass, for the losses and for a prefill that fills a cache.
 
@@ -71,6 +107,7 @@ class Decisions:
         experts: layer -> inputs of the balance loss of its token-choice experts.
         keys_values: layer -> the rotated keys and the values (B, G, T, E) of the tokens in its attention. None by
             default; they are only recorded if the caller sets a dictionary.
+        before: what the rows hold already; None if the pass begins its texts.
     """
 
     def __init__(self) -> None:
@@ -78,6 +115,11 @@ class Decisions:
         self.seen: dict[Site, Seen] = {}
         self.experts: dict[int, SeenByExperts] = {}
         self.keys_values: dict[int, tuple[Tensor, Tensor]] | None = None
+        self.before: Continuation | None = None
+
+    def past(self, layer: int) -> Past | None:
+        """The cache of a layer, if the pass continues texts."""
+        return None if self.before is None else self.before.past[layer]
 
 
 class LinearRouter(nn.Module):

@@ -1,4 +1,4 @@
-"""The modules of a model that writes text: `Prefill` reads prompts, and `DecodeStep` one more token of each row.
+"""The modules of a model that writes text: `Prefill` reads some tokens of each row, and `DecodeStep` one.
 
 Between them is the cache of the texts: keys and values of tokens, and how many slots of each routing site are in use. A
 slot holds one token. If every token has a key, because attention is not routed or skipped tokens keep theirs, the slot
@@ -6,29 +6,28 @@ number is the token's position. Otherwise the n-th selected token of a row is in
 the front, and no list of positions is needed: keys are rotated to their positions before they are stored. Unused slots
 of a row hold arbitrary finite numbers.
 
-Nothing here copies a cache. In a step, the new key and value take part in attention beside the cached ones, and are
-returned as rows (B, G, E). The owner of the cache writes them into their slots.
+New keys and values take part in attention beside the cached ones, and are returned as rows. The owner of the cache
+writes them into their slots. A step copies no cache.
 
-Shape legend: B rows (texts), R rows that run, S positions of a prompt, D model width, G key/value heads, M query heads
-of each, E head width, L slots of a layer, K = L + 1 (the slots and the token itself), N routing sites, or experts of a
-layer. `_1` is the one token.
+Shape legend: B rows (texts), R rows that run, S tokens of a prefill, T those that a layer attends to, D model width, G
+key/value heads, M query heads of each, E head width, L slots of a layer, K = L + 1 (the slots and the token itself), N
+routing sites, or experts of a layer. `_1` is the one token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from mod_models.experts import Experts
 from mod_models.generation_spec import check_generates
-from mod_models.layers import Attention, either
-from mod_models.routing import COMBINES, GATES, Decisions
+from mod_models.layers import Attention, Past, either
+from mod_models.routing import COMBINES, GATES, Continuation, Decisions
 from mod_models.selection import always_first, select_topk
 from mod_models.spec import ModelSpec, Site, is_expert, layer_of
 from mod_models.transformer import Block, RoutedBlock, Transformer
@@ -66,23 +65,30 @@ def slots_of_layer(spec: ModelSpec, max_len: int) -> dict[int, int]:
     return {layer: tokens.attended for layer, tokens in enumerate(spec.tokens_of_layer(max_len))}
 
 
-def cache_layout(spec: ModelSpec, rows: int, max_len: int) -> list[CacheTensor]:
+def cache_layout(spec: ModelSpec, rows: int, max_len: int, room: int = 0) -> list[CacheTensor]:
     """Returns the tensors of a cache in the order of the graphs' inputs: for each layer `keys_<layer>` and
     `values_<layer>` (B, G, L, E), and in a model with routing sites `counts`, int64 (B, N), the slots in use.
+
+    Each layer has `room` slots more than it can use.
     """
     tensors = []
     for layer, slots in slots_of_layer(spec, max_len).items():
-        shape = (rows, spec.n_kv_heads, slots, spec.d_head)
+        shape = (rows, spec.n_kv_heads, slots + room, spec.d_head)
         tensors += [CacheTensor(f"{part}_{layer}", shape, torch.float32) for part in ("keys", "values")]
     if sites(spec):
         tensors.append(CacheTensor(COUNTS, (rows, len(sites(spec))), torch.int64))
     return tensors
 
 
-def prefill_outputs(spec: ModelSpec, max_len: int) -> list[str]:
+def prefill_inputs(spec: ModelSpec, max_len: int) -> list[str]:
+    """Names of the inputs of `Prefill`, in order."""
+    return ["input_ids", "lengths", "positions", *(tensor.name for tensor in cache_layout(spec, 1, max_len))]
+
+
+def prefill_outputs(spec: ModelSpec) -> list[str]:
     """Names of the outputs of `Prefill`, in order."""
-    names = ["last_logits", *(tensor.name for tensor in cache_layout(spec, 1, max_len))]
-    return names + (["wanted"] if sites(spec) else [])
+    rows = [f"{part}_rows_{layer}" for layer in range(spec.n_layers) for part in ("keys", "values")]
+    return ["last_logits", *rows, "slots", "kept", *(["new_counts", "wanted"] if sites(spec) else [])]
 
 
 def step_inputs(spec: ModelSpec, max_len: int) -> list[str]:
@@ -118,8 +124,9 @@ def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, int]:
 
 
 class Prefill(Transformer):
-    """The model that reads the prompts of a bucket. Its shapes are static; a routed part can have a condition, which
-    computes fewer slots if few tokens run.
+    """The model that reads the next tokens of each row, with which a text begins or continues.
+
+    Its shapes are static; a routed part can have a condition, which computes fewer slots if few tokens run.
     """
 
     def __init__(self, spec: ModelSpec, max_len: int, narrow: Mapping[int, int] | None = None) -> None:
@@ -127,7 +134,7 @@ class Prefill(Transformer):
 
         Args:
             spec: from `generation_spec.for_generation`.
-            max_len: tokens of a text in the cache that it fills, at least as many as in the bucket.
+            max_len: number of tokens that a text can have, at most the window of the spec.
             narrow: routed layer -> a smaller number of slots that it may compute, see `RoutedBlock`; other layers
                 always compute all of their slots.
 
@@ -136,41 +143,61 @@ class Prefill(Transformer):
         """
         check_generates(spec)
         super().__init__(spec, "last")
-        self.slots = slots_of_layer(spec, max_len)
+        self.sites = sites(spec)
+        self.capacity = spec.k_by_layer(max_len)
+        self.site_of_cache = {layer: _site_of_cache(spec, layer) for layer in range(spec.n_layers)}
         for layer, slots in (narrow or {}).items():
             block = self.layers[layer]
             assert isinstance(block, RoutedBlock)
             block.narrow = slots
 
-    def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
-        """Reads the prompt of each row.
+    def forward(self, ids_BS: Tensor, lengths_B: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        """Reads the next tokens of each row.
 
         Args:
             ids_BS: int64 token ids, padded on the right.
             lengths_B: int64, number of real tokens of each row, at least 1.
+            state: position_B int64, the number of earlier tokens of the row, whose sum with `lengths_B` is at most
+                max_len; then the cache in the order of `cache_layout`. It may have more slots, which are not in use.
 
         Returns:
-            logits_BV of each row's last real token; the tensors of the cache in the order of `cache_layout`;
-            and in a model that routes wanted_BN int64, the number of tokens that wanted to run at each routing site.
-            Those beyond the `counts` of the cache found no slot and were skipped.
+            logits_BV of each row's last real token; for each layer keys and values (B, G, T, E) of the T tokens that it
+            attends to, those of the text first; slot_BL and kept_BL int64 (B, layers), the slot of the first of these
+            and how many are of the text; and in a model that routes the counts int64 (B, N) after the tokens, and
+            wanted_BN int64, how many of the tokens wanted to run at each routing site. Those that wanted to run and did
+            not found no slot.
         """
-        return self.read(ids_BS, lengths_B, Decisions())
+        return self.read(ids_BS, lengths_B, state[0], state[1:], Decisions())
 
-    def read(self, ids_BS: Tensor, lengths_B: Tensor, decisions: Decisions) -> tuple[Tensor, ...]:
+    def read(
+        self, ids_BS: Tensor, lengths_B: Tensor, position_B: Tensor, cache: Sequence[Tensor], decisions: Decisions
+    ) -> tuple[Tensor, ...]:
         """Runs `forward` and records the decisions in `decisions`."""
+        count_B = {site: cache[-1][:, column] for column, site in enumerate(self.sites)}
+        first_B = {layer: position_B if site is None else count_B[site] for layer, site in self.site_of_cache.items()}
+        past = {layer: Past(cache[2 * layer], cache[2 * layer + 1], used_B) for layer, used_B in first_B.items()}
+        decisions.before = Continuation(position_B, past, count_B, self.capacity, self.rope_cos, self.rope_sin)
         decisions.keys_values = {}
         logits_BV = self.last_logits(ids_BS, lengths_B, decisions)
-        cache = []
-        for layer, slots in self.slots.items():
-            for part_BGTE in decisions.keys_values[layer]:
-                # Slots after a row's count hold padding, skipped tokens or zeros; no token attends to them.
-                cache.append(functional.pad(part_BGTE, (0, 0, 0, slots - part_BGTE.shape[2])))
-        routed = [decisions.made[site] for site in sites(self.spec)]
-        if not routed:
-            return logits_BV, *cache
-        counts_BN = _columns([routing.live_BK for routing in routed])
-        wanted_BN = _columns([routing.chosen_BT for routing in routed])
-        return logits_BV, *cache, counts_BN, wanted_BN
+        rows = [row_BGTE for layer in past for row_BGTE in decisions.keys_values[layer]]
+        made = decisions.made
+        kept = [lengths_B if site is None else made[site].live_BK.sum(1) for site in self.site_of_cache.values()]
+        slot_BL, kept_BL = torch.stack(list(first_B.values()), 1), torch.stack(kept, 1)
+        if not self.sites:
+            return logits_BV, *rows, slot_BL, kept_BL
+        counts_BN = cache[-1] + _columns([made[site].live_BK for site in self.sites])
+        wanted_BN = _columns([made[site].chosen_BT for site in self.sites])
+        return logits_BV, *rows, slot_BL, kept_BL, counts_BN, wanted_BN
+
+
+def _site_of_cache(spec: ModelSpec, layer: int) -> Site | None:
+    """The routing site whose tokens alone have keys in a layer; None if every token has."""
+    routing = spec.routing
+    if routing is None or layer not in spec.routed_layers or routing.parts == "mlp":
+        return None
+    if routing.skipped_keys_values == "kept":
+        return None
+    return f"{layer}.attention" if routing.parts == "separate" else layer
 
 
 def _columns(marks: list[Tensor]) -> Tensor:
@@ -180,24 +207,6 @@ def _columns(marks: list[Tensor]) -> Tensor:
 
 EVERY_TOKEN = 2**24
 """At least as many tokens as any window has, so that `Experts.slots` gives the declared slots of an expert."""
-
-
-class Past(NamedTuple):
-    """The cache of one layer, and the number of its slots in use in each row.
-
-    Attributes:
-        keys_BGLE: rotated keys.
-        values_BGLE: values.
-        count_B: int64, how many leading slots hold a token.
-        key_BG1E: rotated key of the token itself; None if it is not computed yet.
-        value_BG1E: value of the token itself; None with the key.
-    """
-
-    keys_BGLE: Tensor
-    values_BGLE: Tensor
-    count_B: Tensor
-    key_BG1E: Tensor | None = None
-    value_BG1E: Tensor | None = None
 
 
 class Ran(NamedTuple):

@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from mod_models.experts import Experts
 from mod_models.fixed_capacity import select_chosen
-from mod_models.layers import Attention, GatedMlp, KeysValues, RMSNorm, either, rope_tables
+from mod_models.layers import Attention, GatedMlp, KeysValues, Past, RMSNorm, either, rope_tables
 from mod_models.routing import ADAPTERS, COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
 from mod_models.selection import (
     FIRST_COME,
@@ -62,6 +62,10 @@ class Block(nn.Module):
     def attended(self, tokens: Tokens, decisions: Decisions, seen: KeysValues | None = None) -> Tensor:
         """Returns the delta of attention, (B, T, D). Tokens see each other, or the tokens of `seen`."""
         normed_BTD = self.attention_norm(tokens.x_BTD)
+        if seen is None and decisions.before is not None:
+            B, T, _ = normed_BTD.shape
+            number_BT = torch.arange(T, device=normed_BTD.device).expand(B, T)
+            seen = self._keys_values(normed_BTD, tokens, decisions, number_BT)
         if seen is not None:
             return self.attention.among(normed_BTD, tokens.cos, tokens.sin, seen)
         delta_BTD: Tensor
@@ -98,11 +102,14 @@ class Block(nn.Module):
         return one.x_BTD + attention_B1D + mlp_B1D
 
     def keys_values(self, tokens: Tokens, decisions: Decisions, index_BK: Tensor) -> KeysValues:
-        """Returns and records the keys and values of all T tokens, for queries of the tokens with these numbers."""
-        pair = self.attention.keys_values(self.attention_norm(tokens.x_BTD), tokens.cos, tokens.sin)
+        """Records the keys and values of all T tokens. Returns what queries of the tokens with these numbers see."""
+        return self._keys_values(self.attention_norm(tokens.x_BTD), tokens, decisions, index_BK)
+
+    def _keys_values(self, normed_BTD: Tensor, tokens: Tokens, decisions: Decisions, index_BK: Tensor) -> KeysValues:
+        pair = self.attention.keys_values(normed_BTD, tokens.cos, tokens.sin)
         if decisions.keys_values is not None:
             decisions.keys_values[self.layer] = pair
-        return KeysValues(*pair, index_BK)
+        return KeysValues.of(*pair, index_BK, decisions.past(self.layer))
 
 
 class Chosen(NamedTuple):
@@ -176,7 +183,7 @@ class RoutedBlock(Block):
         chosen = self.choose(tokens, decisions, k, noise, part, block_BTD)
         if part != "mlp" and self.routing.skipped_keys_values == "kept":
             chosen = chosen._replace(seen=self.keys_values(tokens, decisions, chosen.index_BK))
-        inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
+        inner = self._selected(tokens, decisions, chosen, part)
         left_BTD, left_BKD = tokens.x_BTD, inner.x_BTD
         if self.routing.skipped_result != "identity":
             B, T, D = left_BTD.shape
@@ -225,17 +232,31 @@ class RoutedBlock(Block):
         if part != "mlp" and self.routing.skipped_keys_values == "kept":
             seen = self.keys_values(tokens, decisions, index_B1)
         elif part != "mlp":
-            inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, self.routing.positions)
+            inner = self._selected(tokens, decisions, chosen, part)
             seen = self.keys_values(inner, decisions, slot_B1)
             if self.routing.positions == "compact":
-                cos, sin = (
-                    torch.index_select(table, 0, slot_B1[:, 0])[:, None, None] for table in (tokens.cos, tokens.sin)
-                )
+                cos, sin = self._compact_angles(tokens, decisions, part, slot_B1[:, 0])
                 one = one._replace(cos=cos, sin=sin)
         g_B11 = torch.gather(chosen.g_BK1, 1, slot_B1[..., None])
         g_left = None if chosen.g_BT1 is None else torch.gather(chosen.g_BT1, 1, index_B1[..., None])
         few = Chosen(index_B1, ran_B1, row_B, g_B11, None, seen)
         return self.run(one, decisions, few, part, self.left(one.x_BTD, g_left))
+
+    def _selected(self, tokens: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tokens:
+        """Returns the selected tokens, with the angles of their positions."""
+        before, positions = decisions.before, self.routing.positions
+        if before is None or positions != "compact":
+            return tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, positions)
+        inner = tokens.at(chosen.row_N, chosen.index_BK, chosen.live_BK, "original")
+        cos, sin = before.angles(before.count_B[self.site(part)], chosen.index_BK.shape[1])
+        return inner._replace(cos=cos, sin=sin)
+
+    def _compact_angles(self, tokens: Tokens, decisions: Decisions, part: str, slot_B: Tensor) -> tuple[Tensor, ...]:
+        """Returns cosines and sines (B, 1, 1, E / 2) of the token in one slot of each row."""
+        before = decisions.before
+        if before is not None:
+            return before.angles(before.count_B[self.site(part)] + slot_B, 1)
+        return tuple(torch.index_select(table, 0, slot_B)[:, None, None] for table in (tokens.cos, tokens.sin))
 
     def _all_skipped(self, tokens: Tokens, noise: Noise | None, part: str, block_BTD: Tensor) -> Tensor:
         """Returns the stream after a routed part that has no slot."""
@@ -297,7 +318,8 @@ class RoutedBlock(Block):
         if rule == RANK:
             selection = select_topk(score_BT, tokens.live_BT, k)
         else:
-            selection = select_chosen((score_BT > 0) & tokens.live_BT, k)
+            index_BK, live_BK = select_chosen((score_BT > 0) & tokens.live_BT, k)
+            selection = index_BK, _with_room(live_BK, decisions, site)
         index_BK, live_BK = selected_at([site], tokens, decisions, *selection, score_BT, rule)
         if not self.routing.draws:
             decisions.seen[site] = Seen(routed_BTD, tokens.live_BT, l_BT, k, predictor)
@@ -325,11 +347,14 @@ class RoutedBlock(Block):
     def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str, left_BKD: Tensor) -> Tensor:
         """Runs only the first `narrow` slots if no other slot is live, else all slots."""
         identity = left_BKD is inner.x_BTD
+        before = decisions.before
+        cached = None if part == "mlp" or chosen.seen else decisions.past(self.layer)
 
         def of_first(
             n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor, *more: Tensor
         ) -> tuple[Tensor, ...]:
-            left_BKD, seen = (x_BKD, more) if identity else (more[0], more[1:])
+            left_BKD, more = (x_BKD, more) if identity else (more[0], more[1:])
+            seen, past = (more, ()) if chosen.seen else ((), more)
             tokens = Tokens(x_BKD[:, :n], live_BK[:, :n], cos[..., :n, :], sin[..., :n, :], None, inner.seq)
             few = chosen._replace(
                 live_BK=live_BK[:, :n],
@@ -338,6 +363,8 @@ class RoutedBlock(Block):
             )
             noted = Decisions()
             noted.keys_values = {}
+            if before is not None:
+                noted.before = before._replace(past={self.layer: Past(*past)} if past else {})
             outputs = [torch.cat((self.run(tokens, noted, few, part, left_BKD[:, :n]), left_BKD[:, n:]), 1)]
             for part_BGnE in noted.keys_values.get(self.layer, ()):
                 B, G, _, E = part_BGnE.shape
@@ -345,12 +372,12 @@ class RoutedBlock(Block):
             return tuple(outputs)
 
         inputs: tuple[Tensor, ...] = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
-        inputs += (*(() if identity else (left_BKD,)), *(chosen.seen or ()))
+        inputs += (*(() if identity else (left_BKD,)), *(chosen.seen or ()), *(cached[:3] if cached else ()))
         # Live slots come first, so this slot tells whether more than `narrow` slots are live.
         more_B, k = chosen.live_BK[:, self.narrow], chosen.live_BK.shape[1]
-        new_BKD, *cached = either(more_B, partial(of_first, k), partial(of_first, self.narrow), inputs)
-        if cached and decisions.keys_values is not None:
-            k_BGTE, v_BGTE = cached
+        new_BKD, *pair = either(more_B, partial(of_first, k), partial(of_first, self.narrow), inputs)
+        if pair and decisions.keys_values is not None:
+            k_BGTE, v_BGTE = pair
             decisions.keys_values[self.layer] = k_BGTE, v_BGTE
         return new_BKD
 
@@ -431,7 +458,12 @@ class Transformer(nn.Module):
         """
         S = ids_BS.shape[1]
         real_BS = torch.arange(S, device=ids_BS.device) < lengths_B[:, None]
-        tokens = Tokens(self.embedded(ids_BS), real_BS, self.rope_cos[:S], self.rope_sin[:S], None, S)
+        cos, sin, position_BS = self.rope_cos[:S], self.rope_sin[:S], None
+        if decisions.before is not None:
+            first_B = decisions.before.position_B
+            cos, sin = decisions.before.angles(first_B, S)
+            position_BS = first_B[:, None] + torch.arange(S, device=ids_BS.device)
+        tokens = Tokens(self.embedded(ids_BS), real_BS, cos, sin, position_BS, S)
         k_of_layer = self.spec.k_of_layer(S)
         exits = self.spec.routing is not None and self.spec.routing.selection == "exit"
         left: list[tuple[Tokens, Tensor, Tokens]] = []
@@ -464,6 +496,14 @@ class Transformer(nn.Module):
     def forward(self, ids_BS: Tensor, lengths_B: Tensor) -> tuple[Tensor, ...]:
         """Returns the output that `outputs` names, as a tuple of one; this is the forward pass that is exported."""
         return (OUTPUTS[self.outputs](self, ids_BS, lengths_B),)
+
+
+def _with_room(live_BK: Tensor, decisions: Decisions, site: Site) -> Tensor:
+    """Leaves out the selected tokens for which earlier ones have left no slot."""
+    if decisions.before is None:
+        return live_BK
+    slot_K = torch.arange(live_BK.shape[1], device=live_BK.device)
+    return live_BK & (slot_K < decisions.before.free_B(site)[:, None])
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, torch.Size]:

@@ -41,7 +41,6 @@ dtypes = ["{dtype}"]
 build = "always"
 targets = ["{target}"]
 window = {window}
-prompts = [{prompt}]
 caches = [{cache}]
 batches = {batches}
 """

@@ -20,7 +20,7 @@ from mod_export.errors import UsageError
 if TYPE_CHECKING:
     from mod_export.runtime.generator import Generator
     from mod_export.runtime.request import Prompt
-    from mod_export.runtime.rows import Stream
+    from mod_export.runtime.stream import Stream
     from mod_export.types import ModelKind
 
 DONE = ("text", "ids", "finish", "stop", "first_token_s", "read", "ran", "overflow")

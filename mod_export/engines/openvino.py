@@ -194,6 +194,7 @@ class OpenVino(EngineBuilder):
         late_masks=True,
         grouped_rows=True,
         one_type_norms=True,
+        cache_in_use=True,
         extra_domains=frozenset({"com.microsoft"}),
         rounds_activations=True,
         quantized_beside="bfloat16",

@@ -37,8 +37,10 @@ from mod_export.model.model import GeneratingModel, token_ids
 from mod_export.rows.base import setting_fields
 from mod_export.rows.correctness import ParityRow
 from mod_export.rows.speed import QualityRow, TextsRow
-from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts, kept_from_prefill
+from mod_export.runtime.cache import Kept
+from mod_export.runtime.decoder import Decoder, DecodingEngines
 from mod_export.runtime.logits import negative_log_likelihood
+from mod_export.runtime.prompts import Prompts
 from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
 
 LEAST_TOKENS, KINDS_OF_INPUT = 16, 4
@@ -72,13 +74,9 @@ def parity_of_decoding(
     gate = decoding.config.parity.gate(engine.dtype)
     try:
         if engine.role == "prefill":
-            ks = reference.k_by_layer(engine.bucket).values()
-            batches = _given_texts(reference, engine.bucket, ks, decoding.config.seed, text_of)
-            if engine.dtype in QUANTIZED:
-                length, count = engine.bucket.seq, max(LEAST_PROMPTS, TEXT_TOKENS // engine.bucket.seq)
-                batches += _texts(reference, 1, length, count, decoding.config, text_of)
-            with decoding.load(engine) as runner:
-                return judge_runner([(PromptRunner(runner), batches)], reference, gate, engine.setting, engine.path)
+            with decoding.prompts_of([engine]) as prompts:
+                parts = prompt_parts(prompts, engine, reference, decoding.config, text_of)
+                return judge_runner(parts, reference, gate, engine.setting, engine.path)
         with (
             decoding.prompts(engine.model, engine.target, engine.dtype) as prompts,
             decoding.decoder(engine) as decoder,
@@ -90,6 +88,31 @@ def parity_of_decoding(
             return judge_runner(parts, reference, gate, engine.setting, engine.path)
     except (BuildError, TargetError) as error:
         return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
+
+
+def prompt_parts(
+    prompts: Prompts, engine: Engine, reference: Reference, config: BuildConfig, text_of: TextOf | None = None
+) -> list[tuple[Runner, list[Batch]]]:
+    """Returns the runs by which a prefill engine is judged, each with its texts.
+
+    The first run reads prompts of every kind that it can read at once. The second one, if the cache has room, reads
+    prompts of which even the longest engine reads a whole part, one that continues it, and one that is padded.
+    """
+    bucket = engine.bucket
+    capacity = reference.k_by_layer(bucket)
+    batches = _given_texts(reference, bucket, capacity.values(), config.seed, text_of)
+    if engine.dtype in QUANTIZED:
+        count = max(LEAST_PROMPTS, TEXT_TOKENS // bucket.seq)
+        batches += _texts(reference, 1, bucket.seq, count, config, text_of)
+    parts: list[tuple[Runner, list[Batch]]] = [(PromptRunner(prompts, capacity), batches)]
+    longest = config.generation.prompt_lengths(prompts.length)[-1]
+    longer = Bucket(1, min(prompts.length, 2 * longest + max(1, longest // 2)))
+    if longer.seq > bucket.seq:
+        capacity = reference.k_by_layer(longer)
+        batches = _given_texts(reference, longer, capacity.values(), config.seed, text_of)
+        kinds = (*FULL_ROWS, "padded")
+        parts.append((PromptRunner(prompts, capacity), [batch for batch in batches if batch.kind in kinds]))
+    return parts
 
 
 def _text_parts(
@@ -123,9 +146,9 @@ def decoding_parts(
     """Returns the runs by which a decode engine is judged, each with its texts.
 
     The first run reads texts of every kind in every row token by token, as many tokens as the configuration says. Then
-    each prefill bucket has a run with a prompt that fills it and some tokens on the cache that it leaves; after the
-    longest prompt, tokens up to the last slot. For a large model, the first texts are shorter, and the prompts use the
-    last row only.
+    each prefill bucket has a run with a prompt that fills it and some tokens on the cache that it leaves; and there is
+    one with a prompt that leaves room for some tokens only, up to the last slot. For a large model, the first texts are
+    shorter, and the prompts use the last row only.
     """
     in_turns = config.generation.slots == "fair"
     most = affordable_tokens(reference.model)
@@ -137,9 +160,10 @@ def decoding_parts(
             (n for n in prefills if decoder.batch == 1 and affordable <= 2 * n <= 4 * affordable), default=affordable
         )
     tail = min(TAIL, decoder.length - 1)
-    starts = sorted({max(1, min(length, decoder.length - tail)) for length in prefills} - {1})
+    longest = decoder.length - tail
+    starts = sorted({max(1, min(length, longest)) for length in (*prefills, longest)} - {1})
     parts: list[tuple[Runner, list[Batch]]] = []
-    ends = [*(start + tail for start in starts[:-1]), decoder.length][-len(starts) :] if starts else []
+    ends = [start + tail for start in starts]
     for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
         bucket = Bucket(decoder.batch if prompt == 1 or decoder.batch * length <= most else 1, length)
         capacity = reference.k_by_layer(bucket)
@@ -176,14 +200,29 @@ class _Borrowed:
 
 
 class PromptRunner(_Borrowed):
-    """A prefill engine as a runner of `outputs = "last"`, without the cache that it returns for the next token."""
+    """A prefill engine as a runner of `outputs = "last"`, which reads prompts of any length in parts."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner, self.inputs = runner, runner.inputs
-        self.outputs = (PRIMARY["last"], *(name for name in runner.outputs if name.startswith("routed_")))
+    def __init__(self, prompts: Prompts, capacity: Mapping[Site, int]) -> None:
+        """`capacity` is, for each routing site, the tokens of a prompt that it selects, in the order of the engine's
+        columns.
+        """
+        self._prompts, self._capacity = prompts, capacity
+        self.outputs = (PRIMARY["last"], *map(routed_output, capacity))
 
     def run(self, feeds: Mapping[str, np.ndarray], outputs: Sequence[str] | None = None) -> dict[str, np.ndarray]:
-        return self._runner.run(feeds, outputs or self.outputs)
+        ids_BS, lengths_B = feeds["input_ids"], feeds["lengths"]
+        index_NBK = [np.full((len(ids_BS), k), EMPTY, dtype=np.int64) for k in self._capacity.values()]
+        logits = []
+        for row, (ids_S, n) in enumerate(zip(ids_BS, lengths_B.tolist(), strict=True)):
+            kept, routed = self._prompts.read_routed(ids_S[:n].tolist())
+            logits.append(kept.logits_V)
+            for column, (site, k) in enumerate(self._capacity.items()):
+                # More positions than slots would be a fault. It shows as positions that the reference did not select.
+                positions = _prompt_positions(kept, routed, column, site)[:k]
+                index_NBK[column][row, : len(positions)] = positions
+        named = {PRIMARY["last"]: np.stack(logits)}
+        named |= {routed_output(site): index_BK for site, index_BK in zip(self._capacity, index_NBK, strict=True)}
+        return {name: named[name] for name in outputs or self.outputs}
 
 
 class TokenByToken(_Borrowed):
@@ -223,13 +262,13 @@ class TokenByToken(_Borrowed):
         ran_NBS = np.zeros((len(self._capacity), B, S), dtype=bool)
         logits_BSV: np.ndarray | None = None
         for row, (ids_S, n) in enumerate(zip(ids_BS, prompt_B.tolist(), strict=True)):
-            results = self._prompts.found(ids_S[:n].tolist())
-            decoder.put(idle + row, kept_from_prefill(results, 0, n))
-            (logits_V,) = results[PRIMARY["last"]]
-            logits_BSV = np.zeros((B, S, len(logits_V)), np.float32) if logits_BSV is None else logits_BSV
-            logits_BSV[row, n - 1] = logits_V
+            kept, routed = self._prompts.read_routed(ids_S[:n].tolist())
+            decoder.put(idle + row, kept)
+            if logits_BSV is None:
+                logits_BSV = np.zeros((B, S, len(kept.logits_V)), np.float32)
+            logits_BSV[row, n - 1] = kept.logits_V
             for column, site in enumerate(self._capacity):
-                ran_NBS[column, row, _prompt_positions(results, column, site)] = True
+                ran_NBS[column, row, _prompt_positions(kept, routed, column, site)] = True
         assert logits_BSV is not None
         turns = [rows_B == row for row in rows_B] if self._in_turns else [rows_B >= 0]
         for step, turn_B in itertools.product(range(int((lengths_B - prompt_B).max())), turns):
@@ -250,19 +289,20 @@ class TokenByToken(_Borrowed):
         return {name: named[name] for name in outputs or self.outputs}
 
 
-def _prompt_positions(outputs: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
+def _prompt_positions(kept: Kept, routed: Mapping[str, np.ndarray], column: int, site: Site) -> np.ndarray:
     """Returns the positions that ran at a site. The prompt's own counts must agree: overflow is computed from them.
 
     Raises:
         EngineError: the counts do not match the positions.
     """
-    index_K = outputs[routed_output(site)][0]
-    positions: np.ndarray = index_K[index_K >= 0]
-    count, wanted = outputs["counts"][0, column], outputs["wanted"][0, column]
-    if count != len(positions) or wanted < count:
+    positions = routed[routed_output(site)]
+    assert kept.count_N is not None
+    assert kept.overflow_N is not None
+    count, overflow = kept.count_N[column], kept.overflow_N[column]
+    if count != len(positions) or overflow < 0:
         raise EngineError(
-            f"the prompt says of {site} that {wanted} tokens chose to run and {count} did, and names "
-            f"{len(positions)} positions (outputs wanted, counts and {routed_output(site)})"
+            f"the prompt says of {site} that {count + overflow} tokens chose to run and {count} did, and names "
+            f"{len(positions)} positions (outputs wanted, new_counts and {routed_output(site)})"
         )
     return positions
 
@@ -314,8 +354,7 @@ def texts_of_decoding(
         EngineError: the engine failed.
     """
     options, loaded = decoding.config.generation, model.whole_rows
-    longest = max(prefill.bucket.seq for prefill in decoding.prefills(engine.model, engine.target, engine.dtype))
-    start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2), longest)
+    start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2))
     wanted = max(options.compared_tokens, NARROW_TOKENS) if engine.dtype in QUANTIZED else options.compared_tokens
     tokens = min(wanted, engine.bucket.seq - start + 1)
     affordable = max(1, affordable_tokens(loaded) // (SINGLE * (start + tokens)))

@@ -23,7 +23,9 @@ from mod_export.measure.sampling import interleaved
 from mod_export.measure.statistics import compare, verdict_of
 from mod_export.rows.base import pair_fields
 from mod_export.rows.speed import Compared, DecodeRow, FirstTokenRow, StepBytes, StepsCompared
-from mod_export.runtime.decoder import Decoder, DecodingEngines, Kept, Prompts, kept_from_prefill
+from mod_export.runtime.cache import Kept
+from mod_export.runtime.decoder import Decoder, DecodingEngines
+from mod_export.runtime.prompts import Prompts
 from mod_export.types import Engine, ModelKind, Site, routed_output
 
 VISITS, LEAST_VISITS = 5, 2
@@ -87,7 +89,7 @@ class ReadText:
 def read_text(
     ids_BS: np.ndarray, prompts: Mapping[ModelKind, Prompts], sites: Mapping[ModelKind, Sequence[Site]]
 ) -> ReadText:
-    """Reads whole texts at once. Slots are filled in order, so the cache of a part of a text is the beginning of the
+    """Reads whole texts. Slots are filled in order, so the cache of a part of a text is the beginning of the
     cache of the whole text.
     """
     B, S = ids_BS.shape
@@ -95,11 +97,10 @@ def read_text(
     ran = {kind: {site: np.zeros((B, S), dtype=bool) for site in sites[kind]} for kind in prompts}
     for row, ids_S in enumerate(ids_BS):
         for kind, reader in prompts.items():
-            outputs = reader.found(ids_S.tolist())
-            kept[kind].append(kept_from_prefill(outputs, 0, S))
+            state, routed = reader.read_routed(ids_S.tolist())
+            kept[kind].append(state)
             for site, ran_BS in ran[kind].items():
-                positions_K = outputs[routed_output(site)][0]
-                ran_BS[row, positions_K[positions_K >= 0]] = True
+                ran_BS[row, routed[routed_output(site)]] = True
     return ReadText(ids_BS, kept, ran)
 
 
@@ -111,7 +112,7 @@ def measure_steps(
     least: Mapping[ModelKind, StepBytes],
     bandwidth_gbs: float | None,
 ) -> DecodeRow:
-    """Times steps at positions spread over texts, up to the length of a prompt bucket.
+    """Times steps at positions spread over texts.
 
     Args:
         decoding: all engines of the folder.
@@ -128,7 +129,7 @@ def measure_steps(
     with contextlib.ExitStack() as opened:
         prompts = opened.enter_context(_prompts(decoding, engines))
         decoders = {kind: opened.enter_context(decoding.decoder(engines[kind])) for kind in prompts}
-        S = min(setting.bucket.seq, *(reader.longest for reader in prompts.values()))
+        S = min(setting.bucket.seq, ids_BS.shape[1])
         text = read_text(ids_BS[:, :S], prompts, sites)
         positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
         ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed, config.latency.max_seconds)

@@ -298,8 +298,8 @@ class Model(ABC):
 class GeneratingModel(ABC):
     """A model that generates texts of up to `window` tokens.
 
-    Its graphs use the weights of the checkpoint, by name. Shape legend: B rows, S tokens of a prompt, V vocabulary, G
-    key and value heads, L slots of a layer's cache, E head width, N routing sites.
+    Its graphs use the weights of the checkpoint, by name. Shape legend: B rows, S tokens of a prompt, T those that a
+    layer attends to, V vocabulary, G key and value heads, L slots of a layer's cache, E head width, N routing sites.
 
     Attributes:
         window: tokens of the longest text.
@@ -321,11 +321,19 @@ class GeneratingModel(ABC):
         """Routing site -> number of slots for the tokens of one text."""
 
     @abstractmethod
-    def prefill(self, rows: int, seq: int) -> GraphSource:
-        """Returns the source of the graph that reads prompts: (input_ids int64 (B, S), lengths int64 (B,)) ->
-        `last_logits` (B, V) of each row's last token; `keys_<layer>` and `values_<layer>` (B, G, L, E), the content of
-        the cache. A model that routes also returns int64 (B, N) `counts`, the slots in use, and `wanted`, the tokens
-        that wanted a slot.
+    def prefill(self, rows: int, seq: int, length: int, room: int = 0) -> GraphSource:
+        """Returns the source of the graph that reads the next tokens of each row: (input_ids int64 (B, S), lengths
+        int64 (B,) of these tokens, positions int64 (B,), the number of tokens before them, keys_0, values_0, ...,
+        counts) -> `last_logits` (B, V) of each row's last token; `keys_rows_<layer>` and `values_rows_<layer>` (B, G,
+        T, E) of the T tokens that the layer attends to; `slots` and `kept` int64 (B, layers), the cache slot for the
+        first of these and how many are of the text. A model that routes also returns int64 (B, N) `new_counts`, the
+        slots in use, and `wanted`, the tokens that wanted a slot.
+
+        Args:
+            rows: number of texts.
+            seq: most tokens that are read at once.
+            length: number of tokens that a text can have in this cache.
+            room: further slots of each layer of the cache, so that a runtime can write padding behind a text.
         """
 
     @abstractmethod

@@ -33,6 +33,7 @@ from mod_models.step import (
     Prefill,
     cache_layout,
     narrow_slots,
+    prefill_inputs,
     prefill_outputs,
     sites,
     slots_of_layer,
@@ -208,16 +209,23 @@ class GeneratingTransformer(GeneratingModel):
     def capacity(self) -> dict[Site, int]:
         return self._spec.k_by_layer(self.window)
 
-    def prefill(self, rows: int, seq: int) -> GraphSource:
-        """Graph that reads prompts of up to `seq` tokens and fills a cache of that length; see `Prefill`."""
+    def prefill(self, rows: int, seq: int, length: int, room: int = 0) -> GraphSource:
+        """Graph that reads up to `seq` tokens of each row, of texts of up to `length`; see `Prefill`."""
+        layout = cache_layout(self._spec, rows, length, room)
         with META:
             narrow = narrow_slots(self._spec, seq, self.window)
-            module = Prefill(self._spec, seq, narrow)
+            module = Prefill(self._spec, length, narrow)
             full, short = (
-                (torch.zeros(rows, seq, dtype=torch.int64), torch.full((rows,), length)) for length in (seq, 1)
+                (
+                    torch.zeros(rows, seq, dtype=torch.int64),
+                    torch.full((rows,), tokens),
+                    torch.zeros(rows, dtype=torch.int64),
+                    *(torch.zeros(entry.shape, dtype=entry.dtype) for entry in layout),
+                )
+                for tokens in (seq, 1)
             )
-        outputs = tuple(prefill_outputs(self._spec, seq))
-        return GraphSource(_on_meta(module), (full, short), ("input_ids", "lengths"), outputs, bool(narrow))
+        inputs, outputs = tuple(prefill_inputs(self._spec, length)), tuple(prefill_outputs(self._spec))
+        return GraphSource(_on_meta(module), (full, short), inputs, outputs, bool(narrow))
 
     def step(self, rows: int, length: int, slots: str = "all", *, skip: bool = True) -> GraphSource:
         """Graph that reads one token of each row with a cache for texts of up to `length` tokens; see `DecodeStep`.

@@ -335,7 +335,10 @@ class Build:
         about: dict[str, Any] = {"role": graph.role, "bucket": asdict(graph.bucket), "outputs": graph.outputs}
         if graph.writes_text:
             model = self.generating(graph.model)
-            about["generation"] = [model.whole_rows.spec, model.window, self.config.generation.slots]
+            options = self.config.generation
+            about["generation"] = [model.whole_rows.spec, model.window, options.slots]
+            if graph.role == "prefill":
+                about["cache"] = options.cache_of_prompts(model.window)
         return {**self.identity(graph.model), **about}
 
     def runnable(self, *roles: Role) -> list[Engine]:

@@ -1,7 +1,7 @@
 """What stages do differently for each of the three roles: which graphs are captured, judged and timed, and how.
 
-A `forward` graph reads whole rows. A `prefill` graph reads a prompt and returns a cache, to which a `decode` graph adds
-one token at a time.
+A `forward` graph reads whole rows. A `prefill` graph reads a part of a prompt, and a `decode` graph one token of each
+row; both continue what a cache holds.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class WritingRole(RoleStages):
 
 
 class PrefillRole(WritingRole):
-    """Graphs that read one prompt and return its cache: parity of the last token's logits, time to the first token."""
+    """Graphs that read a part of one prompt: parity of the last token's logits, time to the first token."""
 
     role = "prefill"
 
@@ -159,7 +159,9 @@ class PrefillRole(WritingRole):
         return "last"
 
     def source(self, build: Build, graph: Graph) -> GraphSource:
-        return build.generating(graph.model).prefill(graph.bucket.batch, graph.bucket.seq)
+        model, bucket = build.generating(graph.model), graph.bucket
+        length, longest = build.config.generation.cache_of_prompts(model.window)
+        return model.prefill(bucket.batch, bucket.seq, length, longest)
 
     def reference(self, build: Build, kind: ModelKind) -> Reference:
         # Prefill and decode share captured programs.

@@ -28,11 +28,13 @@ from mod_export.environment import free_bytes
 from mod_export.errors import EngineError, TooLongError, UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
-from mod_export.runtime.decoder import Decoder, DecodingEngines, Prompts
+from mod_export.runtime.decoder import Decoder, DecodingEngines
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
 from mod_export.runtime.prefix_cache import PrefixCache
+from mod_export.runtime.prompts import Prompts
 from mod_export.runtime.request import GENERATION_CONFIG, Prompt, RequestReader, defaults_of
-from mod_export.runtime.rows import Completion, Prefix, RowText, Stream, TextRows
+from mod_export.runtime.rows import Completion, Prefix, RowText, TextRows
+from mod_export.runtime.stream import Stream
 from mod_export.runtime.texts import vocabulary_of
 from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable
 
@@ -263,8 +265,7 @@ class Generator:
             yield TextRows(decoders, self._reads(), self._sites, rolling=rolling, prefixes=self.prefixes)
 
     def prefix(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Prefix:
-        """Reads the common beginning of several texts once. Prompts that continue it are read token by token, so this
-        saves time if the beginning is long and the continuations are short.
+        """Reads the common beginning of several texts once.
 
         Raises:
             UsageError: the prompt is empty, or fills the window.
@@ -272,12 +273,8 @@ class Generator:
         (ids,) = self.ids([prompt], special=add_special_tokens)
         if not ids or len(ids) >= self.window:
             raise UsageError(f"a prefix has 1 to {self.window - 1} tokens, got {len(ids)}")
-        prompts = self._reads()
-        kept = prompts.read(ids[: prompts.longest])
-        if len(ids) > prompts.longest:
-            with self._exclusive(self.bucket_for(1, len(ids))) as (decoder,):
-                kept = decoder.read_on(kept, ids[prompts.longest :])
-        return Prefix(tuple(ids), kept, self._identity)
+        with self._exclusive():
+            return Prefix(tuple(ids), self._reads().read(ids), self._identity)
 
     def _reads(self) -> Prompts:
         if self._prompts is None:
@@ -304,6 +301,8 @@ class Generator:
         except EngineError:
             for bucket in self._decoders.keys() & set(buckets):
                 self._decoders[bucket].wipe()
+            if self._prompts is not None:
+                self._prompts.wipe()
             if self.prefixes is not None:
                 self.prefixes.clear()
             raise

@@ -1,69 +1,41 @@
 """Keeps what texts have read, so that later texts which begin alike do not read it again.
 
-A text that takes kept state is bit-equal to one that reads everything itself. That holds because state is only reused
-where a text alone would have come to the same bits in the same way: prompts are read by one call of a prefill engine,
-up to its length, and by steps of one token from there on, and the two round differently. So a chain of kept state has
-a *start*, which is what the prefill call gave (or nothing, for texts that are read by steps alone), and then *blocks*
-of `BLOCK` tokens that were read by steps of the same engine. A prompt shorter than the prefill engine is one call,
-which only the same prompt can reuse; long prompts, conversations and scored contexts reuse every whole block.
-
-Shape legend: G key/value heads, L slots of a layer, E head width, N routing sites, V vocabulary.
+A text that takes kept state is bit-equal to one that reads everything itself, because both come to the same bits in the
+same way. Prompts are read in parts (`prompts.py`), and a part is taken if all parts before it were the same. Scored
+prompts are read by steps of one token, in blocks of `BLOCK`; steps round differently from parts, and the engines of one
+text differently from those of several, so each kind of reading has chains of its own.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mod_export.runtime.logits import Logprob
-
-if TYPE_CHECKING:
-    from mod_export.runtime.decoder import Kept
+from mod_export.runtime.cache import Block
 
 BLOCK = 16
-"""Tokens of a block. A block that is not whole is read again."""
+"""Tokens of a block that steps read. A block that is not whole is read again."""
 
 Key = tuple[int, tuple[int, ...]]
 Reading = tuple[str, int, int]
-"""How a text is read: its first tokens by `prefill` or all by `steps`, and the rows and the cache length of the engine
-that takes the steps.
+"""How a text is read: in `parts` or by `steps`, and the rows and the cache length of the engine that takes the steps (0
+for parts).
 """
-
-
-@dataclass(frozen=True, slots=True)
-class BlockState:
-    """What reading one block changed in a row of a decoder.
-
-    Attributes:
-        rows: name of a cache tensor -> (slots, (G, slots, E)), the slots that were filled and what they hold.
-        count_N: int64, used slots of each routing site after the block; None if the model has no routing sites.
-        overflow_N: int64, tokens so far that wanted a slot of each site but found none left; None as above.
-        logprobs: of a scored prompt, the log probability of each token of the block but the first of a text.
-        logits_V: of a scored prompt, the logits after the block.
-    """
-
-    rows: Mapping[str, tuple[np.ndarray, np.ndarray]]
-    count_N: np.ndarray | None
-    overflow_N: np.ndarray | None
-    logprobs: tuple[Logprob, ...] = ()
-    logits_V: np.ndarray | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A start or a block in the cache.
+    """The beginning of a chain, where nothing is read yet, or a block in the cache.
 
     Attributes:
         key: number of the node before it, and the tokens that were read.
         number: number of this node.
-        parent: the node before it; None for a start.
+        parent: the node before it; None for a beginning.
         length: number of tokens read up to the end of this node.
-        start: state after a prefill call; None for a block, and for the start of texts that are read by steps alone.
-        block: state of a block; None for a start.
+        block: what its tokens changed; None for a beginning.
         size: bytes that it takes.
     """
 
@@ -71,13 +43,12 @@ class Node:
     number: int
     parent: Node | None
     length: int
-    start: Kept | None
-    block: BlockState | None
+    block: Block | None
     size: int
 
 
 class PrefixCache:
-    """Starts and blocks, of which the least recently used are dropped when they take more than `max_bytes`.
+    """Blocks, of which the least recently used are dropped when they take more than `max_bytes`.
 
     Attributes:
         max_bytes: limit of the memory of kept state.
@@ -93,36 +64,32 @@ class PrefixCache:
         self._nodes: OrderedDict[Key, Node] = OrderedDict()
         self._families: dict[Reading, int] = {}
 
-    def start(self, how: Reading, ids: Sequence[int]) -> Node | None:
-        """Finds the start that a text comes to if its first tokens (none if it is read by steps) are `ids`."""
-        return self._nodes.get((self._family(how), tuple(ids)))
+    def beginning(self, how: Reading) -> Node | None:
+        """Returns where the texts that are read in this way begin; None if there is no room for it."""
+        # Negative numbers stand where blocks have the number of the node before them.
+        key: Key = (-1 - self._families.setdefault(how, len(self._families)), ())
+        return self._nodes.get(key) or self._add(key, None, 0, None)
 
-    def chain(self, start: Node, ids: Sequence[int], alternatives: int | None) -> list[Node]:
-        """Returns the start and the blocks after it that hold the tokens of a text, but never its last token, which is
-        read again for its logits.
+    def chain(self, begin: Node, parts: Iterable[Sequence[int]], alternatives: int | None = None) -> list[Node]:
+        """Returns a node and as many blocks after it as hold the parts of a text.
 
         Args:
-            start: a result of `start`.
-            ids: all tokens of the text.
+            begin: where the text begins.
+            parts: tokens of the text that are read together.
             alternatives: how many most probable tokens a scored prompt needs with each log probability; None for texts
                 that are not scored.
         """
-        nodes = [start]
-        while start.length + BLOCK < len(ids):
-            following = self._nodes.get((start.number, tuple(ids[start.length : start.length + BLOCK])))
+        nodes = [begin]
+        for part in parts:
+            following = self._nodes.get((nodes[-1].number, tuple(part)))
             if following is None or not _lists(following, alternatives):
                 break
-            nodes.append(start := following)
+            nodes.append(following)
         for node in reversed(nodes):
             self._nodes.move_to_end(node.key)
         return nodes
 
-    def add_start(self, how: Reading, ids: Sequence[int], kept: Kept | None) -> Node | None:
-        """Keeps the state after a prefill call, or nothing before the first step; None if it is too large."""
-        key = (self._family(how), tuple(ids))
-        return self._nodes.get(key) or self._add(key, None, len(ids), start=kept)
-
-    def add_block(self, parent: Node, ids: Sequence[int], block: BlockState) -> Node | None:
+    def add_block(self, parent: Node, ids: Sequence[int], block: Block) -> Node | None:
         """Keeps a block; None if the state before it was dropped meanwhile, or it is too large.
 
         A block that was kept with fewer log probabilities is replaced.
@@ -135,25 +102,19 @@ class PrefixCache:
             if _tops(block) > _tops(known.block):
                 known.block = block
             return known
-        return self._add(key, parent, parent.length + len(ids), block=block)
+        return self._add(key, parent, parent.length + len(ids), block)
 
     def clear(self) -> None:
         """Drops everything, after an engine failed: what it wrote before may be damaged."""
         self._nodes.clear()
         self.used_bytes = 0
 
-    def _family(self, how: Reading) -> int:
-        """Negative numbers stand where blocks have the number of the node before them."""
-        return -1 - self._families.setdefault(how, len(self._families))
-
-    def _add(
-        self, key: Key, parent: Node | None, length: int, *, start: Kept | None = None, block: BlockState | None = None
-    ) -> Node | None:
-        size = _bytes_of(start, block) + key[1].__sizeof__()
+    def _add(self, key: Key, parent: Node | None, length: int, block: Block | None) -> Node | None:
+        size = _bytes_of(block) + key[1].__sizeof__()
         if size > self.max_bytes:
             return None
         self._numbers += 1
-        node = self._nodes[key] = Node(key, self._numbers, parent, length, start, block, size)
+        node = self._nodes[key] = Node(key, self._numbers, parent, length, block, size)
         self.used_bytes += size
         before = parent
         while before is not None:
@@ -169,26 +130,23 @@ def _lists(node: Node, alternatives: int | None) -> bool:
     """Whether a block holds the log probabilities that a text needs."""
     if alternatives is None or node.block is None:
         return True
-    return node.block.logits_V is not None and _tops(node.block) >= alternatives
+    return _tops(node.block) >= alternatives
 
 
-def _tops(block: BlockState) -> int:
+def _tops(block: Block) -> int:
     return min((len(logprob.top) for logprob in block.logprobs), default=-1)
 
 
-def _bytes_of(start: Kept | None, block: BlockState | None) -> int:
-    arrays: list[np.ndarray | None] = []
-    if start is not None:
-        arrays += [*start.rows.values(), start.count_N, start.overflow_N, start.logits_V]
-    if block is not None:
-        arrays += [array for pair in block.rows.values() for array in pair]
-        arrays += [block.count_N, block.overflow_N, block.logits_V]
-    return sum(array.nbytes for array in arrays if array is not None)
+def _bytes_of(block: Block | None) -> int:
+    if block is None:
+        return 0
+    arrays = [*(array for pair in block.rows.values() for array in pair), block.logits_V]
+    return sum(array.nbytes for array in (*arrays, block.count_N, block.overflow_N) if array is not None)
 
 
 @dataclass(slots=True)
 class Trail:
-    """What one text has read since its last whole block.
+    """What steps of one scored prompt have read since its last whole block.
 
     Attributes:
         node: the last node of its chain.

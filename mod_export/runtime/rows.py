@@ -1,8 +1,9 @@
-"""Writes texts in the rows of decoders. One step reads one token of every text.
+"""Writes texts in the rows of decoders. One step reads one part of one prompt, and one token of every other text.
 
 When a text ends, another can begin in its row while the others continue (continuous batching), so no text waits for
 the longest one. The output of a text depends on its own request alone: it has its own cache and random numbers. The
-caller decides which text begins when: `Stream` has a fixed list of texts, a server takes requests as they arrive.
+caller decides which text begins when: a stream (`stream.py`) has a fixed list of texts, a server takes requests as they
+arrive.
 
 If there are several decoders, the smallest one with a row for every text runs the steps. So a single text is written at
 the speed of an engine for one text.
@@ -12,20 +13,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
 from mod_export.errors import EngineError
-from mod_export.runtime.decoder import Decoder, Kept, Prompts
+from mod_export.runtime.cache import Kept
+from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.grammar import GrammarProgress
 from mod_export.runtime.logits import Bias, Logprob, Sampling, draw, logprob_of
 from mod_export.runtime.prefix_cache import BLOCK, Node, PrefixCache, Trail
+from mod_export.runtime.prompts import Prompts
 from mod_export.runtime.texts import Reader, StopText
-from mod_export.types import Bucket, Site
+from mod_export.types import Site
 
 IDLE = -1
 NO_LOGITS = np.zeros(0, dtype=np.float32)
@@ -118,7 +120,8 @@ class RowText:
         since: time of the request, from `time.perf_counter`.
         b: row of the decoder that holds the text.
         position: number of tokens that this row has read.
-        pending: tokens of the prompt that steps still have to read.
+        reading: whether its prompt is being read in parts, or waits for that.
+        pending: tokens of a scored prompt that steps still have to read.
         trail: what was read since the last block that a `PrefixCache` keeps; None if nothing more of it is kept.
     """
 
@@ -140,6 +143,7 @@ class RowText:
     cancelled: bool = field(default=False, init=False)
     b: int = field(default=IDLE, init=False)
     position: int = field(default=0, init=False)
+    reading: bool = field(default=False, init=False)
     pending: deque[int] = field(default_factory=deque, init=False)
     trail: Trail | None = field(default=None, init=False)
 
@@ -148,6 +152,27 @@ class RowText:
 
 
 Written = tuple[RowText, Piece]
+
+
+@dataclass(slots=True)
+class _Reading:
+    """A prompt that is read in parts.
+
+    Attributes:
+        text: the text that it begins.
+        ids: the tokens to read.
+        kept: what was read before them; None if nothing was.
+        parts: those that are left; None before the first.
+        node: where the last part is kept; None if it is not.
+        logits_V: those after the last part.
+    """
+
+    text: RowText
+    ids: Sequence[int]
+    kept: Kept | None = None
+    parts: deque[tuple[int, ...]] | None = None
+    node: Node | None = None
+    logits_V: np.ndarray = field(default_factory=lambda: NO_LOGITS)
 
 
 class TextRows:
@@ -183,6 +208,8 @@ class TextRows:
         self._prompts, self._sites, self._rolling = prompts, sites, rolling
         self._prefixes = prefixes
         self._texts: list[RowText | None] = [None] * self._decoder.batch
+        # Only the first one has begun: there is one row to read prompts in.
+        self._readings: deque[_Reading] = deque()
 
     @property
     def busy(self) -> list[RowText]:
@@ -192,34 +219,29 @@ class TextRows:
                 self._texts[b] = None
         return [text for text in self._texts if text is not None]
 
-    def begin(self, text: RowText) -> Iterator[Written]:
-        """Gives a text a free row and reads its prompt; yields the first token if no steps are needed to read the rest.
-
-        Raises:
-            EngineError: the engine failed, or its logits are not finite.
-        """
+    def begin(self, text: RowText) -> None:
+        """Gives a text a free row. The next steps read its prompt, after the prompts of earlier texts."""
         if self._is_over(text):
             return
         self._make_room(len(self.busy) + 1)
         text.b = self._texts.index(None)
         self._texts[text.b] = text
-        if text.prefix is not None:
-            yield from self._resume(text, text.prefix.kept, text.ids)
-        elif text.score_prompt:
+        if text.prefix is None and text.score_prompt:
             self._score(text)
         else:
-            yield from self._read(text, text.ids)
+            self._read(text, text.ids, text.prefix.kept if text.prefix else None)
 
     def step(self) -> Iterator[Written]:
-        """Reads one token of every text that is being written, and yields the new tokens.
+        """Reads one part of a prompt, and one token of every text whose prompt is read, and yields the new tokens.
 
         Raises:
             EngineError: the engine failed, or its logits are not finite.
         """
+        yield from self._read_part()
         for text in self.busy:
             if text.position == self._decoder.length:
-                yield from self._roll(text)
-        busy = self.busy
+                self._roll(text)
+        busy = [text for text in self.busy if not text.reading]
         if not busy:
             return
         ids_B = np.zeros(self._decoder.batch, dtype=np.int64)
@@ -261,6 +283,8 @@ class TextRows:
     def reset(self) -> None:
         """Cancels every text and clears the caches, after an engine failure."""
         self.cancel()
+        self._readings.clear()
+        self._prompts.wipe()
         for decoder in self._decoders:
             decoder.wipe()
         if self._prefixes is not None:
@@ -285,83 +309,107 @@ class TextRows:
         self._decoder.clear(text.b)
         rest = text.ids
         if self._prefixes is not None:
-            start = self._prefixes.add_start(("steps", *self._decoder.shape), (), None)
+            start = self._prefixes.beginning(("steps", *self._decoder.shape))
             if start is not None:
                 rest = self._take(text, start, text.logprobs or 0)
         text.pending.extend(rest)
 
-    def _read(self, text: RowText, ids: Sequence[int]) -> Iterator[Written]:
-        """Reads a prompt: as much as a prefill engine can by one call, and the rest by steps."""
-        longest, how = self._prompts.longest, ("prefill", *self._decoder.shape)
-        prefixes = None if self._rolling else self._prefixes
-        start = prefixes.start(how, ids[:longest]) if prefixes is not None else None
-        if start is not None and start.start is not None:
-            kept = start.start
-            text.completion.cached += kept.length
-        else:
-            begin = time.perf_counter()
-            kept = self._prompts.read(ids[:longest])
-            self.prompt_seconds += time.perf_counter() - begin
-            if prefixes is not None:
-                start = prefixes.add_start(how, ids[:longest], kept)
-        yield from self._resume(text, kept, ids[longest:], start)
-
-    def _take(self, text: RowText, start: Node, alternatives: int | None) -> Sequence[int]:
-        """Takes the longest chain of blocks that follows a start. Returns the tokens that steps still have to read."""
+    def _take(self, text: RowText, start: Node, alternatives: int) -> Sequence[int]:
+        """Takes the blocks that are kept of a scored prompt. Returns the tokens that steps still have to read: at least
+        the last one, for its logits.
+        """
         assert self._prefixes is not None
-        *_, last = nodes = self._prefixes.chain(start, text.ids, alternatives)
+        blocks = [text.ids[i : i + BLOCK] for i in range(0, len(text.ids) - BLOCK, BLOCK)]
+        *_, last = nodes = self._prefixes.chain(start, blocks, alternatives)
         for node in nodes:
             if node.block is not None:
                 self._decoder.put_block(text.b, node.block)
                 text.completion.prompt_logprobs += [_listing(entry, alternatives) for entry in node.block.logprobs]
         text.trail = Trail(last)
-        taken = last.length - start.length
-        text.position += taken
-        text.completion.read += taken
-        text.completion.cached += taken
-        if taken and alternatives is not None:
-            logits_V = last.block.logits_V if last.block is not None else None
-            assert logits_V is not None, "blocks of scored prompts have logits"
-            text.completion.prompt_logprobs.append(logprob_of(logits_V, text.ids[last.length], alternatives))
+        text.position += last.length
+        text.completion.read += last.length
+        text.completion.cached += last.length
+        if last.block is not None:
+            next_token = text.ids[last.length]
+            text.completion.prompt_logprobs.append(logprob_of(last.block.logits_V, next_token, alternatives))
         return text.ids[last.length :]
 
     def _follow(self, text: RowText, trail: Trail, token: int, logits_V: np.ndarray) -> None:
         """Notes the token that a text has just read, and keeps its block when it is whole."""
         assert self._prefixes is not None
-        if text.score_prompt and not text.pending:
+        if not text.pending:
             text.trail = None  # Blocks of scored prompts have log probabilities, which new tokens may not have.
             return
         trail.ids.append(token)
         trail.slots.append(self._decoder.slots_of(text.b))
         if len(trail.ids) < BLOCK:
             return
-        block = self._decoder.block(text.b, trail.slots)
-        if text.score_prompt:
-            # The first token of a text has no log probability, so that of the token at a position is one entry before.
-            first = max(0, trail.node.length - 1)
-            entries = text.completion.prompt_logprobs[first : trail.node.length + BLOCK - 1]
-            block = replace(block, logprobs=tuple(entries), logits_V=logits_V.copy())
+        slots_TL = np.stack(trail.slots)
+        filled = {layer: slots_TL[slots_TL[:, layer] >= 0, layer] for layer in range(slots_TL.shape[1])}
+        # The first token of a text has no log probability, so that of the token at a position is one entry before.
+        first = max(0, trail.node.length - 1)
+        entries = text.completion.prompt_logprobs[first : trail.node.length + BLOCK - 1]
+        block = replace(self._decoder.block(text.b, filled, logits_V), logprobs=tuple(entries))
         node = self._prefixes.add_block(trail.node, trail.ids, block)
         text.trail = None if node is None else Trail(node)
 
-    def _resume(self, text: RowText, kept: Kept, rest: Sequence[int], start: Node | None = None) -> Iterator[Written]:
-        """Continues from a kept state; steps read the rest of the prompt. `start` is where the state is cached."""
-        self._decoder.put(text.b, kept)
-        text.position = kept.length
-        text.completion.read += kept.length
-        if start is not None:
-            rest = self._take(text, start, None)
-        text.pending.extend(rest)
-        if not text.pending:
-            self.from_prompts += 1
-            yield from self._accept(text, kept.logits_V)
+    def _read(self, text: RowText, ids: Sequence[int], kept: Kept | None = None) -> None:
+        text.reading = True
+        self._readings.append(_Reading(text, ids, kept))
 
-    def _roll(self, text: RowText) -> Iterator[Written]:
+    def _read_part(self) -> Iterator[Written]:
+        """Reads one part of the first prompt that is not read yet; after its last part, chooses the first token."""
+        while self._readings and self._is_over(self._readings[0].text):
+            self._readings.popleft()
+        if not self._readings:
+            return
+        reading = self._readings[0]
+        begin = time.perf_counter()
+        if reading.parts is None:
+            reading.parts = self._begin_reading(reading)
+        if reading.parts:
+            part = reading.parts.popleft()
+            reading.logits_V = self._prompts.read_part(part)
+            reading.text.completion.read += len(part)
+            if reading.node is not None and self._prefixes is not None:
+                reading.node = self._prefixes.add_block(reading.node, part, self._prompts.last_block())
+        text, position = reading.text, self._prompts.position
+        if not reading.parts:
+            self._readings.popleft()
+            self._decoder.put(text.b, self._prompts.state(0, position, reading.logits_V))
+            text.position, text.reading = position, False
+        self.prompt_seconds += time.perf_counter() - begin
+        if not text.reading:
+            self.from_prompts += 1
+            yield from self._accept(text, reading.logits_V)
+
+    def _begin_reading(self, reading: _Reading) -> deque[tuple[int, ...]]:
+        """Prepares the row of prompts, and takes the parts that are kept. Returns the others."""
+        parts, text = self._prompts.parts(reading.ids), reading.text
+        self._prompts.start(reading.kept)
+        if reading.kept is not None:
+            reading.logits_V = reading.kept.logits_V
+            text.completion.read += reading.kept.length
+        elif self._prefixes is not None and not self._rolling:
+            start = self._prefixes.beginning(("parts", 0, 0))
+            nodes = [] if start is None else self._prefixes.chain(start, parts)
+            for node, part in zip(nodes[1:], parts, strict=False):
+                assert node.block is not None
+                self._prompts.take(node.block, len(part))
+                reading.logits_V = node.block.logits_V
+            reading.node = nodes[-1] if nodes else None
+            text.completion.read += self._prompts.position
+            text.completion.cached += self._prompts.position
+            parts = parts[max(0, len(nodes) - 1) :]
+        return deque(parts)
+
+    def _roll(self, text: RowText) -> None:
         """Continues as if the second half were the whole text. It is read again because positions restart at 0."""
         assert self._rolling
         self._count(text)
         whole = [*text.completion.prompt_ids, *text.completion.ids]
-        yield from self._read(text, whole[-max(1, self._decoder.length // 2) :])
+        text.position = 0
+        self._read(text, whole[-max(1, self._decoder.length // 2) :])
 
     def _accept(self, text: RowText, logits_V: np.ndarray) -> Iterator[Written]:
         """Chooses the next token of a text and yields the characters that are certain with it."""
@@ -443,88 +491,6 @@ class TextRows:
         for column, site in enumerate(self._sites):
             ran[site] = ran.get(site, 0) + int(self._decoder.cache["counts"][text.b, column])
             overflow[site] = overflow.get(site, 0) + int(overflow_BN[text.b, column])
-
-
-class Stream(Iterator[Piece]):
-    """Writes a fixed list of texts, and iterates over their pieces in the order in which they are written. When a text
-    ends, the next one gets its row.
-
-    `completions` holds one completion for each prompt, with the text so far. Leaving the `with` block, or `close`,
-    cancels unfinished texts.
-    """
-
-    def __init__(
-        self, texts: Sequence[RowText], open_rows: Callable[[], AbstractContextManager[TextRows]], bucket: Bucket
-    ) -> None:
-        """Computes nothing until the first piece is requested. `open_rows` gives exclusive use of the rows of
-        `bucket`.
-        """
-        self.completions = [text.completion for text in texts]
-        self.bucket = bucket
-        self.seconds = 0.0
-        self._texts, self._open_rows = texts, open_rows
-        self._rows: TextRows | None = None
-        self._pieces = self._write()
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    @property
-    def steps(self) -> int:
-        return self._rows.steps if self._rows else 0
-
-    @property
-    def step_seconds(self) -> float:
-        return self._rows.step_seconds if self._rows else 0.0
-
-    @property
-    def prompt_seconds(self) -> float:
-        """Time spent only on reading prompts."""
-        return self._rows.prompt_seconds if self._rows else 0.0
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """New tokens of all texts per second, without tokens that directly followed a prompt and without time spent
-        only on reading prompts. None before the end, or if no text has a second token.
-        """
-        tokens = sum(len(text.ids) for text in self.completions) - (self._rows.from_prompts if self._rows else 0)
-        seconds = self.seconds - self.prompt_seconds
-        return tokens / seconds if tokens > 0 and seconds > 0 else None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def cancel(self, row: int | None = None) -> None:
-        """Cancels one text, or all texts, before the next token. Any thread may call it."""
-        for text in self._texts if row is None else [self._texts[row]]:
-            text.cancelled = True
-
-    def close(self) -> None:
-        """Cancels all unfinished texts. Only the iterating thread may call it."""
-        self._pieces.close()
-        for completion in self.completions:
-            completion.finish = completion.finish or "cancelled"
-
-    def _write(self) -> Generator[Piece]:
-        with self._open_rows() as rows:
-            self._rows = rows
-            begun = time.perf_counter()
-            for text in self._texts:
-                text.since = begun
-            waiting = deque(self._texts)
-            try:
-                while waiting or rows.busy:
-                    while waiting and len(rows.busy) < rows.size:
-                        for _, piece in rows.begin(waiting.popleft()):
-                            yield piece
-                    for _, piece in rows.step():
-                        yield piece
-            finally:
-                self.seconds = time.perf_counter() - begun
-                rows.cancel()  # Needed if the stream was closed or failed.
 
 
 def _listing(logprob: Logprob, alternatives: int | None) -> Logprob:

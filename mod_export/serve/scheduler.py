@@ -309,12 +309,8 @@ class Scheduler:
         self._leave_out_what_is_over()
         self._tell()
         while len(rows.busy) < rows.size and (text := self._next()) is not None:
-            was_idle = not rows.busy
-            self._pass_on(rows.begin(text))
-            self._take_ended()
-            self._tell()
-            if not was_idle:
-                break
+            rows.begin(text)
+        self._take_ended()
         self._pass_on(rows.step())
         _ = rows.busy  # Removes texts that were cancelled meanwhile from their rows.
         self._take_ended()

@@ -194,10 +194,10 @@ def test_buckets() -> None:
 @pytest.mark.parametrize(
     ("fields", "positions", "window", "prompts", "caches"),
     [
-        ({}, 4096, 1024, (128, 1024), (1024,)),
-        ({}, 512, 512, (128, 512), (512,)),
-        ({}, 64, 64, (64,), (64,)),
-        ({"window": 2000}, 4096, 2000, (128, 2000), (2000,)),
+        ({}, 4096, 1024, (32, 128), (1024,)),
+        ({}, 100, 100, (32, 100), (100,)),
+        ({}, 20, 20, (20,), (20,)),
+        ({"window": 2000}, 4096, 2000, (32, 128), (2000,)),
         ({"window": 99, "prompts": (50, 7, 50), "caches": (90, 9)}, 4096, 99, (7, 50), (9, 90)),
     ],
 )
@@ -208,6 +208,7 @@ def test_lengths_of_texts(
     assert options.window_of(positions) == window
     assert options.prompt_lengths(window) == prompts
     assert options.cache_lengths(window) == caches
+    assert options.cache_of_prompts(window) == (caches[-1], prompts[-1])
 
 
 def test_toml_reads_back_to_an_equal_value(tmp_path: Path) -> None:

@@ -59,6 +59,39 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
             torch.testing.assert_close(stepped, prefilled, rtol=0, atol=1e-9)
 
 
+@each_kind
+@pytest.mark.parametrize("narrow", [0, 2])
+def test_every_size_of_parts_gives_the_same(name: str, narrow: int) -> None:
+    """A text is read in parts of the same number of tokens, the last one padded, each on the cache of those before."""
+    model, ids_BS = generating_model(name), texts(2)
+    expected = meaning(model, ids_BS)
+    for size in (1, 3, 4, 8):
+        session = Session(model, WINDOW, len(ids_BS))
+        for block in session.prefill.layers:
+            if isinstance(block, RoutedBlock) and block.layer not in model.spec.expert_layers:
+                block.narrow = narrow
+        for start in range(0, WINDOW, size):
+            tokens = min(size, WINDOW - start)
+            part_BS = torch.nn.functional.pad(ids_BS[:, start : start + tokens], (0, size - tokens), value=5)
+            logits_BV = session.read(part_BS, torch.full((len(ids_BS),), tokens))
+            assert (logits_BV - expected.logits_BSV[:, start + tokens - 1]).abs().max() < 1e-9
+        assert session.ran == expected.ran
+        assert session.overflow_BN.tolist() == [list(row.values()) for row in expected.overflow]
+
+
+@each_kind
+def test_rows_that_have_read_different_numbers_of_tokens(name: str) -> None:
+    model, ids_BS = generating_model(name), texts(3)
+    expected = meaning(model, ids_BS)
+    session, rows_B = Session(model, WINDOW, 3), torch.arange(3)
+    for lengths in ([1, 5, 3], [6, 2, 4], [3, 1, 5]):
+        number_BS = (session.length_B[:, None] + torch.arange(6)).clamp(max=WINDOW - 1)
+        logits_BV = session.read(torch.gather(ids_BS, 1, number_BS), torch.tensor(lengths))
+        torch.testing.assert_close(logits_BV, expected.logits_BSV[rows_B, session.length_B - 1], rtol=0, atol=1e-9)
+    for ran, whole, length in zip(session.ran, expected.ran, session.length_B.tolist(), strict=True):
+        assert ran == {site: [position for position in some if position < length] for site, some in whole.items()}
+
+
 def test_the_kinds_meet_slots_that_are_full() -> None:
     """Slots of blocks and of experts become full: if every token found a slot, agreement would say less."""
     found = {name: meaning(generating_model(name), texts(1)).overflow[0] for name in GENERATING}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from generating import GENERATING, WINDOW, generating_model, texts
+from generating import GENERATING, WINDOW, empty_cache, generating_model, texts
 from test_decoding import assert_split
 from torch import Tensor
 
@@ -33,24 +33,25 @@ def prefill_of(model: Transformer, narrow: int) -> Prefill:
 
 def read(prefill: Prefill, ids_BS: Tensor, lengths_B: Tensor) -> tuple[tuple[Tensor, ...], Decisions]:
     decisions = Decisions()
+    cache = empty_cache(prefill.spec, len(ids_BS), WINDOW)
     with torch.no_grad():
-        return prefill.read(ids_BS, lengths_B, decisions), decisions
+        return prefill.read(ids_BS, lengths_B, torch.zeros_like(lengths_B), tuple(cache.values()), decisions), decisions
 
 
 def slots_in_use(output: str, decisions: Decisions, value: Tensor, *, kept: bool) -> Tensor:
-    """1 where a slot of keys or values holds a token; other slots hold arbitrary numbers. With `kept`, every token has
+    """1 where a row of keys or values is that of a token; others are arbitrary numbers. With `kept`, every token has
     one.
     """
     part, _, layer = output.rpartition("_")
     sites = [
         site
         for site in (layer, f"{layer}.attention")
-        if part in ("keys", "values") and site in map(str, decisions.made)
+        if part in ("keys_rows", "values_rows") and site in map(str, decisions.made)
     ]
     if not sites or kept:
         return torch.ones_like(value)
     live_BK = next(selection.live_BK for site, selection in decisions.made.items() if str(site) == sites[0])
-    return torch.nn.functional.pad(live_BK, (0, value.shape[2] - live_BK.shape[1]))[:, None, :, None]
+    return live_BK[:, None, :, None]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -58,7 +59,8 @@ def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.Mon
     """Prompts of every length, one alone and three together; the row that runs most tokens decides for all."""
     model, ids_BS = generating_model(name), texts(3)
     few, every = prefill_of(model, NARROW), prefill_of(model, 0)
-    kept = few.spec.routing is not None and few.spec.routing.skipped_keys_values == "kept"
+    routing = few.spec.routing
+    kept = routing is not None and (routing.skipped_keys_values == "kept" or routing.parts == "mlp")
     computed: list[int] = []
     run = RoutedBlock.run
     monkeypatch.setattr(
@@ -85,7 +87,7 @@ def test_every_number_of_slots_gives_the_same(name: str, monkeypatch: pytest.Mon
             for (_, left), right in zip(decisions.made.items(), others.made.values(), strict=True):
                 assert torch.equal(left.position_BK, right.position_BK)
                 assert torch.equal(left.live_BK, right.live_BK)
-            for output, left, right in zip(prefill_outputs(few.spec, WINDOW), found, expected, strict=True):
+            for output, left, right in zip(prefill_outputs(few.spec), found, expected, strict=True):
                 used = slots_in_use(output, decisions, left, kept=kept)
                 torch.testing.assert_close(left * used, right * used, rtol=0, atol=1e-9)
     assert widths == {NARROW, "all"}
@@ -138,5 +140,5 @@ def test_layers_with_experts_compute_all_of_their_slots() -> None:
 
 @pytest.mark.parametrize(("name", "seq"), [("predictor", 6), ("dense", 6), ("predictor", WINDOW)])
 def test_a_source_says_whether_it_has_conditions(name: str, seq: int) -> None:
-    source = GeneratingTransformer(Checkpoint(spec=GENERATING[name], weights={}), WINDOW).prefill(1, seq)
+    source = GeneratingTransformer(Checkpoint(spec=GENERATING[name], weights={}), WINDOW).prefill(1, seq, WINDOW)
     assert source.conditions == (name == "predictor" and seq < WINDOW)

@@ -14,9 +14,12 @@ import onnx_ir as ir
 from onnx_ir.passes import common
 
 from mod_export.errors import GraphError
+from mod_export.graph.nodes import branches_of
 from mod_export.graph.rewrites.attention import AttentionOperator, DecomposeAttention, QueryBlocks
+from mod_export.graph.rewrites.cache_in_use import CacheInUse
 from mod_export.graph.rewrites.cached_attention import CachedAttention, CacheInPlace, PackedAttention
 from mod_export.graph.rewrites.cast_floats import CastFloats
+from mod_export.graph.rewrites.continued_attention import ContinuedAttention
 from mod_export.graph.rewrites.heads import FlatHeads, RotaryEmbedding
 from mod_export.graph.rewrites.norms import NormOperator
 from mod_export.graph.rewrites.plain_scatter import PlainScatter
@@ -51,6 +54,8 @@ REWRITES: tuple[Rewrite, ...] = (
     PlainScatter(),
     ThresholdSelection(),
     RotaryEmbedding(),
+    ContinuedAttention(),
+    CacheInUse(),
     FlatHeads(),
     QueryBlocks(),
     DecomposeAttention(),
@@ -94,5 +99,17 @@ def apply_rewrites(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[
         applied[rewrite.name] = count
         if count:
             common.RemoveUnusedNodesPass()(model)
+            _remove_unused_constants(model)
             common.TopologicalSortPass()(model)
     return applied
+
+
+def _remove_unused_constants(model: ir.Model) -> None:
+    """Removes the constants of branches that no node reads, about which ONNX Runtime warns; the pass before leaves
+    them.
+    """
+    for node in model.graph.all_nodes():
+        for branch in branches_of(node):
+            for name in [name for name, value in branch.initializers.items() if not value.uses()]:
+                if branch.initializers[name] not in branch.outputs:
+                    del branch.initializers[name]

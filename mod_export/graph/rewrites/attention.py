@@ -35,6 +35,7 @@ from mod_export.errors import GraphError
 from mod_export.graph.nodes import (
     NodeWriter,
     attributes_of,
+    before_views,
     constant_array,
     constant_number,
     graph_around,
@@ -424,7 +425,7 @@ class DecomposeAttention:
         """
         attentions = [(node, _sizes(node)) for node in _unwanted(model, limits, dtype)]
         # A value of one branch is not visible in another.
-        shared: defaultdict[ir.Graph, _Shared] = defaultdict(lambda: _Shared({}, {}, limits.grouped_rows))
+        shared: defaultdict[ir.Graph, _Shared] = defaultdict(lambda: _Shared({}, {}, {}, limits.grouped_rows))
         for node, sizes in attentions:
             _rewrite(node, sizes, shared[graph_around(node)])
         return len(attentions)
@@ -490,11 +491,13 @@ class _Shared(NamedTuple):
     Attributes:
         visible: (T, U) -> bool (T, U), true where a query sees a key.
         rows: (mask, R, T) -> the mask with the rows of the R heads that share keys one after the other.
+        biases: (mask, R, T, dtype) -> the numbers that a mask adds to scores of this dtype, in the shape of `rows`.
         grouped_rows: `grouped_rows` of the target's limits.
     """
 
     visible: Masks
     rows: dict[tuple[ir.Value, int, int], ir.Value]
+    biases: dict[tuple[ir.Value, int, int, ir.DataType], ir.Value]
     grouped_rows: bool
 
 
@@ -537,19 +540,31 @@ def _bias(writer: NodeWriter, node: ir.Node, sizes: _Sizes, shared: _Shared) -> 
     assert q is not None
     assert q.dtype is not None
     zero, never = (np.array(number, q.dtype.numpy()) for number in (0, -math.inf))
-    mask = _grouped(writer, source, sizes, shared)
-    fixed = constant_array(source)
-    if mask.dtype == BOOL:
-        mask = writer.op("Where", mask, zero, never)
+    key = (source, sizes.H // sizes.G, sizes.T, q.dtype)
+    if key not in shared.biases:
+        rows = _grouped(writer, source, sizes, shared)
+        shared.biases[key] = writer.op("Where", rows, zero, never) if rows.dtype == BOOL else rows
+    mask = shared.biases[key]
     if _is_causal(node):
         causal = _grouped(writer, shared.visible[sizes.T, sizes.U], sizes, shared)
         mask = writer.op("Where", causal, mask, never)
-    elif source.meta.get(LEAVES_A_KEY) or (fixed is not None and _every_query_sees(fixed, -math.inf)):
+    elif _shows_a_key(source):
         return mask, None
     # Integers are reduced, because OpenVINO's maximum of a row of minus infinities is the lowest finite number.
     unseen = writer.op("Cast", writer.op("Equal", mask, never), to=INT32)
     hidden = writer.op("Cast", writer.op("ReduceMin", unseen, [-1], keepdims=1), to=BOOL)
     return writer.op("Where", hidden, zero, mask), hidden
+
+
+def _shows_a_key(mask: ir.Value) -> bool:
+    """Whether every query sees a key. One part of the keys, for which the mask is fixed, is enough to know."""
+    joined = made_by(before_views(mask, "Unsqueeze"), "Concat")
+    parts = [mask]
+    if joined is not None:
+        rank, axis = len(static_shape(joined.outputs[0]) or ()), joined.attributes.get_int("axis", 0)
+        parts += [part for part in joined.inputs if part is not None] if axis in (-1, rank - 1) else []
+    fixed = [array for part in parts if (array := constant_array(part)) is not None]
+    return bool(mask.meta.get(LEAVES_A_KEY)) or any(_every_query_sees(array, -math.inf) for array in fixed)
 
 
 def _grouped(writer: NodeWriter, mask: ir.Value, sizes: _Sizes, shared: _Shared) -> ir.Value:

@@ -15,8 +15,9 @@ starting nodes and waiting threads take a part of the time. `PackedAttention` le
 indexes with the positions, and read queries, keys and values from one product that makes them (`quantize_weights`).
 
 Rewrites recognize a cache by the names of inputs and outputs: `keys_<layer>` and `values_<layer>` (B, G, L, E) as
-inputs of a step and outputs of a prefill, `keys_row_<layer>` and `values_row_<layer>` (B, G, E) as outputs of a step,
-and `present_keys_<layer>` and `present_values_<layer>` as outputs of a step that updates its cache itself.
+inputs, `keys_row_<layer>` and `values_row_<layer>` (B, G, E) as outputs of a step, `keys_rows_<layer>` and
+`values_rows_<layer>` (B, G, T, E) as outputs of a prefill, and `present_keys_<layer>` and `present_values_<layer>` as
+outputs of an engine that updates its cache itself.
 
 Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
 
@@ -53,7 +54,7 @@ from mod_export.graph.nodes import (
     static_shape,
     substitute,
 )
-from mod_export.graph.rewrites.heads import flat_heads, heads_of
+from mod_export.graph.rewrites.heads import side_by_side
 from mod_export.types import DType, TargetLimits
 
 LOGITS = "logits"
@@ -61,12 +62,12 @@ LOGITS = "logits"
 SLOTS = "slots"
 """The name of a step's output int64 (B, layers): the slots of its rows, or -1 for a row that is not kept."""
 
-_CACHE = re.compile(r"(?:present_)?(?:keys|values)(?:_row)?_(\d+)")
+_CACHE = re.compile(r"(?:present_)?(?:keys|values)(?:_rows?)?_(\d+)")
 _ROW = re.compile(r"(keys|values)_row_(\d+)")
 
 
 def is_cache(name: str | None) -> bool:
-    """Whether an input or output of this name holds keys or values, either a whole cache or one row."""
+    """Whether an input or output of this name holds keys or values, either a whole cache or rows for it."""
     return name is not None and _CACHE.fullmatch(name) is not None
 
 
@@ -340,9 +341,16 @@ def _count(bias: ir.Value | None) -> ir.Value | None:
     if chosen is None:
         return None
     seen, hidden = (constant_array(value) for value in chosen.inputs[1:])
-    less = made_by(chosen.inputs[0], "Less")
+    if seen is None or hidden is None or seen.any() or not np.isneginf(hidden).all():
+        return None
+    return slots_in_use(chosen.inputs[0])
+
+
+def slots_in_use(mark_BL: ir.Value | None) -> ir.Value | None:
+    """The number of slots in use, int64 (B,), if bool (B, L) marks the first slots up to it."""
+    less = made_by(mark_BL, "Less")
     column = None if less is None else made_by(less.inputs[1], "Unsqueeze", "Reshape")
-    if seen is None or hidden is None or seen.any() or not np.isneginf(hidden).all() or less is None or column is None:
+    if less is None or column is None or less.inputs[0] is None or not less.inputs[0].is_initializer():
         return None
     numbers = constant_array(less.inputs[0])
     # The positions may be a buffer without a value here; then they are not checked.
@@ -383,7 +391,7 @@ def _attend_in_place(
     for cache in attention.caches:
         cache.shape = ir.Shape((B, G, L + 1, E))
     writer = NodeWriter(attention.graph, attention.result, "cached")
-    flat = [_flat(writer, value, E) for value in (attention.query, attention.key, attention.value)]
+    flat = [side_by_side(writer, value) for value in (attention.query, attention.key, attention.value)]
     attributes: dict[str, int | float] = {"num_heads": H, "kv_num_heads": G}
     if np.float32(attention.scale) != np.float32(E**-0.5):
         attributes["scale"] = attention.scale
@@ -411,22 +419,13 @@ def _attend_in_place(
         graph.outputs[number] = value
 
 
-def _flat(writer: NodeWriter, value: ir.Value, width: int) -> ir.Value:
-    """(B, heads, 1, E) as (B, 1, heads * E), read from its source if nothing but a rotation is in between."""
-    source = heads_of(value)
-    if source is not None:
-        return flat_heads(writer, source, width)
-    B, heads, _, E = static_shape(value) or (0, 0, 0, 0)
-    return writer.op("Reshape", value, [B, 1, heads * E])
-
-
 def _written_in_each_branch(
     attention: _CachedAttention, present: Sequence[ir.Value], rest: Sequence[ir.Value | np.ndarray], owner: ir.Node
 ) -> Sequence[ir.Value]:
     """Makes an If return the caches too, whose row is computed outside of it. In its other branch the operator writes
     the row as well. There the key is also the query, because no other has so few heads, and nothing reads the result.
     """
-    _, G, _, E = static_shape(attention.caches[0]) or (0, 0, 0, 0)
+    _, G, _, _ = static_shape(attention.caches[0]) or (0, 0, 0, 0)
     first = len(owner.outputs)
     owner.resize_outputs(first + len(present))
     for branch in branches_of(owner):
@@ -435,7 +434,7 @@ def _written_in_each_branch(
             anchor = branch.outputs[0].producer()
             assert anchor is not None
             writer = NodeWriter(branch, anchor, "kept")
-            key, value = (_flat(writer, each, E) for each in (attention.key, attention.value))
+            key, value = (side_by_side(writer, each) for each in (attention.key, attention.value))
             heads = {"num_heads": G, "kv_num_heads": G}
             like = [key, *attention.caches]
             _, *values = writer.ops("GroupQueryAttention", like, key, key, value, *rest, domain=MICROSOFT, **heads)

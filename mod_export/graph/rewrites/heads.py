@@ -310,6 +310,16 @@ def _side_by_side(flat: ir.Value, sizes: tuple[int, ...]) -> bool:
     return static_shape(flat) == (*sizes[:2], math.prod(sizes[2:]))
 
 
+def side_by_side(writer: NodeWriter, value: ir.Value) -> ir.Value:
+    """Writes (B, heads, T, E) as (B, T, heads * E), read from its source if nothing but a rotation is in between."""
+    B, heads, T, E = static_shape(value) or (0, 0, 0, 0)
+    source = heads_of(value)
+    if source is not None:
+        return flat_heads(writer, source, E)
+    swapped = value if T == 1 else writer.op("Transpose", value, perm=SWAPPED)
+    return writer.op("Reshape", swapped, [B, T, heads * E])
+
+
 def flat_heads(writer: NodeWriter, source: Heads, width: int) -> ir.Value:
     """Writes an input of attention as (B, T, heads * `width`), with its rotation."""
     flat, rotation, columns = source.flat, source.rotation, source.heads * width

@@ -46,7 +46,7 @@ def _step(spec: ModelSpec, rows: int, slots: str, skip: bool) -> onnx.ModelProto
 
 @functools.cache
 def _prefill(spec: ModelSpec, seq: int, rows: int) -> onnx.ModelProto:
-    return _proto(spec, _writer(spec).prefill(rows, seq))
+    return _proto(spec, _writer(spec).prefill(rows, seq, WINDOW, seq))
 
 
 def _writer(spec: ModelSpec) -> GeneratingTransformer:

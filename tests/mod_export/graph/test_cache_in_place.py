@@ -125,14 +125,21 @@ def test_a_step_in_16_bits_decides_in_float32_and_remembers_in_16(name: str) -> 
     assert ir.DataType.FLOAT16 in {node.outputs[0].dtype for node in products}
 
 
-def test_a_prefill_hands_out_the_cache_that_a_step_takes() -> None:
+def test_a_prefill_takes_the_cache_that_a_step_takes() -> None:
     model = rewritten(prefill_graph("predictor"), IN_PLACE, "bfloat16")
     prefill = model.graph
     assert model.opset_imports[""] == 23  # It has no TensorScatter, because it writes no row.
     step = rewritten(step_graph("predictor", 4, "fair"), IN_PLACE, "bfloat16").graph
-    ports = {value.name: (value.dtype, value.shape[1:]) for value in step.inputs if is_cache(value.name)}
-    assert {value.name: (value.dtype, value.shape[1:]) for value in prefill.outputs if is_cache(value.name)} == ports
-    assert {dtype for dtype, _ in ports.values()} == {ir.DataType.BFLOAT16}
+    ports = {value.name: value for value in step.inputs if is_cache(value.name)}
+    taken = {value.name: value for value in prefill.inputs if is_cache(value.name)}
+    assert taken.keys() == ports.keys()
+    for name, value in ports.items():
+        _, G, L, E = value.shape
+        # A prefill has room behind the slots of a text, as much as it reads at once.
+        assert taken[name].shape == (1, G, L + WINDOW, E)
+    rows = [value for value in prefill.outputs if is_cache(value.name)]
+    assert len(rows) == len(ports)
+    assert {value.dtype for value in (*ports.values(), *taken.values(), *rows)} == {ir.DataType.BFLOAT16}
 
 
 def test_writes_stand_outside_of_branches_and_wait_for_the_logits() -> None:

@@ -19,6 +19,7 @@ from tiny_models import lively_checkpoint
 
 from mod_export.engines.ort import OrtCpu
 from mod_export.engines.ort_session import DTYPES
+from mod_export.graph.nodes import branches_of
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.rewrites.cached_attention import CachedAttention
 from mod_export.types import DType
@@ -43,13 +44,15 @@ def rewritten(name: str, rows: int, width: int, dtype: DType = "float32") -> ir.
     packed = 5 if "values kept" in name else 3
     assert (applied["cached_attention"], applied["packed_attention"]) == (3, packed if width == 16 else 0)
     assert set(apply_rewrites(model, OrtCpu.limits, dtype).values()) <= {0}
+    branches = [branch for node in model.graph.all_nodes() for branch in branches_of(node)]
+    assert all(value.uses() for branch in branches for value in branch.initializers.values())
     return model
 
 
-def in_place(running: Any, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Runs a step that writes its caches, one slot longer, to the addresses from which it reads them."""
+def in_place(running: Any, feeds: Mapping[str, np.ndarray], longer: int = 1) -> dict[str, np.ndarray]:
+    """Runs an engine that writes its caches, so many slots longer, to the addresses from which it reads them."""
     inputs = {
-        key: np.pad(array, ((0, 0), (0, 0), (0, 1), (0, 0))) if key.startswith(CACHES) else array
+        key: np.pad(array, ((0, 0), (0, 0), (0, longer), (0, 0))) if key.startswith(CACHES) else array
         for key, array in feeds.items()
     }
     binding = running.io_binding()

@@ -109,6 +109,38 @@ def test_a_fixed_mask_that_hides_no_query_needs_no_guard(hidden: str, guarded: b
     np.testing.assert_allclose(run(model, feeds)[0], before, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("axis", [1, -1])
+@pytest.mark.parametrize(("hidden", "guarded"), [("0", True), ("1", False)])
+@pytest.mark.parametrize("limits", [TENSORRT, GROUPED], ids=["groups", "rows"])
+def test_a_fixed_part_of_a_mask_can_show_every_query_a_key(
+    limits: TargetLimits, hidden: str, guarded: bool, axis: int
+) -> None:
+    """As the mask of tokens that continue a cache: which slots are in use is computed, and each token sees itself."""
+    model = parsed(
+        f"""g (float[2,2,3,4] q, float[2,1,5,4] k, float[2,1,5,6] v, bool[3,2] used)
+        => (float[2,2,3,6] y, float[2,2,3,6] z)
+        <bool[3,3] own = {{1,0,0, {hidden},0,0, 1,1,1}}, int64[2] axes = {{0, 1}}>
+        {{
+            joined = Concat <axis = {axis}> (used, own)
+            m = Unsqueeze (joined, axes)
+            y = Attention (q, k, v, m)
+            z = Attention (q, k, v, m)
+        }}"""
+    )
+    for node in model.graph:
+        node.name = f"of_{node.outputs[0].name}"
+    feeds = random_feeds(model)
+    feeds["used"] = np.array([[1, 1], [0, 0], [1, 0]], bool)
+    before = run(model, feeds)
+    assert DecomposeAttention().run(model, limits, "float32") == 2
+    assert ("Equal" in op_types(model)) is guarded
+    for found, wanted in zip(run(model, feeds), before, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
+    if not guarded:
+        # Both attentions add the same numbers.
+        assert op_types(model).count("Where") == 1
+
+
 @pytest.mark.parametrize(
     ("mask", "attributes", "left"), [("bool[3,5] m", "is_causal = 0", 1), ("bool[3,5] m", "is_causal = 1", 0)]
 )

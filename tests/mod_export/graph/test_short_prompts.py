@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 import onnx_ir as ir
-import openvino  # noqa: TID253 - a test may load what it tests on.
 import pytest
 import torch
 from generating import GENERATING, WINDOW, generating_model
-from small_graphs import session
+from runtimes import RUNTIMES
 from step_graphs import prefill_graph, prefill_graph_of
 
 from mod_export.engines import ENGINES
 from mod_export.graph.nodes import branches_of
 from mod_export.graph.rewrites import apply_rewrites
+from mod_export.graph.rewrites.cached_attention import is_cache
 from mod_export.graph.target import check_limits
 from mod_export.types import DType, TargetLimits
-from mod_models.step import Prefill, narrow_slots, prefill_outputs
+from mod_models.step import COUNTS, Prefill, cache_layout, narrow_slots, prefill_outputs
 
 SEQ = 5
 TEXTS = 40
@@ -34,24 +32,6 @@ WITHOUT: dict[str, tuple[TargetLimits, DType, set[str]]] = {
     "openvino": (ENGINES["openvino"].limits, "float32", set()),
 }
 """Name -> limits, dtype, and operators that the rewrites leave in no branch."""
-Run = Callable[[dict[str, np.ndarray]], Sequence[np.ndarray]]
-
-
-def in_onnx_runtime(model: ir.Model) -> Run:
-    opened = session(model)
-    return lambda feeds: opened.run(None, feeds)
-
-
-def in_openvino(model: ir.Model) -> Run:
-    core = openvino.Core()
-    compiled = core.compile_model(
-        core.read_model(ir.to_proto(model).SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
-    )
-    return lambda feeds: list(compiled(feeds).values())
-
-
-RUNTIMES: defaultdict[str, Callable[[ir.Model], Run]] = defaultdict(lambda: in_onnx_runtime, openvino=in_openvino)
-"""The runtime that runs the graph of a target in these tests."""
 
 
 def branch_nodes(model: ir.Model) -> list[list[ir.Node]]:
@@ -68,7 +48,7 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     limits, dtype, gone = WITHOUT[target]
     model = generating_model(name, torch.float32)
     with torch.device("meta"):
-        eager = Prefill(model.spec, SEQ)
+        eager = Prefill(model.spec, WINDOW)
     eager = eager.sharing(model)
     graph = prefill_graph(name, SEQ, 2)
     apply_rewrites(graph, limits, dtype)
@@ -78,24 +58,44 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     # The last layer computes one token, without branches, except for attention that is routed apart.
     assert len(branches) == 2 * (len(eager.spec.k_by_layer(SEQ)) - 1)
     assert not {node.op_type for nodes in branches for node in nodes} & gone
-    running, names = RUNTIMES[target](graph), prefill_outputs(model.spec, SEQ)
+    running, names = RUNTIMES[target](graph), prefill_outputs(model.spec)
+    layout = cache_layout(model.spec, 2, WINDOW, SEQ)
     (narrow,) = {*narrow_slots(model.spec, SEQ, WINDOW).values()}
     compared, most = 0, set()
     for seed in range(TEXTS):
-        ids_BS = torch.randint(0, 16, (2, SEQ), generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        ids_BS = torch.randint(0, 16, (2, SEQ), generator=generator)
         lengths_B = torch.tensor([1 + seed % SEQ, 1 + seed // 3 % SEQ])
+        # Some rows begin, others continue what the cache holds.
+        position_B = torch.tensor([0, seed % (WINDOW - SEQ)])
+        used_B = torch.tensor([0, min(int(position_B[1]), seed % 4)])
+        cache = [
+            used_B[:, None].expand(entry.shape).contiguous()
+            if entry.name == COUNTS
+            else torch.randn(entry.shape, generator=generator)
+            for entry in layout
+        ]
         with torch.no_grad():
-            expected = dict(zip(names, eager(ids_BS, lengths_B), strict=True))
-        feeds = {"input_ids": ids_BS.numpy(), "lengths": lengths_B.numpy()}
+            expected = dict(zip(names, eager(ids_BS, lengths_B, position_B, *cache), strict=True))
+        feeds = {"input_ids": ids_BS.numpy(), "lengths": lengths_B.numpy(), "positions": position_B.numpy()}
+        stored = {value.name: value.dtype.numpy() for value in graph.graph.inputs}
+        feeds |= {
+            entry.name: tensor.numpy().astype(stored[entry.name]) for entry, tensor in zip(layout, cache, strict=True)
+        }
         arrays = dict(zip([value.name for value in graph.graph.outputs], running(feeds), strict=True))
         if dtype == "float16" and not np.array_equal(arrays["wanted"], expected["wanted"].numpy()):
             continue  # A score is within rounding of 0.
         compared += 1
-        most |= set(expected["counts"].max(0).values.tolist())
-        for output in ("counts", "wanted"):
+        most |= set((expected["new_counts"] - used_B[:, None]).max(0).values.tolist())
+        for output in ("new_counts", "wanted", "slots", "kept"):
             np.testing.assert_array_equal(arrays[output], expected[output])
         tolerance = 2e-5 if dtype == "float32" else 3e-2
         np.testing.assert_allclose(arrays["last_logits"], expected["last_logits"], rtol=tolerance, atol=tolerance)
+        for output, rows_BGTE in expected.items():
+            if is_cache(output):
+                kept_BT = np.arange(rows_BGTE.shape[2]) < expected["kept"][:, int(output[-1])].numpy()[:, None]
+                found, wanted = (rows * kept_BT[:, None, :, None] for rows in (arrays[output], rows_BGTE.numpy()))
+                np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance)
     assert compared > TEXTS // 2
     assert min(most) <= narrow < max(most)
 

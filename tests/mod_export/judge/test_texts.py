@@ -20,14 +20,15 @@ from mod_export.engines import ENGINES
 from mod_export.errors import EngineError, UsageError
 from mod_export.judge import inputs
 from mod_export.judge.checks import failed_row
-from mod_export.judge.decode import PromptRunner, decoding_parts, quality_of, texts_of
-from mod_export.judge.inputs import documentation, documentation_of, one_of_each_kind, parity_batches, prompts_of
+from mod_export.judge.decode import decoding_parts, prompt_parts, quality_of, texts_of
+from mod_export.judge.inputs import documentation, documentation_of, prompts_of
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.model.transformer import TransformerModel
 from mod_export.rows.correctness import ParityRow
-from mod_export.runtime.decoder import Decoder, Prompts
+from mod_export.runtime.decoder import Decoder
+from mod_export.runtime.prompts import Prompts
 from mod_export.runtime.texts import Bytes
 from mod_export.types import Bucket, Engine, Setting
 
@@ -65,8 +66,8 @@ def opened(
         def load(engine: Engine) -> Any:
             return stack.enter_context(builder.load(folder, engine, config, 1))
 
-        prompts = Prompts({seq: load(engine_of("prefill", Bucket(1, seq))) for seq in (8, 16)})
-        yield prompts, kind(load(engine_of("decode", bucket)), bucket.seq, "decoder")
+        engines = {seq: load(engine_of("prefill", Bucket(1, seq))) for seq in (8, 16)}
+        yield Prompts(engines, WINDOW, "prompts"), kind(load(engine_of("decode", bucket)), bucket.seq, "decoder")
 
 
 @pytest.fixture(params=["small", "large"])
@@ -116,11 +117,11 @@ def test_sound_engines_pass(judged: Judge, written: Path, rows: int, request: py
     row = judged(written, bucket=Bucket(rows, WINDOW))
     assert row.rounding_tokens <= row.tokens
     if "large" in request.node.name:
-        # Each row has texts of 16 tokens; after prompts of 8 and 16 tokens, there are two texts in the last row only.
-        assert row.tokens <= rows * 4 * 16 + 2 * (17 + 33)
+        # Each row has texts of 16 tokens; after prompts of 8, 16 and 32 tokens, there are two in the last row only.
+        assert row.tokens <= rows * 4 * 16 + 2 * 3 * 17
         assert row.rounding_tokens < row.tokens
     else:
-        assert row.tokens > rows * (2 * WINDOW + 2 * (17 + 33))
+        assert row.tokens > rows * (2 * WINDOW + 2 * 3 * 17)
     assert row.passed, row.reasons
     assert row.routing.routed == row.routing.agreed > 0
     assert set(row.inputs) >= {"random", "padded"}
@@ -240,7 +241,8 @@ def test_faults_of_a_graph_are_found(finds: Callable[..., None], fault: Callable
 
 def no_cache(graph: onnx.GraphProto) -> None:
     zero = constant(graph, "no_cache", 0, np.float32)
-    outputs = {value.name for value in graph.output if value.name.startswith(("keys_", "values_"))}
+    outputs = {value.name for value in graph.output if value.name.startswith(("keys_rows_", "values_rows_"))}
+    assert outputs
     for node in list(graph.node):
         for place, name in enumerate(node.output):
             if name in outputs:
@@ -294,18 +296,40 @@ def test_faults_of_a_cache_are_found(judged: Judge, written: Path, kind: type[De
 def test_prompts_are_judged_by_their_last_token(
     written: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
 ) -> None:
-    bucket = Bucket(1, seq)
-    batches = one_of_each_kind(parity_batches(writer.whole_rows, bucket, [], 0, 1))
     reference = Reference(writer.whole_rows, outputs="last")
-    engine = engine_of("prefill", bucket)
+    engine = engine_of("prefill", Bucket(1, seq))
     with ENGINES["ort-cpu"].load(written, engine, writing_config, 1) as runner:
-        found = PromptRunner(runner)
+        parts = prompt_parts(Prompts({seq: runner}, WINDOW, "prompts"), engine, reference, writing_config)
+        found = parts[0][0]
         assert found.outputs == ("last_logits", "routed_0", "routed_2")
         assert set(found.run({"input_ids": np.zeros((1, seq), np.int64), "lengths": np.array([3])}, ["routed_2"])) == {
             "routed_2"
         }
-        row = judge_runner([(found, batches)], reference, writing_config.parity.float32, engine.setting)
+        # The longer ones are read in parts, of which the last is padded.
+        assert [max(batch.ids_BS.shape[1] for batch in batches) for _, batches in parts] == [seq, 40]
+        row = judge_runner(parts, reference, writing_config.parity.float32, engine.setting)
     assert row.passed, row.reasons
+    assert set(row.inputs) >= {"random", "padded"}
+
+
+@pytest.mark.parametrize("seq", [8, 16])
+def test_a_prompt_that_does_not_continue_is_found(
+    written_copy: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
+) -> None:
+    """It forgets what the cache holds, which no prompt shows that is read at once."""
+    engine = engine_of("prefill", Bucket(1, seq))
+    model = onnx.load(written_copy / engine.path, load_external_data=False)
+    nothing = constant(model.graph, "nothing", 0)
+    model.graph.node.insert(0, helper.make_node("Mul", ["positions", nothing], ["no_positions"]))
+    for node in model.graph.node[1:]:
+        node.input[:] = ["no_positions" if name == "positions" else name for name in node.input]
+    (written_copy / engine.path).write_bytes(model.SerializeToString())
+    reference = Reference(writer.whole_rows, outputs="last")
+    with ENGINES["ort-cpu"].load(written_copy, engine, writing_config, 1) as runner:
+        short, long = prompt_parts(Prompts({seq: runner}, WINDOW, "prompts"), engine, reference, writing_config)
+        gate = writing_config.parity.float32
+        assert judge_runner([short], reference, gate, engine.setting).passed
+        assert not judge_runner([short, long], reference, gate, engine.setting).passed
 
 
 def test_logits_of_steps_are_those_of_prompts(
@@ -322,7 +346,7 @@ def test_logits_of_steps_are_those_of_prompts(
         for t in range(1, WINDOW):
             logits_V = decoder.step(ids_S[t : t + 1], np.array([t]))[0].copy()
             np.testing.assert_allclose(logits_V, expected_SV[t], rtol=0, atol=1e-4)
-            if t < 16:
+            if t % 3 == 0:
                 kept = prompts.read(ids_S[: t + 1].tolist())
                 np.testing.assert_allclose(logits_V, kept.logits_V, rtol=0, atol=1e-4)
                 np.testing.assert_array_equal(decoder.cache["counts"][0], kept.count_N)

@@ -14,7 +14,7 @@ from mod_export.model.transformer import GeneratingTransformer
 from mod_models.checkpoint import Checkpoint
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
-from mod_models.step import cache_layout, prefill_outputs, step_inputs, step_outputs
+from mod_models.step import cache_layout, prefill_inputs, prefill_outputs, step_inputs, step_outputs
 
 ATTENTION = 8 + 16 * 8 + 2 * 8 * 8 + 8 * 16
 """Number of weights of a block's attention: norm, queries of 4 x 4, keys and values of 2 x 4, and the output."""
@@ -111,9 +111,9 @@ def test_sources(name: str) -> None:
     spec = GENERATING[name]
     graphs, generating = GeneratingTransformer(Checkpoint(spec=spec, weights={}), WINDOW), for_generation(spec, WINDOW)
     assert list(graphs.capacity) == list(graphs.sites)
-    prefill, step = graphs.prefill(2, 9), graphs.step(3, 12)
-    assert prefill.inputs == ("input_ids", "lengths")
-    assert prefill.outputs == tuple(prefill_outputs(generating, 9))
+    prefill, step = graphs.prefill(2, 9, 12, 5), graphs.step(3, 12)
+    assert prefill.inputs == tuple(prefill_inputs(generating, 12))
+    assert prefill.outputs == tuple(prefill_outputs(generating))
     assert step.inputs == tuple(step_inputs(generating, 12))
     assert step.outputs == tuple(step_outputs(generating))
     for source in (prefill, step):
@@ -126,4 +126,6 @@ def test_sources(name: str) -> None:
         assert len({id(tensor) for example in source.examples for tensor in example}) == 2 * len(source.examples[0])
     shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in step.examples[0][2:]]
     assert shapes == [(item.shape, item.dtype) for item in cache_layout(generating, 3, 12)]
-    assert [tuple(tensor.shape) for tensor in prefill.examples[0]] == [(2, 9), (2,)]
+    assert [tuple(tensor.shape) for tensor in prefill.examples[0][:3]] == [(2, 9), (2,), (2,)]
+    shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in prefill.examples[0][3:]]
+    assert shapes == [(item.shape, item.dtype) for item in cache_layout(generating, 2, 12, 5)]

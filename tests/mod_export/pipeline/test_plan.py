@@ -82,7 +82,7 @@ def test_what_writes_text(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: P
     plan = complete.generation
     assert isinstance(plan, GenerationPlan)
     assert plan.window == 256
-    assert buckets_of(complete, "prefill") == [Bucket(1, 128), Bucket(1, 256)]
+    assert buckets_of(complete, "prefill") == [Bucket(1, 32), Bucket(1, 128)]
     assert buckets_of(complete, "decode") == [Bucket(1, 256), Bucket(8, 256)]
     assert {builder.name for builder, _, graph in complete.engines() if graph.role != "forward"} == {"ort-cpu"}
     assert {kind: model_of_kind.window for kind, model_of_kind in plan.models.items()} == {"mod": 256, "dense": 256}

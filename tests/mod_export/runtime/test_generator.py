@@ -136,7 +136,7 @@ def test_one_token(generator: Generator, writer: GeneratingModel) -> None:
 
 @pytest.mark.parametrize("length", [5, 20])
 def test_the_rate_is_that_of_tokens_after_the_first(generator: Generator, length: int) -> None:
-    """Prompts of up to 16 tokens are read at once, longer ones step by step; the rate counts neither."""
+    """Prompts are read in parts of 16 or 8 tokens; the rate does not count them."""
     with generator.stream(prompts_of_lengths([length]), 25) as stream:
         tokens = sum(piece.token is not None for piece in stream)
     (done,) = stream.completions
@@ -144,7 +144,7 @@ def test_the_rate_is_that_of_tokens_after_the_first(generator: Generator, length
     assert 0 < stream.prompt_seconds <= done.first_token_s
     assert tokens == 25
     assert stream.tokens_per_second == pytest.approx(24 / (stream.seconds - stream.prompt_seconds))
-    assert stream.steps == 24 + max(0, length - 16)
+    assert stream.steps == 24
 
 
 def test_text_is_its_bytes_and_ids_are_of_any_whole_type(generator: Generator) -> None:

@@ -128,7 +128,7 @@ def test_a_batch_writes_what_each_text_alone_writes(generator: Generator) -> Non
             waiting = list(batch)
             while waiting or rows.busy:
                 while waiting and len(rows.busy) < rows.size:
-                    list(rows.begin(waiting.pop(0)))
+                    rows.begin(waiting.pop(0))
                 list(rows.step())
         return [(text.completion.ids, text.completion.text, text.completion.finish) for text in batch]
 

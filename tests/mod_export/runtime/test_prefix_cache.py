@@ -11,12 +11,14 @@ from build_folders import rewrite_manifest
 from prefix_requests import LARGE, requests, same
 
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.decoder import Decoder, Kept
+from mod_export.runtime.cache import Block
+from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.runtime.logits import Logprob
-from mod_export.runtime.prefix_cache import BLOCK, BlockState, Node, PrefixCache
+from mod_export.runtime.prefix_cache import BLOCK, Node, PrefixCache
 
 STEPS = ("steps", 1, 48)
+LOGITS = np.zeros(3, np.float32)
 
 
 @pytest.fixture
@@ -39,17 +41,33 @@ def test_texts_are_bit_equal_with_and_without(generator: Generator, cached: Gene
 
 
 def test_a_long_conversation_reads_only_what_is_new(generator: Generator, cached: Generator) -> None:
-    """Beyond the prefill engine, each turn reads the tokens after the last whole block."""
-    history = list(range(30))
+    """Each turn reads the tokens after the last whole part of the longest engine, in parts."""
+    history = list(range(18))
+    taken = []
     for turn in range(3):
         with cached.stream([history], 4) as stream:
             list(stream)
         (answer,) = stream.completions
         (expected,) = generator.generate([history], 4)
         assert same(answer, expected)
-        assert answer.cached == (0 if turn == 0 else 32)
-        assert stream.steps == len(history) - max(16, answer.cached) + 3
-        history += [*answer.ids, 7 * turn]
+        assert stream.steps == 3
+        taken.append(answer.cached)
+        history += [*answer.ids, 7 * turn, 1, 2, 3, 4]
+    assert taken == [0, 16, 16]
+    assert cached.generate([[*range(16), *range(16), 7]], 1)[0].cached == 16
+    # A part is taken only where all before it were the same.
+    assert cached.generate([[5, *range(1, 16), *range(16), 7]], 1)[0].cached == 0
+
+
+def test_an_answer_is_read_again_in_parts(generator: Generator, cached: Generator) -> None:
+    """Steps wrote its keys and values, and round differently from parts."""
+    prompt = list(range(12))
+    (answer,) = cached.generate([prompt], 20)
+    longer = [*prompt, *answer.ids, 3]
+    (found,), (expected,) = cached.generate([longer], 4), generator.generate([longer], 4)
+    assert same(found, expected)
+    assert found.cached == 0
+    assert cached.generate([[*longer, 9]], 4)[0].cached == 32
 
 
 def test_choices_of_one_prompt_read_it_once(cached: Generator) -> None:
@@ -94,12 +112,12 @@ def test_a_small_cache_keeps_the_newest(written: Path) -> None:
 
 def node(cache: PrefixCache, parent: Node, token: int) -> Node | None:
     rows = {"keys_0": (np.arange(BLOCK), np.zeros((1, BLOCK, 25), np.float32))}
-    return cache.add_block(parent, [token] * BLOCK, BlockState(rows, None, None))
+    return cache.add_block(parent, [token] * BLOCK, Block(rows, None, None, LOGITS))
 
 
 def test_the_least_recently_used_goes_first_and_a_chain_from_its_end() -> None:
     cache = PrefixCache(10**9)
-    start = cache.add_start(STEPS, (), None)
+    start = cache.beginning(STEPS)
     assert start is not None
     before = cache.used_bytes
     one = node(cache, start, 1)
@@ -109,37 +127,42 @@ def test_the_least_recently_used_goes_first_and_a_chain_from_its_end() -> None:
     two, three = node(cache, one, 2), node(cache, start, 3)
     assert two is not None
     assert three is not None
-    assert [found.length for found in cache.chain(start, [1] * BLOCK + [2] * BLOCK + [0], None)] == [0, 16, 32]
+    both = [[1] * BLOCK, [2] * BLOCK, [0]]
+    assert [found.length for found in cache.chain(start, both)] == [0, 16, 32]
     assert node(cache, start, 4) is not None  # Drops 3, which was used least recently.
-    assert len(cache.chain(start, [3] * BLOCK + [0], None)) == 1
+    assert len(cache.chain(start, [[3] * BLOCK])) == 1
     assert node(cache, start, 5) is not None  # Drops 2, the end of the chain, before 1.
-    assert [found.length for found in cache.chain(start, [1] * BLOCK + [2] * BLOCK + [0], None)] == [0, 16]
+    assert [found.length for found in cache.chain(start, both)] == [0, 16]
     assert cache.used_bytes <= cache.max_bytes
-    assert cache.add_block(two, [6] * BLOCK, BlockState({}, None, None)) is None  # What was before it is gone.
+    assert cache.add_block(two, [6] * BLOCK, Block({}, None, None, LOGITS)) is None  # What was before it is gone.
 
 
 def test_what_is_larger_than_the_cache_is_not_kept() -> None:
     cache = PrefixCache(1000)
-    kept = Kept(2, {"keys_0": np.zeros((1, 2, 500), np.float32)}, None, None, np.zeros(3, np.float32))
-    assert cache.add_start(("prefill", 1, 48), (1, 2), kept) is None
-    assert cache.used_bytes == 0
+    start = cache.beginning(("parts", 0, 0))
+    assert start is not None
+    before = cache.used_bytes
+    rows = {"keys_0": (np.arange(2), np.zeros((1, 2, 500), np.float32))}
+    assert cache.add_block(start, (1, 2), Block(rows, None, None, LOGITS)) is None
+    assert cache.used_bytes == before < 1000
+    assert PrefixCache(before - 1).beginning(STEPS) is None
 
 
 def test_a_block_is_replaced_by_one_with_more_log_probabilities() -> None:
     cache = PrefixCache(10**9)
-    start = cache.add_start(STEPS, (), None)
+    start = cache.beginning(STEPS)
     assert start is not None
     ids = [1] * BLOCK
 
-    def scored(alternatives: int) -> BlockState:
+    def scored(alternatives: int) -> Block:
         top = tuple((token, -1.0) for token in range(alternatives))
-        return BlockState({}, None, None, (Logprob(1, -1.0, top),), np.zeros(3, np.float32))
+        return Block({}, None, None, LOGITS, (Logprob(1, -1.0, top),))
 
     for alternatives, usable in ((1, 2), (3, 2), (2, 2)):
         cache.add_block(start, ids, scored(alternatives))
-        assert len(cache.chain(start, [*ids, 1], 1)) == usable
-    assert len(cache.chain(start, [*ids, 1], 3)) == 2
-    assert len(cache.chain(start, [*ids, 1], 4)) == 1
+        assert len(cache.chain(start, [ids], 1)) == usable
+    assert len(cache.chain(start, [ids], 3)) == 2
+    assert len(cache.chain(start, [ids], 4)) == 1
 
 
 def test_nothing_is_kept_of_an_engine_that_failed(

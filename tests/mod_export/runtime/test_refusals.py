@@ -165,10 +165,27 @@ def test_an_engine_that_is_no_step(written: Path) -> None:
     with load_generator(written) as generator:
         engine = next(engine for engine in generator._engines.engines if engine.role == "prefill")
         with (
-            pytest.raises(EngineError, match="expected input_ids, positions and"),
+            pytest.raises(EngineError, match="expected input_ids, positions, slots and logits; build again"),
             generator._engines.decoder(engine),
         ):
             pass
+
+
+def test_an_engine_that_reads_no_parts(written: Path) -> None:
+    with load_generator(written) as generator:
+        engine = next(engine for engine in generator._engines.engines if engine.role == "decode")
+        message = "decode-.*: the engine that reads 48 tokens does not continue texts on the cache of the others; build"
+        with pytest.raises(EngineError, match=message), generator._engines.prompts_of([engine]):
+            pass
+
+
+def test_a_part_that_does_not_fit(written: Path) -> None:
+    with load_generator(written) as generator:
+        prompts = generator._reads()
+        with pytest.raises(EngineError, match=r"^48 and 1 tokens: a row of this cache holds 48 tokens$"):
+            prompts.read(range(49))
+        # What fits can still be read.
+        assert prompts.read(range(48)).length == 48
 
 
 def test_a_prefix_belongs_to_the_engines_that_read_it(written: Path, generator: Generator) -> None:

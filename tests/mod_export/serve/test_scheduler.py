@@ -18,8 +18,9 @@ from serving import PATIENCE_S, Events, held, submitted
 from writing import WINDOW, prompts_of_lengths
 
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.decoder import Decoder, Prompts
+from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.generator import Generator, load_generator
+from mod_export.runtime.prompts import Prompts
 from mod_export.runtime.rows import RowText
 from mod_export.serve.scheduler import ClosingError, Ended, Event, QueueFullError, Scheduler, WaitedTooLongError
 
@@ -147,6 +148,26 @@ def test_texts_that_are_written_wait_for_one_prompt_at_a_time(scheduler: Schedul
     assert 0 in order[order.index(1) : order.index(2)]
 
 
+def test_texts_that_are_written_go_on_after_each_part_of_a_prompt(scheduler: Scheduler, generator: Generator) -> None:
+    """A prompt of three parts lets the running text write two tokens before its own first one."""
+    order: list[str] = []
+    with held(scheduler, generator, [[1, 2, 3]], 30) as running:
+        (prompt,) = prompts_of_lengths([40])
+        other = submitted(scheduler, generator, [prompt], 3)
+        for name, events in (("running", running), ("other", other)):
+
+            def tell(event: Event, name: str = name, events: Events = events) -> None:
+                order.append(name)
+                events.tell(event)
+
+            assert events.job is not None
+            events.job.tell = tell
+    (done,) = other.completions().values()
+    running.completions()
+    assert order[: order.index("other")].count("running") >= 2
+    assert done.ids == alone(scheduler, generator, prompt, 3)
+
+
 def test_the_queue_is_bounded(generator: Generator) -> None:
     with Scheduler(generator, max_queue=2) as scheduler:
         assert scheduler.most_texts == 2 + ROWS
@@ -246,7 +267,7 @@ def test_an_engine_that_keeps_failing_is_not_healthy(
         raise EngineError("no prompt can be read")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Prompts, "read", failing)
+        patch.setattr(Prompts, "read_part", failing)
         for healthy in (True, True, False):
             error = submitted(scheduler, generator, [[1]], 3).failure()
             assert str(error) == "no prompt can be read"

@@ -178,8 +178,8 @@ from mod_export.runtime.decoder import Decoder
 def step(self, *arguments): raise EngineError("it is broken")
 def read(self, *arguments): raise EngineError("it is broken")
 Decoder.step = step
-from mod_export.runtime.decoder import Prompts
-Prompts.read = read
+from mod_export.runtime.prompts import Prompts
+Prompts.read_part = read
 """
     with command(written, code=broken) as (process, url):
         for _ in range(3):

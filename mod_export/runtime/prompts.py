@@ -1,0 +1,185 @@
+"""Reads prompts in parts, with the prefill engines of a build folder.
+
+A prompt is read from its beginning: as often as enough tokens are left by the engine that reads the most, then by the
+next one, and what is left at the end by the engine that reads the fewest, which pads it. An engine also pads what is
+left if the smaller ones would compute as many tokens for it. So two prompts that begin alike read their common
+beginning in the same way, up to the last whole part of the longest engine, and to the last bit with the same results.
+
+Shape legend: S tokens that an engine reads, V vocabulary, N routing sites. There is one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from mod_export.engines.protocol import BindableRunner
+from mod_export.errors import EngineError
+from mod_export.runtime.cache import COUNTS, PARTS, Block, Kept, TextCache, bound_outputs
+from mod_export.types import PRIMARY, TOKEN_INPUTS
+
+ROUTED = "routed_"
+POSITIONS = "positions"
+
+
+class Prompts(TextCache):
+    """The prefill engines for one row, and the cache that they fill.
+
+    Attributes:
+        position: number of tokens that the row has read.
+        routed: after a part, `routed_<site>` -> int64 (K,), the positions of its tokens that ran, then -1.
+    """
+
+    def __init__(self, runners: Mapping[int, BindableRunner], length: int, where: str) -> None:
+        """Allocates the cache.
+
+        Args:
+            runners: number of tokens that an engine reads -> the engine.
+            length: number of tokens that a row can hold.
+            where: name of the engines for messages.
+
+        Raises:
+            EngineError: an engine is not a prefill engine, or their caches differ.
+        """
+        first = next(iter(runners.values()))
+        cache = {name: np.zeros(*first.ports[name]) for name in first.inputs if name not in (*TOKEN_INPUTS, POSITIONS)}
+        super().__init__(cache, length)
+        self._engines = {seq: _Engine(runners[seq], seq, cache, where) for seq in sorted(runners, reverse=True)}
+        self.position = 0
+        self.routed: dict[str, np.ndarray] = {}
+        self._last: _Engine | None = None
+
+    def start(self, kept: Kept | None = None) -> None:
+        """Begins another text, or continues after what was kept of one."""
+        self.position = 0
+        self.clear(0)
+        if kept is not None:
+            self.put(0, kept)
+            self.position = kept.length
+
+    def parts(self, ids: Sequence[int]) -> list[tuple[int, ...]]:
+        """Splits tokens into the parts that are read at once."""
+        parts, done = [], 0
+        for length in part_lengths(len(ids), list(self._engines)):
+            parts.append(tuple(ids[done : done + length]))
+            done += length
+        return parts
+
+    def read_part(self, ids: Sequence[int]) -> np.ndarray:
+        """Reads one of `parts`.
+
+        Returns:
+            logits_V after its last token. The next part overwrites this memory.
+
+        Raises:
+            EngineError: the engine failed, or the row is full.
+        """
+        if self.position + len(ids) > self.length:
+            raise EngineError(f"{self.position} and {len(ids)} tokens: a row of this cache holds {self.length} tokens")
+        engine = min((engine for engine in self._engines.values() if engine.seq >= len(ids)), key=lambda one: one.seq)
+        outputs = engine.read(ids, self.position)
+        if self.overflow_BN is not None:
+            ran_BN = outputs["new_counts"] - self.cache[COUNTS]
+            self.overflow_BN += outputs["wanted"] - ran_BN
+            self.cache[COUNTS][:] = outputs["new_counts"]
+        self.position += len(ids)
+        self.routed = {name: array[0] for name, array in outputs.items() if name.startswith(ROUTED)}
+        self._last = engine
+        logits_V: np.ndarray = outputs[PRIMARY["last"]][0]
+        return logits_V
+
+    def last_block(self) -> Block:
+        """Copies what the last part changed."""
+        assert self._last is not None
+        return self.block(0, self._last.filled, self._last.outputs[PRIMARY["last"]][0])
+
+    def take(self, block: Block, tokens: int) -> None:
+        """Continues by a part of so many tokens that was read before."""
+        self.put_block(0, block)
+        self.position += tokens
+
+    def read(self, ids: Sequence[int], kept: Kept | None = None) -> Kept:
+        """Reads the tokens of a text, at least one, or continues after what was kept of it.
+
+        Raises:
+            EngineError: the engine failed, or the row is full.
+        """
+        self.start(kept)
+        for part in self.parts(ids):
+            logits_V = self.read_part(part)
+        return self.keep(0, self.position, logits_V)
+
+    def read_routed(self, ids: Sequence[int]) -> tuple[Kept, dict[str, np.ndarray]]:
+        """Like `read`; also returns `routed_<site>` -> int64 (K,), the positions of all tokens that ran, ascending.
+
+        Raises:
+            EngineError: the engine failed, the row is full, or its counts do not match the positions.
+        """
+        self.start()
+        found: dict[str, list[np.ndarray]] = {}
+        for part in self.parts(ids):
+            logits_V = self.read_part(part)
+            for name, positions_K in self.routed.items():
+                found.setdefault(name, []).append(positions_K[positions_K >= 0])
+        kept = self.keep(0, self.position, logits_V)
+        return kept, {name: np.concatenate(positions) for name, positions in found.items()}
+
+
+def part_lengths(tokens: int, sizes: Sequence[int]) -> list[int]:
+    """Splits a number of tokens into parts for engines of these sizes, in descending order; the last one is padded."""
+    if not tokens:
+        return []
+    largest, smaller = sizes[0], sizes[1:]
+    whole, rest = divmod(tokens, largest)
+    ends = part_lengths(rest, smaller) if smaller else [rest] if rest else []
+    computed = sum(min(size for size in smaller if size >= end) for end in ends) if smaller else largest
+    return [largest] * whole + ([rest] if rest and computed >= largest else ends)
+
+
+class _Engine:
+    """One engine on the shared cache.
+
+    Attributes:
+        seq: number of tokens that it reads.
+        outputs: its outputs by name.
+    """
+
+    def __init__(self, runner: BindableRunner, seq: int, cache: dict[str, np.ndarray], where: str) -> None:
+        missing = {*TOKEN_INPUTS, POSITIONS} - {*runner.inputs}
+        shapes = {name: array.shape for name, array in cache.items()}
+        found = {name: runner.ports[name].shape for name in runner.inputs if name not in (*TOKEN_INPUTS, POSITIONS)}
+        if missing or found != shapes:
+            raise EngineError(
+                f"{where}: the engine that reads {seq} tokens does not continue texts on the cache of the others; "
+                "build again"
+            )
+        self.seq = seq
+        self._ids_1S, self._length_1, self._position_1 = (
+            np.zeros(*runner.ports[name]) for name in (*TOKEN_INPUTS, POSITIONS)
+        )
+        fed = {**dict(zip((*TOKEN_INPUTS, POSITIONS), (self._ids_1S, self._length_1, self._position_1), strict=True))}
+        self.outputs = bound_outputs(runner, cache)
+        self._run = runner.bind({**fed, **cache}, self.outputs)
+        layers = [int(name.removeprefix("keys_")) for name in cache if name.startswith("keys_")]
+        names = [(layer, f"{part}_{layer}", f"{part}_rows_{layer}") for layer in layers for part in PARTS]
+        self._layers = layers
+        self._writes = [(layer, cache[name], self.outputs[row]) for layer, name, row in names if row in self.outputs]
+
+    def read(self, ids: Sequence[int], position: int) -> dict[str, np.ndarray]:
+        """Reads tokens and writes their keys and values into the cache, but not the counts."""
+        self._ids_1S[0, : len(ids)] = ids
+        self._ids_1S[0, len(ids) :] = 0
+        self._length_1[0], self._position_1[0] = len(ids), position
+        self._run()
+        slot_L, kept_L = self.outputs["slots"][0], self.outputs["kept"][0]
+        for layer, cache_1GLE, rows_1GTE in self._writes:
+            slot, kept = slot_L[layer], kept_L[layer]
+            cache_1GLE[0, :, slot : slot + kept] = rows_1GTE[0, :, :kept]
+        return self.outputs
+
+    @property
+    def filled(self) -> dict[int, np.ndarray]:
+        """Layer -> the slots that the last part took."""
+        slot_L, kept_L = self.outputs["slots"][0].tolist(), self.outputs["kept"][0].tolist()
+        return {layer: np.arange(slot_L[layer], slot_L[layer] + kept_L[layer]) for layer in self._layers}
