@@ -20,7 +20,8 @@ from mod_export.runtime.cache import COUNTS, PARTS, Block, Kept, TextCache, boun
 from mod_export.types import PRIMARY, TOKEN_INPUTS
 
 ROUTED = "routed_"
-POSITIONS = "positions"
+TOKENS = (*TOKEN_INPUTS, "positions")
+"""The inputs that are not the cache."""
 
 
 class Prompts(TextCache):
@@ -43,7 +44,7 @@ class Prompts(TextCache):
             EngineError: an engine is not a prefill engine, or their caches differ.
         """
         first = next(iter(runners.values()))
-        cache = {name: np.zeros(*first.ports[name]) for name in first.inputs if name not in (*TOKEN_INPUTS, POSITIONS)}
+        cache = {name: np.zeros(*first.ports[name]) for name in first.inputs if name not in TOKENS}
         super().__init__(cache, length)
         self._engines = {seq: _Engine(runners[seq], seq, cache, where) for seq in sorted(runners, reverse=True)}
         self.position = 0
@@ -105,25 +106,22 @@ class Prompts(TextCache):
         Raises:
             EngineError: the engine failed, or the row is full.
         """
-        self.start(kept)
-        for part in self.parts(ids):
-            logits_V = self.read_part(part)
-        return self.keep(0, self.position, logits_V)
+        return self.read_routed(ids, kept)[0]
 
-    def read_routed(self, ids: Sequence[int]) -> tuple[Kept, dict[str, np.ndarray]]:
-        """Like `read`; also returns `routed_<site>` -> int64 (K,), the positions of all tokens that ran, ascending.
+    def read_routed(self, ids: Sequence[int], kept: Kept | None = None) -> tuple[Kept, dict[str, np.ndarray]]:
+        """Does what `read` does, and returns `routed_<site>` -> int64 (K,) too, the positions of the tokens that ran.
 
         Raises:
-            EngineError: the engine failed, the row is full, or its counts do not match the positions.
+            EngineError: the engine failed, or the row is full.
         """
-        self.start()
+        self.start(kept)
         found: dict[str, list[np.ndarray]] = {}
         for part in self.parts(ids):
             logits_V = self.read_part(part)
             for name, positions_K in self.routed.items():
                 found.setdefault(name, []).append(positions_K[positions_K >= 0])
-        kept = self.keep(0, self.position, logits_V)
-        return kept, {name: np.concatenate(positions) for name, positions in found.items()}
+        read = self.keep(0, self.position, logits_V)
+        return read, {name: np.concatenate(positions) for name, positions in found.items()}
 
 
 def part_lengths(tokens: int, sizes: Sequence[int]) -> list[int]:
@@ -146,21 +144,18 @@ class _Engine:
     """
 
     def __init__(self, runner: BindableRunner, seq: int, cache: dict[str, np.ndarray], where: str) -> None:
-        missing = {*TOKEN_INPUTS, POSITIONS} - {*runner.inputs}
         shapes = {name: array.shape for name, array in cache.items()}
-        found = {name: runner.ports[name].shape for name in runner.inputs if name not in (*TOKEN_INPUTS, POSITIONS)}
-        if missing or found != shapes:
+        found = {name: runner.ports[name].shape for name in runner.inputs if name not in TOKENS}
+        if not {*TOKENS} <= {*runner.inputs} or found != shapes:
             raise EngineError(
                 f"{where}: the engine that reads {seq} tokens does not continue texts on the cache of the others; "
                 "build again"
             )
         self.seq = seq
-        self._ids_1S, self._length_1, self._position_1 = (
-            np.zeros(*runner.ports[name]) for name in (*TOKEN_INPUTS, POSITIONS)
-        )
-        fed = {**dict(zip((*TOKEN_INPUTS, POSITIONS), (self._ids_1S, self._length_1, self._position_1), strict=True))}
+        tokens = {name: np.zeros(*runner.ports[name]) for name in TOKENS}
+        self._ids_1S, self._length_1, self._position_1 = tokens.values()
         self.outputs = bound_outputs(runner, cache)
-        self._run = runner.bind({**fed, **cache}, self.outputs)
+        self._run = runner.bind({**tokens, **cache}, self.outputs)
         layers = [int(name.removeprefix("keys_")) for name in cache if name.startswith("keys_")]
         names = [(layer, f"{part}_{layer}", f"{part}_rows_{layer}") for layer in layers for part in PARTS]
         self._layers = layers

@@ -22,8 +22,6 @@ from mod_export.graph.rewrites.attention import LEAVES_A_KEY
 from mod_export.graph.rewrites.continued_attention import KEYS, MASK, QUERY, VALUES, Continued, continued_layers
 from mod_export.types import DType, TargetLimits
 
-SHARES = (0, 4, 2)
-"""The lengths, as divisors of L; 0 reads nothing of the cache."""
 LEAST = 4
 """A cache of fewer than this many times T slots is read as a whole."""
 
@@ -76,7 +74,7 @@ def _choose(
     writer = NodeWriter(graph_around(node), node, "in_use")
     mask = node.inputs[MASK]
     assert mask is not None
-    lengths = [L // share if share else 0 for share in SHARES]
+    lengths = (0, L // 4, L // 2)
     for n in lengths:
         if (mask, n) not in conditions:
             fits = writer.op("LessOrEqual", attention.used, np.array(n))

@@ -166,26 +166,22 @@ def _count(mask: ir.Value | None) -> ir.Value | None:
 
 
 def _continue_in_place(graph: ir.Graph, layer: Layer) -> None:
-    owners = {branch: node for node in graph for branch in branches_of(node)}
-    presents = {}
-    for attention in layer.attentions:
-        around = graph_around(attention.node)
-        presents[around] = (_attend(attention, layer), attention)
+    """Replaces the attentions of a layer, and makes the graph return the caches that they write."""
+    presents = {graph_around(attention.node): _attend(attention, layer) for attention in layer.attentions}
     for index, (part, number) in enumerate(zip(PARTS, layer.outputs, strict=True)):
         old = graph.outputs[number]
         owner = old.producer()
         if graph in presents:
-            new = presents[graph][0][index]
+            new = presents[graph][index]
         else:
             assert owner is not None
             place = list(owner.outputs).index(old)
             for branch in branches_of(owner):
-                branch.outputs[place] = presents[branch][0][index]
+                branch.outputs[place] = presents[branch][index]
             new = old
             new.shape = layer.caches[index].shape
         new.name = f"present_{part}_{layer.number}"
         graph.outputs[number] = new
-    assert all(around is graph or around in owners for around in presents)
 
 
 def _attend(attention: Continued, layer: Layer) -> Sequence[ir.Value]:

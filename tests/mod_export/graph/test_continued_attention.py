@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import onnx_ir as ir
@@ -121,10 +122,9 @@ def return_scores(model: ir.Model) -> None:
 
 
 @pytest.mark.parametrize("change", [hide_one_more, read_what_is_not_in_use, other_values, return_scores])
-def test_an_attention_of_another_form_stays(change: object) -> None:
+def test_an_attention_of_another_form_stays(change: Callable[[ir.Model], None]) -> None:
     model = prefill_graph_of(wide("normed heads"), SEQ)
     attentions = sum(node.op_type == "Attention" for node in model.graph)
-    assert callable(change)
     change(model)
     assert ContinuedAttention().run(model, OrtCpu.limits, "float32") < attentions - 1
 
