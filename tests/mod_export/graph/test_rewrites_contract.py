@@ -26,6 +26,7 @@ SMALL = TargetLimits(
     scatter_reduction=False,
     attention_dtypes=frozenset(),
     cache_update=True,
+    cache_in_use=True,
 )
 BLOCKED = TargetLimits(name="a target that takes queries in blocks", max_opset=23, query_blocks=((4, 3), (16, 6)))
 ORT_CPU = ENGINES["ort-cpu"].limits
