@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors study retrofit real gpu load triton clients corpus figures test test-slice test-all check docs clean
+.PHONY: install demo-install demo bench faults floors study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs clean
 
 install: .venv/dev
 
@@ -50,6 +50,10 @@ bench: .venv/rivals
 
 study: .venv/bench
 	$(BIN)/python -m benchmarks.study.run
+
+# A dense and a routed model from scratch, near the end of their training: hours. `make pair ARGS="--help"`.
+pair: install
+	$(BIN)/python -m benchmarks.pair.run $(ARGS)
 
 # Needs a dense checkpoint, which `mod-export convert` writes, and downloads nothing. `make retrofit ARGS="--help"`.
 retrofit: .venv/bench

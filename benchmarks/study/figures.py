@@ -31,6 +31,24 @@ def draw_all(runs: Results, folder: Path) -> None:
         _map(runs, folder / "study-map.png")
 
 
+def draw_pair(runs: list[dict[str, Any]], path: Path) -> None:
+    """Draws the held-out loss of each run of `make pair` against the share of its budget. A model has one colour."""
+    names = list(dict.fromkeys(run["name"] for run in runs))
+    with mpl.rc_context(STYLE):
+        _, axes = plt.subplots(figsize=(6.5, 3.6))
+        for run in runs:
+            share, bits = zip(*run["curve"], strict=True)
+            label = f"{run['name']}, seed {run['seed']}"
+            axes.plot(share, bits, color=f"C{names.index(run['name'])}", alpha=1 / (1 + run["seed"]), label=label)
+        axes.set_xlabel("share of the training FLOPs")
+        axes.set_ylabel("held-out bits per byte")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:.1f}")
+        axes.yaxis.set_minor_formatter("{x:.1f}")
+        axes.legend()
+        _save(path)
+
+
 def _save(path: Path) -> None:
     plt.tight_layout()
     # Without a date, so that the same results give the same file.

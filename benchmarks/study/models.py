@@ -73,19 +73,19 @@ STUDIED = (
 """Models in the order of the tables."""
 
 
-def flops_of_row(spec: ModelSpec, *, training: bool) -> int:
-    """Returns the FLOPs of one row of SEQ tokens, as PyTorch counts them in a forward pass, or in a training step's
+def flops_of_row(spec: ModelSpec, *, training: bool, seq: int = SEQ) -> int:
+    """Returns the FLOPs of one row of `seq` tokens, as PyTorch counts them in a forward pass, or in a training step's
     forward and backward pass with all auxiliary losses. Attention scores count as the full square, not the causal half.
     """
     model = Transformer(spec)
     model.init_weights(torch.Generator().manual_seed(0))
-    ids_BS1 = torch.randint(0, spec.vocab_size, (1, SEQ + 1), generator=torch.Generator().manual_seed(0))
+    ids_BS1 = torch.randint(0, spec.vocab_size, (1, seq + 1), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as counter:
         if training:
             losses(model, ids_BS1).total.backward()
         else:
             with torch.no_grad():
-                model(ids_BS1[:, 1:], torch.tensor([SEQ]))
+                model(ids_BS1[:, 1:], torch.tensor([seq]))
     return counter.get_total_flops()
 
 

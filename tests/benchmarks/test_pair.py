@@ -1,0 +1,84 @@
+"""The code of `make pair`, run for a few steps; its results are in docs/training.md."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.marked_part import marks
+from benchmarks.pair import run as pair_run
+from benchmarks.pair.run import NAMES, Pair, gather, make_tokenizer, pair_of, render, run_one
+from benchmarks.study.models import flops_of_row
+from mod_models.train.corpus import TOKENIZER, read_corpus
+
+OPTIONS = {"width": 32, "layers": 2, "vocabulary": 300, "seq": 32, "batch": 2, "learning_rate": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return pair_of(Namespace(**OPTIONS, tokens=40 * 64))
+
+
+@pytest.fixture(scope="module")
+def results(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pair")
+    # A few real sources are enough here; all of them are 130 MB.
+    (folder / "text").mkdir()
+    for source in Path(json.__file__).parent.glob("*.py"):
+        (folder / "text" / source.name).write_bytes(source.read_bytes())
+    make_tokenizer(folder / "text", pair.dense.vocab_size, folder / TOKENIZER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pair_run, "HELD_OUT_BATCHES", 2)
+        for name in NAMES:
+            assert run_one(pair, folder, name, 0).startswith(f"{name}, seed 0: ")
+    return folder
+
+
+def test_both_get_the_flops_that_the_dense_model_needs_for_its_tokens() -> None:
+    pair = pair_of(Namespace(**OPTIONS, tokens=64e4))
+    assert pair.config("dense", 0).steps == 10_000
+    for name in NAMES:
+        config = pair.config(name, 0)
+        spent = config.steps * config.batch * flops_of_row(pair.spec(name), training=True, seq=config.seq)
+        assert spent == pytest.approx(pair.flops, rel=0.01)
+
+
+def test_the_vocabulary_fits_the_models(pair: Pair, results: Path) -> None:
+    corpus = read_corpus(results / "text", results / TOKENIZER)
+    assert corpus.vocab_size <= pair.dense.vocab_size
+    assert len(corpus.held_out.id_N) > pair.seq
+
+
+def test_a_run_is_not_repeated(pair: Pair, results: Path) -> None:
+    assert run_one(pair, results, "dense", 0) == "dense, seed 0: done before"
+
+
+def test_the_sources_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_run, "PACKAGES", ("onnx_ir",))
+    gather(tmp_path / "text")
+    assert (tmp_path / "text" / "onnx_ir" / "_core.py").read_bytes()
+    first = sorted(tmp_path.rglob("*"))
+    assert not any("tests" in path.parts for path in first)
+    monkeypatch.setattr(pair_run, "PACKAGES", ("no_such_package",))
+    gather(tmp_path / "text")
+    assert sorted(tmp_path.rglob("*")) == first
+    with pytest.raises(FileNotFoundError, match="no_such_package: this package is part of the text"):
+        gather(tmp_path / "other")
+
+
+def test_the_page(pair: Pair, results: Path, tmp_path: Path) -> None:
+    (tmp_path / "training.md").write_text("\n".join(["# Before", *marks("make pair"), "after"]), encoding="utf-8")
+    render(pair, results, tmp_path)
+    page = (tmp_path / "training.md").read_text(encoding="utf-8")
+    assert page.startswith("# Before\n")
+    assert page.endswith("\nafter")
+    dense, mod = (line.split(" | ") for line in page.splitlines() if line.startswith(("| dense", "| MoD")))
+    assert float(mod[4]) < float(dense[4]) == 1
+    assert 0 < float(mod[5]) < 8.5
+    # Predictors decide in the routed model only.
+    assert (dense[7], mod[7] != "") == ("", True)
+    assert "figures/pair.svg" in page
+    assert (tmp_path / "figures" / "pair.svg").stat().st_size > 1000
