@@ -20,8 +20,8 @@ FIGURE = "retrofit.svg"
 MARKERS = {"cheapest": "o", "deepest": "^"}
 """Which layers are routed -> marker of their points."""
 COLUMNS = (
-    "routed", "layers", "capacity", "skipped tokens", "tokens run", "perplexity", "against dense", "bits per byte",
-    "predictor accuracy", "predicted (FLOPs)", "measured speed-up",
+    "routed", "layers", "capacity", "skipped tokens", "routers", "tokens run", "untrained", "perplexity",
+    "against dense", "bits per byte", "predictor accuracy", "predicted (FLOPs)", "measured speed-up",
 )  # fmt: skip
 LEFT = {("kept", "none"): "keep keys", ("absent", "linear"): "run an adapter", ("kept", "linear"): "both"}
 """Declarations of what skipped tokens leave -> how the table says it."""
@@ -44,14 +44,15 @@ def _measured(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], a
     return [
         f"Model `{about['model']}`, text: {about['text']}. Every variant has the same budget: "
         f"{about['steps']:,} steps of {about['batch']} rows of {about['seq']} tokens, {tokens:,} tokens.",
-        "Perplexity is held-out; the predictors decide. *Against dense* compares with the dense model",
-        "that was trained as long. *Blocks removed* is the control: the dense model without its cheapest blocks. It",
-        "and every model that routes learn from the dense model as given. *Tokens run*: mean share over all",
-        "attentions and MLPs. Speed-up over the whole dense model: whole rows on one thread of ONNX Runtime.",
+        "Perplexity is held-out; the predictors decide. *Untrained*: perplexity after the fit, or the removal, and",
+        "before the first step. *Against dense* compares with the dense model that was trained as long. *Blocks",
+        "removed* is the control: the dense model without its cheapest blocks. It and every model that routes learn",
+        "from the dense model as given. *Tokens run*: mean share over all attentions and MLPs. Speed-up over the whole",
+        "dense model: whole rows on one thread of ONNX Runtime.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
-        f"| {' | '.join(['dense, as given', '', '', '', '100%', perplexity, '', bits, '', '1', '1'])} |",
+        f"| {' | '.join(['dense, as given', '', '', '', '', '100%', '', perplexity, '', bits, '', '1', '1'])} |",
         *(_row(row, dense) for row in rows),
         "",
         f"![Perplexity against measured speed-up](figures/{FIGURE})",
@@ -63,7 +64,7 @@ def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
     against = "" if dense is None else f"{math.exp(row['next_token_loss'] - dense['next_token_loss']) - 1:+.1%}"
     numbers = [f"{perplexity:.2f}", against, f"{row['bits_per_byte']:.3f}"]
     if row["speed"] is None:
-        return f"| {' | '.join(['dense, trained as long', '', '', '', '100%', *numbers, '', '1', '1'])} |"
+        return f"| {' | '.join(['dense, trained as long', '', '', '', '', '100%', '', *numbers, '', '1', '1'])} |"
     speed = row["speed"]
     low, high = speed["ci95"]
     failed = "" if speed["status"] == "pass" else ", a gate failed"
@@ -73,7 +74,9 @@ def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
         f"{len(row['layers'])} {row['route'].split(':')[0]}",
         "" if removed else f"{row['capacity']:g}",
         _left(row),
+        "" if removed else row["routers"],
         f"{row['tokens_run']:.0%}",
+        "" if row["untrained_perplexity"] is None else f"{row['untrained_perplexity']:.2f}",
         *numbers,
         "" if row["predictor_accuracy"] is None else f"{row['predictor_accuracy']:.1%}",
         f"{speed['predicted_flops']:.2f}",
@@ -83,7 +86,12 @@ def _row(row: Mapping[str, Any], dense: Mapping[str, Any] | None) -> str:
 
 
 def _left(row: Mapping[str, Any]) -> str:
-    return LEFT.get((row.get("skipped_keys", "absent"), row.get("adapter", "none")), "")
+    return LEFT.get((row["skipped_keys"], row["adapter"]), "")
+
+
+def _kind(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """What has a colour of its own in the figure."""
+    return row["parts"], _left(row), row["routers"]
 
 
 def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path: Path) -> None:
@@ -92,15 +100,17 @@ def _draw(rows: Sequence[Mapping[str, Any]], untouched: Mapping[str, Any], path:
     about = ("share of attention and MLP run", "measured speed-up over the dense baseline")
     for axes, label, of in zip(both, about, (lambda row: row["tokens_run"], _speed), strict=True):
         axes.plot([1], [untouched["perplexity"]], "kx", label="dense, as given")
-        for number, (part, left) in enumerate(dict.fromkeys((row["parts"], _left(row)) for row in rows)):
-            for row in (row for row in rows if (row["parts"], _left(row)) == (part, left)):
+        kinds = dict.fromkeys(map(_kind, rows))
+        for number, (part, left, routers) in enumerate(kinds):
+            for row in (row for row in rows if _kind(row) == (part, left, routers)):
                 at = (of(row), math.exp(row["next_token_loss"]))
                 if row["speed"] is None:
                     axes.plot(*at, "o", color=f"C{number}", label="dense, trained as long")
                     continue
                 layers = row["route"].split(":")[0]
                 name = f"{layers} blocks removed" if part == "removed" else f"{part}, {layers} layers"
-                label_of = f"{name}, skipped tokens {left}" if left else name
+                name += f", skipped tokens {left}" if left else ""
+                label_of = f"{name}, routers learn" if routers == "learned" else name
                 axes.plot(*at, MARKERS[layers], color=f"C{number}", label=label_of)
                 note = f"{len(row['layers'])}" if part == "removed" else f"{row['capacity']:g}"
                 axes.annotate(note, at, xytext=(6, 3), textcoords="offset points", fontsize=8)

@@ -25,9 +25,13 @@ from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.train import PRECISIONS, RECOMPUTED, TrainConfig
 from mod_models.train.corpus import TOKENIZER, Corpus, read_corpus
 from mod_models.train.evaluation import evaluate
-from mod_models.train.retrofit import layers_of, retrofitted, routed_spec
+from mod_models.train.fit import fitted, rows_to_fit
+from mod_models.train.retrofit import FITTED, LEARNED, calibrate, layers_of, retrofitted, routed_spec
 from mod_models.train.run import train
+from mod_models.transformer import Transformer
 
+CALIBRATED = 8192
+"""Tokens on which predictors are calibrated before a model is evaluated untrained."""
 SPEED = """\
 # One engine, one thread, whole rows: what the table's speed-up is measured with.
 buckets = [[1, {seq}]]
@@ -55,10 +59,16 @@ class Way:
     capacity: float
     skipped_keys: str = "absent"
     adapter: str = "none"
+    routers: str = FITTED
+
+    @property
+    def routes(self) -> bool:
+        """Whether tokens are routed at all."""
+        return self.parts not in ("dense", "removed")
 
     @property
     def name(self) -> str:
-        left = [name for name in (self.skipped_keys, self.adapter) if name not in ("absent", "none")]
+        left = [name for name in (self.skipped_keys, self.adapter, self.routers) if name not in USUAL]
         name = f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
         return "-".join([name, *left])
 
@@ -68,23 +78,24 @@ class Way:
         return 1 - parts * (1 - self.capacity) * routed / layers
 
 
+USUAL = ("absent", "none", FITTED)
+"""Values that are not in the name of a way."""
 DENSE = Way("dense", "none", 1.0)
 GRID = (
     DENSE,
     Way("removed", "cheapest:3", 0.0),
-    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept"),
+    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
-    Way("block", "cheapest:{half}", 0.75),
     Way("removed", "cheapest:5", 0.0),
-    Way("block", "cheapest:{half}", 0.5, skipped_keys="kept"),
+    Way("block", "cheapest:{half}", 0.5, skipped_keys="kept", adapter="linear"),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers=LEARNED),
+    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept"),
+    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", routers=LEARNED),
+    Way("mlp", "cheapest:{half}", 0.25, adapter="linear"),
     Way("attention", "cheapest:{half}", 0.5, skipped_keys="kept"),
-    Way("block", "cheapest:{half}", 0.5),
+    Way("block", "cheapest:{half}", 0.75),
     Way("mlp", "cheapest:{half}", 0.5),
-    Way("attention", "cheapest:{half}", 0.5),
-    Way("block", "cheapest:{half}", 0.25),
-    Way("mlp", "deepest:{half}", 0.5),
-    Way("attention", "deepest:{half}", 0.5),
-    Way("block", "deepest:{half}", 0.5),
+    Way("block", "deepest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
 )
 """Ways in the order of their training: first the dense controls and what compares with them, for a run that is stopped.
 """
@@ -93,22 +104,22 @@ GRID = (
 def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
     """Every way has the same budget and the same batches.
 
-    All but the dense model itself learn from it as given. Only a model that routes has a capacity and predictors.
+    All but the dense model itself learn from it as given. Only a model that routes has a capacity and predictors, and
+    only routers that learn begin with all tokens.
     """
-    routed = way.parts not in ("dense", "removed")
     return TrainConfig(
         steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
         learning_rate=given.learning_rate, router_learning_rate=10 * given.learning_rate, weight_decay=0.0,
         warmup=max(1, given.steps // 20), eval_every=max(1, given.steps // 2), eval_batches=given.eval_batches,
         log_every=max(1, given.steps // 40), recompute=given.recompute, precision=given.precision,
-        anneal=0.5 if routed else 0.0, distill=0.0 if way == DENSE else 1.0,
-        calibrate=8 if routed else 0,
+        anneal=0.5 if way.routes and way.routers == LEARNED else 0.0, distill=0.0 if way == DENSE else 1.0,
+        calibrate=8 if way.routes else 0, seed=given.seed,
     )  # fmt: skip
 
 
 def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     """Trains and measures one way, unless that has been done; returns a line to show."""
-    folder: Path = given.results / way.name
+    folder: Path = given.results / folder_name(way, given.seed)
     done = folder / "result.json"
     if done.exists():
         return f"{way.name}: done before"
@@ -118,9 +129,9 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     if way != DENSE:
         text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(given.results / "probe.json"))
         layers = layers_of(text, dense.spec.n_layers, "block" if removed else way.parts)
-    initial = started(way, dense, layers, config.seed)
-    teacher, fit = dense if removed else None, way.adapter == "linear"
-    for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher, fit=fit):
+    initial, untrained = started(way, dense, layers, config, corpus)
+    teacher = dense if removed else None
+    for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher):
         if event.text:
             print(f"{way.name}: {event.text}", flush=True)
     with (folder / "log.csv").open(encoding="utf-8", newline="") as file:
@@ -129,6 +140,8 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     result = {
         **asdict(way),
         "layers": layers,
+        "seed": given.seed,
+        "untrained_perplexity": untrained,
         "tokens_run": way.share_of(len(layers), dense.spec.n_layers),
         "bits_per_byte": float(last["held_out_bits_per_byte"]),
         "next_token_loss": float(last["held_out_next_token_loss"]),
@@ -139,16 +152,36 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     return f"{way.name}: {result['bits_per_byte']:.3f} bits/byte"
 
 
-def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], seed: int) -> Checkpoint:
-    """Returns the weights that a way starts from."""
+def folder_name(way: Way, seed: int) -> str:
+    """Returns the name of the folder of a run."""
+    return f"{way.name}-seed{seed}" if seed else way.name
+
+
+def started(
+    way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainConfig, corpus: Corpus
+) -> tuple[Checkpoint, float | None]:
+    """Returns the weights that a way starts from, and their held-out perplexity if that is the point of them."""
     if way == DENSE:
-        return dense
+        return dense, None
     if way.parts == "removed":
-        return without(dense, layers)
+        short = without(dense, layers)
+        return short, perplexity(short.module(), config, corpus)
     spec = routed_spec(
-        dense.spec, layers, way.capacity, way.parts, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter
-    )
-    return retrofitted(dense, spec, seed)
+        dense.spec, layers, way.capacity, way.parts, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter,
+        routers=way.routers,
+    )  # fmt: skip
+    begin = retrofitted(dense, spec, config.seed)
+    if way.routers == LEARNED and way.adapter == "none":
+        return begin, None
+    begin = fitted(begin, rows_to_fit(corpus, config)).checkpoint
+    model = begin.module()
+    calibrate(model, rows_to_fit(corpus, config, CALIBRATED))
+    return begin, perplexity(model, config, corpus)
+
+
+def perplexity(model: Transformer, config: TrainConfig, corpus: Corpus) -> float:
+    """Returns the held-out perplexity of a token."""
+    return float(evaluate(model, config, corpus)["perplexity"])  # type: ignore[arg-type]  # A number.
 
 
 def without(dense: Checkpoint, layers: Collection[int]) -> Checkpoint:
@@ -212,6 +245,7 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     add("--precision", choices=PRECISIONS, default="float32", help="of products (%(default)s)")
     add("--learning-rate", type=float, default=3e-4, help="routers and predictors get 10 times as much (%(default)s)")
     add("--eval-batches", type=int, default=16)
+    add("--seed", type=int, default=0)
     add("--probe-rows", type=int, default=4)
     options = parser.parse_args(arguments)
     if not options.model.exists():
@@ -224,7 +258,8 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
         print(f"[{number}/{len(grid)}] {run_way(way, options, corpus)}", flush=True)
         text = corpus.name if options.data is None else options.data.name
         about = {"model": options.model.name, "text": text, "steps": options.steps, "batch": options.batch}
-        render(options.results, options.docs, [way.name for way in grid], {**about, "seq": options.seq})
+        names = [folder_name(way, options.seed) for way in grid]
+        render(options.results, options.docs, names, {**about, "seq": options.seq})
     return 0
 
 

@@ -23,8 +23,11 @@ from mod_models.train.corpus import TOKENIZER, read_corpus
 from mod_models.train.log import LOGS, show
 from mod_models.train.parallel import PARALLEL, Workers, launched
 from mod_models.train.retrofit import (
+    FITTED,
     LAYERS,
+    LEARNED,
     RETROFIT_ADAPTERS,
+    RETROFIT_ROUTERS,
     SELECTIONS,
     layers_of,
     retrofitted,
@@ -124,11 +127,17 @@ def _add_retrofit(group: argparse._ArgumentGroup) -> None:
         choices=RETROFIT_ADAPTERS,
         help="what skipped tokens run instead; linear starts from a regression on the dense model (none)",
     )
+    group.add_argument(
+        "--routers",
+        choices=RETROFIT_ROUTERS,
+        help="fitted: select the tokens that adapters approximate worst, by a regression on the dense model; learned: "
+        "by gradient, from an arbitrary choice (fitted)",
+    )
 
 
 def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]:
     """Returns the spec to train, and the checkpoint to start from, if there is one."""
-    names = ("capacity", "parts", "selection", "skipped_keys", "adapter")
+    names = ("capacity", "parts", "selection", "skipped_keys", "adapter", "routers")
     routing_options = [name.replace("_", "-") for name in names if getattr(options, name) is not None]
     adds_predictors = options.route is None and options.init is not None and routing_options == ["selection"]
     if options.route is None and routing_options and not adds_predictors:
@@ -154,6 +163,7 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
     spec = routed_spec(
         loaded.spec, layers, capacity, parts, options.selection or "predictor",
         skipped_keys=options.skipped_keys or "absent", adapter=options.adapter or "none",
+        routers=options.routers or FITTED,
     )  # fmt: skip
     return spec, retrofitted(loaded, spec, options.seed)
 
@@ -163,7 +173,7 @@ def _run(options: argparse.Namespace, config: TrainConfig, workers: Workers) -> 
     beside = options.init / TOKENIZER if options.init is not None else None
     tokenizer = options.tokenizer or (beside if beside is not None and beside.is_file() else None)
     corpus = read_corpus(options.data, tokenizer)
-    fit = options.adapter == "linear"
+    fit = options.route is not None and (options.routers != LEARNED or options.adapter == "linear")
     events = train(spec, config, options.out, initial=initial, corpus=corpus, workers=workers, log=options.log, fit=fit)
     if workers.first:
         show(events)

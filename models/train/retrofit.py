@@ -1,8 +1,8 @@
 """Builds a Mixture-of-Depths model from a dense model; at capacity 1 both compute the same, bit for bit.
 
-Routers start so small that the gate, 1 + tanh(l), rounds to exactly 1. Their scores still differ, because small
-floating-point numbers keep their relative precision. So top-k starts from an arbitrary choice. With routers of zeros it
-would start from the first k tokens.
+Routers that are fitted (`fit.py`) have a gate of 1. Routers that learn start so small that their gate, 1 + tanh(l),
+rounds to exactly 1. Their scores still differ, because small floating-point numbers keep their relative precision. So
+top-k starts from an arbitrary choice. With routers of zeros it would start from the first k tokens.
 
 Others: training routers alone is the first stage of Router-Tuning (arXiv 2410.13184) and SkipGPT (2506.04179).
 MoDification (2410.14268) reports that top-k needs many tokens to convert a trained model. For models of 7 B and more,
@@ -36,6 +36,11 @@ SELECTIONS = CAUSAL_SELECTIONS
 """Values of `RoutingSpec.selection` with which the result can write text."""
 RETROFIT_ADAPTERS = ("none", "linear")
 """Values of `--adapter`: what skipped tokens run instead."""
+FITTED, LEARNED = "fitted", "learned"
+RETROFIT_ROUTERS = (FITTED, LEARNED)
+"""Values of `--routers`: fitted to the dense model before training (`train.fit`), with a gate of 1, so that no gradient
+reaches them; or learned by gradient from an arbitrary choice, through a gate 1 + tanh(l).
+"""
 UNSEEN = 2.0**-26
 """Bound of |score| at the start: 1 + tanh(l) is 1 in float32, and in every narrower dtype, if |l| < 2 ** -25."""
 WILLING = 1.0
@@ -109,6 +114,7 @@ def routed_spec(
     *,
     skipped_keys: str = "absent",
     adapter: str = "none",
+    routers: str = LEARNED,
 ) -> ModelSpec:
     """Adds routing of these layers and parts to the spec of a dense model.
 
@@ -120,6 +126,7 @@ def routed_spec(
         selection: what selects tokens once the model is trained.
         skipped_keys: whether routed attention sees the keys and values of skipped tokens.
         adapter: what skipped tokens run instead, one of RETROFIT_ADAPTERS.
+        routers: one of RETROFIT_ROUTERS, which decides the gate.
 
     Raises:
         TrainError: the model already routes or has experts, the selection cannot write text, the part is unknown, or
@@ -133,9 +140,10 @@ def routed_spec(
         )
     if selection not in SELECTIONS or parts not in PARTS:
         raise TrainError(f"--selection, --parts: expected one of {SELECTIONS} and {PARTS}, got {selection} and {parts}")
-    if skipped_keys not in KEYS_VALUES or adapter not in RETROFIT_ADAPTERS:
-        expected = f"expected one of {KEYS_VALUES} and {RETROFIT_ADAPTERS}, got {skipped_keys} and {adapter}"
-        raise TrainError(f"--skipped-keys, --adapter: {expected}")
+    if skipped_keys not in KEYS_VALUES or adapter not in RETROFIT_ADAPTERS or routers not in RETROFIT_ROUTERS:
+        allowed = f"{KEYS_VALUES}, {RETROFIT_ADAPTERS} and {RETROFIT_ROUTERS}"
+        given = f"{skipped_keys}, {adapter} and {routers}"
+        raise TrainError(f"--skipped-keys, --adapter, --routers: expected one of {allowed}, got {given}")
     if skipped_keys == "kept" and parts == "mlp":
         raise TrainError(
             "--skipped-keys kept: with --parts mlp every token runs attention, and all keys are there; leave it out"
@@ -150,9 +158,9 @@ def routed_spec(
         capacity=capacity,
         router="linear_bias" if selection == "threshold" else "linear",
         router_input="normed",
-        gate="tanh_affine",
+        gate="ones" if routers == FITTED else "tanh_affine",
         gate_scale=1.0,
-        gate_shift=1.0,
+        gate_shift=0.0 if routers == FITTED else 1.0,
         combine="paper",
         skipped_keys_values=skipped_keys,
         skipped_result="identity" if adapter == "none" else "adapter",
@@ -166,7 +174,7 @@ def routed_spec(
 def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
     """Adds new routers and predictors to a dense model and shares its weights. `spec` is from `routed_spec`.
 
-    Adapters are zeros, with which a skipped token stays as it is; `train.ridge.fitted` gives them a better start.
+    Adapters are zeros, with which a skipped token stays as it is; `train.fit.fitted` gives them a better start.
     """
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(spec, max_positions=1))
@@ -274,7 +282,7 @@ def calibrate(model: Transformer, rows: Iterable[Tensor]) -> None:
         _set(predictor, router, score_N, selected_share[site])
 
 
-def _quantile(score_N: Tensor, share: float) -> Tensor:
+def quantile(score_N: Tensor, share: float) -> Tensor:
     """Returns the value below which this share of the scores lies, linear between two scores.
 
     `torch.quantile` does the same, and refuses more than 2**24 numbers.
@@ -290,7 +298,7 @@ def _set(predictor: MlpRouter, router: LinearRouter, score_N: Tensor, passed: fl
         nn.init.zeros_(predictor.projection.weight)
         nn.init.ones_(predictor.projection.bias)
         return
-    threshold = _quantile(score_N, 1 - passed)
+    threshold = quantile(score_N, 1 - passed)
     steepness = SPREAD / score_N.std().clamp(min=torch.finfo(torch.float32).tiny)
     bias = 0.0 if router.projection.bias is None else router.projection.bias[0]
     for unit, sign in enumerate((1.0, -1.0)):

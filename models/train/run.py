@@ -30,11 +30,11 @@ from mod_models.spec import ModelSpec
 from mod_models.train import TrainConfig, TrainError
 from mod_models.train.corpus import Corpus, batch_at, keep_tokenizer, read_corpus
 from mod_models.train.evaluation import NATS_PER_BIT, held_out, parts, rows_at, summary
+from mod_models.train.fit import fitted, rows_to_fit
 from mod_models.train.log import Event, Log
 from mod_models.train.losses import Losses, LossModule
 from mod_models.train.parallel import Workers, accumulate, fill, whole
 from mod_models.train.retrofit import LEAST_HIDDEN, calibrate
-from mod_models.train.ridge import fitted, rows_to_fit
 from mod_models.transformer import Transformer
 
 CALIBRATION_SEED = 12_000_000
@@ -74,7 +74,7 @@ def train(
         log: `csv`, or `tensorboard` to write the folder `tensorboard` as well.
         stop_after: stop after this step of the run and save the state. A later call continues from there.
         teacher: the dense model to distil from; None for the dense baseline of `initial`.
-        fit: fit the linear adapters of `initial` to its dense baseline before the first step.
+        fit: fit the routers and linear adapters of `initial` to its dense baseline before the first step.
 
     Raises:
         TrainError: the model cannot read these rows, the rows do not divide among the processes, `folder` has the state
@@ -88,15 +88,18 @@ def train(
     identity["initial weights"] = None if initial is None else fingerprint_of(initial)
     identity["teacher"] = None if teacher is None else fingerprint_of(teacher)
     # The last bits of a fit depend on the number of threads, so the run is identified by the weights before it.
-    identity["adapters"] = "fitted" if fit else None
+    identity["fit"] = fit
     if not workers.agree(identity):
         raise TrainError(f"{corpus.name}: the processes do not have the same text, or not the same settings")
     if corpus.skipped:
         yield Event(0, config.steps, f"{corpus.name}: {corpus.files} files, {corpus.skipped} skipped as not UTF-8 text")
     if fit and initial is not None and not (folder / "state.pt").exists():
-        initial, explained = fitted(initial, rows_to_fit(corpus, config))
-        shares = ", ".join(f"{layer}: {share:.0%}" for layer, share in explained.items())
-        yield Event(0, config.steps, f"adapters fitted; what they explain of each layer: {shares}")
+        result = fitted(initial, rows_to_fit(corpus, config))
+        initial = result.checkpoint
+        for what, shares in (("adapters", result.explained), ("routers", result.foreseen)):
+            if shares:
+                text = ", ".join(f"{site}: {share:.0%}" for site, share in shares.items())
+                yield Event(0, config.steps, f"{what} fitted; what they explain in each layer: {text}")
     with reproducible(workers.device):
         run = Run.start(spec, config, corpus, workers, initial, teacher)
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ import torch
 from benchmarks.marked_part import marks
 from benchmarks.retrofit import run as run_retrofit
 from benchmarks.retrofit.render import COLUMNS, render
-from benchmarks.retrofit.run import DENSE, GRID, Way, main, without
+from benchmarks.retrofit.run import DENSE, GRID, Way, folder_name, main, without
 from mod_models.checkpoint import load_checkpoint, random_checkpoint
 from mod_models.spec import ModelSpec
 from mod_models.train import TrainConfig
@@ -30,6 +30,7 @@ def row(parts: str, loss: float, speed: float | None = None, status: str = "pass
     fast = {"measured": speed, "ci95": [1.1, 1.3], "predicted_flops": 1.5, "status": status}
     return {
         "parts": parts, "route": "deepest:{half}", "capacity": 0.5, "layers": [2, 3], "tokens_run": 0.75,
+        "skipped_keys": "absent", "adapter": "none", "routers": "fitted", "untrained_perplexity": None,
         "bits_per_byte": 2.0,
         "next_token_loss": loss, "predictor_accuracy": 0.9, "speed": None if speed is None else fast,
     }  # fmt: skip
@@ -39,8 +40,8 @@ def test_the_page(tmp_path: Path) -> None:
     (tmp_path / "training.md").write_text(PAGE)
     (tmp_path / "untouched.json").write_text('{"perplexity": 12.5, "bits_per_byte": 1.5}')
     found = {"dense": row("dense", 2.0), "mlp": row("mlp", 2.1, 1.2), "block": row("block", 2.3, 1.4, "fail")}
-    found["kept"] = {**row("block", 2.2, 1.3), "skipped_keys": "kept", "adapter": "none"}
-    found["adapted"] = {**row("mlp", 2.05, 1.2), "skipped_keys": "absent", "adapter": "linear"}
+    found["kept"] = {**row("block", 2.2, 1.3), "skipped_keys": "kept", "routers": "learned"}
+    found["adapted"] = {**row("mlp", 2.05, 1.2), "adapter": "linear", "untrained_perplexity": 9.5}
     found["removed"] = {**row("removed", 2.1, 1.2), "route": "cheapest:2", "predictor_accuracy": None}
     for name, result in found.items():
         (tmp_path / name).mkdir()
@@ -54,16 +55,18 @@ def test_the_page(tmp_path: Path) -> None:
     assert "not run yet" not in page
     assert "10 steps of 2 rows of 50 tokens, 1,000 tokens" in page
     lines = [line for line in page.splitlines() if line.startswith("|")]
-    failed = "1.40 [1.10, 1.30], a gate failed"
+    fast, failed = "1.20 [1.10, 1.30]", "1.40 [1.10, 1.30], a gate failed"
     assert lines[0].count("|") == len(COLUMNS) + 1
     assert lines[2:] == [
-        "| dense, as given |  |  |  | 100% | 12.50 |  | 1.500 |  | 1 | 1 |",
-        "| dense, trained as long |  |  |  | 100% | 7.39 | +0.0% | 2.000 |  | 1 | 1 |",
-        "| mlp | 2 deepest | 0.5 |  | 75% | 8.17 | +10.5% | 2.000 | 90.0% | 1.50 | 1.20 [1.10, 1.30] |",
-        f"| block | 2 deepest | 0.5 |  | 75% | 9.97 | +35.0% | 2.000 | 90.0% | 1.50 | {failed} |",
-        "| block | 2 deepest | 0.5 | keep keys | 75% | 9.03 | +22.1% | 2.000 | 90.0% | 1.50 | 1.30 [1.10, 1.30] |",
-        "| mlp | 2 deepest | 0.5 | run an adapter | 75% | 7.77 | +5.1% | 2.000 | 90.0% | 1.50 | 1.20 [1.10, 1.30] |",
-        "| blocks removed | 2 cheapest |  |  | 75% | 8.17 | +10.5% | 2.000 |  | 1.50 | 1.20 [1.10, 1.30] |",
+        "| dense, as given |  |  |  |  | 100% |  | 12.50 |  | 1.500 |  | 1 | 1 |",
+        "| dense, trained as long |  |  |  |  | 100% |  | 7.39 | +0.0% | 2.000 |  | 1 | 1 |",
+        f"| mlp | 2 deepest | 0.5 |  | fitted | 75% |  | 8.17 | +10.5% | 2.000 | 90.0% | 1.50 | {fast} |",
+        f"| block | 2 deepest | 0.5 |  | fitted | 75% |  | 9.97 | +35.0% | 2.000 | 90.0% | 1.50 | {failed} |",
+        "| block | 2 deepest | 0.5 | keep keys | learned | 75% |  | 9.03 | +22.1% | 2.000 | 90.0% | 1.50 | "
+        "1.30 [1.10, 1.30] |",
+        "| mlp | 2 deepest | 0.5 | run an adapter | fitted | 75% | 9.50 | 7.77 | +5.1% | 2.000 | 90.0% | 1.50 | "
+        f"{fast} |",
+        f"| blocks removed | 2 cheapest |  |  |  | 75% |  | 8.17 | +10.5% | 2.000 |  | 1.50 | {fast} |",
     ]
     assert (tmp_path / "figures" / "retrofit.svg").stat().st_size > 1000
 
@@ -77,6 +80,9 @@ def test_ways_have_folders_of_their_own() -> None:
         == "block-cheapest-3-0.5-kept-linear"
     )
     assert Way("removed", "cheapest:3", 0.0).name == "removed-cheapest-3-0.0"
+    learned = Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers="learned")
+    assert learned.name == "mlp-cheapest-0.5-linear-learned"
+    assert [folder_name(learned, seed) for seed in (0, 2)] == [learned.name, f"{learned.name}-seed2"]
 
 
 def test_the_dense_model_without_blocks_skips_them() -> None:
@@ -95,14 +101,15 @@ def test_the_dense_model_without_blocks_skips_them() -> None:
 def test_settings_of_a_way() -> None:
     given = argparse.Namespace(
         steps=60, batch=4, micro_batch=0, seq=256, learning_rate=3e-4, eval_batches=16, recompute="none",
-        precision="float32",
+        precision="float32", seed=3,
     )  # fmt: skip
-    found = {way.parts: run_retrofit.config_of(way, given) for way in GRID}
-    assert {parts: (config.distill, config.anneal, config.calibrate) for parts, config in found.items()} == {
-        "dense": (0.0, 0.0, 0), "removed": (1.0, 0.0, 0), "block": (1.0, 0.5, 8), "mlp": (1.0, 0.5, 8),
-        "attention": (1.0, 0.5, 8),
+    found = {(way.parts, way.routers): run_retrofit.config_of(way, given) for way in GRID}
+    assert {kind: (config.distill, config.anneal, config.calibrate) for kind, config in found.items()} == {
+        ("dense", "fitted"): (0.0, 0.0, 0), ("removed", "fitted"): (1.0, 0.0, 0), ("block", "fitted"): (1.0, 0.0, 8),
+        ("block", "learned"): (1.0, 0.5, 8), ("mlp", "fitted"): (1.0, 0.0, 8), ("mlp", "learned"): (1.0, 0.5, 8),
+        ("attention", "fitted"): (1.0, 0.0, 8),
     }  # fmt: skip
-    assert {(config.steps, config.batch, config.seed) for config in found.values()} == {(60, 4, 0)}
+    assert {(config.steps, config.batch, config.seed) for config in found.values()} == {(60, 4, 3)}
 
 
 def test_the_share_of_tokens_that_run() -> None:
@@ -143,7 +150,8 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert result["speed"]["predicted_flops"] > 1
     assert result["speed"]["measured"] > 0
     page = Path("docs/training.md").read_text()
-    assert "| mlp | 2 cheapest | 0.5 | run an adapter |" in page
+    assert "| mlp | 2 cheapest | 0.5 | run an adapter | fitted |" in page
+    assert result["untrained_perplexity"] > 1
     removed = json.loads(Path("results/removed-cheapest-1-0.0/result.json").read_text())
     assert (len(removed["layers"]), removed["tokens_run"], removed["predictor_accuracy"]) == (1, 0.75, None)
     assert load_checkpoint(Path("results/removed-cheapest-1-0.0/model.pt")).spec.n_layers == 3

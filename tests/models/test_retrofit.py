@@ -161,7 +161,7 @@ def test_models_that_cannot_be_retrofitted() -> None:
         with pytest.raises(TrainError, match=rf"^--adapter linear: .* expected --parts block or mlp, got {parts}$"):
             routed_spec(DENSE, (1,), 0.5, parts, "predictor", adapter="linear")
     with pytest.raises(
-        TrainError, match=r"^--skipped-keys, --adapter: expected one of \('absent', 'kept'\) and \('none'"
+        TrainError, match=r"^--skipped-keys, --adapter, --routers: expected one of \('absent', 'kept'\), \('none'"
     ):
         routed_spec(DENSE, (1,), 0.5, "block", "predictor", adapter="gated")
 

@@ -101,7 +101,7 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(command) == 0
     assert "'perplexity': " in capsys.readouterr().out
     trained = load_checkpoint(out / "model.pt")
-    assert trained.spec == routed_spec(dense.spec, (1, 2), 0.25, "mlp", "predictor")
+    assert trained.spec == routed_spec(dense.spec, (1, 2), 0.25, "mlp", "predictor", routers="fitted")
     assert (state(out)["identity"]["anneal"], state(out)["identity"]["distill"]) == (0.5, 1.0)
     assert (out / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert (out / "generation_config.json").exists()
@@ -141,10 +141,12 @@ def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[
     command = ["--init", str(tmp_path / "dense"), "--route", "1-2", "--skipped-keys", "kept", "--adapter", "linear"]
     command += ["--out", str(tmp_path / "out"), "--steps", "1", *QUICK]
     assert main(command) == 0
-    assert "adapters fitted; what they explain of each layer: 1: " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "adapters fitted; what they explain in each layer: 1: " in said
+    assert "routers fitted; what they explain in each layer: 1: " in said
     trained = load_checkpoint(tmp_path / "out" / "model.pt")
     assert trained.spec == routed_spec(
-        dense.spec, (1, 2), 0.5, "block", "predictor", skipped_keys="kept", adapter="linear"
+        dense.spec, (1, 2), 0.5, "block", "predictor", skipped_keys="kept", adapter="linear", routers="fitted"
     )
     assert float(trained.weights["layers.2.adapter.down_proj.weight"].abs().sum()) > 0
 

@@ -1,0 +1,236 @@
+"""Fits the adapters and routers of a retrofitted model to its dense model by linear regression, before any training.
+
+Layers are fitted one after the other, from the first to the last. Each sees the stream that the layers before it leave
+in the routed model, in which tokens have skipped parts. In a layer:
+
+1. An adapter gives a skipped token W z, z being what the norm of the MLP returns for it. W is the ridge regression
+   (Hoerl and Kennard, Technometrics 12, 1970) of what the part would add, y, on z.
+2. The router learns which tokens are approximated worst: the ridge regression of |y - W z|^2 on what the router reads.
+   Without an adapter, it is |y|^2.
+3. W is fitted again, to the tokens that the router now skips. The few tokens with very large values that every language
+   model has (Sun et al., arXiv 2402.17762) run, and no longer bend W.
+
+To approximate what a token skips, and to route by how well that works, is the idea of Informed Routing (arXiv
+2510.13831), which trains small networks for both.
+
+Shape legend: N tokens, B rows, S tokens of a row, D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mod_models.checkpoint import ROUTES, Checkpoint
+from mod_models.routing import Decisions, LinearAdapter, LinearRouter
+from mod_models.selection import Tokens
+from mod_models.spec import Site
+from mod_models.train import TrainConfig
+from mod_models.train.corpus import Corpus, batch_at
+from mod_models.train.retrofit import quantile
+from mod_models.transformer import Block, RoutedBlock, Transformer
+
+FIT_TOKENS = 50_000
+"""Number of tokens of a fit, rounded up to whole batches. Each row of W has only D numbers to find."""
+FIT_SEED = 13_000_000
+"""Seed of the windows of training text on which adapters and routers are fitted."""
+STRENGTH = 1e-3
+"""lambda of W, as a share of the mean of the diagonal of Z'Z."""
+ROUTER_STRENGTH = 1e-2
+"""lambda of a router."""
+CLIPPED = 0.99
+"""Errors above this quantile count as much as it does. Without, the regression would be about a handful of tokens."""
+ABOVE_ALL = 100.0
+"""Bias of a router whose capacity is 1, in standard deviations of its scores."""
+
+
+def rows_to_fit(corpus: Corpus, config: TrainConfig, tokens: int = FIT_TOKENS) -> list[Tensor]:
+    """Returns batches of training text, int64 (B, S), of this many tokens together."""
+    batches = -(-tokens // (config.batch * config.seq))
+    return [batch_at(corpus.train.id_N, config.batch, config.seq, FIT_SEED + number) for number in range(batches)]
+
+
+class Fitted(NamedTuple):
+    """A checkpoint with fitted adapters and routers.
+
+    Attributes:
+        checkpoint: the given one with the weights of its adapters and routers replaced.
+        explained: routed layer -> share of the squared length of what its skipped tokens miss that W z explains; empty
+            without adapters.
+        foreseen: routing site -> share of the variance of the clipped squared errors that a router's score explains.
+    """
+
+    checkpoint: Checkpoint
+    explained: dict[int, float]
+    foreseen: dict[Site, float]
+
+
+@torch.no_grad()
+def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
+    """Fits the linear adapters, if it has any, and the routers of a retrofitted model to what its dense model computes.
+
+    Routers that are to learn, through a gate, stay as they are. Adapters are then fitted to all tokens of the dense
+    model, because which of them will skip is not known. A float32 stream of all rows is kept in memory, and what one
+    layer reads and adds.
+
+    Args:
+        retrofit: is from `train.retrofit.retrofitted`.
+        rows: batches of int64 (B, S) token ids, without padding.
+    """
+    routing = retrofit.spec.routing
+    assert routing is not None
+    fits_routers = routing.gate == "ones"
+    dense, model = retrofit.dense().module(), _ranking(retrofit)
+    streams = [dense.embedded(ids_BS) for ids_BS in rows]
+    explained: dict[int, float] = {}
+    foreseen: dict[Site, float] = {}
+    for layer, (block, routed) in enumerate(zip(dense.layers, model.layers, strict=True)):
+        assert isinstance(block, Block)
+        if not isinstance(routed, RoutedBlock):
+            streams = [block(_tokens(dense, x_BSD), Decisions()) for x_BSD in streams]
+            continue
+        for part in ("attention", "mlp") if routing.parts == "separate" else (routing.parts,):
+            seen = [_seen(block, _tokens(dense, x_BSD), part) for x_BSD in streams]
+            if routed.adapter is not None:
+                explained[layer] = _fit_adapter(routed.adapter, seen)
+            if not fits_routers:
+                continue
+            foreseen[routed.site(part)] = _fit_router(routed, part, seen, _slots(model, layer, streams[0]))
+            if routed.adapter is not None:
+                skipped = [
+                    of.at(~_selected(model, routed, part, x_BSD)) for of, x_BSD in zip(seen, streams, strict=True)
+                ]
+                explained[layer] = _fit_adapter(routed.adapter, skipped)
+        if fits_routers:
+            streams = [_run(model, routed, x_BSD, Decisions()) for x_BSD in streams]
+        else:
+            streams = [block(_tokens(dense, x_BSD), Decisions()) for x_BSD in streams]
+    new = {name: tensor for name, tensor in model.state_dict().items() if ROUTES.match(name)}
+    return Fitted(Checkpoint(spec=retrofit.spec, weights={**retrofit.weights, **new}), explained, foreseen)
+
+
+def _ranking(retrofit: Checkpoint) -> Transformer:
+    """Returns the model with router and adapter weights of its own, in which top-k selects."""
+    assert retrofit.spec.routing is not None
+    spec = replace(retrofit.spec, routing=replace(retrofit.spec.routing, selection="topk"))
+    weights = {name: tensor.clone() if ROUTES.match(name) else tensor for name, tensor in retrofit.weights.items()}
+    return Checkpoint(spec=spec, weights=weights).module()
+
+
+def _tokens(model: Transformer, x_BSD: Tensor) -> Tokens:
+    S = x_BSD.shape[1]
+    live_BS = torch.ones(x_BSD.shape[:2], dtype=torch.bool)
+    return Tokens(x_BSD, live_BS, model.rope_cos[:S], model.rope_sin[:S], None, S)
+
+
+def _slots(model: Transformer, layer: int, x_BSD: Tensor) -> tuple[int, int]:
+    """Returns (k, S): how many of the tokens of a row the layer runs."""
+    S = x_BSD.shape[1]
+    return model.spec.k_of_layer(S)[layer], S
+
+
+def _run(model: Transformer, routed: RoutedBlock, x_BSD: Tensor, decisions: Decisions) -> Tensor:
+    """Returns the stream after a routed block, (B, S, D)."""
+    k, _ = _slots(model, routed.layer, x_BSD)
+    after_BSD: Tensor = routed(_tokens(model, x_BSD), decisions, k)
+    return after_BSD
+
+
+def _selected(model: Transformer, routed: RoutedBlock, part: str, x_BSD: Tensor) -> Tensor:
+    """Returns which tokens the part runs, bool (B, S)."""
+    decisions = Decisions()
+    _run(model, routed, x_BSD, decisions)
+    position_BK = decisions.made[routed.site(part)].position_BK
+    return torch.zeros(x_BSD.shape[:2], dtype=torch.bool).scatter(1, position_BK, True)
+
+
+class Seen(NamedTuple):
+    """What a routed part would read and add if these tokens ran, each (N, D).
+
+    Attributes:
+        router_ND: what its router reads.
+        adapter_ND: what its adapter reads.
+        delta_ND: what the part adds.
+    """
+
+    router_ND: Tensor
+    adapter_ND: Tensor
+    delta_ND: Tensor
+
+    def at(self, mask_BS: Tensor) -> Seen:
+        """Returns some of the tokens, those of a bool mask (B, S)."""
+        return Seen(*(tensor_ND[mask_BS.flatten()] for tensor_ND in self))
+
+
+def _seen(block: Block, tokens: Tokens, part: str) -> Seen:
+    x_BSD = tokens.x_BTD
+    if part == "block":
+        found = block.attention_norm(x_BSD), block.mlp_norm(x_BSD), block(tokens, Decisions()) - x_BSD
+    elif part == "attention":
+        normed_BSD = block.attention_norm(x_BSD)
+        found = normed_BSD, normed_BSD, block.attended(tokens, Decisions())
+    else:
+        # Where attention has a router of its own, this is the stream of the tokens that run it.
+        normed_BSD = block.mlp_norm(x_BSD + block.attended(tokens, Decisions()))
+        found = normed_BSD, normed_BSD, block.mlp(normed_BSD)
+    return Seen(*(tensor_BSD.flatten(0, 1) for tensor_BSD in found))
+
+
+def _fit_adapter(adapter: nn.Module, seen: Sequence[Seen]) -> float:
+    """Fits W to what the part adds to these tokens. Returns the share of its squared length that W z explains; 1, and W
+    stays as it is, if there are no tokens.
+    """
+    assert isinstance(adapter, LinearAdapter)
+    D = seen[0].adapter_ND.shape[-1]
+    zz_DD, zy_DD = torch.zeros(2, D, D, dtype=torch.float64)
+    yy = 0.0
+    for of in seen:
+        # Products of a batch are in float32, and their sum in float64.
+        zz_DD += of.adapter_ND.T @ of.adapter_ND
+        zy_DD += of.adapter_ND.T @ of.delta_ND
+        yy += float(of.delta_ND.double().square().sum())
+    if yy == 0:
+        return 1.0
+    weight_DD = _ridge(zz_DD, zy_DD, STRENGTH).T
+    adapter.down_proj.weight.copy_(weight_DD)
+    rest = yy - 2 * (weight_DD.T * zy_DD).sum() + ((weight_DD @ zz_DD) * weight_DD).sum()
+    return 1 - float(rest) / yy
+
+
+def _fit_router(routed: RoutedBlock, part: str, seen: Sequence[Seen], slots: tuple[int, int]) -> float:
+    """Fits the router of a part, so that its scores have a standard deviation of 1. Returns the share it explains.
+
+    A router with a bias selects by the sign of its score: k of S of the scores are above 0.
+    """
+    adapter = routed.adapter
+    errors = [of.delta_ND if adapter is None else of.delta_ND - adapter(of.adapter_ND) for of in seen]
+    error_N = torch.cat([error_ND.square().sum(-1) for error_ND in errors]).double()
+    error_N = error_N.clamp(max=quantile(error_N, CLIPPED))
+    error_N -= error_N.mean()
+    x_ND = torch.cat([of.router_ND for of in seen])
+    x_ND = x_ND - x_ND.mean(0)
+    N = len(x_ND)
+    xx_DD, xe_D1 = (x_ND.T @ x_ND).double(), (x_ND.T @ error_N[:, None].float()).double()
+    weight_D1 = _ridge(xx_DD, xe_D1, ROUTER_STRENGTH)
+    squares = float(weight_D1.T @ xx_DD @ weight_D1)
+    router = routed.mlp_router if part == "mlp" and routed.mlp_router is not None else routed.router
+    assert isinstance(router, LinearRouter)
+    router.projection.weight.copy_(weight_D1.T / (math.sqrt(squares / N) or 1.0))
+    if router.projection.bias is not None:
+        score_N = torch.cat([of.router_ND @ router.projection.weight[0] for of in seen])
+        k, S = slots
+        router.projection.bias.fill_(-quantile(score_N, 1 - k / S) if k < S else ABOVE_ALL)
+    total = float(error_N.square().sum())
+    return (2 * float(weight_D1.T @ xe_D1) - squares) / total if total > 0 else 1.0
+
+
+def _ridge(xx_DD: Tensor, xy_DE: Tensor, strength: float) -> Tensor:
+    """Returns (X'X + lambda I)^-1 X'Y, float64 (D, E), with lambda as a share of the mean of the diagonal of X'X."""
+    ridge_DD = strength * xx_DD.diagonal().mean() * torch.eye(len(xx_DD), dtype=xx_DD.dtype)
+    solved_DE: Tensor = torch.linalg.solve(xx_DD + ridge_DD, xy_DE)
+    return solved_DE
