@@ -52,6 +52,7 @@ EXTRAS = {
     "generate": ("tokenizers",),
     "structured": ("llguidance",),
     "serve": ("starlette", "uvicorn", "httptools", "prometheus_client"),
+    "sign": ("model_signing",),
     "ray": ("ray",),
 }
 """Extra of this package -> the modules that come with it."""

@@ -18,10 +18,11 @@ from mod_export.cli.convert import convert
 from mod_export.cli.demo import demo
 from mod_export.cli.generate import generate
 from mod_export.cli.plan import plan
+from mod_export.cli.rerun import bench, validate
 from mod_export.cli.serve import serve
 from mod_export.cli.show import config, inspect, report, targets
+from mod_export.cli.sign import sign, verify
 from mod_export.cli.triton import triton
-from mod_export.cli.verify import bench, validate
 
 __all__ = ["cli", "main"]
 
@@ -41,6 +42,8 @@ for command in (
     sweep,
     validate,
     bench,
+    sign,
+    verify,
     report,
     inspect,
     plan,

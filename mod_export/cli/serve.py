@@ -61,6 +61,10 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
     help="A web page that may use the server, such as https://chat.example; may be given several times. With API keys "
     "also * for all.",
 )  # fmt: skip
+@click.option(
+    "--trusted-key", "trusted_keys", metavar="FILE", type=PATH, multiple=True,
+    help="Public key in PEM: serve the folder only if its owner has signed it; may be given several times.",
+)  # fmt: skip
 @click.option("--target", metavar="T", help="Target of the engines; default: the fastest here.")
 @click.option("--dtype", metavar="D", help="Dtype of the engines; default: that of the fastest.")
 @click.option("--model", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
@@ -74,6 +78,7 @@ def serve(
     keep_alive_s: float,
     key_file: Path | None,
     origins: Sequence[str],
+    trusted_keys: tuple[Path, ...],
     verbosity: int,
     **options: Any,
 ) -> int:
@@ -86,7 +91,7 @@ def serve(
 
     return serve_folder(
         folder,
-        ServiceOptions(**options),
+        ServiceOptions(**options, trusted_keys=trusted_keys or None),
         host=host,
         port=port,
         drain_s=drain_s,

@@ -25,6 +25,7 @@ from mod_export.environment import usable_cores
 from mod_export.errors import TargetError, UnverifiedWarning, UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import Manifest, open_folder
+from mod_export.folder.signature import check_signature
 from mod_export.rows.base import FailedRow
 from mod_export.rows.speed import served_of
 from mod_export.runtime.logits import log_softmax, negative_log_likelihood, perplexity_of
@@ -146,6 +147,7 @@ def load(
     dtype: str | None = None,
     model: ModelKind = "mod",
     threads: int | None = None,
+    trusted_keys: Sequence[str | Path] | None = None,
 ) -> Deployment:
     """Opens a build folder for inference.
 
@@ -157,13 +159,17 @@ def load(
         model: `mod`, or `dense` for the dense baseline.
         threads: threads of a CPU engine inside one operator. None uses every physical core that this process may use
             (`environment.usable_cores`); 0 leaves the choice to the library.
+        trusted_keys: public keys, each a PEM file: the folder must be signed by the owner of one. None asks for no
+            signature.
 
     Raises:
-        BuildFolderError: not a complete build folder, or a needed file is missing or has the wrong size. Hashes are
-            checked later, when a bucket that needs the file first runs.
+        BuildFolderError: not a complete build folder, or a needed file is missing or has the wrong size; or it is not
+            signed by one of `trusted_keys`. Hashes are checked later, when a bucket that needs the file first runs.
+        UsageError: a file of `trusted_keys` holds no key.
         TargetError: nothing in it runs here, or the target is not in it, or its engines missed their gates.
     """
     folder = Path(root)
+    check_signature(folder, trusted_keys)
     manifest = open_folder(folder, verify=False)
     chosen = served_engines(folder, manifest, model, target, dtype)
     warn_unverified(folder, manifest)

@@ -28,6 +28,7 @@ from mod_export.environment import free_bytes
 from mod_export.errors import EngineError, TooLongError, UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
+from mod_export.folder.signature import check_signature
 from mod_export.runtime.decoder import Decoder, DecodingEngines
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
 from mod_export.runtime.prefix_cache import PrefixCache
@@ -46,16 +47,18 @@ def load_generator(
     model: ModelKind = "mod",
     threads: int | None = None,
     prefix_cache_bytes: int = 0,
+    trusted_keys: Sequence[str | Path] | None = None,
 ) -> Generator:
     """Opens a build folder for writing text. Takes the arguments of `load`, and the memory for what texts have read, so
     that later texts with the same beginning need not read it again (`PrefixCache`); 0 keeps nothing.
 
     Raises:
-        BuildFolderError: not a complete build folder, or a damaged file.
+        BuildFolderError: not a complete build folder, a damaged file, or not signed by one of `trusted_keys`.
         UsageError: the folder's model cannot generate (the message says why and what to do), or has no such engines.
         TargetError: no engine for generation runs here, or the engines missed their gates.
     """
     folder = Path(root)
+    check_signature(folder, trusted_keys)
     manifest = open_folder(folder, verify=False)
     if isinstance(manifest.generation, Unavailable):
         raise UsageError(

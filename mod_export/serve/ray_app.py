@@ -65,6 +65,8 @@ class Arguments(BaseModel):
             as a list. `*` means any.
         allow_origins: web pages of other origins that may use the server, such as `https://chat.example`; separated by
             commas or as a list. `*` means any, and needs API keys or `hosts=*`.
+        trusted_keys: public keys, each a PEM file at this path on every node, separated by commas or as a list; every
+            folder must be signed by the owner of one.
         name: see `ServiceOptions`, also for `rows`, `max_queue`, `max_wait_s`, `target`, `dtype` and `model`.
     """
 
@@ -92,8 +94,9 @@ class Arguments(BaseModel):
     dtype: str | None = None
     model: ModelKind = "mod"
     prefix_cache_mib: Annotated[int, Field(ge=0)] = PREFIX_CACHE_MIB
+    trusted_keys: tuple[Path, ...] | None = None
 
-    @field_validator("hosts", "allow_origins", mode="before")
+    @field_validator("hosts", "allow_origins", "trusted_keys", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         return value.split(",") if isinstance(value, str) else value

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mod_export.errors import TargetError, UsageError
 from mod_export.folder.manifest import Manifest, open_folder
+from mod_export.folder.signature import check_signature
 from mod_export.runtime.deployment import Deployment, load
 from mod_export.runtime.generator import load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
@@ -35,6 +36,8 @@ class ServiceOptions:
         model: `mod`, or `dense` for the dense baseline.
         threads: threads of a CPU engine inside one operator; None uses every physical core.
         prefix_cache_mib: memory, in MiB, for what texts have read; later texts with the same beginning take it.
+        trusted_keys: public keys, each a PEM file; the owner of one must have signed the folder. None asks for no
+            signature.
     """
 
     name: str | None = None
@@ -46,6 +49,7 @@ class ServiceOptions:
     model: ModelKind = "mod"
     threads: int | None = None
     prefix_cache_mib: int = PREFIX_CACHE_MIB
+    trusted_keys: tuple[Path, ...] | None = None
 
 
 class Scoring:
@@ -156,13 +160,14 @@ class Service:
 
 @contextlib.contextmanager
 def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
-    """Opens a build folder. Checks the hash of every file, and opens the decode engine.
+    """Opens a build folder. Checks its signature and the hash of every file, and opens the decode engine.
 
     Raises:
-        BuildFolderError: not a complete build folder, or a damaged file.
-        UsageError: an option is out of range.
+        BuildFolderError: not a complete build folder, a damaged file, or not signed by one of the trusted keys.
+        UsageError: an option is out of range, or a file of a trusted key holds none.
         TargetError: nothing in it runs here.
     """
+    check_signature(folder, options.trusted_keys)
     manifest = open_folder(folder)
     metrics = Metrics()
     with contextlib.ExitStack() as opened:

@@ -20,6 +20,7 @@ NEEDS: dict[tuple[str, ...], tuple[str, list[str]]] = {
     ("onnx", "onnx_ir"): ("build", ["inspect GRAPH", "validate DIR"]),
     ("onnxruntime",): ("ort", ["bench DIR"]),
     ("gguf",): ("convert", ["convert FILE OUT", "build FILE -o OUT"]),
+    ("model_signing",): ("sign", ["sign DIR --key KEY", "verify DIR --key KEY"]),
     ("uvicorn",): ("serve", ["serve DIR"]),
     ("httptools",): ("serve", ["serve DIR"]),
     ("prometheus_client",): ("serve", ["serve DIR"]),
@@ -36,7 +37,7 @@ def test_a_missing_extra_is_named(absent: tuple[str, ...], small_folder: Path, t
     extra, lines = NEEDS[absent]
     folder = small_folder / "build"
     names = {"MODEL": small_folder / "small.pt", "DIR": folder, "OUT": tmp_path / "out", "GRAPH": folder / GRAPH,
-             "FILE": tmp_path / "one.gguf"}  # fmt: skip
+             "FILE": tmp_path / "one.gguf", "KEY": tmp_path / "key.pem"}  # fmt: skip
     # The package knows the size of a tensor's blocks.
     (tmp_path / "one.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0) + bytes(8))
     requests = [[names.get(word, word) for word in line.split()] for line in lines]
