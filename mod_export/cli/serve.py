@@ -65,6 +65,10 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
     "--trusted-key", "trusted_keys", metavar="FILE", type=PATH, multiple=True,
     help="Public key in PEM: serve the folder only if its owner has signed it; may be given several times.",
 )  # fmt: skip
+@click.option(
+    "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
+    help="Form of the log on stderr: lines for people, or an object a line for programs.",
+)  # fmt: skip
 @click.option("--target", metavar="T", help="Target of the engines; default: the fastest here.")
 @click.option("--dtype", metavar="D", help="Dtype of the engines; default: that of the fastest.")
 @click.option("--model", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
@@ -79,6 +83,7 @@ def serve(
     key_file: Path | None,
     origins: Sequence[str],
     trusted_keys: tuple[Path, ...],
+    log_format: str,
     verbosity: int,
     **options: Any,
 ) -> int:
@@ -98,6 +103,7 @@ def serve(
         keep_alive_s=keep_alive_s,
         keys=read_keys(key_file) if key_file else frozenset(),
         origins=origins,
-        access_log=verbosity > 0,
+        log_requests=verbosity > 0,
+        log_format=log_format,
         say=partial(click.echo, err=True),
     )

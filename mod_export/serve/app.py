@@ -18,6 +18,7 @@ from mod_export.serve import inference_protocol, openai_api, openapi
 from mod_export.serve.cors import Cors
 from mod_export.serve.endpoint import ApiError, Guard, path_of, service_of
 from mod_export.serve.metrics import CONTENT_TYPE
+from mod_export.serve.request_log import RequestLog
 from mod_export.serve.service import Service
 
 NOT_HERE = tuple(
@@ -69,7 +70,7 @@ def create_app(
     app = Starlette(
         routes=[Route(path, guard(path, endpoint), methods=[method]) for method, path, guard, endpoint in routes],
         exception_handlers={HTTPException: _no_such_address},
-        middleware=[Middleware(Cors, origins=origins)],
+        middleware=[Middleware(RequestLog), Middleware(Cors, origins=origins)],
     )
     app.router.redirect_slashes = False
     app.state.service = service

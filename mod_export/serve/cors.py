@@ -1,6 +1,6 @@
 """Web pages of other origins that may use the server (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol).
 
-Starlette's middleware knows the protocol. It is the outermost layer of the application, and endpoints turn every error
+Starlette's middleware knows the protocol. It is an outer layer of the application, and endpoints turn every error
 into a response, so refusals and streams have its headers too; only what never reaches the application has none, such as
 a head that is no HTTP. Two of its answers are replaced here: a preflight request that passes is answered 204, as it
 has no body, and one that does not is told which option allows it.
@@ -24,7 +24,7 @@ ANY, OPAQUE = "*", "null"
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 IMPLIED_PORTS = ("http://", ":80"), ("https://", ":443")
 METHODS = ("GET", "HEAD", "POST")
-SHOWN = ("Allow", "Inference-Header-Content-Length", "Retry-After", "WWW-Authenticate")
+SHOWN = ("Allow", "Inference-Header-Content-Length", "Retry-After", "WWW-Authenticate", "X-Request-Id")
 """Headers of answers that pages may read, besides those that they always may."""
 MAX_AGE_S = 7200
 """How long a browser may keep the answer to a preflight request; Chrome keeps none for longer."""

@@ -19,12 +19,11 @@ from starlette.types import Receive
 
 from mod_export.errors import UsageError
 from mod_export.runtime.compiling import GrammarNotCompiledError
+from mod_export.serve.request_log import CLIENT_LEFT
 from mod_export.serve.scheduler import LOG, ClosingError, QueueFullError, WaitedTooLongError
 from mod_export.serve.service import Service
 
 HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?", re.ASCII)
-CLIENT_LEFT = 499
-"""The status that nginx logs for a client that disconnected; it is never sent."""
 RETRY_S = 1
 """Retry-After for clients if the server has no free row or is shutting down: another replica may have a free row."""
 BODY_S = 30.0

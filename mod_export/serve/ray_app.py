@@ -29,6 +29,7 @@ from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 from mod_export.serve.app import create_app
 from mod_export.serve.cors import Cors, check_origins
 from mod_export.serve.endpoint import RETRY_S, ApiError, Guard, problem_of
+from mod_export.serve.request_log import RequestLog
 from mod_export.serve.scheduler import LOG
 from mod_export.serve.server import LOOPBACK, read_keys
 from mod_export.serve.service import Service, ServiceOptions, open_service
@@ -300,7 +301,8 @@ class Replica:
             # No await separates this from the folder's own count of requests, so the folder cannot close in between.
             folder = await self._chosen(request)
         except Exception as error:  # Handled as in `create_app`.
-            await Cors(problem_of(error).response(request.url.path), self._args.allow_origins)(scope, receive, send)
+            answer = Cors(problem_of(error).response(request.url.path), self._args.allow_origins)
+            await RequestLog(answer)(scope, receive, send)
         else:
             await folder(scope, receive, send)
 

@@ -29,6 +29,7 @@ from mod_export.errors import UsageError
 from mod_export.serve import DRAIN_S, KEEP_ALIVE_S
 from mod_export.serve.app import create_app
 from mod_export.serve.cors import check_origins
+from mod_export.serve.request_log import configure_logging
 from mod_export.serve.service import Service, ServiceOptions, open_service
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -74,7 +75,8 @@ def serve_folder(
     keep_alive_s: float = KEEP_ALIVE_S,
     keys: frozenset[str] = frozenset(),
     origins: Collection[str] = frozenset(),
-    access_log: bool = False,
+    log_requests: bool = False,
+    log_format: str = "text",
     say: Callable[[str], None] = print,
 ) -> int:
     """Serves until a signal ends it, and returns the exit code.
@@ -88,7 +90,8 @@ def serve_folder(
         keep_alive_s: seconds that a connection stays open between two requests.
         keys: API keys.
         origins: web pages of other origins that may use the server.
-        access_log: whether every request is logged.
+        log_requests: whether every request is logged, to stderr.
+        log_format: form of the log, one of `request_log.FORMATS`.
         say: receives a line with the address before the server starts.
 
     Raises:
@@ -113,8 +116,8 @@ def serve_folder(
             app,
             http=Connection,
             ws="none",
-            log_level="info" if access_log else "warning",
-            access_log=access_log,
+            log_config=None,
+            access_log=False,
             lifespan="off",
             limit_concurrency=MOST_CONNECTIONS,
             timeout_keep_alive=keep_alive_s,  # type: ignore[arg-type]  # Only given to call_later, as it is.
@@ -125,6 +128,7 @@ def serve_folder(
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listener.getsockname()[1]}"
         say(f"{service.name}: {service.describe()}\n{address}  (Ctrl-C ends it when its texts are done)")
+        configure_logging(log_format, requests=log_requests)
         server.run(sockets=[listener])
         return server.exit_code
 

@@ -1,10 +1,13 @@
-"""Servers of build folders inside this process, and requests whose events can be waited for."""
+"""Servers of build folders inside this process and in one of their own, and requests whose events can be waited for."""
 
 from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -137,3 +140,24 @@ def serving(
         finally:
             server.should_exit = True
             thread.join(PATIENCE_S)
+
+
+@contextlib.contextmanager
+def command(folder: Path, *options: object, code: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Runs `mod-export serve`; yields the process and its address."""
+    script = f"{code}\nfrom mod_export.cli import main\nmain()"
+    listed = [sys.executable, "-c", script, "serve", str(folder), "--port", "0", *map(str, options)]
+    process = subprocess.Popen(listed, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    output = ""
+    for line in process.stderr:
+        output += line
+        if found := re.search(r"http://\S+:\d+", line):
+            break
+    assert found, output
+    try:
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.wait(PATIENCE_S)
+        process.stderr.close()

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
 import pytest
 from build_folders import flip
 from command_line import invoke, refused
-from serving import PATIENCE_S
+from serving import PATIENCE_S, command
 
 from mod_export.serve import KEEP_ALIVE_S
 from mod_export.serve import server as server_module
@@ -34,27 +30,6 @@ Decoder.step = slow
 """
 """Slows the tiny model down, so that a signal comes in the middle of a text."""
 LONG = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
-
-
-@contextlib.contextmanager
-def command(folder: Path, *options: object, code: str = "") -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Runs `mod-export serve`; yields the process and its address."""
-    script = f"{code}\nfrom mod_export.cli import main\nmain()"
-    listed = [sys.executable, "-c", script, "serve", str(folder), "--port", "0", *map(str, options)]
-    process = subprocess.Popen(listed, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    output = ""
-    for line in process.stderr:
-        output += line
-        if found := re.search(r"http://\S+:\d+", line):
-            break
-    assert found, output
-    try:
-        yield process, found[0]
-    finally:
-        process.kill()
-        process.wait(PATIENCE_S)
-        process.stderr.close()
 
 
 def texts_of(url: str, count: int, found: list[httpx2.Response]) -> list[threading.Thread]:

@@ -1,0 +1,126 @@
+"""Names every request, answers with its name, and logs it in a line: a person's or a program's.
+
+The name (id) is that of the client's header X-Request-Id, or a new one. The answer has it in the same header, as
+OpenAI's has, and every line that is logged while the request is answered has it too. So what a user reports, what a
+proxy logged and what this server logged can be put together.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+import uuid
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LOG = logging.getLogger("mod_export.requests")
+"""Has one record of level INFO for each answered request."""
+HEADER = "X-Request-Id"
+NAME = re.compile(rb"[\x21-\x7e]{1,128}")
+"""Names that are taken from clients: what can stand in a log and a header as it is."""
+FORMATS = ("text", "json")
+CLIENT_LEFT = 499
+"""The status that nginx logs for a client that disconnected before the answer began; it is never sent."""
+EXTRA = "mod_export"
+"""Attribute of a log record with the fields of its JSON line."""
+
+_request: ContextVar[str | None] = ContextVar("request", default=None)
+
+
+class RequestLog:
+    """The outermost layer of an application. An answer is logged when its last byte is sent, or its client has left."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"")
+        name = given.decode() if NAME.fullmatch(given) else uuid.uuid4().hex
+        status, begin = CLIENT_LEFT, time.perf_counter()
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[HEADER] = name
+            await send(message)
+
+        token = _request.set(name)
+        try:
+            await self._app(scope, receive, named)
+        finally:
+            _log(scope, status, time.perf_counter() - begin)
+            _request.reset(token)
+
+
+def _log(scope: Scope, status: int, seconds: float) -> None:
+    if not LOG.isEnabledFor(logging.INFO):
+        return
+    # Without the query: addresses here have none, and what a client put there may be secret.
+    path = scope["path"][:200]
+    client = scope["client"][0] if scope.get("client") else None
+    fields = {
+        "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6), "client": client,
+    }  # fmt: skip
+    shown = path.encode("unicode_escape").decode()
+    LOG.info("%s %s %s %d %.3f s", client, scope["method"], shown, status, seconds, extra={EXTRA: fields})
+
+
+class _Named(logging.Filter):
+    """Adds the name of the request to the records that are made while it is answered."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.request_id = _request.get()
+        return True
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        name = getattr(record, "request_id", None)
+        return f"{record.levelname.lower()}: {super().format(record)}" + (f" [{name}]" if name else "")
+
+
+class _Json(logging.Formatter):
+    """One object a line: time (RFC 3339), level, logger, message, request_id, and for requests method, path, status,
+    seconds and client. A traceback is one text in `exception`.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        name = getattr(record, "request_id", None)
+        if name is not None:
+            line["request_id"] = name
+        line |= getattr(record, EXTRA, {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def configure_logging(form: str, *, requests: bool) -> None:
+    """Sends what this process logs to stderr: warnings and errors, and with `requests` a line for each request.
+
+    Args:
+        form: one of FORMATS.
+        requests: whether requests are logged.
+    """
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Json() if form == "json" else _Text())
+    handler.addFilter(_Named())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING)
+    LOG.setLevel(logging.INFO if requests else logging.WARNING)
