@@ -11,7 +11,7 @@ from training_runs import CONFIG, SPEC, evaluations, state
 from mod_models.routing import Decisions
 from mod_models.train import TrainConfig, TrainError
 from mod_models.train.parallel import Workers
-from mod_models.train.retrofit import _quantile, calibrate
+from mod_models.train.retrofit import calibrate, quantile
 from mod_models.train.run import train
 from mod_models.transformer import Transformer
 
@@ -39,9 +39,9 @@ def seen_by(model: Transformer, ids_BS: torch.Tensor) -> Decisions:
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.875, 1.0])
 def test_the_threshold_is_the_quantile_also_of_very_many_scores(share: float) -> None:
     few_N = torch.randn(101)
-    torch.testing.assert_close(_quantile(few_N, share), torch.quantile(few_N, share))
+    torch.testing.assert_close(quantile(few_N, share), torch.quantile(few_N, share))
     many_N = torch.arange(2**24 + 1, dtype=torch.float32).flip(0)  # Too many for torch.quantile.
-    assert _quantile(many_N, share) == pytest.approx(share * 2**24)
+    assert quantile(many_N, share) == pytest.approx(share * 2**24)
 
 
 @pytest.mark.parametrize("router", ["linear", "linear_bias"])
