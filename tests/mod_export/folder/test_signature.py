@@ -112,6 +112,13 @@ def test_what_can_be_loaded(signed: Path, keys: Path) -> None:
         mod_export.load(signed, trusted_keys=[])
 
 
+def test_a_folder_that_is_validated_and_timed_stays_signed(signed: Path, keys: Path) -> None:
+    for name in ("validate", "bench"):
+        # On a busy machine a gate of speed may fail, which is no matter here.
+        assert invoke(name, signed).exit_code in (0, 4)
+    assert invoke("verify", signed, "--key", keys / "ours.pub").exit_code == 0
+
+
 def test_an_unsigned_folder(small: Path, keys: Path, tmp_path: Path) -> None:
     message = rf"^{small}: is not signed \(it has no manifest.json.sig\); mod-export sign {small} --key KEY.pem"
     with pytest.raises(BuildFolderError, match=message):
