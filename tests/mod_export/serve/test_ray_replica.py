@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
@@ -154,6 +156,20 @@ async def messages(app: ASGIApp, path: str, **headers: str) -> list[Any]:
 def test_arguments_that_are_refused(given: Mapping[str, str], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         Arguments.model_validate(given)
+
+
+def test_a_folder_must_be_signed_if_keys_are_trusted(written: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key.pub"
+    options = Arguments.model_validate({"folder": written, "trusted_keys": f"{key},{key}"}).options
+    assert options.trusted_keys == (key, key)
+    with pytest.raises(UsageError, match=r"key.pub: cannot be read \(No such file or directory\)"):
+        OpenFolder.of(written, options, (), None, 30)
+    secret = ec.generate_private_key(ec.SECP256R1())
+    form = serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    key.write_bytes(secret.public_key().public_bytes(*form))
+    with pytest.raises(BuildFolderError, match="is not signed"):
+        OpenFolder.of(written, options, (), None, 30)
+    assert Arguments(folder=written).options.trusted_keys is None
 
 
 def test_no_folder_is_there(tmp_path: Path) -> None:
