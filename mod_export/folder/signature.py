@@ -19,6 +19,7 @@ from mod_export.folder.manifest import MANIFEST, open_folder
 
 SIGNATURE = "manifest.json.sig"
 CURVES = "P-256, P-384 or P-521"
+OTHER_KEY = "was signed with another key"
 
 
 def sign_folder(root: Path, key: Path | None, password: bytes | None = None) -> Path:
@@ -120,9 +121,6 @@ def check_identity(root: Path, identity: str, issuer: str) -> None:
         raise UsageError(f"Sigstore's roots of trust cannot be fetched ({type(error).__name__}: {error})") from error
     with _explained(root):
         config.verify(root / MANIFEST, root / SIGNATURE)
-
-
-OTHER_KEY = "was signed with another key"
 
 
 @contextlib.contextmanager

@@ -129,7 +129,7 @@ def _tokens(model: Transformer, x_BSD: Tensor) -> Tokens:
 
 
 def _slots(model: Transformer, layer: int, x_BSD: Tensor) -> tuple[int, int]:
-    """Returns (k, S): how many of the tokens of a row the layer runs."""
+    """Returns k and S: the layer runs k of the S tokens of a row."""
     S = x_BSD.shape[1]
     return model.spec.k_of_layer(S)[layer], S
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import subprocess
@@ -174,8 +175,6 @@ def test_a_damaged_signature(signed: Path, keys: Path, content: bytes) -> None:
 
 
 def test_a_signature_whose_statement_was_replaced(signed: Path, keys: Path) -> None:
-    import base64
-
     bundle = json.loads((signed / SIGNATURE).read_text())
     statement = base64.b64decode(bundle["dsseEnvelope"]["payload"])
     bundle["dsseEnvelope"]["payload"] = base64.b64encode(statement.replace(b"sha256", b"sha512")).decode()
