@@ -51,7 +51,8 @@ EXTRAS = {
     "convert": ("gguf", "huggingface_hub", "transformers"),
     "generate": ("tokenizers",),
     "structured": ("llguidance",),
-    "serve": ("starlette", "uvicorn", "httptools", "prometheus_client"),
+    "serve": ("starlette", "uvicorn", "httptools", "prometheus_client", "opentelemetry"),
+    "traces": ("opentelemetry.sdk", "opentelemetry.exporter"),
     "sign": ("model_signing",),
     "ray": ("ray",),
 }
@@ -78,8 +79,14 @@ def package_version(name: str) -> str | None:
 
 def extra_of_import(error: ImportError) -> str | None:
     """Returns the extra that installs the module whose import failed; None if no extra does."""
-    module = (error.name or "").partition(".")[0]
-    return next((extra for extra, modules in EXTRAS.items() if module in modules), None)
+    missing = f"{error.name}."
+    found = [
+        (len(module), extra)
+        for extra, modules in EXTRAS.items()
+        for module in modules
+        if missing.startswith(f"{module}.")
+    ]
+    return max(found)[1] if found else None
 
 
 def missing_modules(extra: str) -> list[str]:

@@ -66,6 +66,14 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
     help="Public key in PEM: serve the folder only if its owner has signed it; may be given several times.",
 )  # fmt: skip
 @click.option(
+    "--reload", is_flag=True,
+    help="Take a new version of the folder when it appears or at a SIGHUP, and let the old one finish its texts.",
+)  # fmt: skip
+@click.option(
+    "--traces", is_flag=True,
+    help="Send OpenTelemetry traces by OTLP over HTTP, to where the variable OTEL_EXPORTER_OTLP_ENDPOINT says.",
+)  # fmt: skip
+@click.option(
     "--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True,
     help="Form of the log on stderr: lines for people, or an object a line for programs.",
 )  # fmt: skip
@@ -83,6 +91,8 @@ def serve(
     key_file: Path | None,
     origins: Sequence[str],
     trusted_keys: tuple[Path, ...],
+    reload: bool,
+    traces: bool,
     log_format: str,
     verbosity: int,
     **options: Any,
@@ -103,6 +113,8 @@ def serve(
         keep_alive_s=keep_alive_s,
         keys=read_keys(key_file) if key_file else frozenset(),
         origins=origins,
+        reload=reload,
+        traces=traces,
         log_requests=verbosity > 0,
         log_format=log_format,
         say=partial(click.echo, err=True),

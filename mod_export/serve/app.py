@@ -30,6 +30,8 @@ NOT_HERE = tuple(
     )
 )  # fmt: skip
 """Addresses of OpenAI's API, and of servers like this one, that no model here could answer."""
+HEALTH = ("/health", "/v2/health")
+"""For supervisors: the names that Kubernetes' users expect, and those of the Open Inference Protocol."""
 
 
 def create_app(
@@ -55,8 +57,8 @@ def create_app(
         ("POST", "/v1/completions", secured, openai_api.completions),
         ("POST", "/v1/chat/completions", secured, openai_api.chat_completions),
         ("GET", "/v2", secured, inference_protocol.server_metadata),
-        ("GET", "/v2/health/live", open_to_all, inference_protocol.live),
-        ("GET", "/v2/health/ready", open_to_all, inference_protocol.ready),
+        *(("GET", f"{prefix}/live", open_to_all, inference_protocol.live) for prefix in HEALTH),
+        *(("GET", f"{prefix}/ready", open_to_all, inference_protocol.ready) for prefix in HEALTH),
         ("GET", "/metrics", secured, _metrics),
         ("GET", "/", open_to_all, _page),
         ("GET", openapi.PATH, open_to_all, openapi.route(keys=bool(keys))),

@@ -22,6 +22,7 @@ from mod_export.runtime.compiling import GrammarNotCompiledError
 from mod_export.serve.request_log import CLIENT_LEFT
 from mod_export.serve.scheduler import LOG, ClosingError, QueueFullError, WaitedTooLongError
 from mod_export.serve.service import Service
+from mod_export.serve.traces import name_request
 
 HOST = re.compile(r"(?P<name>\[[0-9a-fA-F:.]+\]|[\w.-]+)(:\d{1,5})?", re.ASCII)
 RETRY_S = 1
@@ -64,6 +65,7 @@ class Guard:
         @wraps(endpoint)
         async def guarded(request: Request) -> Response:
             metrics = service_of(request).metrics
+            name_request(request.method, path)
             try:
                 self.check(request)
                 response = await endpoint(request)

@@ -79,13 +79,13 @@ async def server_metadata(_: Request) -> Response:
 
 
 async def live(request: Request) -> Response:
-    """GET /v2/health/live: 200, or 503 if the server must be restarted."""
+    """GET /health/live and /v2/health/live: 200, or 503 if the server must be restarted."""
     service = service_of(request)
     return JSONResponse({"live": service.live}, 200 if service.live else 503)
 
 
 async def ready(request: Request) -> Response:
-    """GET /v2/health/ready: 200 while the server accepts requests, otherwise 503."""
+    """GET /health/ready and /v2/health/ready: 200 while the server accepts requests, otherwise 503."""
     service = service_of(request)
     return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -14,6 +14,8 @@ from mod_export.serve.scheduler import TextObserver
 SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50)
 SHORT_SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+Gauge = tuple[str, str, Callable[[], float]]
+"""Name, explanation and value, which is computed at each scrape."""
 
 
 class Metrics(TextObserver, Collector):
@@ -21,7 +23,7 @@ class Metrics(TextObserver, Collector):
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._gauges: list[tuple[str, str, Callable[[], float]]] = []
+        self._gauges: Sequence[Gauge] = ()
         self._read: dict[str, int] = {}
         self._selected: dict[str, int] = {}
         self._registry.register(self)
@@ -33,12 +35,13 @@ class Metrics(TextObserver, Collector):
         self._ended = self._counter("texts", "Texts that are over, by how they ended", "finish")
         self._refused = self._counter("refused_requests", "Requests that got no text, by reason", "reason")
         self._requests = self._counter("http_requests", "Answered requests", "path", "status")
+        self._reloads = self._counter("reloads", "New versions of the build folder, by what became of them", "result")
         self._at_site = self._counter("site_tokens", "Tokens that were selected at a routing site", "site")
         self._all_read = self._counter("read_tokens", "Tokens that the model has read, whose share is selected")
 
-    def gauge(self, name: str, explained: str, value: Callable[[], float]) -> None:
-        """Adds a gauge whose value is computed at each scrape."""
-        self._gauges.append((name, explained, value))
+    def show(self, gauges: Sequence[Gauge]) -> None:
+        """Shows these gauges in place of those before."""
+        self._gauges = gauges
 
     def text(self) -> bytes:
         """Returns all metrics in the text format of Prometheus."""
@@ -64,6 +67,10 @@ class Metrics(TextObserver, Collector):
         """Counts a request that got no text."""
         self._refused.labels(reason).inc()
 
+    def reloaded(self, result: str) -> None:
+        """Counts a new version of the folder: "taken", or "failed" if it could not be opened."""
+        self._reloads.labels(result).inc()
+
     # The following methods run on the scheduler's thread.
 
     def began(self, text: RowText, waited_s: float) -> None:
@@ -88,8 +95,8 @@ class Metrics(TextObserver, Collector):
             self._selected[str(site)] = self._selected.get(str(site), 0) + count
             self._read[str(site)] = self._read.get(str(site), 0) + done.read
 
-    def failed(self, error: Exception, texts: int) -> None:
-        self._ended.labels("failed").inc(texts)
+    def failed(self, error: Exception, texts: Sequence[RowText]) -> None:
+        self._ended.labels("failed").inc(len(texts))
 
     def _counter(self, name: str, explained: str, *labels: str) -> Counter:
         return Counter(f"mod_export_{name}", explained, labels, registry=self._registry)

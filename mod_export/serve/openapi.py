@@ -102,12 +102,15 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Answers a conversation", shapes.ChatCompletion, ChatRequest, shapes.ChatChunk, WRITING
     ),
     ("GET", "/v2"): Operation("What the server is", shapes.ServerMetadata),
-    ("GET", "/v2/health/live"): Operation("Whether the server works", shapes.Live, secured=False, unready=True),
-    ("GET", "/v2/health/ready"): Operation("Whether it takes requests", shapes.Ready, secured=False, unready=True),
     ("GET", "/metrics"): Operation("Metrics in the text format of Prometheus", TEXT),
     ("GET", "/"): Operation("A page that shows what the server does", HTML, secured=False),
     ("GET", PATH): Operation("This description", JSON, secured=False),
 }
+for _health in ("/health", "/v2/health"):
+    OPERATIONS |= {
+        ("GET", f"{_health}/live"): Operation("Whether the server works", shapes.Live, secured=False, unready=True),
+        ("GET", f"{_health}/ready"): Operation("Whether it takes requests", shapes.Ready, secured=False, unready=True),
+    }
 for _model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
     OPERATIONS |= {
         ("GET", _model): Operation("Inputs and outputs of the model", shapes.ModelMetadata, refusals=(400, 404)),

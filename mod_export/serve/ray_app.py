@@ -10,9 +10,7 @@ application decides how many requests a replica accepts at once, and how it answ
 import asyncio
 import contextlib
 import dataclasses
-import threading
-import time
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -21,18 +19,18 @@ from ray import serve
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Mount
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from mod_export.errors import EngineError, ModExportError, UsageError
+from mod_export.errors import ModExportError, UsageError
 from mod_export.folder.manifest import MANIFEST, open_folder
 from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
-from mod_export.serve.app import create_app
 from mod_export.serve.cors import Cors, check_origins
 from mod_export.serve.endpoint import RETRY_S, ApiError, Guard, problem_of
+from mod_export.serve.open_folder import OpenFolder
 from mod_export.serve.request_log import RequestLog
 from mod_export.serve.scheduler import LOG
 from mod_export.serve.server import LOOPBACK, read_keys
-from mod_export.serve.service import Service, ServiceOptions, open_service
+from mod_export.serve.service import ServiceOptions
 from mod_export.types import ModelKind
 
 BESIDE_TEXTS = 16
@@ -181,73 +179,6 @@ def _most_rows(folder: Path) -> int:
     """Largest number of texts that an engine of a build folder writes at once; 0 if it writes no text."""
     engines = open_folder(folder, verify=False).engines
     return max((engine.bucket.batch for engine in engines if engine.role == "decode"), default=0)
-
-
-class OpenFolder:
-    """The application of an open build folder, which closes after its current requests are answered.
-
-    Attributes:
-        service: the service behind the application.
-        closed: whether the folder was closed.
-    """
-
-    def __init__(self, opened: contextlib.ExitStack, service: Service, app: ASGIApp, drain_s: float) -> None:
-        """`opened` closes the service. Requests have `drain_s` seconds to finish before that."""
-        self._changed = threading.Condition()
-        self._requests = 0
-        self._opened, self._app, self._drain_s = opened, app, drain_s
-        self.service, self.closed = service, False
-
-    @classmethod
-    def of(
-        cls,
-        folder: Path,
-        options: ServiceOptions,
-        keys: Collection[str],
-        hosts: Collection[str] | None,
-        drain_s: float,
-        origins: Collection[str] = frozenset(),
-    ) -> Self:
-        """Opens a build folder; see `open_service` and `create_app`."""
-        opened = contextlib.ExitStack()
-        service = opened.enter_context(open_service(folder, options))
-        return cls(opened, service, create_app(service, keys, hosts, origins), drain_s)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
-        with self._changed:
-            self._requests += 1
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            with self._changed:
-                self._requests -= 1
-                self._changed.notify_all()
-
-    def check(self) -> None:
-        """Raises an error if the process must be replaced.
-
-        Raises:
-            EngineError: the engine failed several times in a row, or the scheduler ended.
-        """
-        if not self.closed and not self.service.live:
-            raise EngineError(f"{self.service.name}: writes no text any more; the log says why. Start another process")
-
-    def close(self) -> None:
-        """Waits up to `drain_s` for current requests, then closes the build folder. Blocks."""
-        end = time.monotonic() + self._drain_s
-        with self._changed:
-            self._changed.wait_for(lambda: not self._requests, self._drain_s)
-            if self.closed:
-                return
-            self.closed = True
-        # Scoring of a prompt continues even if its client has disconnected, and needs the engine until it is done.
-        self.service.drain(max(0.0, end - time.monotonic()))
-        self._opened.close()
-
-    # Ray Serve calls this when it evicts a folder from its cache; Python calls it if a load was abandoned.
-    def __del__(self) -> None:
-        self.close()
 
 
 class Replica:

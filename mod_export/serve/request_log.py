@@ -1,4 +1,4 @@
-"""Names every request, answers with its name, and logs it in a line: a person's or a program's.
+"""Names every request, answers with its name, and logs it in a line: a person's or a program's. Its span begins here.
 
 The name (id) is that of the client's header X-Request-Id, or a new one. The answer has it in the same header, as
 OpenAI's has, and every line that is logged while the request is answered has it too. So what a user reports, what a
@@ -18,6 +18,8 @@ from typing import Any
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from mod_export.serve.traces import answered, request_span, trace_of_request
 
 LOG = logging.getLogger("mod_export.requests")
 """Has one record of level INFO for each answered request."""
@@ -55,11 +57,13 @@ class RequestLog:
             await send(message)
 
         token = _request.set(name)
-        try:
-            await self._app(scope, receive, named)
-        finally:
-            _log(scope, status, time.perf_counter() - begin)
-            _request.reset(token)
+        with request_span(scope) as span:
+            try:
+                await self._app(scope, receive, named)
+            finally:
+                answered(span, status, name)
+                _log(scope, status, time.perf_counter() - begin)
+                _request.reset(token)
 
 
 def _log(scope: Scope, status: int, seconds: float) -> None:
@@ -76,10 +80,10 @@ def _log(scope: Scope, status: int, seconds: float) -> None:
 
 
 class _Named(logging.Filter):
-    """Adds the name of the request to the records that are made while it is answered."""
+    """Adds the name of the request, and of its trace, to the records that are made while it is answered."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        record.request_id = _request.get()
+        record.request_id, record.trace_id = _request.get(), trace_of_request()
         return True
 
 
@@ -90,8 +94,8 @@ class _Text(logging.Formatter):
 
 
 class _Json(logging.Formatter):
-    """One object a line: time (RFC 3339), level, logger, message, request_id, and for requests method, path, status,
-    seconds and client. A traceback is one text in `exception`.
+    """One object a line: time (RFC 3339), level, logger, message, request_id, trace_id if the request is traced, and
+    for requests method, path, status, seconds and client. A traceback is one text in `exception`.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -101,9 +105,8 @@ class _Json(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        name = getattr(record, "request_id", None)
-        if name is not None:
-            line["request_id"] = name
+        names = {name: getattr(record, name, None) for name in ("request_id", "trace_id")}
+        line |= {name: value for name, value in names.items() if value is not None}
         line |= getattr(record, EXTRA, {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -111,7 +114,8 @@ class _Json(logging.Formatter):
 
 
 def configure_logging(form: str, *, requests: bool) -> None:
-    """Sends what this process logs to stderr: warnings and errors, and with `requests` a line for each request.
+    """Sends what this process logs to stderr: warnings and errors, new versions of the served folder, and with
+    `requests` a line for each request.
 
     Args:
         form: one of FORMATS.
@@ -123,4 +127,5 @@ def configure_logging(form: str, *, requests: bool) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+    logging.getLogger("mod_export").setLevel(logging.INFO)
     LOG.setLevel(logging.INFO if requests else logging.WARNING)

@@ -79,7 +79,10 @@ Event = Piece | Ended | Failed
 
 
 class TextObserver:
-    """Receives events of a scheduler, on the scheduler's thread. This one ignores them."""
+    """Receives events of a scheduler, most of them on the scheduler's thread. This one ignores them."""
+
+    def submitted(self, text: RowText) -> None:
+        """A text is going to be queued. Called on the thread that submits its request."""
 
     def began(self, text: RowText, waited_s: float) -> None:
         """A text got a row after it waited `waited_s` seconds."""
@@ -90,8 +93,8 @@ class TextObserver:
     def ended(self, text: RowText) -> None:
         """A text is complete, or was cancelled."""
 
-    def failed(self, error: Exception, texts: int) -> None:
-        """A request failed while `texts` of its texts were unfinished."""
+    def failed(self, error: Exception, texts: Sequence[RowText]) -> None:
+        """A request failed while these of its texts were unfinished."""
 
 
 @dataclass(eq=False, slots=True)
@@ -148,7 +151,7 @@ class Scheduler:
         rows: int | None = None,
         max_queue: int = MAX_QUEUE,
         max_wait_s: float = MAX_WAIT_S,
-        observer: TextObserver | None = None,
+        observers: Sequence[TextObserver] = (),
     ) -> None:
         """The thread starts with the `with` block and uses the generator exclusively until the block ends.
 
@@ -159,7 +162,7 @@ class Scheduler:
                 is alone.
             max_queue: how many texts may wait for a row.
             max_wait_s: how many seconds a request may wait for its first row.
-            observer: receives events.
+            observers: receive events.
 
         Raises:
             UsageError: no decode bucket has so many rows, or a limit is out of range.
@@ -171,7 +174,7 @@ class Scheduler:
         if not 0 < max_wait_s < math.inf:
             raise UsageError(f"max_wait: expected a number of seconds above 0, got {max_wait_s:g}")
         self.generator, self._max_queue, self._max_wait_s = generator, max_queue, max_wait_s
-        self._observer = observer or TextObserver()
+        self._observers = tuple(observers)
         self._changed = threading.Condition()
         self._jobs: deque[Job] = deque()
         self._in_rows: dict[RowText, _InRow] = {}
@@ -230,6 +233,9 @@ class Scheduler:
         job = Job(tell, tuple(texts), deque(texts), time.monotonic() + self._max_wait_s)
         with self._changed:
             self._check_room(len(texts))
+            for text in texts:
+                for observer in self._observers:
+                    observer.submitted(text)
             self._jobs.append(job)
             self._changed.notify()
         return job
@@ -345,7 +351,8 @@ class Scheduler:
                 self._jobs.append(job)
             job.begun = True
             self._in_rows[text] = _InRow(job, time.perf_counter())
-        self._observer.began(text, time.perf_counter() - text.since)
+        for observer in self._observers:
+            observer.began(text, time.perf_counter() - text.since)
         return text
 
     def _pass_on(self, written: Iterable[Written]) -> None:
@@ -353,7 +360,8 @@ class Scheduler:
             state = self._in_rows[text]
             if piece.token is not None:
                 now = time.perf_counter()
-                self._observer.wrote(text, None if state.last is None else now - state.last)
+                for observer in self._observers:
+                    observer.wrote(text, None if state.last is None else now - state.last)
                 state.last = now
             self._untold.append((state.job, piece))
 
@@ -366,7 +374,8 @@ class Scheduler:
             self._say_ended(state.job, text)
 
     def _say_ended(self, job: Job, text: RowText) -> None:
-        self._observer.ended(text)
+        for observer in self._observers:
+            observer.ended(text)
         self._untold.append((job, Ended(text.row, text.completion)))
 
     def _tell(self) -> None:
@@ -388,7 +397,8 @@ class Scheduler:
                 with contextlib.suppress(ValueError):  # The job left the queue when its last text got a row.
                     self._jobs.remove(job)
                 self._changed.notify_all()
-            self._observer.failed(error, len(unfinished))
+            for observer in self._observers:
+                observer.failed(error, unfinished)
             try:
                 job.tell(Failed(error))
             except Exception as unheard:  # The other requests must still be told.

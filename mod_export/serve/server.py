@@ -27,10 +27,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mod_export.errors import UsageError
 from mod_export.serve import DRAIN_S, KEEP_ALIVE_S
-from mod_export.serve.app import create_app
 from mod_export.serve.cors import check_origins
+from mod_export.serve.metrics import Metrics
+from mod_export.serve.open_folder import OpenFolder
+from mod_export.serve.reload import ServedFolder
 from mod_export.serve.request_log import configure_logging
-from mod_export.serve.service import Service, ServiceOptions, open_service
+from mod_export.serve.service import ServiceOptions
+from mod_export.serve.traces import sending_traces
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 MOST_CONNECTIONS = 4096
@@ -38,6 +41,8 @@ STALLED_MS = 60_000
 """A client that receives nothing for this long is disconnected, because unsent data stays in memory."""
 WATCH_S = 1.0
 LEAST_SHUTDOWN_S = 1
+REPLACED_S = 86_400.0
+"""How many seconds requests have to finish after a new version has replaced their folder: as long as any takes."""
 TERMINATED = 143
 """Exit code after a second signal: that of a program ended by SIGTERM."""
 BROKEN = 1
@@ -75,6 +80,8 @@ def serve_folder(
     keep_alive_s: float = KEEP_ALIVE_S,
     keys: frozenset[str] = frozenset(),
     origins: Collection[str] = frozenset(),
+    reload: bool = False,
+    traces: bool = False,
     log_requests: bool = False,
     log_format: str = "text",
     say: Callable[[str], None] = print,
@@ -90,6 +97,8 @@ def serve_folder(
         keep_alive_s: seconds that a connection stays open between two requests.
         keys: API keys.
         origins: web pages of other origins that may use the server.
+        reload: whether a new version of the folder is taken while the server runs, when it appears or at a SIGHUP.
+        traces: whether OpenTelemetry traces are sent; see `sending_traces`.
         log_requests: whether every request is logged, to stderr.
         log_format: form of the log, one of `request_log.FORMATS`.
         say: receives a line with the address before the server starts.
@@ -109,11 +118,22 @@ def serve_folder(
         raise UsageError(f"--keep-alive: expected a number of seconds above 0, got {keep_alive_s:g}")
     check_origins(origins, "--allow-origin", public=bool(keys))
     _allow_connections()
+    if reload:
+        # The folder is being opened already. Without a handler the signal would end the process.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def open_version(path: Path, metrics: Metrics) -> OpenFolder:
+        hosts = None if keys else {*LOOPBACK, host}
+        return OpenFolder.of(path, options, keys, hosts, REPLACED_S, origins, metrics)
+
     # Listens first: a port in use is found at once, while opening a folder takes long.
-    with _listening(host, port) as listener, open_service(folder, options) as service:
-        app = create_app(service, keys, None if keys else {*LOOPBACK, host}, origins)
+    with (
+        sending_traces() if traces else contextlib.nullcontext(),
+        _listening(host, port) as listener,
+        contextlib.closing(ServedFolder(folder, open_version)) as served,
+    ):
         config = uvicorn.Config(
-            app,
+            served,
             http=Connection,
             ws="none",
             log_config=None,
@@ -124,7 +144,8 @@ def serve_folder(
             timeout_graceful_shutdown=LEAST_SHUTDOWN_S,
             server_header=False,
         )
-        server = _Server(config, service, drain_s)
+        server = _Server(config, served, drain_s, reload=reload)
+        service = served.current.service
         name = f"[{host}]" if ":" in host else host
         address = f"http://{name}:{listener.getsockname()[1]}"
         say(f"{service.name}: {service.describe()}\n{address}  (Ctrl-C ends it when its texts are done)")
@@ -161,10 +182,10 @@ class _Server(uvicorn.Server):
         exit_code: 0 after a normal shutdown.
     """
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, served: ServedFolder, drain_s: float, *, reload: bool) -> None:
         super().__init__(config)
         self.exit_code = 0
-        self._service, self._drain_s = service, drain_s
+        self._served, self._drain_s, self._reload = served, drain_s, reload
         self._signals = 0
 
     @contextlib.contextmanager
@@ -173,16 +194,20 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        watching = loop.create_task(self._watch())
+        watching = [loop.create_task(self._watch())]
+        if self._reload:
+            loop.add_signal_handler(signal.SIGHUP, self._served.ask)
+            watching.append(loop.create_task(self._served.watch()))
         try:
             yield
         finally:
-            watching.cancel()
+            for task in watching:
+                task.cancel()
 
     def _on_signal(self) -> None:
         self._signals += 1
         if self._signals == 1:
-            self._service.draining = True
+            self._served.stop_accepting()
             self._draining = asyncio.get_running_loop().create_task(self._drain())
         else:
             # Exits at once: a step of the engine may take long, and no file is being written.
@@ -192,14 +217,14 @@ class _Server(uvicorn.Server):
         loop = asyncio.get_running_loop()
         end = loop.time() + self._drain_s
         # Uses a separate thread, because those of the loop may all be busy.
-        await loop.run_in_executor(ThreadPoolExecutor(1), self._service.drain, self._drain_s)
+        await loop.run_in_executor(ThreadPoolExecutor(1), self._served.drain, self._drain_s)
         # The rest of the time is for texts that are complete but not sent yet.
         self.config.timeout_graceful_shutdown = max(LEAST_SHUTDOWN_S, math.ceil(end - loop.time()))
         self.should_exit = True
 
     async def _watch(self) -> None:
         """Ends the server if its engine keeps failing or its scheduler crashed, so that a supervisor restarts it."""
-        while self._service.live:
+        while self._served.live:
             await asyncio.sleep(WATCH_S)
         self.exit_code = BROKEN
         self.should_exit = True

@@ -17,8 +17,9 @@ from mod_export.folder.signature import check_signature
 from mod_export.runtime.deployment import Deployment, load
 from mod_export.runtime.generator import load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
-from mod_export.serve.metrics import Metrics
+from mod_export.serve.metrics import Gauge, Metrics
 from mod_export.serve.scheduler import ClosingError, QueueFullError, Scheduler
+from mod_export.serve.traces import TextTraces
 from mod_export.types import ModelKind, Unavailable
 
 
@@ -159,8 +160,13 @@ class Service:
 
 
 @contextlib.contextmanager
-def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
+def open_service(folder: Path, options: ServiceOptions, metrics: Metrics | None = None) -> Iterator[Service]:
     """Opens a build folder. Checks its signature and the hash of every file, and opens the decode engine.
+
+    Args:
+        folder: the build folder.
+        options: how it is served.
+        metrics: what counts its texts and requests, and shows its gauges once it is open; None makes new ones.
 
     Raises:
         BuildFolderError: not a complete build folder, a damaged file, or not signed by one of the trusted keys.
@@ -169,7 +175,7 @@ def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
     """
     check_signature(folder, options.trusted_keys)
     manifest = open_folder(folder)
-    metrics = Metrics()
+    metrics = metrics or Metrics()
     with contextlib.ExitStack() as opened:
         scoring = _open_scoring(opened, folder, options)
         writing = _open_writing(opened, folder, manifest, options, metrics)
@@ -177,6 +183,8 @@ def open_service(folder: Path, options: ServiceOptions) -> Iterator[Service]:
             raise TargetError(
                 f"{folder}: nothing of it can be served\nwriting text: {writing}\nwhole prompts: {scoring}"
             )
+        if isinstance(writing, Scheduler):
+            metrics.show(_gauges(writing))
         facts = manifest.models[options.model]
         yield Service(options.name or facts.name, facts.checkpoint_sha256, int(time.time()), writing, scoring, metrics)
 
@@ -207,10 +215,16 @@ def _open_writing(
     except TargetError as error:
         return Unavailable(str(error))
     opened.enter_context(generator)
-    scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, metrics)
-    metrics.gauge("mod_export_rows", "Texts that can be written at once", lambda: scheduler.bucket.batch)
-    metrics.gauge("mod_export_busy_rows", "Texts that are being written", lambda: scheduler.busy)
-    if (prefixes := generator.prefixes) is not None:
-        metrics.gauge("mod_export_prefix_cache_bytes", "What is kept of earlier texts", lambda: prefixes.used_bytes)
-    metrics.gauge("mod_export_queue_depth", "Texts that wait for a row", lambda: scheduler.waiting)
+    scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, (metrics, TextTraces()))
     return opened.enter_context(scheduler)
+
+
+def _gauges(scheduler: Scheduler) -> list[Gauge]:
+    gauges: list[Gauge] = [
+        ("mod_export_rows", "Texts that can be written at once", lambda: scheduler.bucket.batch),
+        ("mod_export_busy_rows", "Texts that are being written", lambda: scheduler.busy),
+        ("mod_export_queue_depth", "Texts that wait for a row", lambda: scheduler.waiting),
+    ]
+    if (prefixes := scheduler.generator.prefixes) is not None:
+        gauges.append(("mod_export_prefix_cache_bytes", "What is kept of earlier texts", lambda: prefixes.used_bytes))
+    return gauges

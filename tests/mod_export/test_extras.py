@@ -24,6 +24,9 @@ NEEDS: dict[tuple[str, ...], tuple[str, list[str]]] = {
     ("uvicorn",): ("serve", ["serve DIR"]),
     ("httptools",): ("serve", ["serve DIR"]),
     ("prometheus_client",): ("serve", ["serve DIR"]),
+    ("opentelemetry",): ("serve", ["serve DIR"]),
+    ("opentelemetry.exporter",): ("traces", ["serve DIR --traces"]),
+    ("opentelemetry.sdk",): ("traces", ["serve DIR --traces"]),
 }
 """Missing modules -> the extra that installs them, and commands that need one of them."""
 

@@ -22,7 +22,15 @@ from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.runtime.prompts import Prompts
 from mod_export.runtime.rows import RowText
-from mod_export.serve.scheduler import ClosingError, Ended, Event, QueueFullError, Scheduler, WaitedTooLongError
+from mod_export.serve.scheduler import (
+    ClosingError,
+    Ended,
+    Event,
+    QueueFullError,
+    Scheduler,
+    TextObserver,
+    WaitedTooLongError,
+)
 
 ROWS = 3
 SAMPLED = {"temperature": 1.3, "top_k": 50, "top_p": 0.95}
@@ -106,16 +114,12 @@ def test_requests_take_turns(scheduler: Scheduler, generator: Generator) -> None
     """A request with many texts does not make a later one wait for all of them."""
     began: list[str] = []
 
-    class Began:
+    class Began(TextObserver):
         def began(self, text: RowText, waited_s: float) -> None:
             assert waited_s >= 0
             began.append({1: "first", 2: "many", 3: "one", 4: "two"}[text.ids[0]])
 
-        def wrote(self, text: RowText, since_s: float | None) -> None: ...
-        def ended(self, text: RowText) -> None: ...
-        def failed(self, error: Exception, texts: int) -> None: ...
-
-    scheduler._observer = Began()
+    scheduler._observers = (Began(),)
     with held(scheduler, generator, [[1]], 2):
         many = submitted(scheduler, generator, [[2]] * 5, 6)
         single = submitted(scheduler, generator, [[3]], 6)
