@@ -1,0 +1,75 @@
+"""Inputs of strangers that are kept, among them all that fuzzing found: each is read, or refused with a sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from benchmarks.fuzz import run
+from benchmarks.fuzz.readers import READERS, inputs_of, read
+
+KEPT = [(name, path) for name in READERS for path in inputs_of(name)]
+INCOMPLETE = ("checkpoint", "hugging_face", "manifest")
+"""What these read is a part of something, of which the rest is missing here, so that they refuse it in the end."""
+CUTS = 24
+
+
+@pytest.mark.parametrize(("name", "path"), KEPT, ids=[f"{name}-{path.name}" for name, path in KEPT])
+def test_an_input_is_read_or_refused(name: str, path: Path, tmp_path: Path) -> None:
+    taken = read(name, path.read_bytes(), tmp_path)
+    if not path.name.startswith("found-"):
+        # Fuzzing begins with inputs that are right, or it would not get far.
+        assert taken == (name not in INCOMPLETE)
+
+
+@pytest.mark.parametrize(("name", "path"), KEPT, ids=[f"{name}-{path.name}" for name, path in KEPT])
+def test_an_input_that_is_cut_off(name: str, path: Path, tmp_path: Path) -> None:
+    content = path.read_bytes()
+    for end in range(0, len(content), max(1, len(content) // CUTS)):
+        folder = tmp_path / str(end)
+        folder.mkdir()
+        read(name, content[:end], folder)
+
+
+def test_every_reader_has_inputs() -> None:
+    assert {name for name in READERS if inputs_of(name)} == set(READERS)
+    assert {path.name for path in run.INPUTS.iterdir()} == set(READERS)
+
+
+@pytest.fixture
+def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the inputs, beside which findings are written."""
+    copy = Path(shutil.copytree(run.INPUTS, tmp_path / "tests" / "fuzz" / "inputs"))
+    monkeypatch.setattr(run, "INPUTS", copy)
+    return copy
+
+
+@pytest.mark.slow
+def test_a_planted_error_is_found_and_kept(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import mod_export.config as config\nread = config.config_from_toml\n"
+        "def planted(path):\n    if b'k' in path.read_bytes()[:8]: raise ZeroDivisionError('planted')\n"
+        "    return read(path)\nconfig.config_from_toml = planted\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    found = CliRunner().invoke(run.main, ["--seconds", "60", "configuration"])
+    assert found.exit_code == 1, found.output
+    assert "ZeroDivisionError: planted" in found.output
+    (kept,) = (inputs / "configuration").glob("found-*")
+    assert b"k" in kept.read_bytes()[:8]
+
+
+@pytest.mark.slow
+def test_a_commit_draws_one_reader(inputs: Path) -> None:
+    drawn = set()
+    for commit in ("a", "b"):
+        found = CliRunner().invoke(run.main, ["--seconds", "1", "--drawn", commit])
+        assert found.exit_code == 0, found.output
+        (line,) = found.output.splitlines()
+        assert int(line.split()[1].replace(",", "")) > 0
+        drawn.add(line.split()[0])
+    assert drawn <= set(READERS)
