@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors fuzz study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs clean
+.PHONY: install demo-install demo bench faults floors fuzz kills study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs clean
 
 install: .venv/dev
 
@@ -106,6 +106,10 @@ corpus: install
 
 faults: install
 	PYTHONPATH=tests/mod_export:tests/mod_export/graph $(BIN)/python -m benchmarks.faults.rates
+
+# Kills commands at random moments, and checks what is left. `make kills ARGS="--help"`.
+kills: install
+	$(BIN)/python -m benchmarks.kills.run $(ARGS)
 
 # What reads bytes of strangers, guided by the branches that it takes. `make fuzz ARGS="--help"`.
 fuzz: install
