@@ -120,8 +120,9 @@ def tally_of(work: Work, kills: int, chance: random.Random, folder: Path) -> Tal
             tally.kills += 1
             work.check(out)
             tally.left += out.exists()
-            continue
-        if code:
+            if not work.done(out):
+                continue
+        elif code:
             raise DamagedError(
                 f"after {tally.kills} kills it ends with {code}\n{log.read_text(errors='replace')[-2000:]}"
             )

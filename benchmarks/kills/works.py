@@ -85,6 +85,10 @@ class Work(ABC):
     def result(self, out: Path) -> Mapping[str, str]:
         """Returns what must be equal at the end: name -> hash or value."""
 
+    def done(self, out: Path) -> bool:
+        """Returns whether a killed command has nothing left to do, because it refuses what is there already."""
+        return False
+
     def prepare(self, out: Path) -> None:  # noqa: B027  # Most works begin with nothing.
         """Makes what is there before the first run."""
 
@@ -169,6 +173,9 @@ class Convert(Work):
                 model_from_checkpoint(out)
             except Exception as error:
                 raise DamagedError(f"{out}: {error}") from error
+
+    def done(self, out: Path) -> bool:
+        return out.exists()
 
     def result(self, out: Path) -> Mapping[str, str]:
         return hashes(out, ".")
