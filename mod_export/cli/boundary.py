@@ -49,6 +49,11 @@ class _Source(_Path):
 
 PATH, SOURCE = _Path(), _Source()
 folder_argument = click.argument("folder", metavar="DIR", type=PATH)
+trusted_keys_option = click.option(
+    "--trusted-key", "trusted_keys", metavar="FILE", type=PATH, multiple=True,
+    callback=lambda context, option, keys: keys or None,
+    help="Public key in PEM: open the folder only if its owner has signed it; may be given several times.",
+)  # fmt: skip
 config_option = click.option(
     "-c", "--config", "config_file", metavar="CONFIG.toml", type=PATH, help="Configuration file."
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mod_export.cli.boundary import PATH, command, folder_argument
+from mod_export.cli.boundary import PATH, command, folder_argument, trusted_keys_option
 from mod_export.errors import UsageError
 
 if TYPE_CHECKING:
@@ -94,6 +94,7 @@ say = partial(click.echo, nl=False)
     show_default=True,
     help="topk-prefill scores prompts as the checkpoint's spec routes them, and writes nothing.",
 )
+@trusted_keys_option
 @click.option("--json", "as_json", is_flag=True, help="A line of JSON for each token and for the end of each text.")
 @command
 def generate(
@@ -115,6 +116,7 @@ def generate(
     kind: ModelKind,
     threads: int | None,
     selection: str,
+    trusted_keys: tuple[Path, ...] | None,
     as_json: bool,
     verbosity: int,
     **sampling: Any,
@@ -131,6 +133,9 @@ def generate(
                 "--selection topk-prefill scores prompts and writes nothing: leave out --stop, --roll, --chat and "
                 "--model"
             )
+        from mod_export.folder.signature import check_signature
+
+        check_signature(folder, trusted_keys)
         _score(folder, prompts, target, dtype, threads, as_json)
         return 0
 
@@ -145,7 +150,7 @@ def generate(
         "add_special_tokens": not no_special_tokens,
         "template": _variables(template),
     }
-    with load_generator(folder, target, dtype, kind, threads) as generator:
+    with load_generator(folder, target, dtype, kind, threads, trusted_keys=trusted_keys) as generator:
         if chat and generator.vocabulary is not None:
             _ = generator.vocabulary.chat_template  # Refuses a model without a chat template before the user types.
         for several in requests:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from mod_export.cli.boundary import PATH, command, folder_argument
+from mod_export.cli.boundary import PATH, command, folder_argument, trusted_keys_option
 from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 
 
@@ -61,10 +61,7 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
     help="A web page that may use the server, such as https://chat.example; may be given several times. With API keys "
     "also * for all.",
 )  # fmt: skip
-@click.option(
-    "--trusted-key", "trusted_keys", metavar="FILE", type=PATH, multiple=True,
-    help="Public key in PEM: serve the folder only if its owner has signed it; may be given several times.",
-)  # fmt: skip
+@trusted_keys_option
 @click.option(
     "--reload", is_flag=True,
     help="Take a new version of the folder when it appears or at a SIGHUP, and let the old one finish its texts.",
@@ -90,7 +87,6 @@ def serve(
     keep_alive_s: float,
     key_file: Path | None,
     origins: Sequence[str],
-    trusted_keys: tuple[Path, ...],
     reload: bool,
     traces: bool,
     log_format: str,
@@ -106,7 +102,7 @@ def serve(
 
     return serve_folder(
         folder,
-        ServiceOptions(**options, trusted_keys=trusted_keys or None),
+        ServiceOptions(**options),
         host=host,
         port=port,
         drain_s=drain_s,

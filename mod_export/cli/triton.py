@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mod_export.cli.boundary import PATH, command, folder_argument
+from mod_export.cli.boundary import PATH, command, folder_argument, trusted_keys_option
 from mod_export.serve import MAX_QUEUE
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Requests that may wait for a model.",
 )
+@trusted_keys_option
 @click.option("--instances", metavar="N", type=int, default=1, show_default=True, help="Copies of each model.")
 @command
 def triton(
@@ -56,6 +57,7 @@ def triton(
     dtype: str | None,
     threads: int | None,
     max_queue: int,
+    trusted_keys: tuple[Path, ...] | None,
     instances: int,
     verbosity: int,
 ) -> int:
@@ -63,9 +65,11 @@ def triton(
 
     Models that an earlier run with the same NAME wrote are replaced, and no others.
     """
+    from mod_export.folder.signature import check_signature
     from mod_export.triton.models import RepositoryRequest
     from mod_export.triton.repository import write_repository
 
+    check_signature(folder, trusted_keys)
     request = RepositoryRequest(
         folder=folder, forward=forward, name=name, target=target, dtype=dtype, threads=threads, max_queue=max_queue,
         instances=instances,

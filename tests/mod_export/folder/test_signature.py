@@ -129,8 +129,15 @@ def test_an_unsigned_folder(small: Path, keys: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildFolderError, match=r"no manifest.json here, so this is not a build folder"):
         check_signature(tmp_path, [keys / "ours.pub"])
     # No name of a command's options is a key, and nobody is trusted by default.
-    found = invoke("serve", small, "--trusted-key", keys / "ours.pub", "--port", "0")
-    assert (found.exit_code, "is not signed" in found.stderr) == (2, True)
+    commands = (
+        ("serve", small, "--port", 0),
+        ("generate", small, "x"),
+        ("generate", small, "--ids", "1", "--selection", "topk-prefill"),
+        ("triton", small, "-o", tmp_path / "repository"),
+    )
+    for command in commands:
+        found = invoke(*command, "--trusted-key", keys / "ours.pub")
+        assert (found.exit_code, "is not signed" in found.stderr) == (2, True), command
 
 
 def test_one_bit_changed_in_each_file(signed: Path, keys: Path) -> None:
