@@ -74,11 +74,11 @@ def trace_of_request() -> str | None:
 
 @dataclass(slots=True)
 class _Times:
-    """When a text came to what, in nanoseconds since 1970; None if it has not."""
+    """When a text came to what, from `time.perf_counter`; None if it has not."""
 
     request: Span
-    begun: int | None = None
-    first_token: int | None = None
+    begun: float | None = None
+    first_token: float | None = None
 
 
 class TextTraces(TextObserver):
@@ -94,11 +94,11 @@ class TextTraces(TextObserver):
 
     def began(self, text: RowText, waited_s: float) -> None:
         if (times := self._texts.get(text)) is not None:
-            times.begun = time.time_ns()
+            times.begun = time.perf_counter()
 
     def wrote(self, text: RowText, since_s: float | None) -> None:
         if since_s is None and (times := self._texts.get(text)) is not None:
-            times.first_token = time.time_ns()
+            times.first_token = time.perf_counter()
 
     def ended(self, text: RowText) -> None:
         self._made(text, None)
@@ -111,9 +111,11 @@ class TextTraces(TextObserver):
         times = self._texts.pop(text, None)
         if times is None:
             return
-        end, done = time.time_ns(), text.completion
-        start = end - int((time.perf_counter() - text.since) * 1e9)
-        span = _TRACER.start_span("text", trace.set_span_in_context(times.request), start_time=start)
+        done, end, end_ns = text.completion, time.perf_counter(), time.time_ns()
+        known = [bound for bound in (text.since, times.begun, times.first_token) if bound is not None]
+        # One look at the clock for all of them, because it may be set in between.
+        bounds = [end_ns - int((end - bound) * 1e9) for bound in known] + [end_ns]
+        span = _TRACER.start_span("text", trace.set_span_in_context(times.request), start_time=bounds[0])
         span.set_attribute("gen_ai.usage.input_tokens", len(done.prompt_ids))
         span.set_attribute("gen_ai.usage.output_tokens", len(done.ids))
         span.set_attribute("gen_ai.usage.cache_read.input_tokens", done.cached)
@@ -125,13 +127,11 @@ class TextTraces(TextObserver):
         if error is not None:
             span.record_exception(error)
             span.set_status(Status(StatusCode.ERROR, str(error)))
-        bounds = [start, times.begun, times.first_token, end]
-        # A text that ended in the queue has no prompt span, and one that ended at its prompt no write span.
-        known = [bound for bound in bounds[:-1] if bound is not None] + [end]
         inside = trace.set_span_in_context(span)
-        for name, since, until in zip(("queue", "prompt", "write"), known, known[1:], strict=False):
+        # A text that ended in the queue has no prompt span, and one that ended at its prompt no write span.
+        for name, since, until in zip(("queue", "prompt", "write"), bounds, bounds[1:], strict=False):
             _TRACER.start_span(name, inside, start_time=since).end(until)
-        span.end(end)
+        span.end(end_ns)
 
 
 @contextlib.contextmanager
