@@ -3,13 +3,16 @@
     make fuzz                                        # all readers, a minute each
     make fuzz ARGS="--seconds 600 gguf pt2"          # some of them for longer
     make fuzz ARGS="--seconds 60 --drawn $(git rev-parse HEAD)"     # one reader, another with each commit
+    make fuzz ARGS="--cases 200"                     # instead, 200 inputs of each that know their format (`cases.py`)
 
-A finding is an error that is no refusal, a read of more than 10 seconds, or more than 1 GiB of memory. It is written to
-tests/fuzz/inputs/, where it becomes a test. Exit code 1 if there is one.
+A finding is an error that is no refusal, a read of more than 10 seconds or more than 1 GiB of memory; with cases also a
+file outside that is touched, or a process that is started. It is written to tests/fuzz/inputs/, where it becomes a test.
+Exit code 1 if there is one.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -21,6 +24,7 @@ from typing import NamedTuple
 
 import click
 
+from benchmarks.fuzz.cases import case
 from benchmarks.fuzz.readers import INPUTS, READERS, inputs_of
 
 SLOW_S = 10
@@ -75,14 +79,19 @@ def fuzz(name: str, seconds: int) -> Round:
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(list(READERS)))
 @click.option("--seconds", type=click.IntRange(1), default=60, show_default=True, help="Time for each reader.")
+@click.option("--cases", type=click.IntRange(1), help="In place of fuzzing, so many cases for each reader.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the cases.")
 @click.option("--drawn", metavar="COMMIT", help="Only one reader, which this name draws.")
-def main(names: tuple[str, ...], seconds: int, drawn: str | None) -> None:
+def main(names: tuple[str, ...], seconds: int, cases: int | None, seed: int, drawn: str | None) -> None:
     """Fuzz readers; default: all of them."""
     chosen = list(names or READERS)
     if drawn is not None:
         chosen = [chosen[int(sha256(drawn.encode()).hexdigest(), 16) % len(chosen)]]
     findings = 0
     for name in chosen:
+        if cases is not None:
+            findings += _show_cases(name, cases, seed)
+            continue
         result = fuzz(name, seconds)
         kept = len(inputs_of(name)) - (result.finding is not None)
         line = f"{name:20} {result.executed:>9,} inputs  {result.branches:>6,} branches  from {kept} inputs"
@@ -92,6 +101,22 @@ def main(names: tuple[str, ...], seconds: int, drawn: str | None) -> None:
             said = [line for line in result.output.splitlines() if "INFO: " not in line]
             print(f"{name}: found {result.finding.relative_to(INPUTS.parents[2])}", *said[-40:], sep="\n")
     sys.exit(bool(findings))
+
+
+def _show_cases(name: str, count: int, seed: int) -> int:
+    command = [sys.executable, "-m", "benchmarks.fuzz.watch", name, str(count), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise click.ClickException(f"{name}: the process ended with {done.returncode}\n{done.stderr[-4000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    line = f"{name:20} {count:>9,} cases  {found['taken']:>6,} taken  slowest {found['slowest_s']:.2f} s"
+    print(f"{line}  {len(found['problems'])} problems", flush=True)
+    for number, problem in found["problems"]:
+        content = case(name, number, seed)
+        kept = INPUTS / name / f"found-{sha256(content).hexdigest()[:12]}"
+        kept.write_bytes(content)
+        print(f"  case {number}: {problem}; {kept.name}")
+    return len(found["problems"])
 
 
 if __name__ == "__main__":

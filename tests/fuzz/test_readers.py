@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -38,6 +39,38 @@ def test_an_input_that_is_cut_off(name: str, path: Path, tmp_path: Path) -> None
 def test_every_reader_has_inputs() -> None:
     assert {name for name in READERS if inputs_of(name)} == set(READERS)
     assert {path.name for path in run.INPUTS.iterdir()} == set(READERS)
+
+
+@pytest.mark.slow
+def test_cases_that_know_their_format_do_no_harm(inputs: Path) -> None:
+    found = CliRunner().invoke(run.main, ["--cases", "20", "--seed", "1"])
+    assert found.exit_code == 0, found.output
+    assert len(re.findall(r"^\w+ +20 cases .* 0 problems$", found.output, re.MULTILINE)) == len(READERS)
+
+
+PLANTED = {
+    "open(folder.parent / 'outside' / 'secret').close()": r"open \S+/outside/secret",
+    "__import__('subprocess').run(['true'])": r"subprocess\.Popen: ",
+    "(folder.parent / 'x').write_text('')": r"open \S+/x",
+    "bytearray(3 << 30)": "MemoryError: ",
+    "print(1 / 0)": "ZeroDivisionError: division by zero",
+}
+"""What a careless reader could do -> how it is reported."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("code", PLANTED)
+def test_harm_is_noticed(code: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import mod_export.config as config\nfrom pathlib import Path\nread = config.config_from_toml\nseen = set()\n"
+        "def planted(path):\n    folder = path.parent\n    seen.add(path.read_bytes())\n"
+        f"    if len(seen) == 5: {code}\n"
+        "    return read(path)\nconfig.config_from_toml = planted\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    found = CliRunner().invoke(run.main, ["--cases", "5", "configuration"])
+    assert found.exit_code == 1, found.output
+    assert re.search(rf"^  case \d: {PLANTED[code]}.*; found-\w+$", found.output, re.MULTILINE), found.output
 
 
 @pytest.fixture
