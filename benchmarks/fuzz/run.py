@@ -5,8 +5,8 @@
     make fuzz ARGS="--seconds 60 --drawn $(git rev-parse HEAD)"     # one reader, another with each commit
     make fuzz ARGS="--cases 200"                     # instead, 200 inputs of each that know their format (`cases.py`)
 
-A finding is an error that is no refusal, a read of more than 10 seconds or more than 1 GiB of memory; with cases also a
-file outside that is touched, or a process that is started. It is written to tests/fuzz/inputs/, where it becomes a test.
+A finding is an error that is no refusal, or a read of more than 10 seconds or 1 GiB of memory; with cases also a file
+outside that is touched, or a process that is started. It is written to tests/fuzz/inputs/, where it becomes a test.
 Exit code 1 if there is one.
 """
 
