@@ -110,6 +110,10 @@ faults: install
 floors: install
 	$(BIN)/python -m benchmarks.floors.run
 
+# Every Python that is found here: the fast tests where PyTorch can be installed, else what a server does.
+pythons: install
+	$(BIN)/python -m benchmarks.pythons.run $(ARGS)
+
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
 COMMIT := $$(git rev-parse HEAD)
 

@@ -4,8 +4,8 @@
     python -m benchmarks.release.run --out dist      # in one that has build, twine and cyclonedx-bom
 
 The last commit is what is built, never the working tree. It is cloned twice, into folders of different names, and both
-builds must give the same bytes. Every time in them is that of the commit (SOURCE_DATE_EPOCH), and constraints.txt says
-which setuptools builds them, so anybody can build them again from the commit and compare the hashes.
+builds must give the same bytes. Every time in them is that of the commit (SOURCE_DATE_EPOCH), and constraints.txt beside
+this file says which setuptools builds them, so anybody can build them again from the commit and compare the hashes.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SERVED_WITH = "serve,ort,generate"
 """Extras of the container image (deploy/Dockerfile)."""
+CONSTRAINTS = "benchmarks/release/constraints.txt"
 SUMS = "SHA256SUMS"
 
 
@@ -36,7 +37,13 @@ def run(*command: object, cwd: Path, **environment: str) -> str:
     """
     listed = [str(argument) for argument in command]
     done = subprocess.run(
-        listed, cwd=cwd, env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        listed,
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        umask=0o022,  # Files of a wheel keep their permissions.
     )
     if done.returncode:
         raise SystemExit(f"{' '.join(listed)}: exit {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
@@ -55,10 +62,9 @@ def built(clone: Path, out: Path, commit: str, root: Path = ROOT) -> list[Path]:
     """
     out.mkdir(parents=True)
     run("git", "clone", "--quiet", "--no-checkout", root, clone, cwd=out)
-    # Files of a wheel keep their permissions, which depend on the umask of whoever cloned.
-    run("git", "-c", "core.sharedRepository=umask", "checkout", "--quiet", "--detach", commit, cwd=clone)
+    run("git", "checkout", "--quiet", "--detach", commit, cwd=clone)
     epoch = time_of(commit, root)
-    environment = {"SOURCE_DATE_EPOCH": str(epoch), "PIP_CONSTRAINT": str(clone / "constraints.txt")}
+    environment = {"SOURCE_DATE_EPOCH": str(epoch), "PIP_CONSTRAINT": str(clone / CONSTRAINTS)}
     raw, unpacked = out / "raw", out / "unpacked"
     run(sys.executable, "-m", "build", "--sdist", "--outdir", raw, clone, cwd=out, **environment)
     (archive,) = raw.glob("*.tar.gz")
@@ -83,9 +89,6 @@ def packed_again(folder: Path, archive: Path, epoch: int) -> None:
         entry.uname = entry.gname = ""
         entry.mtime = epoch
         entry.mode = 0o755 if entry.isdir() or entry.mode & 0o100 else 0o644
-        path = folder.parent / entry.name
-        # The wheel is built from these files, and has their permissions.
-        path.chmod(entry.mode)
         return entry
 
     with (
