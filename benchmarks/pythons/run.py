@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+from packaging.requirements import Requirement
 
 import mod_export
 from benchmarks.floors.environments import (
@@ -37,6 +38,7 @@ from benchmarks.floors.environments import (
 )
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
+OWN = f"{sys.version_info.major}.{sys.version_info.minor}"
 SERVED_WITH = "serve,ort,generate,structured,openvino"
 TARGETS = ("ort-cpu", "openvino")
 TOLERANCE = 1e-4
@@ -80,14 +82,17 @@ def why_no_torch(python: Path, folder: Path) -> str:
     checked(python, "-m", "venv", folder, cwd=folder.parent)
     pip = (folder / "bin" / "python", "-m", "pip")
     report = folder / "report.json"
-    # A dry run resolves, and downloads only metadata.
-    options = ("--quiet", "--dry-run", "--ignore-installed", "--report", report, "--constraint", CONSTRAINTS)
-    done = run(*pip, "install", *options, "torch", cwd=folder)
+    # A dry run downloads only metadata, if the index has it apart from the wheel.
+    options = ("--quiet", "--dry-run", "--no-deps", "--ignore-installed", "--only-binary", "torch", "--report", report)
+    done = run(*pip, "install", *options, "--constraint", CONSTRAINTS, "torch", cwd=folder)
     if done.returncode:
-        return (done.stderr.strip().splitlines() or ["pip failed"])[-1]
-    packages = [entry["metadata"]["name"] for entry in json.loads(report.read_text(encoding="utf-8"))["install"]]
-    cuda = [name for name in packages if name.startswith(("nvidia", "cuda", "triton"))]
-    return f"the PyTorch that pip finds brings {len(cuda)} packages of CUDA along" if cuda else ""
+        return next((line for line in done.stderr.splitlines() if line.startswith("ERROR")), "pip failed")
+    (entry,) = json.loads(report.read_text(encoding="utf-8"))["install"]
+    needed = [Requirement(text) for text in entry["metadata"].get("requires_dist", ())]
+    here = [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    cuda = [name for name in here if name.startswith(("nvidia", "cuda"))]
+    version = entry["metadata"]["version"]
+    return f"the torch {version} that pip finds needs {', '.join(cuda)}" if cuda else ""
 
 
 def runs_elsewhere(python: Path, built: Path, out: Path) -> str:
@@ -147,6 +152,9 @@ def main(names: list[str]) -> int:
         build(Path(sys.executable), checkpoint, config, root / "built")
         for name in names or PYTHONS:
             begin = time.perf_counter()
+            if name == OWN and not names:
+                print(f"{name:<8} this environment's own: make test", flush=True)
+                continue
             if name not in found:
                 failed += bool(names)
                 print(f"{name:<8} not found: on PATH, of pyenv, or of uv", flush=True)

@@ -4,8 +4,8 @@
     python -m benchmarks.release.run --out dist      # in one that has build, twine and cyclonedx-bom
 
 The last commit is what is built, never the working tree. It is cloned twice, into folders of different names, and both
-builds must give the same bytes. Every time in them is that of the commit (SOURCE_DATE_EPOCH), and constraints.txt beside
-this file says which setuptools builds them, so anybody can build them again from the commit and compare the hashes.
+builds must give the same bytes. Every time in them is that of the commit (SOURCE_DATE_EPOCH), and constraints.txt in
+this folder says which setuptools builds them, so anybody can build them again from the commit and compare the hashes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 SERVED_WITH = "serve,ort,generate"
 """Extras of the container image (deploy/Dockerfile)."""
 CONSTRAINTS = "benchmarks/release/constraints.txt"
-SUMS = "SHA256SUMS"
+BILL, SUMS = "mod_export-serving.cdx.json", "SHA256SUMS"
 
 
 def run(*command: object, cwd: Path, **environment: str) -> str:
@@ -119,7 +119,7 @@ def bill_of_materials(wheel: Path, out: Path, folder: Path) -> Path:
         sys.executable, "-m", "pip", "--python", environment / "bin" / "python", "install", "--quiet",
         "--constraint", ROOT / "constraints.txt", f"{wheel}[{SERVED_WITH}]", cwd=folder,
     )  # fmt: skip
-    path = out / f"{wheel.name.removesuffix('.whl')}-serving.cdx.json"
+    path = out / BILL
     run(
         sys.executable, "-m", "cyclonedx_py", "environment", environment / "bin" / "python",
         "--pyproject", ROOT / "pyproject.toml", "--output-reproducible", "--validate", "--output-format", "JSON",
