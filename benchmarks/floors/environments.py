@@ -82,7 +82,8 @@ def environment_with(
     checked(base or sys.executable, "-m", "venv", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
     options = [] if constraints is None else ["--constraint", constraints]
-    checked(python, "-m", "pip", "install", "-q", *options, f"{wheel}[{extras}]", *pins, cwd=folder)
+    wanted = f"{wheel}[{extras}]" if extras else wheel
+    checked(python, "-m", "pip", "install", "-q", *options, wanted, *pins, cwd=folder)
     return python
 
 
