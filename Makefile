@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors fuzz kills study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs clean
+.PHONY: install demo-install demo bench faults floors fuzz kills study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs api dist pythons clean
 
 install: .venv/dev
 
@@ -118,6 +118,10 @@ fuzz: install
 floors: install
 	$(BIN)/python -m benchmarks.floors.run
 
+# Every Python that is found here: the fast tests where PyTorch can be installed, else what a server does.
+pythons: install
+	$(BIN)/python -m benchmarks.pythons.run $(ARGS)
+
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
 COMMIT := $$(git rev-parse HEAD)
 
@@ -146,6 +150,20 @@ docs: install
 	$(BIN)/python -m mod_export.rows.docs docs
 	$(BIN)/mod-export config explain > docs/configuration.md
 	$(BIN)/python -m mod_export.cli.docs > docs/cli.md
+
+# The public Python API of this release, which later states are compared with.
+api: install
+	PYTHONPATH=tests/mod_export $(BIN)/python -m api_stubs
+
+# Wheel, source distribution, hashes, and what a server installs: built twice from the last commit, in an environment of
+# its own.
+.venv/release/installed: constraints.txt
+	$(PYTHON) -m venv .venv/release
+	.venv/release/bin/pip install --quiet --constraint constraints.txt build cyclonedx-bom twine
+	touch $@
+
+dist: .venv/release/installed
+	.venv/release/bin/python -m benchmarks.release.run $(ARGS)
 
 clean:
 	rm -rf build .venv

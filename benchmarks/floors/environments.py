@@ -72,14 +72,18 @@ def wheel_of(folder: Path) -> Path:
     return next(folder.glob("mod_export-*.whl"))
 
 
-def environment_with(folder: Path, wheel: Path, extras: str, pins: Sequence[str], constraints: Path | None) -> Path:
+def environment_with(
+    folder: Path, wheel: Path, extras: str, pins: Sequence[str], constraints: Path | None, base: Path | None = None
+) -> Path:
     """Makes an environment with mod-export's wheel, these extras (separated by commas) and these requirements.
-    `constraints` pins the versions of everything else. Returns the environment's Python.
+    `constraints` pins the versions of everything else. `base` is the Python to use, by default the one that runs this.
+    Returns the environment's Python.
     """
-    checked(sys.executable, "-m", "venv", folder, cwd=folder.parent)
+    checked(base or sys.executable, "-m", "venv", folder, cwd=folder.parent)
     python = folder / "bin" / "python"
     options = [] if constraints is None else ["--constraint", constraints]
-    checked(python, "-m", "pip", "install", "-q", *options, f"{wheel}[{extras}]", *pins, cwd=folder)
+    wanted = f"{wheel}[{extras}]" if extras else wheel
+    checked(python, "-m", "pip", "install", "-q", *options, wanted, *pins, cwd=folder)
     return python
 
 

@@ -8,8 +8,10 @@ call that the profiler sees is the i-th call of the source, which says what weig
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import platform
 import re
 import warnings
 import zipfile
@@ -35,6 +37,8 @@ CALL = re.compile(r"^\s*(?:AOTI_TORCH_ERROR_CODE_CHECK\()?(aoti_torch_cpu_\w+|cp
 CONSTANT = re.compile(r'constants_info_\[(\d+)\]\.(?:name|original_fqn) = "([^"]*)";')
 KERNEL = re.compile(r"(?:^|_)(aoti_torch_cpu_\w+|cpp_fused_\w+)$")
 
+MACHINE = "machine"
+"""Key of a package's metadata: the system and the kind of processor that it was compiled for."""
 NO_COMPILER = "no C++ compiler; install g++ to build, running needs none"
 
 Call = tuple[str, tuple[str, ...]]
@@ -96,6 +100,7 @@ class AotInductor(EngineBuilder):
             "outputs": ",".join(outputs),
             "weights": json.dumps({name: str(tensor.dtype) for name, tensor in _held(program).items()}),
             "cpu": ",".join(sorted(cpu_features())),
+            MACHINE: this_machine(),
             **self._machine(config),
         }
         options = {
@@ -133,7 +138,7 @@ class AotInductor(EngineBuilder):
         """Returns a package, its metadata, and its weights on a device.
 
         Raises:
-            TargetError: the package was compiled for another processor.
+            TargetError: the package was compiled for another processor or system.
             EngineError: the file is not a package, or is damaged.
         """
         import torch
@@ -141,6 +146,11 @@ class AotInductor(EngineBuilder):
         try:
             package = torch._inductor.aoti_load_package(str(root / engine.path), **options)
         except RuntimeError as error:
+            made = machine_of(root / engine.path)
+            if made not in ("", this_machine()):
+                raise TargetError(
+                    f"{engine.path}: compiled on {made}, and this is {this_machine()}; build again here"
+                ) from error
             raise EngineError(f"{engine.path}: AOTInductor cannot load it: {str(error).splitlines()[0]}") from error
         metadata = package.get_metadata()
         missing = set(filter(None, metadata["cpu"].split(","))) - cpu_features()
@@ -151,6 +161,20 @@ class AotInductor(EngineBuilder):
                 "again here"
             )
         return package, metadata, _tensors(root, engine, json.loads(metadata["weights"]), weights or {}, device)
+
+
+def this_machine() -> str:
+    """Returns the system and the kind of processor, such as `Linux x86_64`."""
+    return f"{platform.system()} {platform.machine()}"
+
+
+def machine_of(package: Path) -> str:
+    """Returns what a package was compiled on, without loading it; empty if it cannot be read or does not say."""
+    with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(package) as archive:
+        for name in archive.namelist():
+            if name.endswith("metadata.json") and isinstance(found := json.loads(archive.read(name)), dict):
+                return str(found.get(MACHINE, ""))
+    return ""
 
 
 class Inductor(AotInductor):

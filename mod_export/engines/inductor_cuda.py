@@ -109,6 +109,7 @@ class InductorCuda(AotInductor):
     """AOTInductor for the NVIDIA GPU of the machine that builds."""
 
     name = "inductor-cuda"
+    nvidia = True
 
     def _installed(self) -> Availability:
         problem = gpu_problem()

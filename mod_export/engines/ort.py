@@ -91,6 +91,7 @@ class OrtCuda(_Ort):
 
     name = "ort-cuda"
     extra = "ort-gpu"
+    nvidia = True
     limits = TargetLimits(name="ONNX Runtime (CUDA)", max_opset=26)
 
     def _installed(self) -> Availability:

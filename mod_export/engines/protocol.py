@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ from mod_export.types import Availability, DType, Engine, Graph, Profile, Target
 
 if TYPE_CHECKING:
     import torch
+
+NO_NVIDIA = "needs NVIDIA's libraries, which do not exist for macOS; use a machine with Linux"
+INTEL_MAC = ("darwin", "x86_64")
 
 Arrays = Mapping[str, np.ndarray]
 OptionalArrays = Arrays | None
@@ -150,6 +155,7 @@ class EngineBuilder(ABC):
         apart: True if it builds in a process of its own, so that several engines can be built at once.
         embeds_weights: True if an engine file holds its weights; otherwise it reads a weights file in graphs/.
         binds: True if its runners are BindableRunners, so that a cache can stay in place.
+        nvidia: True if building and running need NVIDIA's libraries.
     """
 
     name: ClassVar[str]
@@ -161,13 +167,18 @@ class EngineBuilder(ABC):
     apart: ClassVar[bool] = False
     embeds_weights: ClassVar[bool] = False
     binds: ClassVar[bool] = False
+    nvidia: ClassVar[bool] = False
 
     def availability(self) -> Availability:
         """Returns what this machine can do. This is tested without building anything."""
+        if self.nvidia and sys.platform == "darwin":
+            return Availability(builds=False, runs=False, reason=NO_NVIDIA)
         missing = next((package for package in self.packages if package_version(package) is None), None)
         if missing is None:
             return self._installed()
         reason = f"{missing} is not installed; install mod-export[{self.extra}]"
+        if (sys.platform, platform.machine()) == INTEL_MAC:
+            reason = f"needs {missing}, which is not published for Macs with an Intel processor"
         return Availability(builds=False, runs=False, reason=reason)
 
     @abstractmethod

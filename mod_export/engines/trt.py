@@ -186,6 +186,7 @@ class _LoggerBase(EngineBuilder):
     title: ClassVar[str]
     apart = True
     embeds_weights = True
+    nvidia = True
     suffix = ".engine"
 
     def _installed(self) -> Availability:

@@ -1,8 +1,10 @@
-"""The wheel with [ort], in an empty environment, serves a build folder and says what building needs."""
+"""The wheel in empty environments, with different extras: what works there, and what it says about the rest."""
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from benchmarks.floors.environments import (
     ROOT,
+    checked,
     environment_with,
     logits_here,
     run,
@@ -20,13 +23,21 @@ from benchmarks.floors.environments import (
 )
 
 TOLERANCE = 1e-4
+CONSTRAINTS = ROOT / "constraints.txt"
+KEPT = ROOT / "tests" / "deployment"
+BASE_IMAGE_BYTES, IMAGE_BYTES = 135_000_000, 400_000_000
+"""About what python:3.11-slim has, and the most that our image may have (.github/workflows/ci.yml)."""
+
+
+@pytest.fixture(scope="session")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wheel_of(tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.slow
-def test_a_wheel_with_ort_serves_and_does_not_build(tmp_path: Path) -> None:
+def test_a_wheel_with_ort_serves_and_does_not_build(tmp_path: Path, wheel: Path) -> None:
     built = tiny_build(tmp_path / "model")
-    constraints = ROOT / "constraints.txt"
-    python = environment_with(tmp_path / "venv", wheel_of(tmp_path / "wheel"), "ort", [], constraints)
+    python = environment_with(tmp_path / "venv", wheel, "ort", [], CONSTRAINTS)
     out = tmp_path / "out"
     out.mkdir()
     np.testing.assert_allclose(serve(python, built, out), logits_here(built), atol=TOLERANCE)
@@ -44,3 +55,43 @@ def test_a_wheel_with_ort_serves_and_does_not_build(tmp_path: Path) -> None:
         r'^ort-cpu +runs +onnxruntime \S+; to build, pip install "mod-export\[build\]"', shown, re.MULTILINE
     )
     assert not (out / "build").exists()
+
+
+@pytest.mark.slow
+def test_a_wheel_alone_says_what_each_target_needs(tmp_path: Path, wheel: Path) -> None:
+    python = environment_with(tmp_path / "venv", wheel, "", [], CONSTRAINTS)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    assert checked(python.parent / "mod-export", "--version", cwd=tmp_path) == f"mod-export, version {version}\n"
+    lines = checked(python, "-m", "mod_export", "targets", cwd=tmp_path).splitlines()
+    assert len(lines) == 7
+    assert all(re.fullmatch(r"\S+ +- +\w+ is not installed; install mod-export\[[\w-]+\]", line) for line in lines)
+    assert "buckets" in tomllib.loads(checked(python, "-m", "mod_export", "config", "show", cwd=tmp_path))
+
+
+@pytest.mark.slow
+def test_a_wheel_as_in_the_image_serves_and_is_small(tmp_path: Path, wheel: Path) -> None:
+    python = environment_with(tmp_path / "venv", wheel, "serve,ort,generate", [], CONSTRAINTS)
+    installed = [path for path in (tmp_path / "venv").rglob("*") if path.is_file() and "pip" not in path.parts]
+    assert sum(path.stat().st_size for path in installed) < IMAGE_BYTES - BASE_IMAGE_BYTES
+    checked(python, "-m", "pip", "install", "-q", "--constraint", CONSTRAINTS, "pytest", cwd=tmp_path)
+    options = ("-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-c", ROOT / "pyproject.toml")
+    # Away from the sources, so that the wheel is what is imported.
+    shown = checked(python, "-m", "pytest", *options, "--rootdir", tmp_path, "--confcutdir", KEPT, KEPT, cwd=tmp_path)
+    assert re.search(r"^\d+ passed in ", shown, re.MULTILINE)
+
+
+@pytest.mark.slow
+def test_a_wheel_that_builds_runs_the_commands_of_the_readme(tmp_path: Path, wheel: Path) -> None:
+    python = environment_with(tmp_path / "venv", wheel, "build,ort,generate", [], CONSTRAINTS)
+    checkpoint, config = tiny_checkpoint(tmp_path / "model")
+
+    def command(*arguments: object) -> str:
+        return checked(python.parent / "mod-export", *arguments, cwd=tmp_path)
+
+    assert command("build", checkpoint, "-c", config, "-o", "out", "-q").endswith("every gate met: out\n")
+    assert "PASS" in command("validate", "out")
+    assert "ort-cpu" in command("bench", "out")
+    assert json.loads(command("report", "out", "--format", "json"))["verdict"]["status"] == "pass"
+    assert "FLOPs" in command("inspect", checkpoint)
+    assert "this" in command("plan", checkpoint)
+    assert json.loads(command("generate", "out", "text", "--max-new-tokens", "4", "--ignore-eos", "--json"))["ids"]

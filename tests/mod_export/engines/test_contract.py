@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+import sys
 from importlib.metadata import metadata
 from itertools import product
 
@@ -12,7 +14,7 @@ from mod_export.engines import ENGINES, protocol
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.environment import package_version
 from mod_export.errors import ModExportError
-from mod_export.types import DTYPES, Bucket, Engine
+from mod_export.types import DTYPES, Availability, Bucket, Engine
 
 CONFIG = config_from_toml(None)
 EXTRAS_OF_THIS_PACKAGE = metadata("mod-export").get_all("Provides-Extra") or []
@@ -54,6 +56,25 @@ def test_each_package_that_is_not_installed_is_named(engine: EngineBuilder, monk
         assert (availability.builds, availability.runs) == (False, False)
         assert availability.reason == f"{absent} is not installed; install mod-export[{engine.extra}]"
         assert engine.extra in EXTRAS_OF_THIS_PACKAGE
+
+
+NVIDIA = {"ort-cuda", "inductor-cuda", "tensorrt", "tensorrt-rtx"}
+
+
+@each_engine
+def test_what_cannot_work_on_a_mac_says_so(engine: EngineBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not `install mod-export[tensorrt]`: that extra installs nothing there."""
+    before = engine.availability()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    if engine.name in NVIDIA:
+        reason = "needs NVIDIA's libraries, which do not exist for macOS; use a machine with Linux"
+        assert engine.availability() == Availability(builds=False, runs=False, reason=reason)
+        return
+    assert engine.availability() == before
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(protocol, "package_version", lambda name: None)
+    name = engine.packages[0]
+    assert engine.availability().reason == f"needs {name}, which is not published for Macs with an Intel processor"
 
 
 @each_engine

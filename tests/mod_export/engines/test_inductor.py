@@ -35,6 +35,8 @@ CONFIG = config_from_toml(None)
 SLACK = slack_of(CONFIG.parity.float32, "float32")
 BUCKETS = (Bucket(1, 32), Bucket(2, 24))
 WEIGHTS = "graphs/weights-float32.data"
+AARCH64 = 183
+"""e_machine of Arm in an ELF header; x86-64 is 62."""
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +184,24 @@ def test_a_package_for_another_cpu_is_refused(root: Path, monkeypatch: pytest.Mo
     lacking = ", ".join(sorted(features)[:2])
     with pytest.raises(TargetError, match=rf"b1s32\.pt2: compiled for a CPU with {lacking}, which this one lacks"):
         Inductor().load(root, engine_of(BUCKETS[0]), CONFIG, 1)
+
+
+def test_a_package_of_another_kind_of_machine_is_refused(root: Path, tmp_path: Path) -> None:
+    """The same package with the code of another machine: the ELF header of its library names the processor."""
+    path = engine_of(BUCKETS[0]).path
+    (tmp_path / "engines").mkdir()
+    here = inductor.this_machine()
+    assert inductor.machine_of(root / path) == here
+    with zipfile.ZipFile(root / path) as made, zipfile.ZipFile(tmp_path / path, "w") as changed:
+        for name in made.namelist():
+            content = made.read(name)
+            if name.endswith(".so"):
+                assert content.startswith(b"\x7fELF")
+                content = content[:18] + AARCH64.to_bytes(2, "little") + content[20:]
+            changed.writestr(name, content.replace(here.encode(), b"Linux aarch64") if "metadata" in name else content)
+    expected = rf"b1s32\.pt2: compiled on Linux aarch64, and this is {here}; build again here$"
+    with pytest.raises(TargetError, match=expected):
+        Inductor().load(tmp_path, engine_of(BUCKETS[0]), CONFIG, 1)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"PK\x03\x04" + bytes(99)])
