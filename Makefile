@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors fuzz kills study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs api dist pythons clean
+.PHONY: install demo-install demo bench faults floors fuzz kills study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs api dist pythons site notebooks clean
 
 install: .venv/dev
 
@@ -35,7 +35,7 @@ demo-install: .venv/demo
 	touch $@
 
 .venv/dev: .venv/bench
-	$(PIP) --editable ".[dev]"
+	$(PIP) --editable ".[dev,site]"
 	for version in $(TENSORRT_BINDINGS); do \
 		$(BIN)/pip install --quiet --no-deps --target .venv/trt-api/$$version tensorrt-cu13-bindings==$$version || exit 1; \
 	done
@@ -164,6 +164,15 @@ api: install
 
 dist: .venv/release/installed
 	.venv/release/bin/python -m benchmarks.release.run $(ARGS)
+
+# The documents as a site in build/site; a broken link or anchor, or a page outside the navigation, is an error.
+site: install
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+# Executes the notebooks of the site, which then shows their outputs. Five minutes.
+notebooks: install
+	mkdir -p build/notebooks && cp docs/notebooks/*.ipynb build/notebooks
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/jupyter execute --inplace build/notebooks/*.ipynb
 
 clean:
 	rm -rf build .venv

@@ -190,23 +190,31 @@ class Generator:
             rolling: whether a text that fills the window continues as if its second half were the whole text, instead
                 of being refused.
             options: the following arguments.
-            temperature: 0 always chooses the most probable token; see `Sampling`. None uses `defaults`, which is 0
-                unless the model's generation_config.json sets `do_sample`.
-            top_k: samples among this many most probable tokens; 0 means all. None uses `defaults`, which holds the
-                value of generation_config.json, or else means all.
-            top_p: samples among the most probable tokens whose probabilities sum to this. None as for `top_k`.
-            seed: text i of a request draws its own random numbers, seeded with (seed, i). -1 stands for a random seed.
-            stop: strings that end a text and are not part of it, or token ids.
-            ignore_eos: whether a text continues after the model's end tokens (`defaults.stop_ids`).
-            add_special_tokens: whether the tokenizer adds its special tokens, such as `<s>`, to a text. Prompts that
-                continue a prefix never get them, and the template of a conversation writes its own.
-            template: more variables for the chat template, as plain data, such as {"enable_thinking": False}.
-            logprobs: how many of the most probable tokens are recorded with each new token; None records nothing.
-            prompt_logprobs: whether log probabilities of the prompt are recorded; its tokens are then read one by one.
-            logit_bias: token id -> number from -100 to 100, which is added to the logit of the token.
-            grammar: a JSON schema that the texts follow, or a grammar in llguidance's form of Lark. A text ends when
-                nothing more may follow; the model's end tokens may end it where it is complete. Needs the extra
-                `structured`.
+
+        Keyword Args:
+            temperature (float | None): 0 always chooses the most probable token; see `Sampling`. None uses `defaults`,
+                which is 0 unless the model's generation_config.json sets `do_sample`.
+            top_k (int | None): samples among this many most probable tokens; 0 means all. None uses `defaults`, which
+                holds the value of generation_config.json, or else means all.
+            top_p (float | None): samples among the most probable tokens whose probabilities sum to this. None as for
+                `top_k`.
+            seed (int): text i of a request draws its own random numbers, seeded with (seed, i). -1 stands for a random
+                seed.
+            stop (Sequence[str | int]): strings that end a text and are not part of it, or token ids.
+            ignore_eos (bool): whether a text continues after the model's end tokens (`defaults.stop_ids`).
+            add_special_tokens (bool): whether the tokenizer adds its special tokens, such as `<s>`, to a text. Prompts
+                that continue a prefix never get them, and the template of a conversation writes its own.
+            template (Mapping[str, Any] | None): more variables for the chat template, as plain data, such as
+                {"enable_thinking": False}.
+            logprobs (int | None): how many of the most probable tokens are recorded with each new token; None records
+                nothing.
+            prompt_logprobs (bool): whether log probabilities of the prompt are recorded; its tokens are then read one
+                by one.
+            logit_bias (Mapping[int, float] | None): token id -> number from -100 to 100, which is added to the logit of
+                the token.
+            grammar (Mapping[str, Any] | str | None): a JSON schema that the texts follow, or a grammar in llguidance's
+                form of Lark. A text ends when nothing more may follow; the model's end tokens may end it where it is
+                complete. Needs the extra `structured`.
 
         Raises:
             GrammarError: no text can follow the grammar.

@@ -118,7 +118,7 @@ def test_configurations_in_the_pages_are_valid(tmp_path: Path) -> None:
 def test_options_in_the_pages_exist() -> None:
     """Options of the command line that stand in code are those of some command."""
     options = {name for command in cli.commands.values() for option in command.params for name in option.opts}
-    for page in ("README.md", "docs/guide.md", "docs/text.md", "docs/evidence.md"):
+    for page in ("README.md", "docs/quickstart.md", "docs/guide.md", "docs/text.md", "docs/evidence.md"):
         text = (ROOT / page).read_text(encoding="utf-8")
         lines = re.findall(r"^ +(?:\$ )?(?:\.venv/bin/)?(mod-export .*)", text, re.MULTILINE)
         named = {name for line in lines for name in re.findall(r"--[a-z-]+", line)}

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
+from hub_server import COMMIT, Hub, hub_environment, serving_hub
 from hugging_face import saved
 from tokenizers import Tokenizer, models
 
@@ -22,80 +19,7 @@ from mod_export.errors import CheckpointError
 from mod_export.model.hub import fetched, name_of
 from mod_models.checkpoint import load_checkpoint
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
 MODEL = "org/tiny-model"
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Answers for the repositories in `root`, each with the revisions main and v1.
-
-    Attributes:
-        root: holds ORG/NAME/FILES.
-        sent: the files that were downloaded.
-    """
-
-    root: ClassVar[Path]
-    sent: ClassVar[list[str]]
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0].strip("/")
-        if path.startswith("api/models/"):
-            repo, _, rest = path.removeprefix("api/models/").partition("/revision/")
-            if not rest:
-                repo, _, rest = repo.partition("/tree/")
-                return self.tree(repo) if rest else self.about(repo, "main")
-            return self.about(repo, rest)
-        repo, _, rest = path.partition("/resolve/")
-        revision, _, name = rest.partition("/")
-        file = self.root / repo / name
-        if not self.known(repo, revision):
-            return None
-        if not file.is_file():
-            return self.answer(404, b"", **{"X-Error-Code": "EntryNotFound"})
-        if self.command == "GET":
-            self.sent.append(name)
-        data = file.read_bytes()
-        return self.answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', **{"X-Repo-Commit": COMMIT})
-
-    def known(self, repo: str, revision: str) -> bool:
-        if repo == "org/gated":
-            self.answer(403, b"{}", **{"X-Error-Code": "GatedRepo"})
-        elif not (self.root / repo).is_dir():
-            self.answer(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
-        elif revision not in ("main", "v1", COMMIT):
-            self.answer(404, b"{}", **{"X-Error-Code": "RevisionNotFound"})
-        else:
-            return True
-        return False
-
-    def about(self, repo: str, revision: str) -> None:
-        if self.known(repo, revision):
-            self.answer(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": []}).encode())
-
-    def tree(self, repo: str) -> None:
-        folder = self.root / repo
-        files = [
-            {"type": "file", "path": path.relative_to(folder).as_posix(), "size": path.stat().st_size,
-             "oid": hashlib.sha1(path.read_bytes()).hexdigest()}
-            for path in folder.rglob("*") if path.is_file()
-        ]  # fmt: skip
-        self.answer(200, json.dumps(files).encode())
-
-    def answer(self, code: int, data: bytes, **headers: str) -> None:
-        self.send_response(code)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
-
-    def log_message(self, *arguments: object) -> None:
-        pass
 
 
 @pytest.fixture(scope="module")
@@ -125,21 +49,13 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def endpoint(root: Path) -> Iterator[str]:
-    Hub.root, Hub.sent = root, []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    thread = Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with serving_hub(root) as address:
+        yield address
 
 
 def in_process(code: str, endpoint: str, cache: Path, **more: str) -> subprocess.CompletedProcess[str]:
-    """Runs the code in its own process, because the hub's client reads its environment at import."""
-    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
-    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-                    "HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1", **more}  # fmt: skip
+    """Runs the code in its own process."""
+    environment = hub_environment(endpoint, cache) | more
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
