@@ -56,11 +56,11 @@ def test_own_module(tmp_path: Path) -> None:
     model, use = code_of("Your own module")
     (tmp_path / "my_model.py").write_text(model, encoding="utf-8")
     (arguments,) = commands_of("Your own module", "mod-export")
-    assert "ort-cpu   b1s256" in ran(["-m", "mod_export", *arguments], tmp_path)
+    assert re.search(r"ort-cpu +b1s256", ran(["-m", "mod_export", *arguments], tmp_path))
     report = json.loads((tmp_path / "build" / "mine" / "report.json").read_text())
-    assert [row["passed"] for row in report["parity"]] == [True] * 4
+    assert {row["passed"] for row in report["parity"]} == {True}
     assert [row["bucket"] for row in report["speedup"]] == ["b1s64", "b1s256"]
-    assert "{'output': (1, 64, 256)}" in ran(["-c", use], tmp_path)
+    assert "{'logits': (1, 64, 256)}" in ran(["-c", use], tmp_path)
 
 
 @pytest.mark.slow
