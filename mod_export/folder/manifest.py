@@ -209,11 +209,16 @@ def _check_version(root: Path, data: Mapping[str, Any]) -> None:
     if version < FORMAT_VERSION:
         raise BuildFolderError(
             f"{root}: format version {version}, written by {_builder(data)}; this release reads version "
-            f"{FORMAT_VERSION}: delete the folder and build again ({data.get('command') or 'mod-export build MODEL'})"
+            f"{FORMAT_VERSION}: {way_out(data.get('command'))}"
         )
     raise BuildFolderError(
         f"{root}: format version {version}, and this release reads {FORMAT_VERSION}; it needs a newer mod-export"
     )
+
+
+def way_out(command: str | None) -> str:
+    """Returns what to do with a folder that this release does not read; `command` is the one that built it."""
+    return f"delete the folder and build again ({command or 'mod-export build MODEL'})"
 
 
 def _builder(data: Mapping[str, Any]) -> str:

@@ -25,9 +25,9 @@ from typing import Any, Self
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import free_bytes
-from mod_export.errors import EngineError, TooLongError, UsageError
+from mod_export.errors import BuildFolderError, EngineError, TooLongError, UsageError
 from mod_export.folder.files import verify_files
-from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder
+from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder, way_out
 from mod_export.folder.signature import check_signature
 from mod_export.runtime.decoder import Decoder, DecodingEngines
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
@@ -53,7 +53,8 @@ def load_generator(
     that later texts with the same beginning need not read it again (`PrefixCache`); 0 keeps nothing.
 
     Raises:
-        BuildFolderError: not a complete build folder, a damaged file, or not signed by one of `trusted_keys`.
+        BuildFolderError: not a complete build folder, a damaged file, or not signed by one of `trusted_keys`; or its
+            engines read prompts whole.
         UsageError: the folder's model cannot generate (the message says why and what to do), or has no such engines.
         TargetError: no engine for generation runs here, or the engines missed their gates.
     """
@@ -64,6 +65,11 @@ def load_generator(
         raise UsageError(
             f"{folder}: cannot generate: {manifest.generation}\nprompts can be scored, as the checkpoint's spec routes "
             "them: mod-export generate --selection topk-prefill"
+        )
+    if any(graph.role == "prefill" and "positions" not in graph.inputs for graph in manifest.graphs):
+        raise BuildFolderError(
+            f"{folder}: its engines read prompts whole, as engines did before mod-export 0.2.0 was released; "
+            f"{way_out(manifest.command)}"
         )
     chosen = served_engines(folder, manifest, model, target, dtype, texts=True)
     warn_unverified(folder, manifest)

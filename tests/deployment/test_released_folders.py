@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from click.testing import CliRunner
 import mod_export
 from mod_export.cli import cli
 from mod_export.errors import BuildFolderError
-from mod_export.folder.manifest import FORMAT_VERSION, open_folder
+from mod_export.folder.manifest import FORMAT_VERSION, open_folder, read_manifest, with_checksum
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = Path(__file__).parent / "folders"
@@ -158,10 +159,19 @@ def test_another_format_is_refused_with_the_command(folders: Path, release: str,
         assert re.search(f"^error: .*{refusal(release)}\n$", found.stderr), (command, found.stderr)
 
 
-def test_text_of_a_folder_from_before_the_release_is_refused(folders: Path) -> None:
-    """Its whole rows run; its prompts were read by other engines."""
-    folder = folders / "0.2.0-before"
+@pytest.mark.parametrize("release", OPENED)
+def test_engines_that_read_prompts_whole_are_refused(folders: Path, release: str, tmp_path: Path) -> None:
+    """As in folders of this format that were built before 0.2.0 was released; their whole rows run."""
+    folder = Path(shutil.copytree(folders / release, tmp_path / "before"))
+    manifest = read_manifest(folder)
+    for graph in manifest["graphs"]:
+        if graph["role"] == "prefill":
+            del graph["inputs"]["positions"]
+    (folder / "manifest.json").write_text(json.dumps(with_checksum(manifest)), encoding="utf-8")
     with mod_export.load(folder) as deployment:
         assert deployment.run(ids_of("def main():")).shape == (1, 11, 256)
-    with pytest.raises(BuildFolderError, match=r"delete the folder and build again \(mod-export build kept\.pt.*\)$"):
+    message = r"before: its engines read prompts whole, as engines did before mod-export 0\.2\.0 was released; delete"
+    with pytest.raises(
+        BuildFolderError, match=rf"{message} the folder and build again \(mod-export build kept\.pt.*\)$"
+    ):
         mod_export.load_generator(folder)
