@@ -40,8 +40,8 @@ def request_span(scope: Scope) -> Iterator[Span]:
     attributes = {
         "http.request.method": scope["method"],
         "url.path": scope["path"][:200],
-        "url.scheme": scope["scheme"],
-        "network.protocol.version": scope["http_version"],
+        "url.scheme": scope.get("scheme", "http"),
+        "network.protocol.version": scope.get("http_version", "1.1"),
     }
     if scope.get("client"):
         attributes["client.address"] = scope["client"][0]
