@@ -6,6 +6,7 @@ While a build runs, the manifest holds its steps (`workspace.py`). A finished bu
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -209,7 +210,7 @@ def _check_version(root: Path, data: Mapping[str, Any]) -> None:
     if version < FORMAT_VERSION:
         raise BuildFolderError(
             f"{root}: format version {version}, written by {_builder(data)}; this release reads version "
-            f"{FORMAT_VERSION}: {way_out(data.get('command'))}"
+            f"{FORMAT_VERSION}: {way_out(data.get('command') or _reported_command(root))}"
         )
     raise BuildFolderError(
         f"{root}: format version {version}, and this release reads {FORMAT_VERSION}; it needs a newer mod-export"
@@ -219,6 +220,14 @@ def _check_version(root: Path, data: Mapping[str, Any]) -> None:
 def way_out(command: str | None) -> str:
     """Returns what to do with a folder that this release does not read; `command` is the one that built it."""
     return f"delete the folder and build again ({command or 'mod-export build MODEL'})"
+
+
+def _reported_command(root: Path) -> str | None:
+    """Returns the command that built a folder of 0.1.0, which kept it in report.json only; None if that lacks it."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        command = json.loads((root / REPORT_FILES[0]).read_text(encoding="utf-8")).get("command")
+        return command if isinstance(command, str) else None
+    return None
 
 
 def _builder(data: Mapping[str, Any]) -> str:

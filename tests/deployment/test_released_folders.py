@@ -159,6 +159,16 @@ def test_another_format_is_refused_with_the_command(folders: Path, release: str,
         assert re.search(f"^error: .*{refusal(release)}\n$", found.stderr), (command, found.stderr)
 
 
+@pytest.mark.parametrize("report", [None, "{", "[]", '{"command": 1}', "{}"])
+def test_without_the_command_the_model_is_named_by_the_user(folders: Path, tmp_path: Path, report: str | None) -> None:
+    folder = Path(shutil.copytree(folders / "0.1.0", tmp_path / "0.1.0"))
+    (folder / "report.json").unlink()
+    if report is not None:
+        (folder / "report.json").write_text(report, encoding="utf-8")
+    with pytest.raises(BuildFolderError, match=r"delete the folder and build again \(mod-export build MODEL\)$"):
+        open_folder(folder)
+
+
 @pytest.mark.parametrize("release", OPENED)
 def test_engines_that_read_prompts_whole_are_refused(folders: Path, release: str, tmp_path: Path) -> None:
     """As in folders of this format that were built before 0.2.0 was released; their whole rows run."""
