@@ -55,7 +55,8 @@ def checked(*command: object, cwd: Path) -> str:
     """Like `run`, but returns the output, and raises RuntimeError if the command fails."""
     done = run(*command, cwd=cwd)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}: exit {done.returncode}\n{done.stderr[-2000:]}")
+        said = f"{done.stdout[-2000:]}{done.stderr[-2000:]}"  # pytest tells its failures on stdout.
+        raise RuntimeError(f"{' '.join(map(str, command))}: exit {done.returncode}\n{said}")
     return done.stdout
 
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.request import ProxyHandler, Request, build_opener
@@ -137,7 +138,9 @@ WAYS: dict[str, Callable[[Path], object]] = {
     "load_generator": mod_export.load_generator,
     "open_folder": open_folder,
 }
-COMMANDS = ("report", "validate", "bench", "inspect", "serve", "generate", "triton")
+COMMANDS = ["report", "bench", "inspect", "serve", "generate", "triton"]
+if find_spec("torch"):  # Without it, `validate` says so and opens nothing.
+    COMMANDS.append("validate")
 
 
 def refusal(release: str) -> str:
