@@ -46,12 +46,7 @@ min_speedup = 0.0
 profile_runs = 0
 
 [generation]
-window = 48
-prompts = [8, 16]
-batches = [1, 3]
-compared_texts = 2
-compared_tokens = 4
-min_speedup = 0.0
+build = "never"
 """
 STEPS = 40
 TRAINING = ["--steps", str(STEPS), "--batch", "2", "--seq", "16", "--warmup", "3", "--eval-every", "4"]
@@ -94,7 +89,7 @@ class Work(ABC):
 
 
 class Build(Work):
-    """`mod-export build` of a model that writes text."""
+    """`mod-export build` of a model."""
 
     def __init__(self, inputs: Path) -> None:
         super().__init__(inputs)
