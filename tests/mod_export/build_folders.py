@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +38,8 @@ def once(folder: Path, make: Callable[[], object]) -> Path:
     folder.mkdir(exist_ok=True)
     with (folder / ".once").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not lock.tell():
+        # Another worker may have written since the file was opened, and this one must not make the folder again.
+        if not lock.seek(0, os.SEEK_END):
             make()
             lock.write("made")
     return folder
