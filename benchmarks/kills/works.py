@@ -20,6 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from benchmarks.floors.environments import CONFIG as TINY_CONFIG
 from mod_export.errors import BuildFolderError
 from mod_export.folder.manifest import open_folder
 from mod_export.model.checkpoint import model_from_checkpoint
@@ -31,23 +32,8 @@ SPEC = ModelSpec(
     vocab_size=256, d_model=32, n_layers=3, n_heads=4, n_kv_heads=2, d_head=8, d_ff=64, max_positions=64,
     routing=RoutingSpec(capacity=0.375, predictor_hidden=8, layers=(0, 2)),
 )  # fmt: skip
-CONFIG = """
-buckets = [[1, 16]]
-targets = ["ort-cpu"]
-
-[latency]
-samples = 5
-max_samples = 8
-warmup = 1
-bootstrap = 100
-min_speedup = 0.0
-
-[cost]
-profile_runs = 0
-
-[generation]
-build = "never"
-"""
+# Without engines that write text, which would take most of the time.
+CONFIG = TINY_CONFIG.partition("[generation]")[0] + '[generation]\nbuild = "never"\n'
 STEPS = 40
 TRAINING = ["--steps", str(STEPS), "--batch", "2", "--seq", "16", "--warmup", "3", "--eval-every", "4"]
 TRAINING += ["--eval-batches", "1", "--log-every", "2", "--threads", "1"]
@@ -166,7 +152,7 @@ class Convert(Work):
         if out.exists():
             try:
                 model_from_checkpoint(out)
-            except Exception as error:
+            except Exception as error:  # However the reader fails: the model is not whole.
                 raise DamagedError(f"{out}: {error}") from error
 
     def done(self, out: Path) -> bool:
@@ -195,7 +181,7 @@ class Train(Work):
                 load_checkpoint(out / "model.pt")
             if (out / "state.pt").exists():
                 torch.load(out / "state.pt", weights_only=True)
-        except Exception as error:
+        except Exception as error:  # However torch fails: the file is not whole.
             raise DamagedError(f"{out}: {error}") from error
 
     def result(self, out: Path) -> Mapping[str, str]:

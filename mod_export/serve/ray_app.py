@@ -26,7 +26,7 @@ from mod_export.folder.manifest import MANIFEST, open_folder
 from mod_export.serve import DRAIN_S, MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 from mod_export.serve.cors import Cors, check_origins
 from mod_export.serve.endpoint import RETRY_S, ApiError, Guard, problem_of
-from mod_export.serve.open_folder import OpenFolder
+from mod_export.serve.folder_app import OpenFolder
 from mod_export.serve.request_log import RequestLog
 from mod_export.serve.scheduler import LOG
 from mod_export.serve.server import LOOPBACK, read_keys

@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from mod_export.errors import ModExportError
 from mod_export.folder.manifest import MANIFEST
+from mod_export.serve.folder_app import OpenFolder
 from mod_export.serve.metrics import Metrics
-from mod_export.serve.open_folder import OpenFolder
 from mod_export.serve.scheduler import LOG
 
 LOOK_S = 1.0

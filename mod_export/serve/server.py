@@ -28,8 +28,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from mod_export.errors import UsageError
 from mod_export.serve import DRAIN_S, KEEP_ALIVE_S
 from mod_export.serve.cors import check_origins
+from mod_export.serve.folder_app import OpenFolder
 from mod_export.serve.metrics import Metrics
-from mod_export.serve.open_folder import OpenFolder
 from mod_export.serve.reload import ServedFolder
 from mod_export.serve.request_log import configure_logging
 from mod_export.serve.service import ServiceOptions

@@ -205,9 +205,9 @@ def test_without_the_option_a_folder_stays(link: Link, again: Path) -> None:
 
 def test_a_bug_in_a_new_version_ends_no_text(link: Link, again: Path) -> None:
     code = (
-        "from mod_export.serve import open_folder\nopened = open_folder.open_service\n"
+        "from mod_export.serve import folder_app\nopened = folder_app.open_service\n"
         "def fails(path, *rest):\n    if path.name == 'again': raise ZeroDivisionError('a bug')\n"
-        "    return opened(path, *rest)\nopen_folder.open_service = fails"
+        "    return opened(path, *rest)\nfolder_app.open_service = fails"
     )
     with command(link.path, "--reload", code=code) as (process, url):
         link.lead_to(again)
@@ -248,9 +248,9 @@ def test_what_takes_longer_than_it_may_is_cut_on_the_old_version_too(link: Link,
 def test_a_signal_to_end_while_a_version_is_opened(link: Link, again: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     code = (
-        "import time, pathlib\nfrom mod_export.serve import open_folder\nopened = open_folder.open_service\n"
+        "import time, pathlib\nfrom mod_export.serve import folder_app\nopened = folder_app.open_service\n"
         f"def slow(path, *rest):\n    if path.name == 'again': pathlib.Path({str(begun)!r}).touch(); time.sleep(2)\n"
-        "    return opened(path, *rest)\nopen_folder.open_service = slow"
+        "    return opened(path, *rest)\nfolder_app.open_service = slow"
     )
     with command(link.path, "--reload", code=code) as (process, _):
         link.lead_to(again)
