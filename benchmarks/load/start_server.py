@@ -18,6 +18,9 @@ if __name__ == "__main__":
     server.STALLED_MS = int(sys.argv[3])
     sys.exit(
         server.serve_folder(
-            Path(sys.argv[1]), ServiceOptions(), port=int(sys.argv[2]), say=partial(print, file=sys.stderr, flush=True)
+            Path(sys.argv[1]),
+            ServiceOptions(),
+            server.ServerOptions(port=int(sys.argv[2])),
+            say=partial(print, file=sys.stderr, flush=True),
         )
     )

@@ -67,6 +67,11 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
     help="Take a new version of the folder when it appears or at a SIGHUP, and let the old one finish its texts.",
 )  # fmt: skip
 @click.option(
+    "--supervise", is_flag=True,
+    help="Run the engines in a process of their own. When it crashes, another one starts; until then requests get "
+    "status 503.",
+)  # fmt: skip
+@click.option(
     "--traces", is_flag=True,
     help="Send OpenTelemetry traces by OTLP over HTTP, to where the variable OTEL_EXPORTER_OTLP_ENDPOINT says.",
 )  # fmt: skip
@@ -88,6 +93,7 @@ def serve(
     key_file: Path | None,
     origins: Sequence[str],
     reload: bool,
+    supervise: bool,
     traces: bool,
     log_format: str,
     verbosity: int,
@@ -97,21 +103,20 @@ def serve(
 
     The first signal ends the server when its texts are done, a second one at once. -v logs every request.
     """
-    from mod_export.serve.server import read_keys, serve_folder
+    from mod_export.serve.server import ServerOptions, read_keys, serve_folder
     from mod_export.serve.service import ServiceOptions
 
-    return serve_folder(
-        folder,
-        ServiceOptions(**options),
+    server = ServerOptions(
         host=host,
         port=port,
         drain_s=drain_s,
         keep_alive_s=keep_alive_s,
         keys=read_keys(key_file) if key_file else frozenset(),
-        origins=origins,
+        origins=frozenset(origins),
         reload=reload,
+        supervise=supervise,
         traces=traces,
         log_requests=verbosity > 0,
         log_format=log_format,
-        say=partial(click.echo, err=True),
     )
+    return serve_folder(folder, ServiceOptions(**options), server, say=partial(click.echo, err=True))

@@ -36,6 +36,7 @@ class Metrics(TextObserver, Collector):
         self._refused = self._counter("refused_requests", "Requests that got no text, by reason", "reason")
         self._requests = self._counter("http_requests", "Answered requests", "path", "status")
         self._reloads = self._counter("reloads", "New versions of the build folder, by what became of them", "result")
+        self._restarts = self._counter("engine_restarts", "Processes of engines that were replaced after a crash")
         self._at_site = self._counter("site_tokens", "Tokens that were selected at a routing site", "site")
         self._all_read = self._counter("read_tokens", "Tokens that the model has read, whose share is selected")
 
@@ -70,6 +71,10 @@ class Metrics(TextObserver, Collector):
     def reloaded(self, result: str) -> None:
         """Counts a new version of the folder: "taken", or "failed" if it could not be opened."""
         self._reloads.labels(result).inc()
+
+    def restarted(self, count: int) -> None:
+        """Counts processes that were replaced by this one or by one before it."""
+        self._restarts.inc(count)
 
     # The following methods run on the scheduler's thread.
 

@@ -42,13 +42,18 @@ class ServedFolder:
         metrics: of all versions together.
     """
 
-    def __init__(self, path: Path, open_version: Open) -> None:
-        """Opens the folder at `path`. `open_version` gets the path without symbolic links, and the metrics to use.
+    def __init__(self, path: Path, open_version: Open, *, watched: bool) -> None:
+        """Opens the folder.
+
+        Args:
+            path: where the folder is.
+            open_version: opens it; gets the path without symbolic links, and the metrics to use.
+            watched: whether new versions are taken.
 
         Raises:
             ModExportError: it cannot be opened.
         """
-        self._path, self._open = path, open_version
+        self._path, self._open, self._watched = path, open_version, watched
         self._asked = asyncio.Event()
         self._replaced: OpenFolder | None = None
         self.metrics = Metrics()
@@ -58,6 +63,11 @@ class ServedFolder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
         await self.current(scope, receive, send)
+
+    @property
+    def description(self) -> str:
+        """One line about the newest version."""
+        return f"{self.current.service.name}: {self.current.service.describe()}"
 
     @property
     def live(self) -> bool:
@@ -88,7 +98,7 @@ class ServedFolder:
     async def watch(self) -> None:
         """Takes every new version until it is cancelled."""
         wait_s = LOOK_S
-        while True:
+        while self._watched:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), wait_s)
             asked = self._asked.is_set()

@@ -20,8 +20,8 @@ from mod_export.runtime.generator import Generator
 from mod_export.runtime.rows import Completion
 from mod_export.serve import KEEP_ALIVE_S
 from mod_export.serve.app import create_app
+from mod_export.serve.connection import Connection
 from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
-from mod_export.serve.server import Connection
 from mod_export.serve.service import Service, ServiceOptions, open_service
 
 PATIENCE_S = 60

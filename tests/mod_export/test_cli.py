@@ -37,7 +37,7 @@ OPTIONS = {
                  "--trusted-key", "folder", "text_arguments"],
     "serve": ["--allow-origin", "--api-key-file", "--drain", "--dtype", "--host", "--keep-alive", "--log-format",
               "--max-queue", "--max-wait", "--model", "--name", "--port", "--prefix-cache", "--reload", "--rows",
-              "--target", "--threads", "--traces", "--trusted-key", "folder"],
+              "--supervise", "--target", "--threads", "--traces", "--trusted-key", "folder"],
     "triton": ["--dtype", "--forward", "--instances", "--max-queue", "--name", "--out", "--target", "--threads",
                "--trusted-key", "-o", "folder"],
     "sign": ["--key", "--keyless", "--password-file", "folder"],

@@ -16,7 +16,6 @@ import pytest
 from serving import PATIENCE_S, Server, held, serving
 
 from mod_export.serve import KEEP_ALIVE_S
-from mod_export.serve import server as server_module
 from mod_export.serve.scheduler import Job
 
 HOST = b"Host: 127.0.0.1\r\n"
@@ -59,7 +58,7 @@ def statuses(found: bytes) -> list[int]:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server waits one second for a head."""
-    monkeypatch.setattr(server_module, "HEAD_S", HEAD_S)
+    monkeypatch.setattr("mod_export.serve.connection.HEAD_S", HEAD_S)
 
 
 @pytest.mark.usefixtures("impatient")

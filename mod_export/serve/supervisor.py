@@ -1,0 +1,350 @@
+"""Serves a build folder in a process of its own, and replaces that process when it crashes.
+
+Engines run native code. A fault in it (SIGSEGV), or the kernel's killer of processes when memory is short, ends the
+whole process. So the engines get one, the worker, and this process stands in front of it:
+
+    client -- TCP --> supervisor -- Unix socket --> worker: the server without a supervisor
+
+The supervisor passes requests and answers on as they are. When the worker has ended, requests that it had not begun to
+answer, and all that arrive until another one can serve, get status 503 with Retry-After. Streams get an error as their
+last event. The supervisor gives up after some workers in a row that could not begin, so that its own supervisor acts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import faulthandler
+import json
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import string
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from pathlib import Path
+from urllib.parse import quote
+
+import httpcore2
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from mod_export.errors import EngineError, ModExportError, UsageError
+from mod_export.serve.cors import Cors
+from mod_export.serve.endpoint import ApiError
+from mod_export.serve.request_log import RequestLog
+from mod_export.serve.scheduler import LOG
+
+TERMINATED = 143
+"""Exit code after a second signal, or if the supervisor is gone: that of a program ended by SIGTERM."""
+MOST_FAILURES = 5
+"""Workers in a row that could not begin to serve, after which the supervisor gives up."""
+LONGER_S = 5.0
+"""How much longer than its texts a worker may take to end."""
+IDLE_S = 30.0
+"""Seconds that a connection to the worker stays open between two requests: less than the worker's own limit."""
+FOR_ONE_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade", b"http2-settings"}
+"""Headers about one connection (RFC 9110, 7.6.1)."""
+NOT_SENT_ON = FOR_ONE_HOP | {b"expect", b"forwarded", b"x-forwarded-for", b"x-forwarded-proto"}
+NOT_SENT_BACK = FOR_ONE_HOP | {b"transfer-encoding"}
+EVENTS = b"text/event-stream"
+GONE = (httpcore2.NetworkError, httpcore2.RemoteProtocolError)
+"""What a request meets whose worker has ended."""
+PROCESSES = multiprocessing.get_context("spawn")
+Work = Callable[[str, int, Callable[[str], None]], int]
+"""Serves at the path of a Unix socket, which does not exist yet; gets the number of workers that crashed before, and
+calls the function with a line about what it serves when it can begin. Returns an exit code. It must be picklable.
+"""
+
+
+class Supervisor:
+    """The application that passes requests on to the worker.
+
+    Attributes:
+        live: False if several workers in a row could not begin to serve.
+    """
+
+    def __init__(self, work: Work, origins: Collection[str] = ()) -> None:
+        """Starts the first worker, and waits until it can serve.
+
+        Args:
+            work: what a worker does.
+            origins: web pages of other origins that may read the supervisor's own answers.
+
+        Raises:
+            ModExportError: the worker's own error.
+            EngineError: the worker ended before it could serve.
+            UsageError: there is no folder for temporary files.
+        """
+        self.live = True
+        self._work, self._draining, self._restarts = work, False, 0
+        # Wrapped as the worker's application is, so that these answers have an id, a line in the log, and CORS headers.
+        self._own = RequestLog(Cors(self._answer, origins))
+        try:
+            self._folder = tempfile.TemporaryDirectory(prefix="mod-export-")
+        except OSError as error:
+            raise UsageError(f"--supervise: needs a folder for a socket ({error}); name one with TMPDIR") from error
+        self._worker = self._started()
+        try:
+            self._worker.wait()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def description(self) -> str:
+        """What the worker serves, in one line."""
+        return self._worker.description
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request with the worker's answer, or with status 503."""
+        if not (self._worker.serves and await self._worker.answer(scope, receive, send)):
+            await self._own(scope, receive, send)
+
+    def stop_accepting(self) -> None:
+        """Lets the worker refuse all new requests, and end when its texts are done."""
+        self._draining = True
+        self._worker.signal(signal.SIGTERM)
+
+    def drain(self, within_s: float) -> None:
+        """Waits until the worker has ended. Blocks."""
+        if not self._worker.ended(within_s + LONGER_S):
+            LOG.error("the process of the engines did not end in time, and is killed")
+        self._worker.kill()
+
+    def ask(self) -> None:
+        """Lets the worker open the folder again."""
+        self._worker.signal(signal.SIGHUP)
+
+    def close(self) -> None:
+        """Ends the worker at once."""
+        self._worker.kill()
+        self._folder.cleanup()
+
+    async def watch(self) -> None:
+        """Replaces each worker that has ended."""
+        while True:
+            await self._worker.over()
+            if self._draining:
+                return
+            self._restarts += 1
+            LOG.error("the process of the engines has ended (%s), and another one starts", self._worker.end)
+            await self._worker.close()
+            if not await self._replaced():
+                return
+
+    async def _replaced(self) -> bool:
+        """Starts workers until one can serve; returns False if there is none."""
+        for failures in range(1, MOST_FAILURES + 1):
+            self._worker = self._started()
+            try:
+                await asyncio.to_thread(self._worker.wait)
+            except ModExportError as error:
+                LOG.error("attempt %d of %d to serve again: %s", failures, MOST_FAILURES, error)
+                await self._worker.over()
+            else:
+                return True
+            if self._draining:
+                return False
+            await asyncio.sleep(2.0**failures)
+        self.live = False
+        return False
+
+    def _started(self) -> _Worker:
+        return _Worker(self._work, Path(self._folder.name) / f"worker-{self._restarts}", self._restarts)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers for a worker that is not there."""
+        path = scope["path"]
+        response: Response
+        if path in ("/health/live", "/v2/health/live"):
+            response = JSONResponse({"live": self.live}, 200 if self.live else 503)
+        elif path in ("/health/ready", "/v2/health/ready"):
+            response = JSONResponse({"ready": False}, 503)
+        else:
+            response = _crash(self._worker.retry_s).response(path)
+        await response(scope, receive, send)
+
+
+class _Worker:
+    """A process that serves the build folder.
+
+    Attributes:
+        serves: whether requests can be sent to it.
+        description: what it serves, in one line.
+        retry_s: seconds after which a client should try again when it has ended.
+    """
+
+    def __init__(self, work: Work, path: Path, restarts: int) -> None:
+        self.serves, self.description, self.retry_s = False, "", 1
+        path.unlink(missing_ok=True)
+        self._begin = time.monotonic()
+        self._told, theirs = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=_run, args=(work, str(path), restarts, theirs))
+        self._process.start()
+        theirs.close()
+        self._pool = httpcore2.AsyncConnectionPool(max_connections=None, keepalive_expiry=IDLE_S, uds=str(path))
+
+    def wait(self) -> None:
+        """Waits until it can serve. Blocks.
+
+        Raises:
+            ModExportError: its own error.
+            EngineError: it ended.
+        """
+        try:
+            told = self._told.recv()
+        except (EOFError, OSError) as error:
+            self.ended()
+            raise EngineError(f"the process of the engines ended before it could serve ({self.end})") from error
+        if isinstance(told, ModExportError):
+            raise told
+        self.description, self.serves = told, True
+        self.retry_s = math.ceil(time.monotonic() - self._begin)
+
+    @property
+    def end(self) -> str:
+        """How it ended, in words."""
+        self._process.join(LONGER_S)
+        code = self._process.exitcode
+        return f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
+
+    def ended(self, within_s: float | None = None) -> bool:
+        """Waits until it has ended; returns False if it takes longer than `within_s`. Blocks."""
+        return bool(multiprocessing.connection.wait([self._process.sentinel], within_s))
+
+    async def over(self) -> None:
+        """Returns when it has ended. A thread that waited would keep the event loop from closing."""
+        loop, over = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._process.sentinel, over.set)
+        try:
+            await over.wait()
+        finally:
+            loop.remove_reader(self._process.sentinel)
+        self.serves = False
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends it a signal, if it runs."""
+        if not self.ended(0) and self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        """Ends it at once. Blocks until it has ended."""
+        self.serves = False
+        self._process.kill()
+        self.ended()
+
+    async def close(self) -> None:
+        """Closes the connections to it."""
+        await self._pool.aclose()
+
+    async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Passes a request to it and its answer back; returns False if it has ended before it began to answer."""
+        sent = asyncio.Event()
+        passing = asyncio.create_task(self._pass_on(scope, _body(receive, sent), send))
+        leaving = asyncio.create_task(_left(receive, sent))
+        try:
+            await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            # A client that has left gets no answer. The connection to the worker closes, so its text ends as well.
+            return passing.result() if passing.done() else True
+        except ClientDisconnect:
+            return True
+        finally:
+            passing.cancel()
+            leaving.cancel()
+            await asyncio.gather(passing, leaving, return_exceptions=True)
+
+    async def _pass_on(self, scope: Scope, body: AsyncIterator[bytes], send: Send) -> bool:
+        try:
+            answer = await self._pool.handle_async_request(_request(scope, body))
+        except GONE:
+            return False
+        headers = [(name.lower(), value) for name, value in answer.headers if name.lower() not in NOT_SENT_BACK]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        try:
+            async for part in answer.aiter_stream():
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        except GONE:
+            if not dict(headers).get(b"content-type", b"").startswith(EVENTS):
+                raise  # The server closes the connection, so the client sees that the answer is not whole.
+            # OpenAI's clients raise the `error` of an event as an exception.
+            event = json.dumps(_crash(self.retry_s).openai())
+            await send({"type": "http.response.body", "body": f"data: {event}\n\n".encode(), "more_body": True})
+        finally:
+            await answer.aclose()
+        await send({"type": "http.response.body", "body": b""})
+        return True
+
+
+def _run(work: Work, path: str, restarts: int, told: multiprocessing.connection.Connection) -> None:
+    """What a worker does."""
+    # Ctrl-C in a terminal reaches a whole group of processes, but the supervisor says when the worker ends.
+    os.setsid()
+    faulthandler.enable()
+    threading.Thread(target=_end_with_supervisor, args=[told], daemon=True).start()
+    try:
+        code = work(path, restarts, told.send)
+    except ModExportError as error:
+        told.send(error)
+        code = error.exit_code
+    sys.exit(code)
+
+
+def _end_with_supervisor(told: multiprocessing.connection.Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        told.recv()
+    os._exit(TERMINATED)
+
+
+def _crash(retry_s: int) -> ApiError:
+    return ApiError(
+        503,
+        "the process that runs the engines ended unexpectedly, and another one starts; try again",
+        code="engine_restarting",
+        retry_after_s=retry_s,
+    )
+
+
+def _request(scope: Scope, body: AsyncIterator[bytes]) -> httpcore2.Request:
+    """Returns the request that the worker gets."""
+    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in NOT_SENT_ON]
+    names = {name.lower() for name, _ in headers}
+    if b"host" not in names:  # HTTP/1.0 has none. The worker refuses the empty one where it checks hosts.
+        headers.append((b"host", b""))
+    if scope.get("client"):
+        headers += [(b"x-forwarded-for", scope["client"][0].encode()), (b"x-forwarded-proto", scope["scheme"].encode())]
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    # Clients may send bytes that no address has (RFC 3986, 2). They mean the same when they are escaped.
+    url = httpcore2.URL(scheme=b"http", host=b"localhost", target=quote(target, safe=string.punctuation))
+    return httpcore2.Request(scope["method"], url, headers=headers, content=body)
+
+
+async def _body(receive: Receive, sent: asyncio.Event) -> AsyncIterator[bytes]:
+    """Yields the body of a request as it arrives, and then sets `sent`.
+
+    Raises:
+        ClientDisconnect: the client has left before.
+    """
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        more = message.get("more_body", False)
+        if message.get("body"):
+            yield message["body"]
+    sent.set()
+
+
+async def _left(receive: Receive, sent: asyncio.Event) -> None:
+    """Returns when the client has left after its whole request was read."""
+    await sent.wait()
+    while (await receive())["type"] != "http.disconnect":
+        pass
