@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors fuzz kills study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs api dist pythons site notebooks clean
+.PHONY: install demo-install demo bench faults floors fuzz mishaps study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs api dist pythons site notebooks clean
 
 install: .venv/dev
 
@@ -107,9 +107,10 @@ corpus: install
 faults: install
 	PYTHONPATH=tests/mod_export:tests/mod_export/graph $(BIN)/python -m benchmarks.faults.rates
 
-# Kills commands at random moments, and checks what is left. `make kills ARGS="--help"`.
-kills: install
-	$(BIN)/python -m benchmarks.kills.run $(ARGS)
+# Kills, full disks, failing renames and jumping clocks at random moments, and a check of what is left. An hour.
+# `make mishaps ARGS="--help"`.
+mishaps: install
+	$(BIN)/python -m benchmarks.mishaps.run $(ARGS)
 
 # What reads bytes of strangers, guided by the branches that it takes. `make fuzz ARGS="--help"`.
 fuzz: install

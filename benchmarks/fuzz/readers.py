@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -25,6 +26,8 @@ from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.pt2 import MODEL, read_program
 from mod_export.rows.report import report_from_json
 from mod_export.runtime.chat_template import ChatTemplate
+from mod_export.runtime.limited_process import LimitedProcess
+from mod_export.runtime.template_process import renderer
 from mod_export.serve import inference_protocol
 from mod_export.serve.endpoint import ApiError, json_of
 from mod_export.serve.openai_formats import ChatRequest, CompletionRequest
@@ -147,9 +150,19 @@ def small_program() -> torch.export.ExportedProgram:
     return torch.export.export(Routed(), (torch.ones(1, 6, 4),))
 
 
+class _Here(LimitedProcess):
+    """Renders templates in this process, where the fuzzer sees which branches they take."""
+
+    def __init__(self) -> None:
+        super().__init__(renderer.__module__)
+
+    def ask(self, question: Any, known: Callable[[], Any], limit_s: float, most_bytes: int) -> Any:
+        return renderer(known())(question)
+
+
 def _chat_request(content: bytes, _: Path) -> None:
     asked = ChatRequest.model_validate_json(json_of(content))
-    template = ChatTemplate(CHATML, {})
+    template = ChatTemplate(CHATML, {}, _Here())
     template.render([message.for_template(template) for message in asked.messages], asked.chat_template_kwargs)
     _ = asked.grammar, asked.offered, asked.demanded, asked.cut
 
@@ -168,7 +181,8 @@ def _inference_request(content: bytes, _: Path) -> None:
 
 
 def _chat_template(content: bytes, _: Path) -> None:
-    template = ChatTemplate(content.decode("utf-8", errors="replace"), {"bos_token": "<s>", "eos_token": "</s>"})
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    template = ChatTemplate(content.decode("utf-8", errors="replace"), special, _Here())
     _ = template.reads_parts, template.reads_tools, template.reads_argument_texts
     template.render(CONVERSATION, {"tools": [{"type": "function", "function": {"name": "f"}}]})
 

@@ -1,27 +1,23 @@
 """A model's chat template, which turns a conversation into a prompt.
 
-A chat template is code written by the publisher of the model. It runs in jinja2's sandbox and sees plain data only. The
-result equals that of `apply_chat_template` in transformers: same environment, same functions, same variables, and the
-same changes to messages before the template sees them (`utils/chat_template_utils.py`).
+A chat template is code written by the publisher of the model. It runs in jinja2's sandbox, in a process of its own that
+has limits of time and memory (`template_process.py`), and sees plain data only. The result equals that of
+`apply_chat_template` in transformers: same environment, same functions, same variables, and the same changes to
+messages before the template sees them (`utils/chat_template_utils.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+import threading
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
 from mod_export.errors import UsageError
+from mod_export.runtime.limited_process import LimitedProcess
+from mod_export.runtime.template_process import NoTextError, rendered, template_process
 
 TEMPLATE = "chat_template.jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -42,26 +38,34 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplate:
-    """The chat templates of a model, compiled.
+    """The chat templates of a model, compiled. Any thread may use them.
 
     Attributes:
         names_developer: whether a template knows the role `developer`, OpenAI's new name of the role `system`.
 
     Raises:
-        UsageError: a source is not a valid template.
+        UsageError: a source is not a valid template, or takes too much time or memory.
     """
 
-    def __init__(self, source: str | Mapping[str, str], special: Mapping[str, str]) -> None:
-        """`source` is the template, or the templates by name. `special` maps names such as `bos_token` to special
-        tokens; templates use them as variables.
+    def __init__(
+        self, source: str | Mapping[str, str], special: Mapping[str, str], process: LimitedProcess | None = None
+    ) -> None:
+        """Reads the templates.
+
+        Args:
+            source: the template, or the templates by name.
+            special: names such as `bos_token` -> special tokens, which templates use as variables.
+            process: renders templates; None: a new one.
         """
         sources = {DEFAULT: source} if isinstance(source, str) else source
-        self._special = dict(special)
+        self._special, self._sources = dict(special), dict(sources)
         self.names_developer = any("developer" in text for text in sources.values())
-        try:
-            self._by_name = {name: _environment().from_string(text) for name, text in sources.items()}
-        except jinja2.TemplateError as error:
-            raise UsageError(f"the model's chat template cannot be read ({error})") from error
+        self._process, self._lock = process or template_process(), threading.Lock()
+        for name in sources:
+            try:
+                self._asked(name, None)
+            except NoTextError as error:
+                raise UsageError(f"the model's chat template cannot be read ({error})") from error
 
     @classmethod
     def of_folder(cls, folder: Path, configured: Any, special: Mapping[str, str]) -> ChatTemplate:
@@ -104,20 +108,23 @@ class ChatTemplate:
         """
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special}
         context = {**defaults, **_plain(variables or {}, "a variable of the template"), "messages": _messages(messages)}
-        template = self._template(with_tools=context["tools"] is not None)
         try:
-            return template.render(context)
-        except Exception as error:  # A template is a program: it may raise any exception.
+            return self._asked(self._name(with_tools=context["tools"] is not None), context)
+        except NoTextError as error:
             raise UsageError(f"the model's chat template refuses this conversation: {error}") from error
 
-    def _template(self, *, with_tools: bool) -> jinja2.Template:
-        name = WITH_TOOLS if with_tools and WITH_TOOLS in self._by_name else DEFAULT
-        if name not in self._by_name:
+    def _name(self, *, with_tools: bool) -> str:
+        name = WITH_TOOLS if with_tools and WITH_TOOLS in self._sources else DEFAULT
+        if name not in self._sources:
             raise UsageError(
-                f"the model has chat templates for {', '.join(self._by_name)}, and none is the default; write the one "
+                f"the model has chat templates for {', '.join(self._sources)}, and none is the default; write the one "
                 f"to use to {TEMPLATE} beside its tokenizer.json, and build again"
             )
-        return self._by_name[name]
+        return name
+
+    def _asked(self, name: str, context: Mapping[str, Any] | None) -> str:
+        with self._lock:
+            return rendered(self._process, self._sources, name, context)
 
     @cached_property
     def reads_parts(self) -> bool:
@@ -177,80 +184,3 @@ def _plain(data: Mapping[str, Any], what: str) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise UsageError(f"{what} holds more than plain data ({error}); leave it out") from error
     return copy
-
-
-class _Generation(Extension):
-    """Renders the content of `{% generation %}`, which marks answers for training, in a scope of its own."""
-
-    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it this way.
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)
-
-    def _content(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-class _Dict:
-    """jinja2's `dict`, without the methods of a type."""
-
-    def __call__(self, *args: Any, **values: Any) -> dict[Any, Any]:
-        return dict(*args, **values)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-class _Namespace(Namespace):
-    """jinja2's namespace, but without names that begin with an underscore: the sandbox does not check them here."""
-
-    def __init__(*args: Any, **values: Any) -> None:  # A template may set a name `self`.
-        self, *mappings = args
-        values = dict(*mappings, **values)
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(self, values)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        super().__setitem__(name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace holds no names that begin with an underscore, got {name!r}")
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    # jinja2's own `tojson` escapes HTML characters.
-    environment.filters["tojson"] = _tojson
-    environment.globals |= {
-        "raise_exception": _raise,
-        "strftime_now": _strftime_now,
-        "namespace": _Namespace,
-        "dict": _Dict(),
-    }
-    return environment
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)

@@ -21,10 +21,11 @@ import numpy as np
 from mod_export.errors import GrammarError
 from mod_export.runtime.compiling import (
     RETRY_S,
-    CompilingProcess,
     GrammarNotCompiledError,
     Tokens,
+    check,
     compiled,
+    compiling_process,
     sentence_of,
 )
 from mod_export.runtime.schemas import checked
@@ -73,7 +74,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._waiting: OrderedDict[str, tuple[Future[LLMatcher], float]] = OrderedDict()
-        self._process = CompilingProcess()
+        self._process = compiling_process()
         self._thread: threading.Thread | None = None
 
     def begin(self, grammar: Grammar, stop_ids: Collection[int]) -> GrammarProgress:
@@ -151,7 +152,7 @@ class Grammars:
 
     def _compile(self, text: str) -> LLMatcher:
         tokens, tokenizer = self._tokens  # Reads the vocabulary once, which may take seconds, and not of the limit.
-        self._process.check(tokens, text)
+        check(self._process, tokens, text)
         return compiled(tokenizer, text)
 
     @cached_property

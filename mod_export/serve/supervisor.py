@@ -20,6 +20,7 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import shutil
 import signal
 import string
 import sys
@@ -288,7 +289,7 @@ def _run(work: Work, path: str, restarts: int, told: multiprocessing.connection.
     # Ctrl-C in a terminal reaches a whole group of processes, but the supervisor says when the worker ends.
     os.setsid()
     faulthandler.enable()
-    threading.Thread(target=_end_with_supervisor, args=[told], daemon=True).start()
+    threading.Thread(target=_end_with_supervisor, args=[told, Path(path).parent], daemon=True).start()
     try:
         code = work(path, restarts, told.send)
     except ModExportError as error:
@@ -297,9 +298,11 @@ def _run(work: Work, path: str, restarts: int, told: multiprocessing.connection.
     sys.exit(code)
 
 
-def _end_with_supervisor(told: multiprocessing.connection.Connection) -> None:
+def _end_with_supervisor(told: multiprocessing.connection.Connection, folder: Path) -> None:
+    """Waits until the supervisor is gone, and then ends the worker, and removes what the supervisor could not."""
     with contextlib.suppress(EOFError, OSError):
         told.recv()
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(TERMINATED)
 
 

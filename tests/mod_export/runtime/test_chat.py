@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tokenizer_folders import opened, write_folder
 from transformers import AutoTokenizer
 
 from mod_export.errors import UsageError
+from mod_export.runtime import template_process
 from mod_export.runtime.chat_template import ChatTemplate
 from mod_export.runtime.texts import Bytes
 from mod_export.runtime.tokenizer import TokenizersFile
@@ -132,6 +135,57 @@ def test_a_template_that_is_no_text(tmp_path: Path) -> None:
 def test_templates_that_fail_or_reach_further_are_refused(source: str) -> None:
     with pytest.raises(UsageError, match=r"^the model's chat template refuses this conversation: ."):
         ChatTemplate(source, {}).render([USER])
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+LARGE = "{% set ns = namespace(x='a' * 1000) %}{% for i in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (ENDLESS, r"refuses this conversation: it took longer than 0\.5 s$"),
+        (LARGE, "refuses this conversation: it took more than 512 MiB of memory$"),
+        ("{% for i in range(30000) %}{{ 'a' * 1000 }}{% endfor %}", "it wrote more than 16,777,216 characters$"),
+        ("{{ 'a' * 10 ** 10 }}", "refuses this conversation: it took more than 512 MiB of memory$"),
+        # jinja2 computes constants when it reads a template.
+        ("{{ 9 ** 99999999 }}", r"cannot be read \(it took longer than 0\.5 s\)$"),
+    ],
+)
+def test_templates_have_limits(monkeypatch: pytest.MonkeyPatch, source: str, message: str) -> None:
+    monkeypatch.setattr(template_process, "RENDER_S", 60.0 if "longer" not in message else 0.5)
+    with pytest.raises(UsageError, match=message):
+        ChatTemplate(source, {}).render([USER])
+
+
+def test_a_template_goes_on_after_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}done", {})
+    monkeypatch.setattr(template_process, "RENDER_S", 0.5)
+    with pytest.raises(UsageError, match="it took longer than"):
+        template.render([{"role": "user", "content": "slow"}])
+    monkeypatch.undo()
+    assert template.render([USER]) == "done"
+    # The system may have killed the process meanwhile.
+    process = template._process._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert template.render([USER]) == "done"
+
+
+def test_threads_share_a_template() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    texts = [str(number) for number in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda text: template.render([{"role": "user", "content": text}]), texts))
+    assert found == texts
+
+
+def test_no_process_for_templates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    message = r"cannot be read \(the process that would render it did not start \(exit status 1\)\)$"
+    with pytest.raises(UsageError, match=message):
+        ChatTemplate("", {})
 
 
 @pytest.mark.parametrize(("messages", "message"), [

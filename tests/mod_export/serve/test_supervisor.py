@@ -172,11 +172,14 @@ def _ignoring(url: str) -> None:
         httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S)
 
 
-def test_the_worker_ends_with_its_supervisor(written: Path) -> None:
+def test_the_worker_ends_with_its_supervisor(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with command(written, "--supervise") as (process, _):
         worker = worker_of(process)
+        assert list(tmp_path.iterdir())
         process.kill()
         assert not psutil.wait_procs([worker], PATIENCE_S)[1]
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_client_that_leaves_makes_its_row_free(written: Path, slow: Callable[[float], None]) -> None:

@@ -1,7 +1,7 @@
-"""Commands that write files, and what must be true of the files after a kill and at the end.
+"""Commands that write files, and what must be true of the files after a mishap and at the end.
 
-Each work runs in a folder of its own. A kill may leave anything that is not yet under its final name; what has its
-final name must be whole. The next run of the same command goes on, and in the end there is what a run without kills
+Each work runs in a folder of its own. A mishap may leave anything that is not yet under its final name; what has its
+final name must be whole. The next run of the same command goes on, and in the end there is what an undisturbed run
 leaves.
 """
 
@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +30,8 @@ from mod_export.errors import BuildFolderError
 from mod_export.folder.manifest import open_folder
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.rows.report import report_from_json
+from mod_export.serve.server import ServerOptions, serve_folder
+from mod_export.serve.service import ServiceOptions
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
@@ -37,14 +44,22 @@ CONFIG = TINY_CONFIG.partition("[generation]")[0] + '[generation]\nbuild = "neve
 STEPS = 40
 TRAINING = ["--steps", str(STEPS), "--batch", "2", "--seq", "16", "--warmup", "3", "--eval-every", "4"]
 TRAINING += ["--eval-batches", "1", "--log-every", "2", "--threads", "1"]
+SERVED, TEXTS = "served", "texts.json"
+PROMPTS = ("def f(", "a", "import os\n", "def f(x", "    return", "1 + 1")
 
 
 class DamagedError(Exception):
-    """A kill left something under its final name that is not whole, or the end differs from a run without kills."""
+    """Something under its final name is not whole, a command failed badly, or its end is not that of other runs."""
 
 
 class Work(ABC):
-    """A command that writes into the folder `out`."""
+    """A command that writes into the folder `out`.
+
+    Attributes:
+        writes: whether the command itself writes files, so that disks and renames can fail it.
+    """
+
+    writes = True
 
     def __init__(self, inputs: Path) -> None:
         """Makes what the command reads, in `inputs`."""
@@ -56,7 +71,7 @@ class Work(ABC):
 
     @abstractmethod
     def check(self, out: Path) -> None:
-        """Checks what a kill left.
+        """Checks what a mishap left.
 
         Raises:
             DamagedError: something is not whole.
@@ -67,7 +82,7 @@ class Work(ABC):
         """Returns what must be equal at the end: name -> hash or value."""
 
     def done(self, out: Path) -> bool:
-        """Returns whether a killed command has nothing left to do, because it refuses what is there already."""
+        """Returns whether a disturbed command has nothing left to do, because it refuses what is there already."""
         return False
 
     def prepare(self, out: Path) -> None:  # noqa: B027  # Most works begin with nothing.
@@ -190,7 +205,57 @@ class Train(Work):
         return {**found, "steps": str(torch.load(out / "state.pt", weights_only=True)["step"])}
 
 
-WORKS: Mapping[str, type[Work]] = {"build": Build, "validate": Validate, "convert": Convert, "train": Train}
+class Serve(Work):
+    """`mod-export serve` of a folder that writes text, which a client asks for texts before it ends the server."""
+
+    writes = False
+
+    def __init__(self, inputs: Path) -> None:
+        super().__init__(inputs)
+        save_checkpoint(inputs / "model.pt", random_checkpoint(SPEC, 0))
+        (inputs / "build.toml").write_text(TINY_CONFIG, encoding="utf-8")
+        command = ["build", inputs / "model.pt", "-c", inputs / "build.toml", "-o", inputs / "built", "-q"]
+        subprocess.run([sys.executable, "-m", "mod_export", *command], check=True, capture_output=True)
+        self._expected = hashes(inputs / "built", ".")
+
+    def prepare(self, out: Path) -> None:
+        shutil.copytree(self.inputs / "built", out / SERVED)
+
+    def arguments(self, out: Path) -> list[str]:
+        return ["serve-and-ask", str(out)]
+
+    def check(self, out: Path) -> None:
+        """The folder is as it was."""
+        if hashes(out / SERVED, ".") != self._expected:
+            raise DamagedError(f"{out / SERVED}: a file has changed")
+
+    def result(self, out: Path) -> Mapping[str, str]:
+        return {**hashes(out, SERVED), "texts": (out / TEXTS).read_text(encoding="utf-8")}
+
+
+def serve_and_ask(out: Path) -> int:
+    """Serves a folder to a client in the same process, which asks for texts, writes them down and ends the server."""
+
+    def ask(address: str) -> None:
+        texts = []
+        for prompt in PROMPTS:
+            body = json.dumps({"prompt": prompt, "max_tokens": 16, "temperature": 0, "ignore_eos": True}).encode()
+            with urllib.request.urlopen(f"{address}/v1/completions", body, timeout=60) as answer:
+                texts.append(json.load(answer)["choices"])
+        (out / TEXTS).write_text(json.dumps(texts), encoding="utf-8")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def say(text: str) -> None:
+        address = re.search(r"http://[0-9.]+:[0-9]+", text)
+        assert address is not None
+        threading.Thread(target=ask, args=[address[0]], daemon=True).start()
+
+    return serve_folder(out / SERVED, ServiceOptions(threads=1), ServerOptions(port=0), say)
+
+
+WORKS: Mapping[str, type[Work]] = {
+    "build": Build, "validate": Validate, "convert": Convert, "train": Train, "serve": Serve,
+}  # fmt: skip
 
 
 def hashes(root: Path, *folders: str) -> dict[str, str]:
