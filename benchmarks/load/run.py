@@ -26,6 +26,7 @@ import psutil
 
 from benchmarks.load.outcomes import Check, Outcome, holds, table, told
 from benchmarks.load.scenario_batching import batching
+from benchmarks.load.scenario_crash import crash
 from benchmarks.load.scenario_drain import drain
 from benchmarks.load.scenario_fuzz import fuzz
 from benchmarks.load.scenario_kill import kill
@@ -58,6 +59,7 @@ SCENARIOS: dict[str, Scenario] = {
     "leaving": Scenario(leaving, 300),
     "slow_readers": Scenario(slow_readers, 300),
     "kill": Scenario(kill, 180),
+    "crash": Scenario(crash, 240),
     "drain": Scenario(drain, 180),
     "fuzz": Scenario(fuzz, 300),
 }

@@ -18,7 +18,6 @@ import ctypes
 import os
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ import click
 import torch
 
 from benchmarks.mishaps.mishaps import MISHAPS, PATIENCE_S, Mishap, Undisturbed, ended
+from benchmarks.mishaps.shim import compiled_shim
 from benchmarks.mishaps.works import WORKS, DamagedError, Work, serve_and_ask
 from mod_export.cli import main as mod_export_command
 from mod_models.train.__main__ import main as train_command
@@ -37,7 +37,6 @@ from mod_models.train.__main__ import main as train_command
 AGAIN = 0.5
 """Probability that something happens to the next run as well, and not only to the first."""
 BUG = 1
-HERE = Path(__file__).parent
 ALREADY = "MISHAPS_STARTED"
 
 
@@ -181,10 +180,7 @@ def start_again(kinds: Sequence[str]) -> None:
     command = [sys.executable, "-m", "benchmarks.mishaps.run", *sys.argv[1:]]
     environment = {**os.environ, ALREADY: "1"}
     if any(kind.needs_shim for kind in chosen):
-        shim = Path("build/mishaps/shim.so").resolve()
-        shim.parent.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", HERE / "shim.c", "-o", shim, "-ldl"], check=True)
-        environment["LD_PRELOAD"] = str(shim)
+        environment["LD_PRELOAD"] = str(compiled_shim(Path("build/mishaps")))
     if any(kind.needs_disk for kind in chosen):
         command = ["unshare", "--user", "--map-root-user", "--mount", *command]
     if "LD_PRELOAD" in environment or command[0] == "unshare":

@@ -36,6 +36,8 @@ REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
     errno.ENOENT,
 }  # fmt: skip
+FAILED = {errno.EIO, errno.ESTALE, errno.EBUSY, errno.EXDEV, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN}
+"""What disks, and servers of network file systems, fail with although nothing is wrong with the request."""
 Make = Callable[[Sequence[Path]], Any]
 """Writes the outputs of a step to these paths and returns its result, which is plain data."""
 
@@ -301,4 +303,9 @@ def _explained(root: Path) -> Iterator[None]:
             ) from error
         if error.errno in REFUSED:
             raise BuildFolderError(f"{root}: cannot write {where} ({error.strerror})") from error
+        if error.errno in FAILED:
+            raise BuildFolderError(
+                f"{root}: writing {where} failed ({error.strerror}); what is finished is kept, and the same command "
+                "goes on after it"
+            ) from error
         raise

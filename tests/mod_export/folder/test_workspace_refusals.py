@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
+import re
 import resource
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from workspaces import STEPS, build, files_of, in_process, writing
 
+from benchmarks.mishaps.shim import compiled_shim
 from mod_export.errors import BuildFolderError
 from mod_export.folder.manifest import MANIFEST, read_manifest
 from mod_export.folder.workspace import Workspace, check_root
@@ -195,4 +199,29 @@ def test_a_file_over_the_allowed_size(tmp_path: Path) -> None:
     output, errors = process.communicate(timeout=60)
     assert "no room left to write" in output, errors
     assert files_of(root) == {"parts/one.txt", MANIFEST, ".lock"}
+    assert list(root.glob(".partial-*")) == []
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_rename_that_fails(tmp_path: Path, number: int) -> None:
+    """As on a network file system. The steps before it are kept, and the next build goes on after them."""
+    root = tmp_path / "b"
+    code = """
+    import ctypes, errno, os
+    from mod_export.errors import BuildFolderError
+    from workspaces import STEPS, build
+    ctypes.CDLL(None).mishap_watch(os.fsencode(root))
+    ctypes.CDLL(None).mishap_fail_rename({number}, errno.EBUSY, 0)
+    try:
+        build(root)
+    except BuildFolderError as error:
+        print(error, flush=True)
+    """.replace("{number}", str(number))
+    library = {"LD_PRELOAD": str(compiled_shim(tmp_path)), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = in_process(root, code, env={**uncovered(), **library})
+    output, errors = process.communicate(timeout=60)
+    assert re.search(r"b: writing .* failed \(Device or resource busy\); what is finished is kept", output), errors
+    before = files_of(root)
+    build(root)
+    assert before <= files_of(root)
     assert list(root.glob(".partial-*")) == []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -127,6 +129,24 @@ def test_a_replica_that_ends_is_replaced(running: Application) -> None:
     # Ray answers requests in progress with an error; clients try again, as OpenAI's do by themselves.
     until(lambda: running.post({"prompt": PROMPT})[0] == 200)
     assert running.complete(8, model=NAME).choices[0].text == before
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_is_replaced(running: Application) -> None:
+    """With SIGKILL, as by Ray's memory monitor and by the kernel when memory is short. No request hangs."""
+    (replica,) = running.replicas()
+    before = running.complete(8, model=NAME).choices[0].text
+    process = inside(replica, lambda _: os.getpid())
+    with contextlib.suppress(ray.exceptions.RayActorError), slow(replica):
+        with asking(lambda: running.post({"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}), 2) as answers:
+            until(lambda: running.metric("busy_rows") == ROWS)
+            os.kill(process, signal.SIGKILL)
+        assert len(answers) == 2
+        assert {status for status, _, _ in answers} <= {500, 503}
+    until(lambda: running.post({"prompt": PROMPT})[0] == 200)
+    assert running.complete(8, model=NAME).choices[0].text == before
+    (replica,) = running.replicas()
+    assert inside(replica, lambda _: os.getpid()) != process
 
 
 @pytest.mark.slow
