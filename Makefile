@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors fuzz mishaps study pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs api dist pythons site notebooks clean
+.PHONY: install demo-install demo bench faults floors fuzz mishaps study plan pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs api dist pythons site notebooks clean
 
 install: .venv/dev
 
@@ -50,6 +50,10 @@ bench: .venv/rivals
 
 study: .venv/bench
 	$(BIN)/python -m benchmarks.study.run
+
+# What `mod-export plan` predicts, next to what is measured here. Half an hour. `make plan ARGS="--help"`.
+plan: install
+	$(BIN)/python -m benchmarks.plan.run $(ARGS)
 
 # A dense and a routed model from scratch, near the end of their training: hours. `make pair ARGS="--help"`.
 pair: install

@@ -15,7 +15,6 @@ pytest_plugins = ["pytester"]
 SLICES = 5
 """Number of parts that `--slice` divides tests into. One part of the slow tests takes about 5 minutes on two cores."""
 
-torch.set_num_threads(1)
 # A busy machine must not fail a test: neither a time limit of an example, nor one of making examples.
 hypothesis.settings.register_profile(
     "repeatable", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -24,8 +23,10 @@ hypothesis.settings.load_profile("repeatable")
 
 
 @pytest.fixture(autouse=True)
-def _torch_seed() -> None:
+def _torch_seed_and_threads() -> None:
     torch.manual_seed(0)
+    # Engines of AOTInductor set the number for the whole process. The threads of several processes would fight.
+    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
