@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
 from collections import Counter
@@ -65,6 +66,6 @@ async def _crash_and_wait(server: Served) -> float:
     begin = time.perf_counter()
     while (await raw_client.get(server.port, "/health/ready")).status != 200:
         if time.perf_counter() - begin > MOST_BACK_S:
-            return float("nan")
+            return math.inf
         await asyncio.sleep(0.05)
     return time.perf_counter() - begin

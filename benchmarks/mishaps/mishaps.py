@@ -74,8 +74,12 @@ class Mishap(ABC):
         """Happens in the process of the command, before it begins."""
 
     def end(self, process: int) -> int | None:
-        """Waits for the command; returns its exit code, or None if it was killed."""
-        return ended(process, PATIENCE_S)
+        """Waits for the command; returns its exit code, or None if it was killed.
+
+        Raises:
+            HangError: it does not end.
+        """
+        return ended_by_itself(process)
 
     def relieve(self, folder: Path) -> None:  # noqa: B027
         """Ends the mishap, before the command runs again."""
@@ -137,7 +141,7 @@ class FailingRename(Mishap):
 
     def __init__(self, chance: random.Random, alone: Undisturbed) -> None:
         super().__init__(chance, alone)
-        self._number, self._done = chance.randrange(max(1, alone.renames)), chance.random() < 0.5
+        self._number, self._done = chance.randrange(alone.renames), chance.random() < 0.5
         # The client asks again, and the second time the source is not there.
         self._error = errno.ENOENT if self._done else chance.choice(RENAME_ERRORS)
 
@@ -166,6 +170,23 @@ class JumpingClock(Mishap):
 
 
 MISHAPS: Mapping[str, type[Mishap]] = {"kill": Kill, "disk": FullDisk, "rename": FailingRename, "clock": JumpingClock}
+
+
+class HangError(Exception):
+    """A command did not end."""
+
+
+def ended_by_itself(process: int) -> int:
+    """Waits for a process, and returns its exit code.
+
+    Raises:
+        HangError: it does not end; it is killed then.
+    """
+    code = ended(process, PATIENCE_S)
+    if code is None:
+        kill(process)
+        raise HangError(f"it did not end within {PATIENCE_S:g} s")
+    return code
 
 
 def ended(process: int, within_s: float) -> int | None:

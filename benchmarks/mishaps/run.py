@@ -21,6 +21,7 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.mishaps.mishaps import MISHAPS, PATIENCE_S, Mishap, Undisturbed, ended
+from benchmarks.mishaps.mishaps import MISHAPS, FailingRename, HangError, Mishap, Undisturbed, ended_by_itself
 from benchmarks.mishaps.shim import compiled_shim
 from benchmarks.mishaps.works import WORKS, DamagedError, Work, serve_and_ask
 from mod_export.cli import main as mod_export_command
@@ -83,11 +84,15 @@ def started(arguments: Sequence[str], log: Path, folder: Path, mishap: Mishap | 
                 code = 0
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else BUG
+    except BaseException:  # Whatever it is, this process must not go on as its parent.
+        traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        if ALREADY in os.environ:
-            log.with_suffix(".renames").write_text(str(ctypes.CDLL(None).mishap_renames()))
-        os._exit(code)
+        try:
+            sys.stdout.flush()
+            if ALREADY in os.environ:
+                log.with_suffix(".renames").write_text(str(ctypes.CDLL(None).mishap_renames()))
+        finally:
+            os._exit(code)
 
 
 def undisturbed(work: Work, out: Path, log: Path) -> Undisturbed:
@@ -98,7 +103,7 @@ def undisturbed(work: Work, out: Path, log: Path) -> Undisturbed:
     """
     work.prepare(out)
     begin, began_ns = time.perf_counter(), time.time_ns()
-    code = ended(started(work.arguments(out), log, out, None), PATIENCE_S)
+    code = ended_by_itself(started(work.arguments(out), log, out, None))
     seconds = time.perf_counter() - begin
     if code != 0:
         raise DamagedError(f"undisturbed it ends with {code}\n{end_of(log)}")
@@ -121,6 +126,8 @@ def tally_of(work: Work, kind: type[Mishap], count: int, chance: random.Random, 
     log = folder / "log"
     alone = undisturbed(work, folder / "undisturbed", log)
     expected = work.result(folder / "undisturbed")
+    if kind is FailingRename and not alone.renames:
+        raise DamagedError("it renames nothing in its folder, so nothing was tried")
     tally, disk = Tally(), folder / "struck"
     while tally.mishaps < count:
         disk.mkdir()
@@ -139,7 +146,7 @@ def tally_of(work: Work, kind: type[Mishap], count: int, chance: random.Random, 
                     tally.survived += code == 0
                     break
                 if tally.mishaps >= count or chance.random() > AGAIN:
-                    if code := ended(started(work.arguments(out), log, out, None), PATIENCE_S):
+                    if code := ended_by_itself(started(work.arguments(out), log, out, None)):
                         raise DamagedError(f"after {', '.join(story)} it ends with {code}\n{end_of(log)}")
                     break
                 # On the same file system, because the first has prepared it.
@@ -159,8 +166,10 @@ def _run(work: Work, mishap: Mishap, out: Path, log: Path) -> int | None:
 
 def _check(work: Work, mishap: Mishap, code: int | None, out: Path, log: Path, story: Sequence[str]) -> None:
     told = log.read_text(errors="replace")
-    if code is not None and ("Traceback" in told or code in (BUG, None) or code < 0):
+    if code is not None and ("Traceback" in told or code == BUG or code < 0):
         raise DamagedError(f"after {', '.join(story)} it ends with {code} and a traceback\n{end_of(log)}")
+    if code and not told.strip():
+        raise DamagedError(f"after {', '.join(story)} it ends with {code} and says nothing")
     if mishap.harmless and code != 0:
         raise DamagedError(f"after {', '.join(story)} it ends with {code}\n{end_of(log)}")
     try:
@@ -179,12 +188,13 @@ def start_again(kinds: Sequence[str]) -> None:
     chosen = [MISHAPS[kind] for kind in kinds]
     command = [sys.executable, "-m", "benchmarks.mishaps.run", *sys.argv[1:]]
     environment = {**os.environ, ALREADY: "1"}
-    if any(kind.needs_shim for kind in chosen):
-        environment["LD_PRELOAD"] = str(compiled_shim(Path("build/mishaps")))
+    if not any(kind.needs_shim or kind.needs_disk for kind in chosen):
+        return
+    # Always loaded, because the functions of the library are called.
+    environment["LD_PRELOAD"] = str(compiled_shim(Path("build/mishaps")))
     if any(kind.needs_disk for kind in chosen):
         command = ["unshare", "--user", "--map-root-user", "--mount", *command]
-    if "LD_PRELOAD" in environment or command[0] == "unshare":
-        os.execvpe(command[0], command, environment)
+    os.execvpe(command[0], command, environment)
 
 
 @click.command()
@@ -209,7 +219,7 @@ def main(names: Sequence[str], kinds: Sequence[str], count: int, seed: int) -> N
                 begin = time.perf_counter()
                 try:
                     tally = tally_of(work, MISHAPS[kind], count, random.Random(f"{seed} {name} {kind}"), folder)
-                except DamagedError as error:
+                except (DamagedError, HangError) as error:
                     print(f"{name:9} {kind:7} FAIL: {error}", flush=True)
                     failed = True
                     continue

@@ -36,7 +36,7 @@ REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
     errno.ENOENT,
 }  # fmt: skip
-FAILED = {errno.EIO, errno.ESTALE, errno.EBUSY, errno.EXDEV, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENOTCONN}
+FAILED = {errno.EIO, errno.ESTALE, errno.EBUSY, errno.EXDEV, errno.ETIMEDOUT, errno.ENOTCONN}
 """What disks, and servers of network file systems, fail with although nothing is wrong with the request."""
 Make = Callable[[Sequence[Path]], Any]
 """Writes the outputs of a step to these paths and returns its result, which is plain data."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from mod_export.errors import UsageError
 from mod_export.runtime.limited_process import LimitedProcess
-from mod_export.runtime.template_process import NoTextError, rendered, template_process
+from mod_export.runtime.template_process import NoTextError, TooSlowTextError, rendered, template_process
 
 TEMPLATE = "chat_template.jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
@@ -105,13 +105,17 @@ class ChatTemplate:
         Raises:
             UsageError: a message is invalid, a variable is not plain data, the model has no template for these
                 variables, or the template refuses the conversation.
+            TemplateNotRenderedError: the process that renders it cannot be started, or was ended by somebody else.
         """
-        defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special}
-        context = {**defaults, **_plain(variables or {}, "a variable of the template"), "messages": _messages(messages)}
         try:
-            return self._asked(self._name(with_tools=context["tools"] is not None), context)
+            return self._text(messages, variables)
         except NoTextError as error:
             raise UsageError(f"the model's chat template refuses this conversation: {error}") from error
+
+    def _text(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special}
+        context = {**defaults, **_plain(variables or {}, "a variable of the template"), "messages": _messages(messages)}
+        return self._asked(self._name(with_tools=context["tools"] is not None), context)
 
     def _name(self, *, with_tools: bool) -> str:
         name = WITH_TOOLS if with_tools and WITH_TOOLS in self._sources else DEFAULT
@@ -132,10 +136,7 @@ class ChatTemplate:
         write the list itself into the prompt.
         """
         parts = [{"type": "text", "text": PART}]
-        try:
-            text = self.render([{"role": "user", "content": parts}])
-        except UsageError:
-            return False
+        text = self._probed([{"role": "user", "content": parts}])
         return PART in text and not any(str(written) in text for written in (parts, json.dumps(parts)))
 
     @cached_property
@@ -143,10 +144,7 @@ class ChatTemplate:
         """Whether the template writes the tools that the model may call."""
         function = {"name": FUNCTION, "description": "", "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": function}]
-        try:
-            return FUNCTION in self.render([{"role": "user", "content": PART}], {"tools": tools})
-        except UsageError:
-            return False
+        return FUNCTION in self._probed([{"role": "user", "content": PART}], {"tools": tools})
 
     @cached_property
     def reads_argument_texts(self) -> bool:
@@ -155,10 +153,16 @@ class ChatTemplate:
         """
         call = {"id": "a" * 9, "type": "function", "function": {"name": FUNCTION, "arguments": ARGUMENTS}}
         answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+        return ARGUMENTS in self._probed([{"role": "user", "content": PART}, answer])
+
+    def _probed(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
+        """Returns the text of a conversation, empty if the template refuses it. What only failed now is not that."""
         try:
-            return ARGUMENTS in self.render([{"role": "user", "content": PART}, answer])
-        except UsageError:
-            return False
+            return self._text(messages, variables)
+        except TooSlowTextError as error:
+            raise UsageError(f"the model's chat template refuses this conversation: {error}") from error
+        except (NoTextError, UsageError):
+            return ""
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -18,7 +18,9 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from mod_export.errors import ModExportError
 from mod_export.runtime.limited_process import (
+    ClosedError,
     DiedError,
     LimitedProcess,
     NotStartedError,
@@ -31,12 +33,21 @@ RENDER_S = 5.0
 """How many seconds a template may take. Those of models take a millisecond."""
 MOST_BYTES = 1 << 29
 """How much memory the templates of a model may take."""
+NOT_RENDERED = "the model's chat template is not rendered: the process that would do it"
 MOST_CHARACTERS = 1 << 24
 """How long a rendered conversation may be: longer than the text of any request."""
 
 
 class NoTextError(Exception):
-    """A template was not rendered; the message says why."""
+    """A template was not rendered, because it is invalid or failed; the message says why."""
+
+
+class TooSlowTextError(NoTextError):
+    """A template took too long. It may have been the machine, so the next time may be another."""
+
+
+class TemplateNotRenderedError(ModExportError):
+    """A template was not rendered, for a reason that is none of its own."""
 
 
 def template_process() -> LimitedProcess:
@@ -54,18 +65,21 @@ def rendered(process: LimitedProcess, sources: Mapping[str, str], name: str, con
         context: plain data for its variables; if None, it is read only, and the result is empty.
 
     Raises:
-        NoTextError: the template is invalid, failed, or went beyond a limit, or there is no process.
+        NoTextError: the template is invalid, failed, or went beyond a limit.
+        TemplateNotRenderedError: there is no process, or somebody else ended it.
     """
     try:
         answer = process.ask({"name": name, "context": context}, lambda: sources, RENDER_S, MOST_BYTES)
     except TooSlowError as error:
-        raise NoTextError(f"it took longer than {RENDER_S:g} s") from error
+        raise TooSlowTextError(f"it took longer than {RENDER_S:g} s") from error
     except TooLargeError as error:
         raise NoTextError(f"it took more than {MOST_BYTES >> 20} MiB of memory") from error
     except DiedError as error:
-        raise NoTextError(f"the process that rendered it ended ({error})") from error
+        raise TemplateNotRenderedError(f"{NOT_RENDERED} ended ({error}); try again") from error
     except NotStartedError as error:
-        raise NoTextError(f"the process that would render it {error}") from error
+        raise TemplateNotRenderedError(f"{NOT_RENDERED} {error}") from error
+    except ClosedError as error:
+        raise TemplateNotRenderedError(f"{NOT_RENDERED} is closed") from error
     if "error" in answer:
         raise NoTextError(answer["error"])
     return str(answer["text"])

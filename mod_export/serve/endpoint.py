@@ -19,6 +19,7 @@ from starlette.types import Receive
 
 from mod_export.errors import UsageError
 from mod_export.runtime.compiling import GrammarNotCompiledError
+from mod_export.runtime.template_process import TemplateNotRenderedError
 from mod_export.serve.request_log import CLIENT_LEFT
 from mod_export.serve.scheduler import LOG, ClosingError, QueueFullError, WaitedTooLongError
 from mod_export.serve.service import Service
@@ -136,11 +137,16 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
         async with asyncio.timeout(BODY_S):
             body = await _read(request, most_bytes)
     except TimeoutError:
-        raise ApiError(408, f"the body of the request did not come within {BODY_S:g} s") from None
+        raise slow_body() from None
     encoding = request.headers.get("content-encoding", "identity").strip()
     if encoding.lower() not in ("", "identity"):
         raise ApiError(415, f"Content-Encoding {encoding[:80]}: bodies are read as they are; send this one unencoded")
     return body
+
+
+def slow_body() -> ApiError:
+    """Returns the refusal of a request whose body did not come in time."""
+    return ApiError(408, f"the body of the request did not come within {BODY_S:g} s")
 
 
 def json_of(body: bytes) -> bytes:
@@ -252,6 +258,8 @@ def problem_of(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="waited_too_long", retry_after_s=RETRY_S)
         case GrammarNotCompiledError():
             return ApiError(503, str(error), code="not_compiled", retry_after_s=error.retry_after_s)
+        case TemplateNotRenderedError():
+            return ApiError(503, str(error), code="not_rendered", retry_after_s=RETRY_S)
         case ClosingError():
             return ApiError(503, str(error), code="shutting_down", retry_after_s=RETRY_S)
         case UsageError():

@@ -132,8 +132,9 @@ REASONS: Mapping[int, str] = {
     415: "The body has a Content-Encoding",
     429: "Too many requests wait already (`queue_full`)",
     500: "The server failed to answer; its log says why",
-    503: "No row became free in time (`waited_too_long`), no grammar could be compiled in time (`not_compiled`), or "
-    "the server is shutting down (`shutting_down`)",
+    503: "No row became free in time (`waited_too_long`), no grammar could be compiled in time (`not_compiled`), the "
+    "chat template could not be rendered now (`not_rendered`), the server is shutting down (`shutting_down`), or, with "
+    "`--supervise`, its engines crashed and start again (`engine_restarting`)",
 }
 HEADERS: Mapping[int, str] = {401: "WWW-Authenticate", 415: "Accept-Encoding"}
 RETRIED = (429, 503)

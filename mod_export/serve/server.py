@@ -212,7 +212,7 @@ def _run(served: Served, listener: socket.socket, options: ServerOptions) -> int
         date_header=not supervised,
         forwarded_allow_ips="*" if supervised else None,
     )
-    server = _Server(config, served, options.drain_s, reload=options.reload)
+    server = _Server(config, served, options.drain_s, reload=options.reload, supervised=supervised)
     configure_logging(options.log_format, requests=options.log_requests)
     server.run(sockets=[listener])
     return server.exit_code
@@ -257,10 +257,12 @@ class _Server(uvicorn.Server):
         exit_code: 0 after a normal shutdown.
     """
 
-    def __init__(self, config: uvicorn.Config, served: Served, drain_s: float, *, reload: bool) -> None:
+    def __init__(
+        self, config: uvicorn.Config, served: Served, drain_s: float, *, reload: bool, supervised: bool
+    ) -> None:
         super().__init__(config)
         self.exit_code = 0
-        self._served, self._drain_s, self._reload = served, drain_s, reload
+        self._served, self._drain_s, self._reload, self._supervised = served, drain_s, reload, supervised
         self._signals = 0
 
     @contextlib.contextmanager
@@ -283,8 +285,9 @@ class _Server(uvicorn.Server):
         if self._signals == 1:
             self._served.stop_accepting()
             self._draining = asyncio.get_running_loop().create_task(self._drain())
-        else:
-            # Exits at once: a step of the engine may take long, and no file is being written.
+        elif not self._supervised:
+            # Exits at once: a step of the engine may take long, and no file is being written. A worker ends with its
+            # supervisor instead: systemd may send the first signal to both, and the supervisor passes it on.
             os._exit(TERMINATED)
 
     async def _drain(self) -> None:

@@ -38,7 +38,7 @@ from starlette.types import Receive, Scope, Send
 
 from mod_export.errors import EngineError, ModExportError, UsageError
 from mod_export.serve.cors import Cors
-from mod_export.serve.endpoint import ApiError
+from mod_export.serve.endpoint import BODY_S, ApiError, slow_body
 from mod_export.serve.request_log import RequestLog
 from mod_export.serve.scheduler import LOG
 
@@ -55,8 +55,10 @@ FOR_ONE_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trail
 NOT_SENT_ON = FOR_ONE_HOP | {b"expect", b"forwarded", b"x-forwarded-for", b"x-forwarded-proto"}
 NOT_SENT_BACK = FOR_ONE_HOP | {b"transfer-encoding"}
 EVENTS = b"text/event-stream"
+SHUTTING_DOWN = "this server is shutting down"
+NO_ROOM = "the server has no room for another connection; try again"
 GONE = (httpcore2.NetworkError, httpcore2.RemoteProtocolError)
-"""What a request meets whose worker has ended."""
+"""What a request meets whose worker has ended, or for which no connection to it can be made."""
 PROCESSES = multiprocessing.get_context("spawn")
 Work = Callable[[str, int, Callable[[str], None]], int]
 """Serves at the path of a Unix socket, which does not exist yet; gets the number of workers that crashed before, and
@@ -87,11 +89,12 @@ class Supervisor:
         self._work, self._draining, self._restarts = work, False, 0
         # Wrapped as the worker's application is, so that these answers have an id, a line in the log, and CORS headers.
         self._own = RequestLog(Cors(self._answer, origins))
+        self._late = RequestLog(Cors(_too_late, origins))
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="mod-export-")
         except OSError as error:
             raise UsageError(f"--supervise: needs a folder for a socket ({error}); name one with TMPDIR") from error
-        self._worker = self._started()
+        self._worker = self._started(retry_s=1)
         try:
             self._worker.wait()
         except BaseException:
@@ -105,7 +108,12 @@ class Supervisor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request with the worker's answer, or with status 503."""
-        if not (self._worker.serves and await self._worker.answer(scope, receive, send)):
+        try:
+            answered = self._worker.serves and await self._worker.answer(scope, receive, send)
+        except TimeoutError:
+            await self._late(scope, receive, send)
+            return
+        if not answered:
             await self._own(scope, receive, send)
 
     def stop_accepting(self) -> None:
@@ -120,8 +128,9 @@ class Supervisor:
         self._worker.kill()
 
     def ask(self) -> None:
-        """Lets the worker open the folder again."""
-        self._worker.signal(signal.SIGHUP)
+        """Lets the worker open the folder again. One that is starting opens the newest version anyway."""
+        if self._worker.serves:
+            self._worker.signal(signal.SIGHUP)
 
     def close(self) -> None:
         """Ends the worker at once."""
@@ -136,29 +145,34 @@ class Supervisor:
                 return
             self._restarts += 1
             LOG.error("the process of the engines has ended (%s), and another one starts", self._worker.end)
-            await self._worker.close()
-            if not await self._replaced():
+            try:
+                replaced = await self._replaced()
+            except Exception:  # A bug. Nobody would start another worker, so the server must not stay.
+                LOG.exception("no other process can be started")
+                self.live = False
+                return
+            if not replaced:
                 return
 
     async def _replaced(self) -> bool:
         """Starts workers until one can serve; returns False if there is none."""
         for failures in range(1, MOST_FAILURES + 1):
-            self._worker = self._started()
-            try:
-                await asyncio.to_thread(self._worker.wait)
-            except ModExportError as error:
-                LOG.error("attempt %d of %d to serve again: %s", failures, MOST_FAILURES, error)
-                await self._worker.over()
-            else:
-                return True
             if self._draining:
                 return False
+            try:
+                self._worker = self._started(self._worker.retry_s)
+                await asyncio.to_thread(self._worker.wait)
+            except (ModExportError, OSError, RuntimeError) as error:  # No memory for a process, or for a thread.
+                LOG.error("attempt %d of %d to serve again: %s", failures, MOST_FAILURES, error)
+                self._worker.kill()
+            else:
+                return True
             await asyncio.sleep(2.0**failures)
         self.live = False
         return False
 
-    def _started(self) -> _Worker:
-        return _Worker(self._work, Path(self._folder.name) / f"worker-{self._restarts}", self._restarts)
+    def _started(self, retry_s: int) -> _Worker:
+        return _Worker(self._work, Path(self._folder.name) / f"worker-{self._restarts}", self._restarts, retry_s)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers for a worker that is not there."""
@@ -168,6 +182,10 @@ class Supervisor:
             response = JSONResponse({"live": self.live}, 200 if self.live else 503)
         elif path in ("/health/ready", "/v2/health/ready"):
             response = JSONResponse({"ready": False}, 503)
+        elif self._draining:
+            response = ApiError(503, SHUTTING_DOWN, code="shutting_down", retry_after_s=1).response(path)
+        elif self._worker.serves and not self._worker.ended(0):
+            response = ApiError(503, NO_ROOM, code="no_room", retry_after_s=1).response(path)
         else:
             response = _crash(self._worker.retry_s).response(path)
         await response(scope, receive, send)
@@ -182,8 +200,8 @@ class _Worker:
         retry_s: seconds after which a client should try again when it has ended.
     """
 
-    def __init__(self, work: Work, path: Path, restarts: int) -> None:
-        self.serves, self.description, self.retry_s = False, "", 1
+    def __init__(self, work: Work, path: Path, restarts: int, retry_s: int) -> None:
+        self.serves, self.description, self.retry_s = False, "", retry_s
         path.unlink(missing_ok=True)
         self._begin = time.monotonic()
         self._told, theirs = PROCESSES.Pipe()
@@ -242,12 +260,12 @@ class _Worker:
         self._process.kill()
         self.ended()
 
-    async def close(self) -> None:
-        """Closes the connections to it."""
-        await self._pool.aclose()
-
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Passes a request to it and its answer back; returns False if it has ended before it began to answer."""
+        """Passes a request to it and its answer back; returns False if it did not begin to answer.
+
+        Raises:
+            TimeoutError: the body of the request did not come in time.
+        """
         sent = asyncio.Event()
         passing = asyncio.create_task(self._pass_on(scope, _body(receive, sent), send))
         leaving = asyncio.create_task(_left(receive, sent))
@@ -268,8 +286,8 @@ class _Worker:
         except GONE:
             return False
         headers = [(name.lower(), value) for name, value in answer.headers if name.lower() not in NOT_SENT_BACK]
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         try:
+            await send({"type": "http.response.start", "status": answer.status, "headers": headers})
             async for part in answer.aiter_stream():
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except GONE:
@@ -306,6 +324,10 @@ def _end_with_supervisor(told: multiprocessing.connection.Connection, folder: Pa
     os._exit(TERMINATED)
 
 
+async def _too_late(scope: Scope, receive: Receive, send: Send) -> None:
+    await slow_body().response(scope["path"])(scope, receive, send)
+
+
 def _crash(retry_s: int) -> ApiError:
     return ApiError(
         503,
@@ -317,7 +339,8 @@ def _crash(retry_s: int) -> ApiError:
 
 def _request(scope: Scope, body: AsyncIterator[bytes]) -> httpcore2.Request:
     """Returns the request that the worker gets."""
-    headers = [(name, value) for name, value in scope["headers"] if name.lower() not in NOT_SENT_ON]
+    # Blanks around a value are no part of it (RFC 9110, 5.5), and the client library refuses them.
+    headers = [(name, value.strip(b" \t")) for name, value in scope["headers"] if name.lower() not in NOT_SENT_ON]
     names = {name.lower() for name, _ in headers}
     if b"host" not in names:  # HTTP/1.0 has none. The worker refuses the empty one where it checks hosts.
         headers.append((b"host", b""))
@@ -334,10 +357,13 @@ async def _body(receive: Receive, sent: asyncio.Event) -> AsyncIterator[bytes]:
 
     Raises:
         ClientDisconnect: the client has left before.
+        TimeoutError: it did not come within BODY_S. The worker has the same limit, but its answer is read only after
+            the whole body.
     """
-    more = True
+    end, more = asyncio.get_running_loop().time() + BODY_S, True
     while more:
-        message = await receive()
+        async with asyncio.timeout_at(end):
+            message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         more = message.get("more_body", False)

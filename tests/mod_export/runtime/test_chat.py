@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer
 from mod_export.errors import UsageError
 from mod_export.runtime import template_process
 from mod_export.runtime.chat_template import ChatTemplate
+from mod_export.runtime.template_process import TemplateNotRenderedError
 from mod_export.runtime.texts import Bytes
 from mod_export.runtime.tokenizer import TokenizersFile
 from mod_export.serve.openai_formats import ChatRequest
@@ -183,9 +185,24 @@ def test_threads_share_a_template() -> None:
 
 def test_no_process_for_templates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    message = r"cannot be read \(the process that would render it did not start \(exit status 1\)\)$"
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(TemplateNotRenderedError, match=r"process that would do it did not start \(exit status 1\)$"):
         ChatTemplate("", {})
+
+
+def test_a_process_that_somebody_kills_while_it_renders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was asked fails for now; what the template is able to do is not decided by that."""
+    monkeypatch.setattr(template_process, "RENDER_S", 60.0)
+    loop = "{% for i in range(9999) %}{% for j in range(400) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(loop + "{{ tools }}", {})
+    process = template._process._process
+    assert process is not None
+    threading.Timer(0.1, process.kill).start()
+    with pytest.raises(TemplateNotRenderedError, match=r"ended \(exit status -9\); try again$"):
+        _ = template.reads_tools
+    assert template.reads_tools
+    template._process.close()
+    with pytest.raises(TemplateNotRenderedError, match=r"the process that would do it is closed$"):
+        template.render([USER])
 
 
 @pytest.mark.parametrize(("messages", "message"), [

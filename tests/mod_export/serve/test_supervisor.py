@@ -99,7 +99,16 @@ def test_every_request_is_answered_when_the_engine_crashes(
     written: Path, slow: Callable[[float], None], number: signal.Signals
 ) -> None:
     slow(0.02)
-    with command(written, "--supervise") as (process, url):
+    # Clients are told how long the last start took.
+    code = """
+from mod_export.serve import supervisor
+wait = supervisor._Worker.wait
+def started(worker):
+    wait(worker)
+    worker.retry_s = 7
+supervisor._Worker.wait = started
+"""
+    with command(written, "--supervise", code=code) as (process, url):
         before = httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S).json()["choices"]
         streams = [Asking(url, stream=True) for _ in range(2)]
         until(lambda: metric(url, "busy_rows") == 2)
@@ -110,7 +119,7 @@ def test_every_request_is_answered_when_the_engine_crashes(
         for asking in others:
             answer = asking.answered()
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_restarting")
-            assert int(answer.headers["retry-after"]) >= 1
+            assert answer.headers["retry-after"] == "7"
             assert answer.headers["x-request-id"]
         for asking in streams:
             events = asking.answered().text.strip().split("\n\n")
@@ -283,6 +292,7 @@ REQUESTS = {
     "its own name": b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Request-Id: mine\r\n\r\n",
     "an offer to upgrade": b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: Upgrade, HTTP2-Settings\r\n"
     b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABk\r\n\r\n",
+    "blanks after a value": b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Request-Id: mine \t\r\n\r\n",
     "headers of hops": b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\nTE: trailers\r\nKeep-Alive: 5\r\n\r\n",
 }
 OWN_OF_EACH = re.compile(
@@ -334,6 +344,16 @@ def head_and_body(answer: bytes) -> tuple[bytes, set[bytes], bytes]:
     if b"chunked" in top:
         body = re.sub(rb"(\A|\r\n)[0-9a-f]+\r\n", b"", body)
     return status, set(headers), body
+
+
+def test_a_body_that_does_not_come(written: Path) -> None:
+    """Nobody can hold a connection for ever."""
+    code = "from mod_export.serve import supervisor\nsupervisor.BODY_S = 0.5"
+    with command(written, "--supervise", code=code) as (_, url):
+        found = raw(int(url.rpartition(":")[2]), POST + b"Content-Length: 1000\r\n\r\n{")
+        assert found.startswith(b"HTTP/1.1 408 Request Timeout\r\n"), found
+        assert b"the body of the request did not come within" in found
+        assert is_ready(url)
 
 
 def test_the_log_names_the_client_and_not_the_supervisor(written: Path) -> None:
