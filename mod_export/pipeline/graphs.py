@@ -18,13 +18,12 @@ import onnx_ir as ir
 
 from mod_export.engines import ENGINES
 from mod_export.environment import EXPORTERS, versions
-from mod_export.errors import GraphError
+from mod_export.errors import GraphError, LimitError
 from mod_export.folder.manifest import GenerationFacts
 from mod_export.graph.capture import captured, prove_static
 from mod_export.graph.nodes import graph_from_bytes, static_shape
 from mod_export.graph.onnx_export import assert_capacity, check_model, onnx_from_captured
-from mod_export.graph.rewrites import PORTABLE, apply_rewrites, needs_rewrite
-from mod_export.graph.rewrites.products import stored_forms
+from mod_export.graph.rewrites import PORTABLE, apply_rewrites, needs_rewrite, stored_forms
 from mod_export.graph.sites import RoutingSite
 from mod_export.graph.weights import (
     BELOW,
@@ -125,7 +124,11 @@ def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
     for builder, variant, graph in build.planned():
         if variant.dtype == dtype and build.facts[graph.model].weights == build.facts[kind].weights:
             model = ir.load(build.root / graph.path)
-            for name, forms in stored_forms(model, graph.limits(builder.limits), dtype).items():
+            try:
+                stored = stored_forms(model, graph.limits(builder.limits), dtype)
+            except (GraphError, LimitError):  # The stage passes meets it again, and reports it for this graph alone.
+                continue
+            for name, forms in stored.items():
                 by_name.setdefault(name, set()).update(forms)
     return by_name
 

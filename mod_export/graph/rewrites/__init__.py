@@ -25,6 +25,7 @@ from mod_export.graph.rewrites.norms import NormOperator
 from mod_export.graph.rewrites.plain_scatter import PlainScatter
 from mod_export.graph.rewrites.products import QuantizeWeights, StoredWeights
 from mod_export.graph.rewrites.topk import GroupedTopk, SelectTopk, ThresholdSelection
+from mod_export.graph.weights import Form, forms_of
 from mod_export.types import DType, TargetLimits
 
 
@@ -77,7 +78,23 @@ def needs_rewrite(limits: TargetLimits, dtype: DType) -> bool:
     return any(item.applies(limits, dtype) and not item.applies(PORTABLE, "float32") for item in REWRITES)
 
 
-def apply_rewrites(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[str, int]:
+def stored_forms(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[str, set[Form]]:
+    """Applies every rewrite up to the one that quantizes weights, and returns the forms in which the graph then reads
+    each of its weights. Rewrites before it decide that too: where a part of a graph becomes a branch, its products are
+    no longer computed together with those beside them.
+
+    Raises:
+        GraphError: a rewrite left a problem that it should remove.
+        LimitError: the graph has something that the target cannot take.
+    """
+    last = next(number for number, rewrite in enumerate(REWRITES) if isinstance(rewrite, QuantizeWeights))
+    apply_rewrites(model, limits, dtype, REWRITES[: last + 1])
+    return forms_of(model.graph.initializers)
+
+
+def apply_rewrites(
+    model: ir.Model, limits: TargetLimits, dtype: DType, rewrites: Sequence[Rewrite] = REWRITES
+) -> dict[str, int]:
     """Applies every rewrite that a target needs, in place.
 
     Returns:
@@ -88,7 +105,7 @@ def apply_rewrites(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[
         LimitError: the graph has something that the target cannot take.
     """
     applied: dict[str, int] = {}
-    for rewrite in REWRITES:
+    for rewrite in rewrites:
         if not rewrite.applies(limits, dtype):
             continue
         count = rewrite.run(model, limits, dtype)

@@ -28,7 +28,6 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
-from onnx_ir.passes import common
 
 from mod_export.graph.nodes import (
     MICROSOFT,
@@ -44,7 +43,7 @@ from mod_export.graph.nodes import (
     substitute,
 )
 from mod_export.graph.rewrites.cast_floats import float32_island
-from mod_export.graph.weights import BELOW, BITS, BLOCKS, ONNX_TYPES, Form, forms_of, quantized_tensors
+from mod_export.graph.weights import BELOW, BITS, BLOCKS, ONNX_TYPES, Form, quantized_tensors
 from mod_export.types import QUANTIZED, DType, TargetLimits
 
 
@@ -166,13 +165,6 @@ class QuantizeWeights:
     def ensures(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> Sequence[str]:
         quantizable = _quantizable(model.graph, limits, dtype)
         return [f"{label_of(product.node)} multiplies by a float32 weight" for product, _ in quantizable]
-
-
-def stored_forms(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[str, set[Form]]:
-    """Quantizes the graph, and returns the forms in which the graph then reads each of its weights."""
-    QuantizeWeights().run(model, limits, dtype)
-    common.RemoveUnusedNodesPass()(model)
-    return forms_of(model.graph.initializers)
 
 
 def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterator[tuple[Product, Form]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,13 @@ import pytest
 import torch
 from graph_folders import unbound_graph
 from small_graphs import make_model, parsed, portable_graph
+from step_graphs import prefill_graph_of
 
 from mod_export.engines.openvino import OpenVino
 from mod_export.engines.ort import OrtCpu
 from mod_export.engines.ort_session import CPU, session_from_onnx
-from mod_export.graph.rewrites import apply_rewrites
-from mod_export.graph.rewrites.products import QuantizeWeights, stored_forms
+from mod_export.graph.rewrites import apply_rewrites, stored_forms
+from mod_export.graph.rewrites.products import QuantizeWeights
 from mod_export.graph.weights import BELOW, Form, WeightsFile, bind_weights, forms_of, state_of, write_weights
 from mod_export.types import QUANTIZED, Bucket, QuantizedDType, TargetLimits
 from mod_models.spec import ModelSpec, RoutingSpec
@@ -64,6 +66,19 @@ def test_products_of_many_rows_are_of_whole_columns_but_those_that_need_blocks()
     # A routed layer has fewer rows.
     second = {name for name in INT8 if name.startswith("layers.1.")}
     assert stored(OrtCpu.limits, "int8", SPEC, ROWS) == {"int8": INT8 - second, "int8_blocks": second | GATED | HEAD}
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_prompts_that_continue_a_text_read_what_is_stored(dtype: QuantizedDType) -> None:
+    """Their attention is in branches, where fewer products read the same rows than in the portable graph."""
+    routing = RoutingSpec(capacity=0.25, predictor_hidden=8, layers=(1,))
+    spec = replace(SPEC, d_model=128, d_head=64, d_ff=192, routing=routing)
+    model = prefill_graph_of(spec, ROWS)
+    forms = stored_forms(model.clone(), OrtCpu.limits, dtype)
+    assert apply_rewrites(model, OrtCpu.limits, dtype)["continued_attention"] > 0
+    read = forms_of(model.graph.initializers)
+    assert {form for some in read.values() for form in some} - {"float"}
+    assert {name: some for name, some in read.items() if not some <= forms.get(name, set())} == {}
 
 
 def test_rows_are_rounded_once_and_products_in_blocks_are_one() -> None:
