@@ -45,7 +45,7 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"")
+        given = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"").strip(b" \t")
         name = given.decode() if NAME.fullmatch(given) else uuid.uuid4().hex
         status, begin = CLIENT_LEFT, time.perf_counter()
 
