@@ -54,7 +54,7 @@ def test_its_commands_are_bash_and_name_what_exists(path: Path) -> None:
 @each_workflow
 def test_actions_have_a_major_version_and_jobs_an_end(path: Path) -> None:
     for job in jobs(path).values():
-        assert job["timeout-minutes"] <= 60
+        assert job["timeout-minutes"] <= 90
     for step in steps(path):
         if "uses" in step:
             assert re.fullmatch(r"[\w-]+/[\w/-]+@(v\d+|release/v\d+)", step["uses"])

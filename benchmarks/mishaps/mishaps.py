@@ -81,6 +81,10 @@ class Mishap(ABC):
         """
         return ended_by_itself(process)
 
+    def struck(self, code: int | None) -> bool:
+        """Whether it happened before the command had ended, which then gave `code`."""
+        return True
+
     def relieve(self, folder: Path) -> None:  # noqa: B027
         """Ends the mishap, before the command runs again."""
 
@@ -101,6 +105,9 @@ class Kill(Mishap):
         if code is None:
             kill(process)
         return code
+
+    def struck(self, code: int | None) -> bool:
+        return code is None
 
     def __str__(self) -> str:
         return f"killed after {self._after_s:.3f} s"
@@ -126,6 +133,9 @@ class FullDisk(Mishap):
     def strike(self, folder: Path) -> None:
         used = shutil.disk_usage(folder).used
         _mount(folder, str((used + self._free) // PAGE * PAGE + PAGE), remount=True)
+
+    def struck(self, code: int | None) -> bool:
+        return code != 0
 
     def relieve(self, folder: Path) -> None:
         _mount(folder, PLENTY, remount=True)

@@ -46,8 +46,8 @@ class Tally:
     """What the mishaps of a kind came to for a command.
 
     Attributes:
-        mishaps: number of mishaps.
-        survived: runs that succeeded nevertheless.
+        mishaps: number of mishaps that happened before the command had ended.
+        survived: runs that succeeded, in spite of a mishap or because it came too late.
         ends: runs that ended by themselves afterwards, all with the expected result.
     """
 
@@ -138,7 +138,7 @@ def tally_of(work: Work, kind: type[Mishap], count: int, chance: random.Random, 
             story = []
             while True:
                 code = _run(work, mishap, out, log)
-                tally.mishaps += 1
+                tally.mishaps += mishap.struck(code)
                 story.append(str(mishap))
                 _check(work, mishap, code, out, log, story)
                 mishap.relieve(disk)
@@ -225,7 +225,7 @@ def main(names: Sequence[str], kinds: Sequence[str], count: int, seed: int) -> N
                     continue
                 print(
                     f"{name:9} {kind:7} {tally.mishaps} in {time.perf_counter() - begin:.0f} s: nothing damaged; "
-                    f"{tally.survived} runs succeeded nevertheless, and {tally.ends} ended with the same result",
+                    f"{tally.survived} runs succeeded, and {tally.ends} ended with the same result",
                     flush=True,
                 )
     sys.exit(failed)

@@ -303,7 +303,8 @@ def _explained(root: Path) -> Iterator[None]:
             ) from error
         if error.errno in REFUSED:
             raise BuildFolderError(f"{root}: cannot write {where} ({error.strerror})") from error
-        if error.errno in FAILED:
+        # The system names the file. What a library of a step fails with may have the same number.
+        if error.errno in FAILED and error.filename:
             raise BuildFolderError(
                 f"{root}: writing {where} failed ({error.strerror}); what is finished is kept, and the same command "
                 "goes on after it"

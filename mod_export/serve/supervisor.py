@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import faulthandler
 import json
 import math
@@ -66,6 +67,10 @@ calls the function with a line about what it serves when it can begin. Returns a
 """
 
 
+class _NoRoomError(Exception):
+    """There is no descriptor left for a connection to the worker."""
+
+
 class Supervisor:
     """The application that passes requests on to the worker.
 
@@ -87,9 +92,7 @@ class Supervisor:
         """
         self.live = True
         self._work, self._draining, self._restarts = work, False, 0
-        # Wrapped as the worker's application is, so that these answers have an id, a line in the log, and CORS headers.
-        self._own = RequestLog(Cors(self._answer, origins))
-        self._late = RequestLog(Cors(_too_late, origins))
+        self._origins = origins
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="mod-export-")
         except OSError as error:
@@ -107,14 +110,18 @@ class Supervisor:
         return self._worker.description
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request with the worker's answer, or with status 503."""
+        """Answers a request with the worker's answer, or with a refusal of its own."""
+        own: Response
         try:
-            answered = self._worker.serves and await self._worker.answer(scope, receive, send)
+            if self._worker.serves and await self._worker.answer(scope, receive, send):
+                return
+            own = self._own(scope["path"])
         except TimeoutError:
-            await self._late(scope, receive, send)
-            return
-        if not answered:
-            await self._own(scope, receive, send)
+            own = slow_body().response(scope["path"])
+        except _NoRoomError:
+            own = ApiError(503, NO_ROOM, code="no_room", retry_after_s=1).response(scope["path"])
+        # Wrapped as the worker's application is, so that it has an id, a line in the log, and CORS headers.
+        await RequestLog(Cors(own, self._origins))(scope, receive, send)
 
     def stop_accepting(self) -> None:
         """Lets the worker refuse all new requests, and end when its texts are done."""
@@ -174,21 +181,15 @@ class Supervisor:
     def _started(self, retry_s: int) -> _Worker:
         return _Worker(self._work, Path(self._folder.name) / f"worker-{self._restarts}", self._restarts, retry_s)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers for a worker that is not there."""
-        path = scope["path"]
-        response: Response
+    def _own(self, path: str) -> Response:
+        """Returns the answer for a worker that is not there."""
         if path in ("/health/live", "/v2/health/live"):
-            response = JSONResponse({"live": self.live}, 200 if self.live else 503)
-        elif path in ("/health/ready", "/v2/health/ready"):
-            response = JSONResponse({"ready": False}, 503)
-        elif self._draining:
-            response = ApiError(503, SHUTTING_DOWN, code="shutting_down", retry_after_s=1).response(path)
-        elif self._worker.serves and not self._worker.ended(0):
-            response = ApiError(503, NO_ROOM, code="no_room", retry_after_s=1).response(path)
-        else:
-            response = _crash(self._worker.retry_s).response(path)
-        await response(scope, receive, send)
+            return JSONResponse({"live": self.live}, 200 if self.live else 503)
+        if path in ("/health/ready", "/v2/health/ready"):
+            return JSONResponse({"ready": False}, 503)
+        if self._draining:
+            return ApiError(503, SHUTTING_DOWN, code="shutting_down", retry_after_s=1).response(path)
+        return _crash(self._worker.retry_s).response(path)
 
 
 class _Worker:
@@ -265,6 +266,7 @@ class _Worker:
 
         Raises:
             TimeoutError: the body of the request did not come in time.
+            _NoRoomError: this process has no descriptor left for a connection to it.
         """
         sent = asyncio.Event()
         passing = asyncio.create_task(self._pass_on(scope, _body(receive, sent), send))
@@ -283,7 +285,10 @@ class _Worker:
     async def _pass_on(self, scope: Scope, body: AsyncIterator[bytes], send: Send) -> bool:
         try:
             answer = await self._pool.handle_async_request(_request(scope, body))
-        except GONE:
+        except GONE as error:
+            # The pool raises it again without its cause.
+            if isinstance(error.__context__, OSError) and error.__context__.errno in (errno.EMFILE, errno.ENFILE):
+                raise _NoRoomError from error
             return False
         headers = [(name.lower(), value) for name, value in answer.headers if name.lower() not in NOT_SENT_BACK]
         try:
@@ -322,10 +327,6 @@ def _end_with_supervisor(told: multiprocessing.connection.Connection, folder: Pa
         told.recv()
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(TERMINATED)
-
-
-async def _too_late(scope: Scope, receive: Receive, send: Send) -> None:
-    await slow_body().response(scope["path"])(scope, receive, send)
 
 
 def _crash(retry_s: int) -> ApiError:

@@ -93,9 +93,9 @@ def stored_forms(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[st
 
 
 def apply_rewrites(
-    model: ir.Model, limits: TargetLimits, dtype: DType, rewrites: Sequence[Rewrite] = REWRITES
+    model: ir.Model, limits: TargetLimits, dtype: DType, rewrites: Sequence[Rewrite] | None = None
 ) -> dict[str, int]:
-    """Applies every rewrite that a target needs, in place.
+    """Applies every rewrite that a target needs, in place; only some of the table if `rewrites` is given.
 
     Returns:
         Name of each rewrite that ran -> number of its changes.
@@ -105,7 +105,7 @@ def apply_rewrites(
         LimitError: the graph has something that the target cannot take.
     """
     applied: dict[str, int] = {}
-    for rewrite in rewrites:
+    for rewrite in REWRITES if rewrites is None else rewrites:
         if not rewrite.applies(limits, dtype):
             continue
         count = rewrite.run(model, limits, dtype)

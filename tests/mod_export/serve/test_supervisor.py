@@ -356,6 +356,31 @@ def test_a_body_that_does_not_come(written: Path) -> None:
         assert is_ready(url)
 
 
+def test_a_supervisor_without_descriptors(written: Path, slow: Callable[[float], None]) -> None:
+    """It says so, and not that the engines have crashed."""
+    slow(0.2)
+    code = """
+import resource
+from mod_export.serve import server
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+server._allow_connections = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+"""
+    with command(written, "--supervise", code=code) as (process, url), contextlib.ExitStack() as opened:
+        address = ("127.0.0.1", int(url.rpartition(":")[2]))
+        assert is_ready(url)  # Leaves one connection to the worker, which the text then takes.
+        waiting = [opened.enter_context(socket.create_connection(address)) for _ in range(64)]
+        until(lambda: psutil.Process(process.pid).num_fds() == 64)
+        waiting[0].sendall(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        time.sleep(0.1)
+        waiting[1].settimeout(PATIENCE_S)
+        waiting[1].sendall(REQUESTS["GET"])
+        found = waiting[1].recv(1 << 16)
+        assert found.startswith(b"HTTP/1.1 503 "), found
+        assert b"the server has no room for another connection; try again" in found
+        opened.close()
+        until(lambda: is_ready(url))
+
+
 def test_the_log_names_the_client_and_not_the_supervisor(written: Path) -> None:
     with command(written, "--supervise", "-v") as (process, url):
         # A proxy on the same machine may say who asks, as without a supervisor; what it says is passed on.
