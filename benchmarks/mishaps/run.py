@@ -14,7 +14,6 @@ The tool starts itself again in a mount namespace (`unshare`, for small disks) a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import shutil
@@ -29,7 +28,7 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.mishaps.mishaps import MISHAPS, FailingRename, HangError, Mishap, Undisturbed, ended_by_itself
+from benchmarks.mishaps.mishaps import LOADED, MISHAPS, FailingRename, HangError, Mishap, Undisturbed, ended_by_itself
 from benchmarks.mishaps.shim import compiled_shim
 from benchmarks.mishaps.works import WORKS, DamagedError, Work, serve_and_ask
 from mod_export.cli import main as mod_export_command
@@ -70,7 +69,7 @@ def started(arguments: Sequence[str], log: Path, folder: Path, mishap: Mishap | 
             # The threads of the process that was forked are not there, and OpenMP would wait for them for ever.
             torch.set_num_threads(1)
             if ALREADY in os.environ:
-                ctypes.CDLL(None).mishap_watch(os.fsencode(folder))
+                LOADED.mishap_watch(os.fsencode(folder))
             if mishap is not None:
                 mishap.within()
             program, *rest = arguments
@@ -90,7 +89,7 @@ def started(arguments: Sequence[str], log: Path, folder: Path, mishap: Mishap | 
         try:
             sys.stdout.flush()
             if ALREADY in os.environ:
-                log.with_suffix(".renames").write_text(str(ctypes.CDLL(None).mishap_renames()))
+                log.with_suffix(".renames").write_text(str(LOADED.mishap_renames()))
         finally:
             os._exit(code)
 

@@ -27,6 +27,7 @@ from mod_export.measure.gain import Gain, Machine, gain_of, machine_of
 from mod_export.model.transformer import TransformerModel
 from mod_export.report.tables import table_lines
 from mod_export.rows.report import BuildReport, report_from_json
+from mod_export.types import Bucket
 from mod_models.checkpoint import Checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 from mod_models.train.retrofit import calibrate, layers_of, retrofitted, routed_spec
@@ -131,7 +132,7 @@ def compared(report: BuildReport, gain: Gain, capacity: float) -> list[Compariso
     for row in report.generation.decode:
         assert row.compared is not None
         share = float(np.mean(list(row.selected.values())))
-        texts = row.bucket.batch
+        texts = Bucket.named(row.bucket).batch
         what = "1 text" if texts == 1 else f"{texts} texts"
         found.append(Comparison(what, gain.texts[texts], (row.compared.measured, *row.compared.ci95), share))
     return found

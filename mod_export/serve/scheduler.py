@@ -49,6 +49,9 @@ class WaitedTooLongError(ModExportError):
     """A request got no row in time."""
 
 
+CLOSING = "this server is shutting down and takes no more requests"
+
+
 class ClosingError(ModExportError):
     """The scheduler accepts no more requests, or ended before this one was done."""
 
@@ -271,7 +274,7 @@ class Scheduler:
                 f"texts cannot be written any more ({self._broken!r}); the server has to be started again"
             )
         if self._draining:
-            raise ClosingError("this server is shutting down and takes no more requests")
+            raise ClosingError(CLOSING)
         waiting = sum(len(job.waiting) for job in self._jobs)
         free = self.bucket.batch - len(self._in_rows)
         if waiting + texts > self._max_queue + free:

@@ -18,7 +18,7 @@ from mod_export.runtime.deployment import Deployment, load
 from mod_export.runtime.generator import load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 from mod_export.serve.metrics import Gauge, Metrics
-from mod_export.serve.scheduler import ClosingError, QueueFullError, Scheduler
+from mod_export.serve.scheduler import CLOSING, ClosingError, QueueFullError, Scheduler
 from mod_export.serve.traces import TextTraces
 from mod_export.types import ModelKind, Unavailable
 
@@ -79,7 +79,7 @@ class Scoring:
         """
         with self._changed:
             if self._closing:
-                raise ClosingError("this server is shutting down and takes no more requests")
+                raise ClosingError(CLOSING)
             if self._requests > self._most_waiting:
                 raise QueueFullError(f"{self._requests} prompts are being scored or wait for it; try again in 1 s", 1)
             self._requests += 1

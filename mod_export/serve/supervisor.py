@@ -38,10 +38,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mod_export.errors import EngineError, ModExportError, UsageError
+from mod_export.serve.app import HEALTH
 from mod_export.serve.cors import Cors
-from mod_export.serve.endpoint import BODY_S, ApiError, slow_body
+from mod_export.serve.endpoint import BODY_S, ApiError, problem_of, slow_body
 from mod_export.serve.request_log import RequestLog
-from mod_export.serve.scheduler import LOG
+from mod_export.serve.scheduler import CLOSING, LOG, ClosingError
 
 TERMINATED = 143
 """Exit code after a second signal, or if the supervisor is gone: that of a program ended by SIGTERM."""
@@ -56,7 +57,6 @@ FOR_ONE_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trail
 NOT_SENT_ON = FOR_ONE_HOP | {b"expect", b"forwarded", b"x-forwarded-for", b"x-forwarded-proto"}
 NOT_SENT_BACK = FOR_ONE_HOP | {b"transfer-encoding"}
 EVENTS = b"text/event-stream"
-SHUTTING_DOWN = "this server is shutting down"
 NO_ROOM = "the server has no room for another connection; try again"
 GONE = (httpcore2.NetworkError, httpcore2.RemoteProtocolError)
 """What a request meets whose worker has ended, or for which no connection to it can be made."""
@@ -100,7 +100,7 @@ class Supervisor:
         self._worker = self._started(retry_s=1)
         try:
             self._worker.wait()
-        except BaseException:
+        except BaseException:  # Ctrl-C too must not leave the worker behind.
             self.close()
             raise
 
@@ -183,12 +183,12 @@ class Supervisor:
 
     def _own(self, path: str) -> Response:
         """Returns the answer for a worker that is not there."""
-        if path in ("/health/live", "/v2/health/live"):
+        if path in [f"{prefix}/live" for prefix in HEALTH]:
             return JSONResponse({"live": self.live}, 200 if self.live else 503)
-        if path in ("/health/ready", "/v2/health/ready"):
+        if path in [f"{prefix}/ready" for prefix in HEALTH]:
             return JSONResponse({"ready": False}, 503)
         if self._draining:
-            return ApiError(503, SHUTTING_DOWN, code="shutting_down", retry_after_s=1).response(path)
+            return problem_of(ClosingError(CLOSING)).response(path)
         return _crash(self._worker.retry_s).response(path)
 
 

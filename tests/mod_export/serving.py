@@ -9,11 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import uvicorn
 
 from mod_export.runtime.generator import Generator
@@ -25,6 +27,16 @@ from mod_export.serve.scheduler import Ended, Event, Failed, Job, Scheduler
 from mod_export.serve.service import Service, ServiceOptions, open_service
 
 PATIENCE_S = 60
+SLOW_STEPS = """
+import time
+from mod_export.runtime.decoder import Decoder
+step = Decoder.step
+def slow(self, *arguments):
+    time.sleep({seconds})
+    return step(self, *arguments)
+Decoder.step = slow
+"""
+"""Slows the tiny model down, so that a signal comes in the middle of a text."""
 
 
 @dataclass
@@ -161,3 +173,17 @@ def command(folder: Path, *options: object, code: str = "") -> Iterator[tuple[su
         process.kill()
         process.wait(PATIENCE_S)
         process.stderr.close()
+
+
+def metric(url: str, name: str) -> float:
+    """Reads the sum of a metric's values."""
+    lines = httpx2.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"mod_export_{name}"))
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits until something is true."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it took too long"
+        time.sleep(0.02)

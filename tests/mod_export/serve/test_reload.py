@@ -8,14 +8,13 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from build_folders import flip, rewrite_manifest
-from serving import PATIENCE_S, command
+from serving import PATIENCE_S, command, metric, until
 
 from mod_export.folder.manifest import MANIFEST
 from mod_export.serve import reload
@@ -69,18 +68,6 @@ def copied(written: Path, path: Path, name: str) -> Path:
 def served(url: str) -> str:
     name: str = httpx2.get(f"{url}/v1/models", timeout=PATIENCE_S).json()["data"][0]["id"]
     return name
-
-
-def metric(url: str, name: str) -> float:
-    lines = httpx2.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
-    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"mod_export_{name}"))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 class Asking:

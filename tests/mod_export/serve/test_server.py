@@ -14,21 +14,11 @@ import httpx2
 import pytest
 from build_folders import flip
 from command_line import invoke, refused
-from serving import PATIENCE_S, command
+from serving import PATIENCE_S, SLOW_STEPS, command
 
 from mod_export.serve import KEEP_ALIVE_S
 from mod_export.serve import server as server_module
 
-SLOW_STEPS = """
-import time
-from mod_export.runtime.decoder import Decoder
-step = Decoder.step
-def slow(self, *arguments):
-    time.sleep({seconds})
-    return step(self, *arguments)
-Decoder.step = slow
-"""
-"""Slows the tiny model down, so that a signal comes in the middle of a text."""
 LONG = {"prompt": "def f(", "max_tokens": 40, "ignore_eos": True, "temperature": 0}
 
 
