@@ -84,8 +84,10 @@ async def _no_such_address(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = path_of(request)
     asked = f"{request.method[:20]} {path[:80]}"
+    headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        allowed = (error.headers or {}).get("Allow", "")
+        # Starlette keeps the methods in a set, whose order each process has of its own.
+        headers["Allow"] = allowed = ", ".join(sorted(headers.get("Allow", "").split(", ")))
         problem = ApiError(405, f"{asked}: not a method of this address; it has {allowed}", code="unsupported")
     elif path.startswith(NOT_HERE):
         problem = ApiError(
@@ -94,7 +96,7 @@ async def _no_such_address(request: Request, error: Exception) -> Response:
     else:
         problem = ApiError(404, f"{asked}: no such address; this server has {_addresses(request)}", code="unknown_url")
     response = problem.response(path)
-    response.headers.update(error.headers or {})
+    response.headers.update(headers)
     service_of(request).metrics.answered("", error.status_code)
     return response
 
