@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mod_models.fixed_capacity import select_chosen
 from mod_models.layers import ACTIVATIONS
-from mod_models.routing import Decisions, SeenByExperts, linear_float32
+from mod_models.routing import Decisions, ExpertRouterInputs, linear_float32
 from mod_models.selection import FIRST_COME, RANK, Rule, Tokens, select_topk, selected_at
 from mod_models.spec import ExpertsSpec, ModelSpec, expert_site
 
@@ -109,7 +109,7 @@ def _token_choice(self: Experts, x_BTD: Tensor, tokens: Tokens, decisions: Decis
         free_BN = torch.stack([decisions.before.free_B(expert_site(self.layer, e)) for e in range(N)], 1)
         live_BNC = live_BNC & (torch.arange(C, device=x_BTD.device) < free_BN[..., None])
     index_BNC, live_BNC = self.selected(tokens, decisions, (index_BNC, live_BNC), score_BNT, FIRST_COME)
-    decisions.experts[self.layer] = SeenByExperts(probability_BTM, expert_BTM[..., 0], tokens.live_BT)
+    decisions.experts[self.layer] = ExpertRouterInputs(probability_BTM, expert_BTM[..., 0], tokens.live_BT)
 
     y_RD = self.run(x_BTD, index_BNC).reshape(-1, D)
     slot_BTN = _slots(index_BNC, live_BNC, T).transpose(1, 2)

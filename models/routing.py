@@ -43,7 +43,7 @@ class Routing(NamedTuple):
         return (self.score_BT > 0) & self.open_BT
 
 
-class Seen(NamedTuple):
+class RouterInputs(NamedTuple):
     """Inputs of the auxiliary losses of a router: its input x_BTD, the live tokens, its scores l_BT, the number k of
     tokens that it selects, and the predictor that learns its decisions, if there is one.
     """
@@ -55,7 +55,7 @@ class Seen(NamedTuple):
     predictor: nn.Module | None
 
 
-class SeenByExperts(NamedTuple):
+class ExpertRouterInputs(NamedTuple):
     """Probabilities float32 (B, T, M) of all experts, each token's first choice int64 (B, T), and the live tokens."""
 
     probability_BTM: Tensor
@@ -112,8 +112,8 @@ class Decisions:
 
     def __init__(self) -> None:
         self.made: dict[Site, Routing] = {}
-        self.seen: dict[Site, Seen] = {}
-        self.experts: dict[int, SeenByExperts] = {}
+        self.seen: dict[Site, RouterInputs] = {}
+        self.experts: dict[int, ExpertRouterInputs] = {}
         self.keys_values: dict[int, tuple[Tensor, Tensor]] | None = None
         self.before: Continuation | None = None
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 from mod_models.experts import Experts
 from mod_models.fixed_capacity import select_chosen
 from mod_models.layers import Attention, GatedMlp, KeysValues, Past, RMSNorm, either, rope_tables
-from mod_models.routing import ADAPTERS, COMBINES, GATES, ROUTERS, Decisions, MlpRouter, Seen
+from mod_models.routing import ADAPTERS, COMBINES, GATES, ROUTERS, Decisions, MlpRouter, RouterInputs
 from mod_models.selection import (
     FIRST_COME,
     RANK,
@@ -322,7 +322,7 @@ class RoutedBlock(Block):
             selection = index_BK, _with_room(live_BK, decisions, site)
         index_BK, live_BK = selected_at([site], tokens, decisions, *selection, score_BT, rule)
         if not self.routing.draws:
-            decisions.seen[site] = Seen(routed_BTD, tokens.live_BT, l_BT, k, predictor)
+            decisions.seen[site] = RouterInputs(routed_BTD, tokens.live_BT, l_BT, k, predictor)
         dtype = tokens.x_BTD.dtype
         g_BK1 = self._gate(torch.gather(l_BT, 1, index_BK), live_BK, dtype)
         g_BT1 = self._gate(l_BT, tokens.live_BT, dtype) if self.routing.gates_skipped else None

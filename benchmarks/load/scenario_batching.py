@@ -11,7 +11,7 @@ import openai
 from benchmarks.load.arrivals import prompts, spread
 from benchmarks.load.outcomes import Check, at_least, equal, told
 from benchmarks.load.raw_client import ANSWER_S, HOST
-from benchmarks.load.served import Served, Setting, greedy
+from benchmarks.load.served import ServerProcess, Setting, greedy
 
 CLIENTS = 8
 TOKENS = 128
@@ -23,7 +23,10 @@ LEAST_FACTOR = 2.0
 async def batching(setting: Setting) -> list[Check]:
     """Measures tokens a second of all ways, which take turns, and whether a text depends on the texts beside it."""
     asked = prompts(CLIENTS, 64, setting.seed)
-    with Served(setting, "batching") as eight, Served(setting, "batching-1", ("--rows", "1")) as single_row:
+    with (
+        ServerProcess(setting, "batching") as eight,
+        ServerProcess(setting, "batching-1", ("--rows", "1")) as single_row,
+    ):
         many, single = client_of(eight), client_of(single_row)
         ways: dict[str, Callable[[], Awaitable[list[str]]]] = {
             "together": lambda: together(many, asked),
@@ -56,7 +59,7 @@ async def batching(setting: Setting) -> list[Check]:
         return [*checks, *await eight.end(), *await single_row.end()]
 
 
-def client_of(server: Served) -> openai.AsyncOpenAI:
+def client_of(server: ServerProcess) -> openai.AsyncOpenAI:
     """OpenAI's own client. It must not retry, because that would hide a failure."""
     return openai.AsyncOpenAI(
         base_url=f"http://{HOST}:{server.port}/v1", api_key="none", max_retries=0, timeout=ANSWER_S

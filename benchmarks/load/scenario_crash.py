@@ -13,7 +13,7 @@ import psutil
 from benchmarks.load import raw_client
 from benchmarks.load.arrivals import poisson_times, prompts
 from benchmarks.load.outcomes import Check, at_least, at_most, equal, told
-from benchmarks.load.served import Served, Setting, greedy
+from benchmarks.load.served import ServerProcess, Setting, greedy
 from benchmarks.load.sustained import open_loop, wrong_texts
 
 CRASHES = 6
@@ -28,7 +28,7 @@ MOST_BACK_S = 30.0
 async def crash(setting: Setting) -> list[Check]:
     """Every request is answered: with its whole text, or with 503 while the next worker starts."""
     payloads = [greedy(prompt, TOKENS) for prompt in prompts(PROMPTS, 64, setting.seed)]
-    with Served(setting, "crash", ["--supervise"]) as server:
+    with ServerProcess(setting, "crash", ["--supervise"]) as server:
         answers = [await raw_client.complete(server.port, payload) for payload in payloads]
         right = dict(enumerate(answer.json()["choices"][0]["text"] for answer in answers))
         before = server.sample()
@@ -57,7 +57,7 @@ async def crash(setting: Setting) -> list[Check]:
         ]
 
 
-async def _crash_and_wait(server: Served) -> float:
+async def _crash_and_wait(server: ServerProcess) -> float:
     """Lets the engines crash after a while; returns the seconds until others can serve."""
     await asyncio.sleep(PAUSE_S)
     (worker,) = (child for child in server.process.children() if "spawn_main" in " ".join(child.cmdline()))

@@ -10,7 +10,7 @@ from benchmarks.load import raw_client
 from benchmarks.load.arrivals import prompts
 from benchmarks.load.outcomes import Check, at_most, equal, told
 from benchmarks.load.raw_client import BROKEN, Streamed
-from benchmarks.load.served import Served, Setting, greedy
+from benchmarks.load.served import ServerProcess, Setting, greedy
 
 MOST_SECOND_S = 1.0
 
@@ -21,7 +21,7 @@ async def drain(setting: Setting) -> list[Check]:
 
 
 async def _first(setting: Setting) -> list[Check]:
-    with Served(setting, "drain") as server:
+    with ServerProcess(setting, "drain") as server:
         rows, tokens = await server.rows(), await server.window() // 2
         running = await _loaded(server, rows, tokens, setting.seed)
         begin = time.perf_counter()
@@ -45,7 +45,7 @@ async def _first(setting: Setting) -> list[Check]:
 
 
 async def _second(setting: Setting) -> list[Check]:
-    with Served(setting, "drain-second") as server:
+    with ServerProcess(setting, "drain-second") as server:
         rows, tokens = await server.rows(), await server.window() // 2
         running = await _loaded(server, rows, tokens, setting.seed)
         server.signal(signal.SIGTERM)
@@ -63,7 +63,7 @@ async def _second(setting: Setting) -> list[Check]:
         ]
 
 
-async def _loaded(server: Served, rows: int, tokens: int, seed: int) -> list[asyncio.Task[Streamed]]:
+async def _loaded(server: ServerProcess, rows: int, tokens: int, seed: int) -> list[asyncio.Task[Streamed]]:
     """Starts a stream for each row and as many that wait, and returns when the server has them all."""
     running = [
         asyncio.create_task(raw_client.stream(server.port, greedy(prompt, tokens)))

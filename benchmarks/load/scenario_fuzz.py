@@ -11,7 +11,7 @@ from benchmarks.load.arrivals import prompts
 from benchmarks.load.malformed import Case, cases, problem
 from benchmarks.load.outcomes import Check, at_most, equal, holds, told
 from benchmarks.load.raw_client import BROKEN, Reply
-from benchmarks.load.served import Served, Setting, greedy
+from benchmarks.load.served import ServerProcess, Setting, greedy
 
 CASES = 6000
 AT_ONCE = 8
@@ -40,7 +40,7 @@ BESIDE_HTTP: dict[str, bytes] = {
 async def fuzz(setting: Setting) -> list[Check]:
     """The server refuses them all in the shape of the API, and works afterwards as before."""
     rng = random.Random(setting.seed)
-    with Served(setting, "fuzz") as server:
+    with ServerProcess(setting, "fuzz") as server:
         rows = await server.rows()
         name = (await raw_client.get(server.port, "/v1/models")).json()["data"][0]["id"]
         payload = greedy("def main(", 16)

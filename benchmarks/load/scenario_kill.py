@@ -12,7 +12,7 @@ from benchmarks.load import raw_client
 from benchmarks.load.arrivals import prompts
 from benchmarks.load.outcomes import Check, at_least, at_most, equal, told
 from benchmarks.load.raw_client import BROKEN
-from benchmarks.load.served import Served, Setting, greedy
+from benchmarks.load.served import ServerProcess, Setting, greedy
 
 CLIENTS = 16
 MOST_NOTICED_S = 1.0
@@ -22,7 +22,7 @@ MOST_START_S = 30.0
 async def kill(setting: Setting) -> list[Check]:
     """After SIGKILL with texts running and waiting, clients notice at once, and the port can be used again at once."""
     pieces = prompts(CLIENTS, 64, setting.seed)
-    with Served(setting, "kill") as server:
+    with ServerProcess(setting, "kill") as server:
         payload = greedy(pieces[0], 32)
         before = (await raw_client.complete(server.port, payload)).json()["choices"][0]["text"]
         tokens = await server.window() - 128
@@ -33,7 +33,7 @@ async def kill(setting: Setting) -> list[Check]:
         killed = time.perf_counter()
         code = await server.ended()
         kinds = Counter(await asyncio.gather(*running))
-    again = Served(setting, "kill-again", port=server.port)
+    again = ServerProcess(setting, "kill-again", port=server.port)
     await asyncio.to_thread(again.__enter__)
     try:
         after = (await raw_client.complete(server.port, payload)).json()["choices"][0]["text"]

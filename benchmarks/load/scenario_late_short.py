@@ -8,14 +8,14 @@ import time
 from benchmarks.load import raw_client
 from benchmarks.load.arrivals import prompts
 from benchmarks.load.outcomes import Check, equal, holds, told
-from benchmarks.load.served import Served, Setting, greedy
+from benchmarks.load.served import ServerProcess, Setting, greedy
 
 SHORT = 8
 
 
 async def late_short(setting: Setting) -> list[Check]:
     """All rows but one write long texts when the short request comes. It must not wait for any of them."""
-    with Served(setting, "late_short") as server:
+    with ServerProcess(setting, "late_short") as server:
         rows, window = await server.rows(), await server.window()
         pieces = prompts(rows + 1, 64, setting.seed)
         begin = time.perf_counter()

@@ -11,7 +11,7 @@ from benchmarks.load import raw_client
 from benchmarks.load.arrivals import prompts
 from benchmarks.load.outcomes import Check, at_least, equal, told
 from benchmarks.load.raw_client import BROKEN, HOST
-from benchmarks.load.served import Served, Setting, greedy
+from benchmarks.load.served import ServerProcess, Setting, greedy
 
 CLIENTS = 1000
 AT_ONCE = 32
@@ -25,7 +25,7 @@ CANCELLED = 'mod_export_texts_total{finish="cancelled"}'
 async def leaving(setting: Setting) -> list[Check]:
     """The clients leave no busy row, place in the queue or descriptor behind, and the texts of others stay right."""
     rng = random.Random(setting.seed)
-    with Served(setting, "leaving") as server:
+    with ServerProcess(setting, "leaving") as server:
         rows, window = await server.rows(), await server.window()
         asked = prompts(rows + 1, 64, setting.seed)
         long = prompts(1, window - SPARE_TOKENS, setting.seed)[0]
@@ -88,7 +88,7 @@ async def _text(port: int, payload: Any) -> str:
     return str(reply.json()["choices"][0]["text"])
 
 
-async def _occupied(server: Served, asked: list[str], tokens: int) -> list[asyncio.Task[Any]]:
+async def _occupied(server: ServerProcess, asked: list[str], tokens: int) -> list[asyncio.Task[Any]]:
     """Starts a client for every row, which asks for the next text when one is complete, until it is cancelled. Returns
     when all rows are busy, with these clients or with the one that runs beside them.
     """

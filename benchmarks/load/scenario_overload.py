@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.load import raw_client
 from benchmarks.load.arrivals import percentile, poisson_times, prompts, spread
 from benchmarks.load.outcomes import Check, at_least, at_most, equal, told
-from benchmarks.load.served import Served, Setting, greedy
+from benchmarks.load.served import ServerProcess, Setting, greedy
 from benchmarks.load.sustained import WARM_S, capacity, open_loop, rate, wrong_texts
 
 TOKENS = 128
@@ -30,7 +30,7 @@ async def overload(setting: Setting) -> list[Check]:
     Capacity is measured before and after each load, because other programs may start and end during the scenario.
     """
     payloads = [greedy(prompt, TOKENS) for prompt in prompts(16, 64, setting.seed)]
-    with Served(setting, "overload") as server:
+    with ServerProcess(setting, "overload") as server:
         rows = await server.rows()
         alone = [(await raw_client.complete(server.port, payloads[0])).seconds for _ in range(9)]
         right = {}

@@ -11,7 +11,7 @@ import openai
 from benchmarks.load.arrivals import prompts, spread
 from benchmarks.load.outcomes import Check, at_least, equal, told
 from benchmarks.load.scenario_batching import client_of
-from benchmarks.load.served import Served, Setting
+from benchmarks.load.served import ServerProcess, Setting
 
 ROUNDS = 5
 CHOICES = 4
@@ -28,7 +28,10 @@ Way = Callable[[openai.AsyncOpenAI, int], Awaitable[list[Any]]]
 async def prefix(setting: Setting) -> list[Check]:
     """Measures three kinds of requests at two servers, which take turns. Both write in one row of one engine."""
     rows = ("--rows", "1")
-    with Served(setting, "prefix", rows) as kept, Served(setting, "prefix-0", (*rows, "--prefix-cache", "0")) as plain:
+    with (
+        ServerProcess(setting, "prefix", rows) as kept,
+        ServerProcess(setting, "prefix-0", (*rows, "--prefix-cache", "0")) as plain,
+    ):
         clients = {"kept": client_of(kept), "plain": client_of(plain)}
         checks: list[Check] = []
         for what, way in WAYS.items():

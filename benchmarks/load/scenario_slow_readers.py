@@ -13,7 +13,7 @@ from benchmarks.load import raw_client
 from benchmarks.load.arrivals import percentile, prompts
 from benchmarks.load.outcomes import Check, at_most, equal, told
 from benchmarks.load.raw_client import HOST
-from benchmarks.load.served import Sample, Served, Setting, greedy
+from benchmarks.load.served import Sample, ServerProcess, Setting, greedy
 
 STALLED_MS = 5000
 STREAMS = 6
@@ -31,7 +31,7 @@ MOST_CUT_OFF_S = 60.0
 
 async def slow_readers(setting: Setting) -> list[Check]:
     """The server cuts off clients that do not read. Other clients get tokens as fast as beside clients that read."""
-    with Served(setting, "slow_readers", stalled_ms=STALLED_MS) as server:
+    with ServerProcess(setting, "slow_readers", stalled_ms=STALLED_MS) as server:
         window = await server.window()
         asked = prompts(STREAMS + 1, 64, setting.seed)
         payloads = [greedy(prompt, window - 128, n=TEXTS, logprobs=20, stream=True) for prompt in asked[:STREAMS]]
@@ -124,7 +124,7 @@ def _open_unread(stack: contextlib.ExitStack, port: int, payload: Any) -> int:
     return int(client.getsockname()[1])
 
 
-def _connected(server: Served, ports: list[int]) -> list[int]:
+def _connected(server: ServerProcess, ports: list[int]) -> list[int]:
     """Returns those of the ports whose connection the server still has."""
     remote_ports = {connection.raddr.port for connection in server.process.net_connections("tcp") if connection.raddr}
     return [port for port in ports if port in remote_ports]

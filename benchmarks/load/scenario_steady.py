@@ -13,7 +13,7 @@ import psutil
 from benchmarks.load.arrivals import early_and_late, poisson_times, prompts
 from benchmarks.load.outcomes import Check, at_most, equal, told
 from benchmarks.load.raw_client import HOST
-from benchmarks.load.served import Sample, Served, Setting, greedy
+from benchmarks.load.served import Sample, ServerProcess, Setting, greedy
 from benchmarks.load.sustained import CLIENTS_PER_ROW, WARM_S
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ async def steady(setting: Setting) -> list[Check]:
     if not setting.locust.exists():
         raise RuntimeError(f"{setting.locust}: not there; `make load` installs it, or name it with --locust")
     payloads = [greedy(prompt, TOKENS) for prompt in prompts(PROMPTS, 64, setting.seed)]
-    with Served(setting, "steady") as server:
+    with ServerProcess(setting, "steady") as server:
         clients = CLIENTS_PER_ROW * await server.rows()
         most = await locust(
             setting, server, {"payloads": payloads, "seconds": MEASURE_S, "clients": clients, "warm_s": WARM_S}
@@ -86,7 +86,7 @@ def milliseconds(found: dict[str, float], digits: int = 0) -> str:
     return f"{shown} ms ({found['samples']:,} samples)"
 
 
-async def locust(setting: Setting, server: Served, plan: dict[str, Any]) -> dict[str, Any]:
+async def locust(setting: Setting, server: ServerProcess, plan: dict[str, Any]) -> dict[str, Any]:
     """Runs locust with a plan, and returns its results."""
     folder = (setting.results / "locust").resolve()
     folder.mkdir(parents=True, exist_ok=True)

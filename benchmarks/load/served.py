@@ -62,7 +62,7 @@ class Sample(NamedTuple):
     threads: int
 
 
-class Served:
+class ServerProcess:
     """A server that runs as long as the `with` block.
 
     Attributes:

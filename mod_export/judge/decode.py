@@ -59,35 +59,61 @@ SINGLE = 2
 """Least cost of a token that the eager model reads alone, in tokens of a whole row: it reads every weight."""
 
 
-def parity_of_decoding(
+def parity_of_prompts(
     decoding: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
 ) -> ParityRow:
-    """Judges an engine on given texts. An engine that cannot be loaded or run fails with the reason.
+    """Judges a prefill engine on given prompts. An engine that cannot be loaded or run fails with the reason.
 
     Args:
         decoding: all engines of the folder.
         engine: the engine to judge.
-        reference: reference of the model as it decides one token at a time, with the outputs of the engine: last logits
-            of prompts, all logits of steps.
+        reference: reference of the model as it decides one token at a time, with the last logits of a prompt.
         text_of: source of text for a model that has none of its own.
     """
-    gate = decoding.config.parity.gate(engine.dtype)
-    try:
-        if engine.role == "prefill":
-            with decoding.prompts_of([engine]) as prompts:
-                parts = prompt_parts(prompts, engine, reference, decoding.config, text_of)
-                return judge_runner(parts, reference, gate, engine.setting, engine.path)
-        with (
-            decoding.prompts(engine.model, engine.target, engine.dtype) as prompts,
-            decoding.decoder(engine) as decoder,
-        ):
-            lengths = [prefill.bucket.seq for prefill in decoding.prefills(engine.model, engine.target, engine.dtype)]
-            parts = decoding_parts(prompts, lengths, decoder, reference, decoding.config, text_of)
-            if engine.dtype in QUANTIZED:
-                parts += _text_parts(prompts, decoder, reference, decoding.config, text_of)
-            return judge_runner(parts, reference, gate, engine.setting, engine.path)
-    except (BuildError, TargetError) as error:
-        return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
+    with _Verdict(decoding, engine, reference) as verdict, decoding.prompts_of([engine]) as prompts:
+        verdict.judge(prompt_parts(prompts, engine, reference, decoding.config, text_of))
+    return verdict.row
+
+
+def parity_of_steps(
+    decoding: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
+) -> ParityRow:
+    """Judges a decode engine on given texts, like `parity_of_prompts`; `reference` returns the logits of all tokens."""
+    with (
+        _Verdict(decoding, engine, reference) as verdict,
+        decoding.prompts(engine.model, engine.target, engine.dtype) as prompts,
+        decoding.decoder(engine) as decoder,
+    ):
+        lengths = [prefill.bucket.seq for prefill in decoding.prefills(engine.model, engine.target, engine.dtype)]
+        parts = decoding_parts(prompts, lengths, decoder, reference, decoding.config, text_of)
+        if engine.dtype in QUANTIZED:
+            parts += _text_parts(prompts, decoder, reference, decoding.config, text_of)
+        verdict.judge(parts)
+    return verdict.row
+
+
+class _Verdict:
+    """The result of judging an engine, also if the block ends because the engine cannot be loaded or run."""
+
+    row: ParityRow
+
+    def __init__(self, decoding: DecodingEngines, engine: Engine, reference: Reference) -> None:
+        self._engine, self._reference = engine, reference
+        self._gate = decoding.config.parity.gate(engine.dtype)
+
+    def judge(self, parts: Sequence[tuple[Runner, list[Batch]]]) -> None:
+        self.row = judge_runner(parts, self._reference, self._gate, self._engine.setting, self._engine.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, (BuildError, TargetError)):
+            return False
+        self.row = failed_row(f"cannot be run: {error}", self._gate, self._engine.setting, self._engine.path)
+        return True
 
 
 def prompt_parts(

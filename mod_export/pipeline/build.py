@@ -332,14 +332,8 @@ class Build:
 
     def source_inputs(self, graph: Graph) -> dict[str, Any]:
         """Returns what the source of a portable graph depends on, as an input of steps."""
-        about: dict[str, Any] = {"role": graph.role, "bucket": asdict(graph.bucket), "outputs": graph.outputs}
-        if graph.writes_text:
-            model = self.generating(graph.model)
-            options = self.config.generation
-            about["generation"] = [model.whole_rows.spec, model.window, options.slots]
-            if graph.role == "prefill":
-                about["cache"] = options.cache_of_prompts(model.window)
-        return {**self.identity(graph.model), **about}
+        about = {"role": graph.role, "bucket": asdict(graph.bucket), "outputs": graph.outputs}
+        return {**self.identity(graph.model), **about, **ROLES[graph.role].source_inputs(self, graph)}
 
     def runnable(self, *roles: Role) -> list[Engine]:
         """Returns the engines of these roles that run here.

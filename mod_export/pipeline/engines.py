@@ -12,6 +12,7 @@ from mod_export.engines.protocol import EngineBuilder, EngineJob
 from mod_export.environment import free_bytes, versions
 from mod_export.errors import BuildError, EngineError
 from mod_export.pipeline.build import Build, engine_step
+from mod_export.pipeline.roles import WRITING
 from mod_export.rows.base import setting_fields
 from mod_export.types import Engine, Graph, Variant
 
@@ -56,10 +57,8 @@ def _leave_out_halves(build: Build) -> None:
     sets = {(engine.target, engine.dtype, engine.model) for engine in writing}
     for target, dtype, model in sorted(sets):
         group = [engine for engine in writing if (engine.target, engine.dtype, engine.model) == (target, dtype, model)]
-        built = {engine.role for engine in group}
-        for engine in group:
-            if len(built) == 1:
-                missing = "decode" if engine.role == "prefill" else "prefill"
+        for missing in {stages.role for stages in WRITING} - {engine.role for engine in group}:
+            for engine in group:
                 why = f"no {missing} engine of {target} {dtype} could be built, and text is written by both together"
                 build.leave_out(engine)
                 build.fail("engines", setting_fields(engine.setting), EngineError(why), engine.arch)

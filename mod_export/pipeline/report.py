@@ -25,7 +25,7 @@ from mod_export.rows.speed import (
     LatencyRow,
     PrecisionRow,
     QualityRow,
-    Served,
+    ServedEngines,
     SpeedupRow,
     TextsRow,
     measured_from_rows,
@@ -206,7 +206,7 @@ def measured_in(build: Build) -> tuple[EngineSpeed, ...]:
 
 def _served(
     parity: Sequence[ParityRow], latency: Sequence[LatencyRow], decode: Sequence[DecodeRow]
-) -> tuple[Served, ...]:
+) -> tuple[ServedEngines, ...]:
     refused = {(row.model, row.setting.writes_text, row.target, row.dtype) for row in parity if not row.passed}
     return tuple(served_of(measured_from_rows(latency, decode), refused))
 

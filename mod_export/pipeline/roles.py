@@ -46,6 +46,10 @@ class RoleStages(ABC):
         """Returns what a portable graph is captured from."""
 
     @abstractmethod
+    def source_inputs(self, build: Build, graph: Graph) -> dict[str, Any]:
+        """Returns what `source` depends on beside the model, the bucket and the outputs, as inputs of a step."""
+
+    @abstractmethod
     def reference(self, build: Build, kind: ModelKind) -> Reference:
         """Returns the eager model that graphs of this role are judged by."""
 
@@ -83,6 +87,9 @@ class ForwardRole(RoleStages):
         first, second = (tuple(tensor.to("meta") for tensor in tensors_of(feeds)) for feeds in samples)
         module = model.skeleton(graph.outputs).to("meta")
         return GraphSource(module, (first, second), tuple(samples[0]), model.output_names(graph.outputs))
+
+    def source_inputs(self, build: Build, graph: Graph) -> dict[str, Any]:
+        return {}
 
     def reference(self, build: Build, kind: ModelKind) -> Reference:
         return Reference(build.model(kind), build.config.returned, kept=build.kept_runs)
@@ -132,6 +139,10 @@ class WritingRole(RoleStages):
     def buckets(self, options: GenerationOptions, window: int) -> list[Bucket]:
         """Returns the shapes of the graphs, ascending, for texts of up to `window` tokens."""
 
+    def source_inputs(self, build: Build, graph: Graph) -> dict[str, Any]:
+        model = build.generating(graph.model)
+        return {"generation": [model.whole_rows.spec, model.window, build.config.generation.slots]}
+
     def beside(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
         """Returns what results about an engine depend on beside the engine: how the eager model selects."""
         generation = build.config.generation.model_dump(include={"window", "slack", "slots"})
@@ -139,12 +150,6 @@ class WritingRole(RoleStages):
 
     def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
         return {"tokens": build.config.generation.judged_tokens, **self.beside(build, candidate, candidates)}
-
-    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
-        from mod_export.judge.decode import parity_of_decoding
-
-        reference = build.reference(candidate.setting.model, self.role)
-        return parity_of_decoding(_decoding(build, candidates), candidate.as_engine, reference, build.text_of)
 
 
 class PrefillRole(WritingRole):
@@ -163,9 +168,19 @@ class PrefillRole(WritingRole):
         length, longest = build.config.generation.cache_of_prompts(model.window)
         return model.prefill(bucket.batch, bucket.seq, length, longest)
 
+    def source_inputs(self, build: Build, graph: Graph) -> dict[str, Any]:
+        cache = build.config.generation.cache_of_prompts(build.generating(graph.model).window)
+        return {**super().source_inputs(build, graph), "cache": cache}
+
     def reference(self, build: Build, kind: ModelKind) -> Reference:
         # Prefill and decode share captured programs.
         return build.reference(kind, "decode").returning("last")
+
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
+        from mod_export.judge.decode import parity_of_prompts
+
+        reference = build.reference(candidate.setting.model, self.role)
+        return parity_of_prompts(_decoding(build, candidates), candidate.as_engine, reference, build.text_of)
 
     def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
         """Does nothing: parity says everything about a prompt."""
@@ -207,6 +222,12 @@ class DecodeRole(WritingRole):
         prefills = _decoding(build, candidates).prefills(setting.model, setting.target, setting.dtype)
         prompts = [build.hash_of(engine.path) for engine in prefills]
         return {**super().beside(build, candidate, candidates), "prompts": prompts}
+
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
+        from mod_export.judge.decode import parity_of_steps
+
+        reference = build.reference(candidate.setting.model, self.role)
+        return parity_of_steps(_decoding(build, candidates), candidate.as_engine, reference, build.text_of)
 
     def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
         from mod_export.judge.decode import texts_of_decoding

@@ -19,7 +19,7 @@ from mod_export.rows.speed import (
     GenerationReport,
     LatencyRow,
     PrecisionRow,
-    Served,
+    ServedEngines,
     SpeedupRow,
     TextsRow,
 )
@@ -311,6 +311,6 @@ def precisions(precision: Iterable[PrecisionRow], parity: Iterable[ParityRow] = 
     return [JudgedPrecision(row, by_setting.get(row.setting)) for row in precision]
 
 
-def chosen(report: BuildReport) -> list[Served]:
+def chosen(report: BuildReport) -> list[ServedEngines]:
     """Returns the engines of the MoD model that are served if no target is named, unless there was no choice."""
     return [row for row in report.served if row.model == "mod" and row.reason != ALONE]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import JsonValue
 
 from mod_export.rows.correctness import InputAgreement, LayerAgreement, RoutingAgreement
-from mod_export.rows.speed import Compared, PrecisionRow, QualityRow, Served, SpeedupRow, SpeedVerdict
+from mod_export.rows.speed import Compared, PrecisionRow, QualityRow, ServedEngines, SpeedupRow, SpeedVerdict
 from mod_export.types import is_expert, writes_text
 
 NO_SITES = (
@@ -67,7 +67,7 @@ def difference_text(differing: int, faults: int) -> str:
     return "every difference is a near-tie" if differing else "no token is routed differently"
 
 
-def served_text(row: Served) -> str:
+def served_text(row: ServedEngines) -> str:
     """Names the engines that are served if no target is named, and the reason."""
     what = "text" if writes_text(row.role) else "whole rows"
     return f"{row.model}, {what}: {row.target} {row.dtype}, {ms_text(row.ms)} ms: {row.reason}"

@@ -14,7 +14,7 @@ from mod_export.errors import BuildFolderError
 from mod_export.rows.base import FailedRow, Result
 from mod_export.rows.correctness import CausalityRow, ParityRow, RoutingMap, StructureRow
 from mod_export.rows.cost import CostRow, PartRow, Roofline
-from mod_export.rows.speed import GenerationReport, LatencyRow, PrecisionRow, Served, SpeedupRow
+from mod_export.rows.speed import GenerationReport, LatencyRow, PrecisionRow, ServedEngines, SpeedupRow
 from mod_export.types import DType, ModelKind, Role
 
 SCHEMA_VERSION = 2
@@ -136,7 +136,7 @@ class BuildReport(Result):
     """One row for each setting that ran here; none if there is no dense baseline."""
     cost: tuple[CostRow, ...]
     """One row for every portable graph of whole rows."""
-    served: tuple[Served, ...] = ()
+    served: tuple[ServedEngines, ...] = ()
     """The engines of each model that `load` and `load_generator` choose if no target is named."""
     precision: tuple[PrecisionRow, ...] = ()
     """One row for each engine of a narrower dtype that was compared with float32."""

@@ -305,7 +305,7 @@ class EngineSpeed(Result):
     steps."""
 
 
-class Served(EngineSpeed):
+class ServedEngines(EngineSpeed):
     """The engines that are served if neither target nor dtype is named."""
 
     reason: str
@@ -332,7 +332,9 @@ def measured_from_rows(latency: Iterable[LatencyRow], decode: Iterable[DecodeRow
     )
 
 
-def served_of(measured: Sequence[EngineSpeed], refused: Collection[tuple[ModelKind, bool, str, DType]]) -> list[Served]:
+def served_of(
+    measured: Sequence[EngineSpeed], refused: Collection[tuple[ModelKind, bool, str, DType]]
+) -> list[ServedEngines]:
     """Returns the fastest of each model and role; of equally fast ones the first.
 
     Args:
@@ -345,5 +347,5 @@ def served_of(measured: Sequence[EngineSpeed], refused: Collection[tuple[ModelKi
         ranked = sorted((row for row in allowed if (row.model, row.role) == (model, role)), key=lambda row: row.ms)
         slower = ", ".join(f"{row.target} {row.dtype} {row.ms:.3g} ms" for row in ranked[1:])
         reason = f"the fastest of those that met their gates; {slower}" if slower else ALONE
-        served.append(Served(**ranked[0].model_dump(), reason=reason))
+        served.append(ServedEngines(**ranked[0].model_dump(), reason=reason))
     return served

@@ -44,7 +44,7 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class CachedBlock:
     """What reading some tokens changed in a row.
 
     Attributes:
@@ -125,7 +125,7 @@ class TextCache:
             return Kept(length, rows, None, None, logits_V.copy())
         return Kept(length, rows, state.count_N.copy(), state.overflow_N.copy(), logits_V.copy())
 
-    def block(self, row: int, filled: Mapping[int, np.ndarray], logits_V: np.ndarray) -> Block:
+    def block(self, row: int, filled: Mapping[int, np.ndarray], logits_V: np.ndarray) -> CachedBlock:
         """Copies what the last tokens of a row changed in it; `filled` holds the slots that they took in each layer."""
         rows = {
             name: (slots, array[row][:, slots])
@@ -134,10 +134,10 @@ class TextCache:
             if array is not None
         }
         if self.overflow_BN is None:
-            return Block(rows, None, None, logits_V.copy())
-        return Block(rows, self.cache[COUNTS][row].copy(), self.overflow_BN[row].copy(), logits_V.copy())
+            return CachedBlock(rows, None, None, logits_V.copy())
+        return CachedBlock(rows, self.cache[COUNTS][row].copy(), self.overflow_BN[row].copy(), logits_V.copy())
 
-    def put_block(self, row: int, block: Block) -> None:
+    def put_block(self, row: int, block: CachedBlock) -> None:
         """Continues a row by a block, as if its tokens had been read."""
         for name, (slots, rows_GSE) in block.rows.items():
             self.cache[name][row][:, slots] = rows_GSE

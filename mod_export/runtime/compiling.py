@@ -47,7 +47,7 @@ class GrammarNotCompiledError(ModExportError):
         self.retry_after_s = retry_after_s
 
 
-class Tokens:
+class GrammarVocabulary:
     """The vocabulary as llguidance reads it. Tokens without text are never allowed.
 
     The last token is none of the model's. It stands for the end of a text, which llguidance needs exactly one of.
@@ -114,7 +114,7 @@ def compiling_process() -> LimitedProcess:
     return LimitedProcess(__name__)
 
 
-def check(process: LimitedProcess, tokens: Tokens, text: str) -> None:
+def check(process: LimitedProcess, tokens: GrammarVocabulary, text: str) -> None:
     """Compiles a grammar in the process, whose vocabulary is always the same.
 
     Raises:
@@ -146,7 +146,7 @@ def _prepare(vocabulary: dict[str, Any]) -> Callable[[str], str]:
     """Runs in the other process: returns what answers a grammar with an empty text, or why it is refused."""
     from llguidance import LLTokenizer
 
-    wrapped = Tokens([token.encode("latin-1") for token in vocabulary["tokens"]], vocabulary["hidden"])
+    wrapped = GrammarVocabulary([token.encode("latin-1") for token in vocabulary["tokens"]], vocabulary["hidden"])
     tokens = LLTokenizer(wrapped)  # type: ignore[arg-type]  # The same attributes.
 
     def refusal_of(text: str) -> str:

@@ -22,7 +22,7 @@ from mod_export.errors import GrammarError
 from mod_export.runtime.compiling import (
     RETRY_S,
     GrammarNotCompiledError,
-    Tokens,
+    GrammarVocabulary,
     check,
     compiled,
     compiling_process,
@@ -156,7 +156,7 @@ class Grammars:
         return compiled(tokenizer, text)
 
     @cached_property
-    def _tokens(self) -> tuple[Tokens, LLTokenizer]:
+    def _tokens(self) -> tuple[GrammarVocabulary, LLTokenizer]:
         vocabulary, size = self._vocabulary, self._vocab_size
         if vocabulary is None:
             raise GrammarError("this model's ids stand for no text, so no grammar applies; leave it out")
@@ -169,7 +169,9 @@ class Grammars:
             return vocabulary.ids(text if isinstance(text, str) else text.decode(errors="replace"), special=False)
 
         texts = [(vocabulary.token_bytes(token) or b"") for token in range(size)]
-        tokens = Tokens(texts, [token for token in range(size) if texts[token] and not vocabulary.is_shown(token)], ids)
+        tokens = GrammarVocabulary(
+            texts, [token for token in range(size) if texts[token] and not vocabulary.is_shown(token)], ids
+        )
         return tokens, LLTokenizer(tokens)  # type: ignore[arg-type]  # The same attributes.
 
 

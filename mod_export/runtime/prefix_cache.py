@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from mod_export.runtime.cache import Block
+from mod_export.runtime.cache import CachedBlock
 
 BLOCK = 16
 """Tokens of a block that steps read. A block that is not whole is read again."""
@@ -43,7 +43,7 @@ class Node:
     number: int
     parent: Node | None
     length: int
-    block: Block | None
+    block: CachedBlock | None
     size: int
 
 
@@ -89,7 +89,7 @@ class PrefixCache:
             self._nodes.move_to_end(node.key)
         return nodes
 
-    def add_block(self, parent: Node, ids: Sequence[int], block: Block) -> Node | None:
+    def add_block(self, parent: Node, ids: Sequence[int], block: CachedBlock) -> Node | None:
         """Keeps a block; None if the state before it was dropped meanwhile, or it is too large.
 
         A block that was kept with fewer log probabilities is replaced.
@@ -109,7 +109,7 @@ class PrefixCache:
         self._nodes.clear()
         self.used_bytes = 0
 
-    def _add(self, key: Key, parent: Node | None, length: int, block: Block | None) -> Node | None:
+    def _add(self, key: Key, parent: Node | None, length: int, block: CachedBlock | None) -> Node | None:
         size = _bytes_of(block) + key[1].__sizeof__()
         if size > self.max_bytes:
             return None
@@ -133,11 +133,11 @@ def _lists(node: Node, alternatives: int | None) -> bool:
     return _tops(node.block) >= alternatives
 
 
-def _tops(block: Block) -> int:
+def _tops(block: CachedBlock) -> int:
     return min((len(logprob.top) for logprob in block.logprobs), default=-1)
 
 
-def _bytes_of(block: Block | None) -> int:
+def _bytes_of(block: CachedBlock | None) -> int:
     if block is None:
         return 0
     arrays = [*(array for pair in block.rows.values() for array in pair), block.logits_V]

@@ -16,7 +16,7 @@ import numpy as np
 
 from mod_export.engines.protocol import BindableRunner
 from mod_export.errors import EngineError
-from mod_export.runtime.cache import COUNTS, PARTS, Block, Kept, TextCache, bound_outputs
+from mod_export.runtime.cache import COUNTS, PARTS, CachedBlock, Kept, TextCache, bound_outputs
 from mod_export.types import PRIMARY, TOKEN_INPUTS
 
 ROUTED = "routed_"
@@ -90,12 +90,12 @@ class Prompts(TextCache):
         logits_V: np.ndarray = outputs[PRIMARY["last"]][0]
         return logits_V
 
-    def last_block(self) -> Block:
+    def last_block(self) -> CachedBlock:
         """Copies what the last part changed."""
         assert self._last is not None
         return self.block(0, self._last.filled, self._last.outputs[PRIMARY["last"]][0])
 
-    def take(self, block: Block, tokens: int) -> None:
+    def take(self, block: CachedBlock, tokens: int) -> None:
         """Continues by a part of so many tokens that was read before."""
         self.put_block(0, block)
         self.position += tokens

@@ -57,7 +57,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Unsupported field -> its values that have no effect, besides null."""
 
 Json = dict[str, Any]
-Tokens = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenCount = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
@@ -82,7 +82,7 @@ class OpenAIRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: str | None = None
-    max_tokens: Tokens | None = None
+    max_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -264,7 +264,7 @@ class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
-    max_completion_tokens: Tokens | None = None
+    max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = {}

@@ -92,7 +92,7 @@ class ServerOptions:
         check_origins(self.origins, "--allow-origin", public=bool(self.keys))
 
 
-class Served(Protocol):
+class ServedApp(Protocol):
     """What a server serves: an application that can end, and that looks after itself while it runs."""
 
     @property
@@ -160,7 +160,7 @@ def serve_folder(
 
 
 @contextlib.contextmanager
-def _served(folder: Path, options: ServiceOptions, server: ServerOptions) -> Iterator[Served]:
+def _served(folder: Path, options: ServiceOptions, server: ServerOptions) -> Iterator[ServedApp]:
     """Opens the folder in this process, or in one of its own that is supervised."""
     _allow_connections()
     if server.reload:
@@ -194,7 +194,7 @@ def _work(
         return _run(served, listener, alone)
 
 
-def _run(served: Served, listener: socket.socket, options: ServerOptions) -> int:
+def _run(served: ServedApp, listener: socket.socket, options: ServerOptions) -> int:
     """Answers requests until a signal or `served` ends it; returns the exit code."""
     supervised = listener.family == socket.AF_UNIX
     config = uvicorn.Config(
@@ -258,7 +258,7 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, served: Served, drain_s: float, *, reload: bool, supervised: bool
+        self, config: uvicorn.Config, served: ServedApp, drain_s: float, *, reload: bool, supervised: bool
     ) -> None:
         super().__init__(config)
         self.exit_code = 0

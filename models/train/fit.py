@@ -149,7 +149,7 @@ def _selected(model: Transformer, routed: RoutedBlock, part: str, x_BSD: Tensor)
     return torch.zeros(x_BSD.shape[:2], dtype=torch.bool).scatter(1, position_BK, True)
 
 
-class Seen(NamedTuple):
+class PartInputs(NamedTuple):
     """What a routed part would read and add if these tokens ran, each (N, D).
 
     Attributes:
@@ -162,12 +162,12 @@ class Seen(NamedTuple):
     adapter_ND: Tensor
     delta_ND: Tensor
 
-    def at(self, mask_BS: Tensor) -> Seen:
+    def at(self, mask_BS: Tensor) -> PartInputs:
         """Returns some of the tokens, those of a bool mask (B, S)."""
-        return Seen(*(tensor_ND[mask_BS.flatten()] for tensor_ND in self))
+        return PartInputs(*(tensor_ND[mask_BS.flatten()] for tensor_ND in self))
 
 
-def _seen(block: Block, tokens: Tokens, part: str) -> Seen:
+def _seen(block: Block, tokens: Tokens, part: str) -> PartInputs:
     x_BSD = tokens.x_BTD
     if part == "block":
         found = block.attention_norm(x_BSD), block.mlp_norm(x_BSD), block(tokens, Decisions()) - x_BSD
@@ -178,10 +178,10 @@ def _seen(block: Block, tokens: Tokens, part: str) -> Seen:
         # Where attention has a router of its own, this is the stream of the tokens that run it.
         normed_BSD = block.mlp_norm(x_BSD + block.attended(tokens, Decisions()))
         found = normed_BSD, normed_BSD, block.mlp(normed_BSD)
-    return Seen(*(tensor_BSD.flatten(0, 1) for tensor_BSD in found))
+    return PartInputs(*(tensor_BSD.flatten(0, 1) for tensor_BSD in found))
 
 
-def _fit_adapter(adapter: nn.Module, seen: Sequence[Seen]) -> float:
+def _fit_adapter(adapter: nn.Module, seen: Sequence[PartInputs]) -> float:
     """Fits W to what the part adds to these tokens. Returns the share of its squared length that W z explains; 1, and W
     stays as it is, if there are no tokens.
     """
@@ -202,7 +202,7 @@ def _fit_adapter(adapter: nn.Module, seen: Sequence[Seen]) -> float:
     return 1 - float(rest) / yy
 
 
-def _fit_router(routed: RoutedBlock, part: str, seen: Sequence[Seen], slots: tuple[int, int]) -> float:
+def _fit_router(routed: RoutedBlock, part: str, seen: Sequence[PartInputs], slots: tuple[int, int]) -> float:
     """Fits the router of a part, so that its scores have a standard deviation of 1. Returns the share it explains.
 
     A router with a bias selects by the sign of its score: k of S of the scores are above 0.

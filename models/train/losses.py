@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mod_models.routing import Decisions, Routing, Seen, SeenByExperts
+from mod_models.routing import Decisions, ExpertRouterInputs, RouterInputs, Routing
 from mod_models.selection import FIRST_COME, Tokens, select_topk
 from mod_models.spec import Site, is_expert
 from mod_models.train import TrainConfig
@@ -218,7 +218,7 @@ def _recomputed(forward: Callable[..., Tensor], tokens: Tokens, decisions: Decis
     return x_BTD
 
 
-def _membership(seen: Seen) -> Tensor:
+def _membership(seen: RouterInputs) -> Tensor:
     """Returns 1.0 for the live tokens with the k largest scores of their row, else 0.0: float32 (B, T)."""
     index_BK, live_BK = select_topk(seen.l_BT.detach(), seen.live_BT, seen.k)
     return torch.zeros_like(seen.l_BT).scatter(1, index_BK, live_BK.to(seen.l_BT.dtype))
@@ -237,7 +237,7 @@ def _agreement(logit_BT: Tensor, selected_BT: Tensor, live_BT: Tensor) -> Tensor
     return _mean(((logit_BT > 0) == (selected_BT > 0)).float(), live_BT)
 
 
-def _balance(seen: SeenByExperts) -> Tensor:
+def _balance(seen: ExpertRouterInputs) -> Tensor:
     """M * sum over experts of (share of tokens with it as first choice) * (its mean probability); 1 if balanced.
 
     This is equation 4 of Fedus et al., arXiv 2101.03961, for each row, and then the mean over rows, so the distribution

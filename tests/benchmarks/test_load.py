@@ -21,7 +21,7 @@ from benchmarks.load.malformed import Case, cases, problem
 from benchmarks.load.outcomes import HEAD, Check, Outcome, at_least, at_most, equal, holds, table, told
 from benchmarks.load.raw_client import Reply, Streamed, _body, _take, read_head, request_bytes
 from benchmarks.load.scenario_steady import flat
-from benchmarks.load.served import Sample, Served, Setting, free_port, greedy, parse_metrics
+from benchmarks.load.served import Sample, ServerProcess, Setting, free_port, greedy, parse_metrics
 from benchmarks.load.sustained import Answered, rate, wrong_texts
 
 MIB = 2**20
@@ -231,7 +231,7 @@ def test_greedy_requests_have_a_fixed_length():
 
 
 def test_a_server_that_does_not_start_says_why(setting: Setting):
-    with pytest.raises(RuntimeError, match=r"(?s)the server did not start: .*no-build"), Served(setting, "none"):
+    with pytest.raises(RuntimeError, match=r"(?s)the server did not start: .*no-build"), ServerProcess(setting, "none"):
         pass
 
 

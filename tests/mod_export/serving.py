@@ -187,3 +187,20 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.02)
+
+
+def received(connection: socket.socket, *, head: bool = False) -> bytes:
+    """The whole next answer, which may come in several pieces; what there is of it if the server hangs up."""
+    answer = b""
+    with contextlib.suppress(ConnectionError):
+        while not _complete(answer, head=head) and (piece := connection.recv(1 << 16)):
+            answer += piece
+    return answer
+
+
+def _complete(answer: bytes, *, head: bool) -> bool:
+    top, ended, body = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
+    if not ended:
+        return False
+    length = re.search(rb"(?i)content-length: (\d+)", top)
+    return head or (len(body) >= int(length[1]) if length else body.endswith(b"0\r\n\r\n") or b" 204 " in top)

@@ -11,7 +11,7 @@ from build_folders import rewrite_manifest
 from prefix_requests import LARGE, requests, same
 
 from mod_export.errors import EngineError, UsageError
-from mod_export.runtime.cache import Block
+from mod_export.runtime.cache import CachedBlock
 from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.runtime.logits import Logprob
@@ -112,7 +112,7 @@ def test_a_small_cache_keeps_the_newest(written: Path) -> None:
 
 def node(cache: PrefixCache, parent: Node, token: int) -> Node | None:
     rows = {"keys_0": (np.arange(BLOCK), np.zeros((1, BLOCK, 25), np.float32))}
-    return cache.add_block(parent, [token] * BLOCK, Block(rows, None, None, LOGITS))
+    return cache.add_block(parent, [token] * BLOCK, CachedBlock(rows, None, None, LOGITS))
 
 
 def test_the_least_recently_used_goes_first_and_a_chain_from_its_end() -> None:
@@ -134,7 +134,7 @@ def test_the_least_recently_used_goes_first_and_a_chain_from_its_end() -> None:
     assert node(cache, start, 5) is not None  # Drops 2, the end of the chain, before 1.
     assert [found.length for found in cache.chain(start, both)] == [0, 16]
     assert cache.used_bytes <= cache.max_bytes
-    assert cache.add_block(two, [6] * BLOCK, Block({}, None, None, LOGITS)) is None  # What was before it is gone.
+    assert cache.add_block(two, [6] * BLOCK, CachedBlock({}, None, None, LOGITS)) is None  # What was before it is gone.
 
 
 def test_what_is_larger_than_the_cache_is_not_kept() -> None:
@@ -143,7 +143,7 @@ def test_what_is_larger_than_the_cache_is_not_kept() -> None:
     assert start is not None
     before = cache.used_bytes
     rows = {"keys_0": (np.arange(2), np.zeros((1, 2, 500), np.float32))}
-    assert cache.add_block(start, (1, 2), Block(rows, None, None, LOGITS)) is None
+    assert cache.add_block(start, (1, 2), CachedBlock(rows, None, None, LOGITS)) is None
     assert cache.used_bytes == before < 1000
     assert PrefixCache(before - 1).beginning(STEPS) is None
 
@@ -154,9 +154,9 @@ def test_a_block_is_replaced_by_one_with_more_log_probabilities() -> None:
     assert start is not None
     ids = [1] * BLOCK
 
-    def scored(alternatives: int) -> Block:
+    def scored(alternatives: int) -> CachedBlock:
         top = tuple((token, -1.0) for token in range(alternatives))
-        return Block({}, None, None, LOGITS, (Logprob(1, -1.0, top),))
+        return CachedBlock({}, None, None, LOGITS, (Logprob(1, -1.0, top),))
 
     for alternatives, usable in ((1, 2), (3, 2), (2, 2)):
         cache.add_block(start, ids, scored(alternatives))

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from headless_chromium import DESK, Chromium
-from serving import PATIENCE_S, Server, serving
+from serving import PATIENCE_S, Server, received, serving
 
 from mod_export.errors import TargetError, UsageError
 from mod_export.serve import endpoint
@@ -117,9 +117,9 @@ def test_a_body_that_is_too_large_or_does_not_come(server: Server, monkeypatch: 
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head)
-        received = connection.recv(1 << 16)
-    assert received.startswith(b"HTTP/1.1 408")
-    assert b"the body of the request did not come within 0.2 s" in received
+        refusal = received(connection)
+    assert refusal.startswith(b"HTTP/1.1 408")
+    assert b"the body of the request did not come within 0.2 s" in refusal
     with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head)
     assert httpx2.get(f"{server.url}/v2/health/ready").status_code == 200

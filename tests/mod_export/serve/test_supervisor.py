@@ -23,7 +23,7 @@ import psutil
 import pytest
 from build_folders import flip, rewrite_manifest
 from command_line import invoke, refused
-from serving import PATIENCE_S, SLOW_STEPS, command, metric, until
+from serving import PATIENCE_S, SLOW_STEPS, command, metric, received, until
 
 from mod_export.errors import EngineError, UsageError
 from mod_export.serve.server import ServerOptions, serve_folder
@@ -288,23 +288,9 @@ def ports(request: pytest.FixtureRequest, written: Path) -> Iterator[tuple[int, 
 def raw(port: int, message: bytes) -> bytes:
     """All bytes of the answer, without what each answer has of its own."""
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S) as connection:
-        found = b""
         with contextlib.suppress(ConnectionError):
             connection.sendall(message)
-        with contextlib.suppress(ConnectionError):
-            while chunk := connection.recv(1 << 16):
-                found += chunk
-                if complete(found, head=message.startswith(b"HEAD")):
-                    break
-    return OWN_OF_EACH.sub(b"", found)
-
-
-def complete(answer: bytes, *, head: bool) -> bool:
-    top, ended, body = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n").partition(b"\r\n\r\n")
-    if not ended:
-        return False
-    length = re.search(rb"(?i)content-length: (\d+)", top)
-    return head or (len(body) >= int(length[1]) if length else body.endswith(b"0\r\n\r\n") or b" 204 " in top)
+        return OWN_OF_EACH.sub(b"", received(connection, head=message.startswith(b"HEAD")))
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -351,9 +337,9 @@ server._allow_connections = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (
         time.sleep(0.1)
         waiting[1].settimeout(PATIENCE_S)
         waiting[1].sendall(REQUESTS["GET"])
-        found = waiting[1].recv(1 << 16)
-        assert found.startswith(b"HTTP/1.1 503 "), found
-        assert b"the server has no room for another connection; try again" in found
+        answer = received(waiting[1])
+        assert answer.startswith(b"HTTP/1.1 503 "), answer
+        assert b"the server has no room for another connection; try again" in answer
         opened.close()
         until(lambda: is_ready(url))
 
