@@ -45,13 +45,15 @@ Given: TypeAlias = "torch.Tensor | Sequence[Any] | Mapping[str, Any]"
 Inputs: TypeAlias = "Given | Callable[..., Given]"
 """A function `inputs(batch, seq)` or `inputs(batch, seq, seed)`, or its result if there is only one bucket."""
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucket], name: str) -> ProgramModel:
     """Captures a module on the CPU. Afterwards the module is unchanged, and it shares its weights with the model.
 
     `inputs` is called several times, each time with another seed in torch's generator, so it may simply draw random
-    numbers. A function with a third parameter gets the seed. The shapes of one bucket must be the same in every call.
+    numbers. A function whose third parameter has no default, or is called `seed`, gets the seed. The shapes of one
+    bucket must be the same in every call.
 
     Args:
         module: the module; it is captured in eval mode but need not be in that mode.
@@ -152,11 +154,15 @@ def _asked(inputs: Callable[..., Given], bucket: Bucket, seed: int, where: str) 
 
 
 def _takes_seed(inputs: Callable[..., Given]) -> bool:
+    """Whether the third argument of the function is a seed. One that has a default and another name means something
+    else, such as a device, and so do further numbers of a shape that `*sizes` takes.
+    """
     try:
-        inspect.signature(inputs).bind(1, 1, 0)
+        parameters = list(inspect.signature(inputs).parameters.values())
     except (TypeError, ValueError):
         return False
-    return True
+    third = [parameter for parameter in parameters if parameter.kind in BY_PLACE][2:3]
+    return any(parameter.name == "seed" or parameter.default is parameter.empty for parameter in third)
 
 
 def _call(module: nn.Module, inputs: Any, where: str) -> Call:

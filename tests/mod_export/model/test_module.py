@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -133,6 +134,25 @@ def test_inputs_that_do_not_take_a_seed_are_drawn_alike_every_time() -> None:
     samples = [first.sample(Bucket(2, 17), seed)["images"] for seed in range(5)]
     assert all(np.array_equal(samples[n], second.sample(Bucket(2, 17), n)["images"]) for n in range(5))
     assert not any(np.array_equal(samples[0], sample) for sample in samples[1:])
+
+
+def seeded(batch: int, seq: int, seed: int = 0) -> Tensor:
+    return embeddings(batch, seq, seed)
+
+
+def on_device(batch: int, seq: int, device: str = "cpu") -> Tensor:
+    return torch.randn(batch, seq, D, device=device)
+
+
+def of_sizes(*sizes: int) -> Tensor:
+    return torch.randn(*sizes, D)
+
+
+@pytest.mark.parametrize("inputs", [seeded, on_device, of_sizes, partial(embeddings, seed=7)])
+def test_only_a_seed_is_passed_as_a_seed(inputs: Callable[..., Tensor]) -> None:
+    model = program_model(model_from_module(made(Embedded), inputs, [SHORT], "mine"))
+    sample = model.sample(SHORT, 0)["inputs_embeds"]
+    assert np.array_equal(sample, seeded(SHORT.batch, SHORT.seq).numpy()) == (inputs is seeded)
 
 
 def test_inputs_of_one_bucket_may_be_the_tensors_themselves() -> None:
