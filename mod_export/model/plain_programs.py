@@ -68,8 +68,7 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
 
     Raises:
         CaptureError: the program computes with complex numbers in a way that has no real form, has a float64 weight,
-            reads an object that is not a tensor, returns something that does not depend on its inputs, or uses a
-            reserved output name.
+            reads an object that is not a tensor, or uses a reserved output name.
     """
     module = with_arguments(program.graph_module, dict.fromkeys(NARROW, torch.float32))
     write_out_flex_attention(module)
@@ -96,7 +95,7 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
         module.graph.erase_node(node)
     _check_state(kept, tensors, where)
     feeds = {node for node, spec in kept if spec.kind is InputKind.USER_INPUT}
-    outputs, returned = _outputs(program, module, feeds, where)
+    outputs, returned = _outputs(program, module, where)
     _infer(module, kept, where)
     taken = {str(spec.target) for _, spec in kept if spec.kind in STATE}
     if returned == [""]:
@@ -159,9 +158,7 @@ def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], stored: Mapping[str,
             )
 
 
-def _outputs(
-    program: ExportedProgram, module: fx.GraphModule, inputs: set[fx.Node], where: str
-) -> tuple[list[fx.Node], list[str]]:
+def _outputs(program: ExportedProgram, module: fx.GraphModule, where: str) -> tuple[list[fx.Node], list[str]]:
     """Returns the output nodes and their names. The nodes are all different, and none of them is an input. The name of
     a single output without keys is empty.
     """
@@ -177,15 +174,8 @@ def _outputs(
     nodes: list[fx.Node] = []
     names: list[str] = []
     for value, name in zip(returned, output_names(returned, tree), strict=True):
-        if value is None:
-            continue
         if not isinstance(value, fx.Node):
-            raise CaptureError(f"{where}: returns the number {value!r} beside its tensors; return tensors only")
-        if not _reads(value, inputs):
-            raise CaptureError(
-                f"{where}: returns {name or 'output'}, which does not depend on its inputs; an engine has nothing to "
-                "compute there. Leave it out of what forward returns"
-            )
+            continue  # None, or a number that is the same in every call.
         if value.op == "placeholder" or value in nodes:
             with module.graph.inserting_before(output):
                 copied = module.graph.call_function(ATEN.clone.default, (value,))
@@ -199,16 +189,6 @@ def _outputs(
     module.graph.eliminate_dead_code()
     module.recompile()
     return nodes, names
-
-
-def _reads(node: fx.Node, inputs: set[fx.Node]) -> bool:
-    """Returns whether a node depends on one of the nodes in `inputs`."""
-    seen, waiting = {node}, [node]
-    for current in waiting:  # The loop appends to this list.
-        new = [source for source in current.all_input_nodes if source not in seen]
-        seen.update(new)
-        waiting += new
-    return not seen.isdisjoint(inputs)
 
 
 def _infer(module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], where: str) -> None:
