@@ -1,8 +1,9 @@
-"""Every test runs on one thread and starts from the same seed, so that a failure can be reproduced. The marker `slow`
-(pyproject.toml) says which tests `make test` leaves out; `--slice COMMIT` keeps a part of the collected tests. Tests
-marked `real` need a model from outside the project and run only with `--real-model FILE`. Tests marked `triton` need a
-Triton server and run only with `-m triton`, those marked `clients` need programs of another environment and run only
-with `-m clients`.
+"""Every test runs on one thread and starts from the same seed, so that a failure can be reproduced.
+
+The marker `slow` says which tests `make test` leaves out, and `fast("a", "b")` that it leaves out all cases of a test but
+these. `--slice COMMIT` keeps a part of the collected tests. Tests marked `real` need a model from outside the project and
+run only with `--real-model FILE`. Tests marked `triton` need a Triton server and run only with `-m triton`, those marked
+`clients` need programs of another environment and run only with `-m clients`.
 """
 
 from __future__ import annotations
@@ -36,9 +37,28 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--real-text", metavar="FILE", help="English text for them; default: the project's own pages")
 
 
+CASES = pytest.StashKey[dict[str, set[str]]]()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    fast = item.get_closest_marker("fast")
+    if fast is None:
+        return
+    case = item.callspec.id if isinstance(item, pytest.Function) else ""
+    missing = item.config.stash.setdefault(CASES, {}).setdefault(item.nodeid.partition("[")[0], set(fast.args))
+    missing.discard(case)
+    if case not in fast.args:
+        item.add_marker("slow")
+
+
 # This hook runs last, after markers and names have deselected tests.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A part of a file has a part of the cases.
+    if not any("::" in argument for argument in config.args):
+        unknown = {test: cases for test, cases in config.stash.get(CASES, {}).items() if cases}
+        if unknown:
+            raise pytest.UsageError(f"cases that are marked as fast and do not exist: {unknown}")
     real = config.getoption("--real-model") is not None
     _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker("real") is not None) == real})
     for marker in ("triton", "clients"):

@@ -1,4 +1,4 @@
-"""A commit's hash selects a part of the slow tests; over time every test is selected."""
+"""A commit's hash selects a part of the slow tests, over time every one; and cases of a test may be slow."""
 
 from __future__ import annotations
 
@@ -38,6 +38,37 @@ def test_every_slow_test_is_drawn_by_one_hash_in_so_many(pytester: pytest.Pytest
     assert {len(part) for part in parts} == {2, 3}
     # The same hash selects the same tests everywhere.
     assert drawn(pytester, f"{0xABC * SLICES:040X}") == parts[0]
+
+
+@pytest.mark.parametrize(("marker", "expected"), [("slow", ["two"]), ("not slow", ["one", "three", "four"])])
+def test_the_cases_that_are_not_fast_are_slow(pytester: pytest.Pytester, marker: str, expected: list[str]) -> None:
+    folder_with_cases(pytester, '"one", "three"')
+    outcome = pytester.runpytest_inprocess("-m", marker, "--collect-only", "-q", "-p", "no:randomly")
+    assert re.findall(r"::test_\w+\[(\w+)\]", "\n".join(outcome.outlines)) == expected
+
+
+def test_fast_cases_exist(pytester: pytest.Pytester) -> None:
+    folder_with_cases(pytester, '"one", "six"')
+    outcome = pytester.runpytest_inprocess("-p", "no:randomly")
+    assert outcome.ret == pytest.ExitCode.USAGE_ERROR
+    outcome.stderr.fnmatch_lines(["*cases that are marked as fast and do not exist: *test_cases': {'six'}*"])
+    alone = pytester.runpytest_inprocess("test_fast_cases_exist.py::test_cases[three]", "-p", "no:randomly")
+    alone.assert_outcomes(passed=1)
+
+
+def folder_with_cases(pytester: pytest.Pytester, fast: str) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makeini("[pytest]\nmarkers =\n    slow\n    fast\n")
+    pytester.makepyfile(f"""
+        import pytest
+
+        @pytest.mark.fast({fast})
+        @pytest.mark.parametrize("case", ["one", "two", "three"])
+        def test_cases(case): ...
+
+        @pytest.mark.parametrize("case", ["four"])
+        def test_others(case): ...
+    """)
 
 
 def test_what_is_no_hash(pytester: pytest.Pytester) -> None:
