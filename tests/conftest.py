@@ -1,9 +1,9 @@
 """Every test runs on one thread and starts from the same seed, so that a failure can be reproduced.
 
-The marker `slow` says which tests `make test` leaves out, and `fast("a", "b")` that it leaves out all cases of a test but
-these. `--slice COMMIT` keeps a part of the collected tests. Tests marked `real` need a model from outside the project and
-run only with `--real-model FILE`. Tests marked `triton` need a Triton server and run only with `-m triton`, those marked
-`clients` need programs of another environment and run only with `-m clients`.
+The marker `slow` says which tests `make test` leaves out, and `fast("a", "b")` that it leaves out all cases of a test
+but these. `--slice COMMIT` keeps a part of the collected tests. Tests marked `real` need a model from outside the
+project and run only with `--real-model FILE`. Tests marked `triton` need a Triton server and run only with
+`-m triton`, those marked `clients` need programs of another environment and run only with `-m clients`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 # This hook runs last, after markers and names have deselected tests.
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # A part of a file has a part of the cases.
-    if not any("::" in argument for argument in config.args):
+    # With `::` or `--lf`, only some cases are collected.
+    if not any("::" in argument for argument in config.args) and not config.getoption("lf", default=False):
         unknown = {test: cases for test, cases in config.stash.get(CASES, {}).items() if cases}
         if unknown:
             raise pytest.UsageError(f"cases that are marked as fast and do not exist: {unknown}")

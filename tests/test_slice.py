@@ -1,4 +1,4 @@
-"""A commit's hash selects a part of the slow tests, over time every one; and cases of a test may be slow."""
+"""A commit's hash selects a part of the slow tests, and over time all of them. Single cases of a test may be slow."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ OTHER = 10_007
 def causality_of(
     root: Path, candidate: Candidate, reference: Reference, config: BuildConfig, tolerance: float
 ) -> CausalityRow:
-    """Tests whether the first output of a candidate depends on later tokens; `tolerance` is the largest error of this
-    output that parity allows.
+    """Tests whether the candidate's first output that is no constant depends on later tokens. `tolerance` is the
+    largest error of this output that parity allows.
 
     Raises:
         BuildError: the candidate cannot be run.
@@ -65,7 +65,7 @@ def causality_of(
     if not per_token(batch.feeds, bucket):
         return _unprobed("no input has a place for each token", candidate.setting)
     with candidate.open(root, config) as runner:
-        name = reference.output_names[0]
+        name = reference.first_output
         if name not in runner.outputs:
             return _unprobed(f"the engine gives no {name}", candidate.setting)
         return probe_causality(
@@ -173,8 +173,8 @@ def _with_ending(batch: Batch, ending: Mapping[str, np.ndarray], cut: int) -> Ba
 
 
 def _output(runner: Runner, reference: Reference, batch: Batch) -> np.ndarray:
-    """Returns the first output; hidden states are turned into logits by the model's head."""
-    name = reference.output_names[0]
+    """Returns the first output that depends on the inputs; hidden states are turned into logits by the model's head."""
+    name = reference.first_output
     output = runner.run(batch.read_by(runner.inputs), [name])[name]
     if reference.outputs != "none":
         return output.astype(np.float64) if output.dtype == bool else output

@@ -274,6 +274,11 @@ class Reference:
         """Names of the outputs of candidates, in order."""
         return self.model.output_names(self.outputs)
 
+    @property
+    def first_output(self) -> str:
+        """Name of the first output that depends on the inputs."""
+        return next(name for name in self.output_names if name not in self.model.constant_outputs)
+
     def k_by_layer(self, bucket: Bucket) -> dict[Site, int]:
         """Maps each routing site in the captured program of a shape to its slots, in the order of the decisions."""
         from mod_export.graph.sites import routing_sites

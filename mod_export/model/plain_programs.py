@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -58,6 +58,18 @@ class PlainProgram:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
+    @property
+    def constant_outputs(self) -> frozenset[str]:
+        """Names of the outputs that depend on no input, such as a weight that is returned."""
+        specs = self.program.graph_signature.input_specs
+        nodes = [node for node in self.program.graph.nodes if node.op == "placeholder"]
+        feeds = {node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT}
+        (returned,) = self.program.graph.output_node().args
+        return frozenset(
+            name for name, node in zip(self.outputs, cast(Sequence[fx.Node], returned), strict=True)
+            if not _reads(node, feeds)
+        )  # fmt: skip
+
 
 def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
     """Returns a plain copy of a program. Tensors are not copied.
@@ -68,7 +80,8 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
 
     Raises:
         CaptureError: the program computes with complex numbers in a way that has no real form, has a float64 weight,
-            reads an object that is not a tensor, or uses a reserved output name.
+            reads an object that is not a tensor, returns nothing that depends on its inputs, or uses a reserved output
+            name.
     """
     module = with_arguments(program.graph_module, dict.fromkeys(NARROW, torch.float32))
     write_out_flex_attention(module)
@@ -95,7 +108,7 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
         module.graph.erase_node(node)
     _check_state(kept, tensors, where)
     feeds = {node for node, spec in kept if spec.kind is InputKind.USER_INPUT}
-    outputs, returned = _outputs(program, module, where)
+    outputs, returned = _outputs(program, module, feeds, where)
     _infer(module, kept, where)
     taken = {str(spec.target) for _, spec in kept if spec.kind in STATE}
     if returned == [""]:
@@ -158,7 +171,9 @@ def _check_state(kept: Sequence[tuple[fx.Node, InputSpec]], stored: Mapping[str,
             )
 
 
-def _outputs(program: ExportedProgram, module: fx.GraphModule, where: str) -> tuple[list[fx.Node], list[str]]:
+def _outputs(
+    program: ExportedProgram, module: fx.GraphModule, inputs: set[fx.Node], where: str
+) -> tuple[list[fx.Node], list[str]]:
     """Returns the output nodes and their names. The nodes are all different, and none of them is an input. The name of
     a single output without keys is empty.
     """
@@ -185,10 +200,24 @@ def _outputs(program: ExportedProgram, module: fx.GraphModule, where: str) -> tu
         names.append(name)
     if not nodes:
         raise CaptureError(f"{where}: returns no tensor")
+    if not any(_reads(node, inputs) for node in nodes):
+        raise CaptureError(
+            f"{where}: returns nothing that depends on its inputs; an engine has nothing to compute there"
+        )
     output.args = (tuple(nodes),)
     module.graph.eliminate_dead_code()
     module.recompile()
     return nodes, names
+
+
+def _reads(node: fx.Node, inputs: set[fx.Node]) -> bool:
+    """Returns whether a node depends on one of the nodes in `inputs`."""
+    seen, waiting = {node}, [node]
+    for current in waiting:  # The loop appends to this list.
+        new = [source for source in current.all_input_nodes if source not in seen]
+        seen.update(new)
+        waiting += new
+    return not seen.isdisjoint(inputs)
 
 
 def _infer(module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], where: str) -> None:

@@ -75,6 +75,10 @@ class ProgramModel(Model):
         return self._output_names
 
     @cached_property
+    def constant_outputs(self) -> frozenset[str]:
+        return next(iter(self.programs.values())).constant_outputs
+
+    @cached_property
     def spec(self) -> Mapping[str, Any]:
         """Plain data: `buckets`, `inputs` of each (name, dtype, shape), `outputs`, and the SHA-256 of each graph
         (`programs`), of the `constants` and of the `samples`. If one of them changes, everything made from this model

@@ -22,10 +22,10 @@ def input_names(placeholders: Sequence[fx.Node], structure: pytree.TreeSpec) -> 
 
 
 def output_names(returned: Sequence[Any], structure: pytree.TreeSpec) -> list[str]:
-    """Returns the names of the returned values, which may be None, in the order of the structure. The name of a single
-    output without keys is empty.
+    """Returns the names of the returned values, in the order of the structure. A value that is no node of the graph,
+    such as None, is no output. The name of a single output without keys is empty.
     """
-    several = sum(value is not None for value in returned) > 1
+    several = sum(isinstance(value, fx.Node) for value in returned) > 1
     names = []
     for path in _paths(structure):
         name = "_".join(_plain(_text(key)) for key in path) if several or _keys(path) else ""

@@ -18,15 +18,19 @@ from mod_export.triton.config import TritonModel, config_text
 from mod_export.triton.ports import ports_of
 
 SHAPE, D, V = (2, 16), 16, 40
-RANKS = ["(2, 16, 40)", "()", "()", "()", "()", "(2,)", "(2, 0, 16)", "(2, 16)", "(2, 16)", "()", "(16,)", "(3,)"]
-DTYPES = ["float32", "float32", "int64", "bool", "int32", "float32", "float32", "bool", "int64", "float32", "float32"]
-DTYPES += ["int64"]
+RANKS = [
+    "(2, 16)", "(2, 16, 40)", "()", "()", "()", "()", "(2,)", "(2, 0, 16)", "(2, 16)", "(2, 16)", "()", "(16,)", "(3,)"
+]  # fmt: skip
+DTYPES = [
+    "int64", "float32", "float32", "int64", "bool", "int32", "float32", "float32", "bool", "int64", "float32", "float32",
+    "int64",
+]  # fmt: skip
 
 
 class Ranks(nn.Module):
-    """Returns logits (B, S, V), and beside them a loss, a count in int64 and in int32, a bool, a score of each row, an
-    empty slice, which tokens have a positive score, and the next ids. Then what no input decides: a scale, a weight and
-    positions; and the number of layers, which engines leave out.
+    """Returns positions, logits (B, S, V), and beside them a loss, a count in int64 and in int32, a bool, a score of
+    each row, an empty slice, which tokens have a positive score, and the next ids. Then a scale, a weight and an order,
+    which depend on no input like the positions; and the number of layers, which engines leave out.
     """
 
     def __init__(self) -> None:
@@ -44,8 +48,9 @@ class Ranks(nn.Module):
         loss = score_BS.logsumexp(-1).pow(2).mean()
         count = positive.sum()
         return (
-            self.head(x), loss, count, positive.any(), count.to(torch.int32), score_BS.mean(1), x[:, :0], positive,
-            ids + 1, self.router.bias[0].exp(), self.mlp.bias, torch.arange(3), 1,
+            torch.arange(ids.shape[1]).expand(ids.shape), self.head(x), loss, count, positive.any(),
+            count.to(torch.int32), score_BS.mean(1), x[:, :0], positive, ids + 1, self.router.bias[0].exp(),
+            self.mlp.bias, torch.arange(3), 1,
         )  # fmt: skip
 
 
@@ -60,6 +65,8 @@ def check_ranks(tmp_path: Path, targets: list[str]) -> Path:
     (tmp_path / "c.toml").write_text(f"targets = {targets}\n{FEW_SAMPLES}", encoding="utf-8")
     report = build(module, ids_of, [SHAPE], out=out, config=tmp_path / "c.toml")
     assert report.verdict.status == "pass", report.verdict.reasons
+    # The router reads later tokens. That shows in the logits and not in the positions.
+    assert {row.causal for row in report.causality} == {False}
     ids = ids_of(*SHAPE)
     with torch.no_grad():
         expected = [tensor.numpy() for tensor in module(ids) if isinstance(tensor, Tensor)]

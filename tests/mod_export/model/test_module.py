@@ -137,7 +137,7 @@ def test_inputs_that_do_not_take_a_seed_are_drawn_alike_every_time() -> None:
 
 
 def seeded(batch: int, seq: int, seed: int = 0) -> Tensor:
-    return embeddings(batch, seq, 100 + seed)  # Another number than the one that torch's own generator gets.
+    return embeddings(batch, seq, 100 + seed)  # Torch's own generator never gets this number.
 
 
 def on_device(batch: int, seq: int, device: str = "cpu") -> Tensor:
@@ -151,8 +151,8 @@ def of_sizes(*sizes: int) -> Tensor:
 @pytest.mark.parametrize("inputs", [seeded, on_device, of_sizes, partial(embeddings, seed=7)])
 def test_only_a_seed_is_passed_as_a_seed(inputs: Callable[..., Tensor]) -> None:
     model = program_model(model_from_module(made(Embedded), inputs, [SHORT], "mine"))
-    sample = model.sample(SHORT, 0)["inputs_embeds"]
-    assert np.array_equal(sample, seeded(SHORT.batch, SHORT.seq).numpy()) == (inputs is seeded)
+    sample = model.sample(SHORT, 1)["inputs_embeds"]
+    assert np.array_equal(sample, seeded(SHORT.batch, SHORT.seq, 1).numpy()) == (inputs is seeded)
 
 
 def test_inputs_of_one_bucket_may_be_the_tensors_themselves() -> None:
@@ -203,6 +203,16 @@ class Asking(Apart):
         return self.linear(x) * (1 if torch.compiler.is_compiling() else 1.00001)
 
 
+class Constant(Apart):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {"bias": self.linear.bias * 2, "number": 3}
+
+
+class Counting(Apart):
+    def forward(self, x: Tensor) -> tuple[Tensor, int]:
+        return self.linear(x), 3
+
+
 class Reserved(Apart):
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         return {"routed_3": self.linear(x)}
@@ -246,6 +256,7 @@ REFUSED: dict[type[nn.Module], str] = {
     Counts: r"mine at b2s4: changes its buffer count in place, at .*\n.*\nwhich engines do not",
     Writes: r"mine at b2s4: changes its input x in place, at .*\n.*\nwhich engines do not",
     Random: r"mine at b2s4: draws random numbers \(aten\.rand\.default\), at .*\n.*torch\.rand",
+    Constant: "mine at b2s4: returns nothing that depends on its inputs; an engine has nothing to compute there",
     Reserved: "mine at b2s4: returns routed_3; names that begin with routed_ are those of routing sites",
     Strided: r"mine at b2s4: calls aten\.as_strided, at .*\n.*\nwhich reads memory that is none of its tensor's",
     Nothing: "mine at b2s4: returns no tensor",
@@ -312,6 +323,12 @@ def test_names_and_values_that_graphs_cannot_have() -> None:
     for output, other in zip(outputs, expected, strict=True):
         assert torch.equal(output, other)
     assert outputs[0].data_ptr() != outputs[2].data_ptr()
+    assert loaded.constant_outputs == {"scale", "bias"}
+
+
+def test_a_number_beside_a_single_output_changes_no_name() -> None:
+    loaded = model_from_module(Counting(), torch.randn(2, 4), [Bucket(2, 4)], "mine")
+    assert loaded.output_names() == ("logits",)
 
 
 def test_inputs_of_other_shapes_are_refused() -> None:

@@ -21,7 +21,7 @@ from writing import WINDOW, prompts_of_lengths
 from mod_export.errors import GrammarError
 from mod_export.runtime import compiling
 from mod_export.runtime import grammar as grammar_module
-from mod_export.runtime.compiling import GrammarNotCompiledError, Tokens
+from mod_export.runtime.compiling import GrammarNotCompiledError, GrammarVocabulary
 from mod_export.runtime.generator import Generator
 from mod_export.runtime.grammar import KEPT, Grammars
 from mod_export.runtime.logits import Sampling, draw
@@ -430,7 +430,7 @@ def test_a_grammar_may_force_texts() -> None:
         assert np.isfinite(allowed_V[token])
         progress.feed(token)
     assert progress.is_over
-    assert Tokens([b"a", b"ab", b"c", b""], [2])("abxa") == [1, 0]
+    assert GrammarVocabulary([b"a", b"ab", b"c", b""], [2])("abxa") == [1, 0]
 
 
 def test_the_last_grammars_are_kept() -> None:

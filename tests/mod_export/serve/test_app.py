@@ -83,9 +83,9 @@ def test_addresses_and_methods_that_are_none(server: Server) -> None:
         ("OPTIONS", "/v1/models", "GET, HEAD"),
     ):
         answer = httpx2.request(method, server.url + path)
-        assert (answer.status_code, sorted(answer.headers["allow"].split(", "))) == (405, allowed.split(", "))
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed)
         assert answer.json()["error"] == {
-            "message": f"{method} {path}: not a method of this address; it has {answer.headers['allow']}",
+            "message": f"{method} {path}: not a method of this address; it has {allowed}",
             "type": "invalid_request_error", "param": None, "code": "unsupported"}  # fmt: skip
     message = httpx2.get(f"{server.url}/v2/nonsense").json()["error"]
     assert message.startswith("GET /v2/nonsense: no such address; this server has GET /v2, GET /v2/health/live, ")
