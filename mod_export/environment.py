@@ -59,7 +59,9 @@ EXTRAS = {
 """Extra of this package -> the modules that come with it."""
 COMPILED = re.compile("s?sse|avx|amx|fma|f16c|bmi|abm|popcnt|movbe|adx|v?aes|sha|gfni|v?pclmul|asimd|sve|bf16|i8mm")
 MADV_PAGEOUT = 21
-"""linux/mman.h, since Linux 5.4: takes pages back now. Unlike MADV_DONTNEED it keeps data that is only in memory."""
+"""Advice of linux/mman.h since Linux 5.4: the kernel takes the pages back at once. Unlike MADV_DONTNEED, it keeps data
+that is only in memory.
+"""
 
 _budget: ContextVar[int] = ContextVar("budget", default=0)
 
@@ -80,13 +82,13 @@ def package_version(name: str) -> str | None:
 def extra_of_import(error: ImportError) -> str | None:
     """Returns the extra that installs the module whose import failed; None if no extra does."""
     missing = f"{error.name}."
-    found = [
+    matches = [
         (len(module), extra)
         for extra, modules in EXTRAS.items()
         for module in modules
         if missing.startswith(f"{module}.")
     ]
-    return max(found)[1] if found else None
+    return max(matches)[1] if matches else None
 
 
 def missing_modules(extra: str) -> list[str]:
@@ -186,7 +188,8 @@ def _core_of(cpu: int) -> str:
 
 
 def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
-    """Returns the limits, in CPUs, that control groups (version 2) set for this process: its own and all groups above.
+    """Returns the limits, in CPUs, that control groups (version 2) set for this process: its own group and all groups
+    above it.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max.
     """
@@ -225,7 +228,8 @@ def free_bytes() -> int:
     if not budget:
         return free
     memory = psutil.Process().memory_info()
-    # The system can take pages of mapped files back at any time. If it does not count them apart, all count as used.
+    # The system can take pages of mapped files back at any time. If psutil does not count these pages separately, all
+    # of them count as used.
     used = memory.rss - getattr(memory, "shared", 0)
     return max(0, min(free, budget - used))
 

@@ -42,7 +42,9 @@ __all__ = [
 
 
 COULD_NOT_BUILD, GATE_FAILED = 3, 4
-"""Exit codes, besides 0: nothing could be built or run; something was, and missed a gate or lacks a part."""
+"""Exit codes besides 0. COULD_NOT_BUILD: nothing could be built or run. GATE_FAILED: a gate was missed, or a part of
+the request could not be built.
+"""
 
 
 class ModExportError(Exception):

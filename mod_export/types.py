@@ -26,7 +26,9 @@ Outputs = Literal["logits", "last", "none"]
 """The outputs of a model: logits of every token, logits of each row's last real token, or hidden states."""
 BY_POSITION, BY_SCORE = "by_position", "by_score"
 FOUND = (BY_POSITION, BY_SCORE)
-"""Rules of a routing site that was found and not marked: the order of its selected tokens, which stays as it is."""
+"""Rules of a routing site that was found in the program and not marked by the model. Each rule is the order of the
+selected tokens in the program, which engines keep.
+"""
 PRIMARY: dict[Outputs, str] = {"logits": "logits", "last": "last_logits", "none": "hidden"}
 """Name of the output of a model of token ids: `logits` (B, S, V), `last_logits` (B, V), or `hidden` (B, S, D)."""
 TOKEN_INPUTS = ("input_ids", "lengths")
@@ -315,7 +317,9 @@ class Engine:
 
 
 def graph_of(engine: Engine, graphs: Sequence[Graph]) -> Graph | None:
-    """Returns the graph that an engine was built from: that of its target and dtype, else the portable one, or None."""
+    """Returns the graph that an engine was built from: the graph of its target and dtype, or else the portable graph;
+    None if there is neither.
+    """
     same_shape = [
         graph
         for graph in graphs
@@ -327,7 +331,7 @@ def graph_of(engine: Engine, graphs: Sequence[Graph]) -> Graph | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Availability:
-    """Abilities of a target on this machine; `reason` says what is missing, or what is there.
+    """Whether a target can build and run on this machine; `reason` names what is missing, or else what is available.
 
     `arch` is the architecture of this machine's GPU, for targets whose engines are built ahead of time for a named one.
     """

@@ -199,8 +199,8 @@ def read_plain(path: Path, what: str = "model.pt", way_out: str = DECLARE) -> Ma
         # Before version 1.6 torch wrote bare pickles. None of them can hold a spec, so they are refused unread.
         raise CheckpointError(f"{not_one}, or a bare pickle, which could run code. {way_out}") from error
     except pickle.UnpicklingError as error:
-        asked = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"asks for {asked[1]}, which is" if asked else "is damaged or asks for"
+        requested = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"asks for {requested[1]}, which is" if requested else "is damaged or asks for"
         raise CheckpointError(
             f"{path}: refused, its pickle {what} more than plain data and tensors and could run code. {way_out}"
         ) from error

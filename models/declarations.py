@@ -307,20 +307,20 @@ def _combination_problems(routing: RoutingSpec) -> list[str]:
 
 
 def _skipped_problems(routing: RoutingSpec) -> list[str]:
-    """Problems of what the declarations say about skipped tokens."""
+    """Returns the problems of the declarations about skipped tokens."""
     problems = []
-    kept, result = routing.skipped_keys_values == "kept", routing.skipped_result
-    if routing.selection == "exit" and (kept or result != "identity"):
+    keeps_keys, result = routing.skipped_keys_values == "kept", routing.skipped_result
+    if routing.selection == "exit" and (keeps_keys or result != "identity"):
         problems.append(
             "spec.routing.selection: a token that exits leaves nothing in later blocks; expected "
             f"skipped_keys_values=absent and skipped_result=identity, got {routing.skipped_keys_values} and {result}"
         )
-    if kept and routing.parts == "mlp":
+    if keeps_keys and routing.parts == "mlp":
         problems.append(
             "spec.routing.skipped_keys_values: with parts=mlp attention is not routed and skips no token; expected "
             "absent"
         )
-    if kept and routing.positions != "original":
+    if keeps_keys and routing.positions != "original":
         problems.append(
             "spec.routing.positions: if skipped tokens keep their keys, all keys have the positions of the sequence; "
             "expected original"
@@ -450,12 +450,12 @@ def _layer_problems(where: str, layers: object, n_layers: int, none: str) -> lis
 def _pattern_problems(where: str, layers: EveryNth, n_layers: int, none: str) -> list[str]:
     every, offset = layers.every, layers.offset
     if type(every) is not int or type(offset) is not int or every < 1 or offset < 0:
-        got = f"every={shown(every)}, offset={shown(offset)}"
-        return [f"{where}: every must be a whole number of at least 1 and offset of at least 0, got {got}"]
+        actual = f"every={shown(every)}, offset={shown(offset)}"
+        return [f"{where}: every must be a whole number of at least 1 and offset of at least 0, got {actual}"]
     first, last = layers.skip_first, layers.skip_last
     if type(first) is not int or type(last) is not int or first < 0 or last < 0:
-        got = f"{shown(first)} and {shown(last)}"
-        return [f"{where}: skip_first and skip_last must be whole numbers of at least 0, got {got}"]
+        actual = f"{shown(first)} and {shown(last)}"
+        return [f"{where}: skip_first and skip_last must be whole numbers of at least 0, got {actual}"]
     if layers.of(n_layers):
         return []
     skipped = f", without the first {shown(first)} and the last {shown(last)}," if first or last else ""

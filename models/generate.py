@@ -57,8 +57,8 @@ def append_rows(cache: Mapping[str, Tensor], rows: Mapping[str, Tensor], slot_BL
     """
     for name, row_BGTE in rows.items():
         layer = int(name.rpartition("_")[2])
-        for b, (slot, kept) in enumerate(zip(slot_BL[:, layer].tolist(), kept_BL[:, layer].tolist(), strict=True)):
-            cache[name][b, :, slot : slot + kept] = row_BGTE[b, :, :kept]
+        for b, (slot, count) in enumerate(zip(slot_BL[:, layer].tolist(), kept_BL[:, layer].tolist(), strict=True)):
+            cache[name][b, :, slot : slot + count] = row_BGTE[b, :, :count]
 
 
 class Session:

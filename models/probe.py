@@ -31,7 +31,9 @@ from mod_models.transformer import RoutedBlock, Transformer
 
 PARTS = ("block", "attention", "mlp")
 PROBE_SEED = 11_000_000
-"""Seed of windows that evaluations in training do not draw: the windows that chose the layers must not judge them."""
+"""Seed of the windows of text. Evaluations in training draw other windows, because the text by which layers were chosen
+must not be used to judge them.
+"""
 
 
 class Cost(NamedTuple):

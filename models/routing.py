@@ -64,7 +64,7 @@ class ExpertRouterInputs(NamedTuple):
 
 
 class Continuation(NamedTuple):
-    """What rows hold of the tokens before those that a pass reads, if it continues texts instead of beginning them.
+    """The state of the rows before a pass that continues texts instead of beginning them.
 
     Attributes:
         position_B: int64, how many tokens each row has read.

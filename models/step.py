@@ -164,8 +164,8 @@ class Prefill(Transformer):
             logits_BV of each row's last real token; for each layer keys and values (B, G, T, E) of the T tokens that it
             attends to, those of the text first; slot_BL and kept_BL int64 (B, layers), the slot of the first of these
             and how many are of the text; and in a model that routes the counts int64 (B, N) after the tokens, and
-            wanted_BN int64, how many of the tokens wanted to run at each routing site. Those that wanted to run and did
-            not found no slot.
+            wanted_BN int64, how many of the tokens wanted to run at each routing site. Tokens that wanted to run but
+            did not run found no slot.
         """
         return self.read(ids_BS, lengths_B, state[0], state[1:], Decisions())
 
@@ -477,7 +477,7 @@ class DecodeStep(Transformer):
             logits_BV; for each layer the key and the value of the token, each (B, G, E); slot_BL int64 (B, layers), the
             slots that these belong to, -1 if a row keeps nothing; and in a model that routes the counts int64 (B, N)
             after the token, wanted_BN bool, the tokens that wanted to run at each routing site, and ran_BN bool, those
-            that ran. A token that wanted to run but did not found no slot: its row was full, or this step was.
+            that ran. If a token wanted to run but did not, it found no slot, because its row or this step was full.
         """
         active_B = position_B >= 0
         seen_B = position_B.clamp(min=0)

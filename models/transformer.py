@@ -97,9 +97,9 @@ class Block(nn.Module):
         Other tokens have keys and values, but no queries and no MLP. `k` and `noise` are for a routed block. A block
         with experts has no such form, because a token's experts depend on the tokens before it.
         """
-        one = tokens.at(tokens.rows(index_B1), index_B1, torch.ones_like(index_B1, dtype=torch.bool), "original")
-        attention_B1D, mlp_B1D = self.deltas(one, decisions, self.keys_values(tokens, decisions, index_B1))
-        return one.x_BTD + attention_B1D + mlp_B1D
+        token = tokens.at(tokens.rows(index_B1), index_B1, torch.ones_like(index_B1, dtype=torch.bool), "original")
+        attention_B1D, mlp_B1D = self.deltas(token, decisions, self.keys_values(tokens, decisions, index_B1))
+        return token.x_BTD + attention_B1D + mlp_B1D
 
     def keys_values(self, tokens: Tokens, decisions: Decisions, index_BK: Tensor) -> KeysValues:
         """Records the keys and values of all T tokens. Returns what queries of the tokens with these numbers see."""
@@ -227,7 +227,7 @@ class RoutedBlock(Block):
         # Live slots come first, so if the token runs, it is in the last of them.
         slot_B1 = chosen.live_BK.sum(1, keepdim=True).clamp(min=1) - 1
         ran_B1 = (torch.gather(chosen.index_BK, 1, slot_B1) == index_B1) & torch.gather(chosen.live_BK, 1, slot_B1)
-        one = tokens.at(row_B, index_B1, ran_B1, "original")
+        token = tokens.at(row_B, index_B1, ran_B1, "original")
         seen = None
         if part != "mlp" and self.routing.skipped_keys_values == "kept":
             seen = self.keys_values(tokens, decisions, index_B1)
@@ -236,11 +236,11 @@ class RoutedBlock(Block):
             seen = self.keys_values(inner, decisions, slot_B1)
             if self.routing.positions == "compact":
                 cos, sin = self._compact_angles(tokens, decisions, part, slot_B1[:, 0])
-                one = one._replace(cos=cos, sin=sin)
+                token = token._replace(cos=cos, sin=sin)
         g_B11 = torch.gather(chosen.g_BK1, 1, slot_B1[..., None])
         g_left = None if chosen.g_BT1 is None else torch.gather(chosen.g_BT1, 1, index_B1[..., None])
         few = Chosen(index_B1, ran_B1, row_B, g_B11, None, seen)
-        return self.run(one, decisions, few, part, self.left(one.x_BTD, g_left))
+        return self.run(token, decisions, few, part, self.left(token.x_BTD, g_left))
 
     def _selected(self, tokens: Tokens, decisions: Decisions, chosen: Chosen, part: str) -> Tokens:
         """Returns the selected tokens, with the angles of their positions."""
@@ -499,7 +499,7 @@ class Transformer(nn.Module):
 
 
 def _with_room(live_BK: Tensor, decisions: Decisions, site: Site) -> Tensor:
-    """Leaves out the selected tokens for which earlier ones have left no slot."""
+    """Leaves out the selected tokens for which earlier tokens have left no slot."""
     if decisions.before is None:
         return live_BK
     slot_K = torch.arange(live_BK.shape[1], device=live_BK.device)

@@ -2,7 +2,7 @@
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 all gates passed, 1 a bug, 2 usage, configuration or
 unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted, 141 the reader of stdout closed
-it (the code that a shell gives to a program that a closed pipe ended).
+the pipe (a shell reports this code for a program that SIGPIPE ended).
 """
 
 from __future__ import annotations

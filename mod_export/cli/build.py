@@ -175,8 +175,9 @@ def build_and_show(
 
 
 def _tokenizer_of(source: str, named: Path | None) -> TokenizerFiles | None:
-    """Reads the tokenizer that was named, or else that of a GGUF file, or the one in the folder of the model or of a
-    model.pt, where training leaves it. What the model itself says about ends of texts holds for a named one as well.
+    """Reads the tokenizer that the user named, or else the tokenizer in the GGUF file or in the folder of the model or
+    of model.pt, where training leaves it. What the model itself says about the ends of texts also applies to a named
+    tokenizer.
     """
     from mod_export.model.checkpoint import companions_in, is_gguf
     from mod_export.model.tokenizer_files import files_in, read_tokenizer, settings_in

@@ -95,5 +95,5 @@ def next_steps(checkpoint: Path, trained: Path, timed: Path, command: str) -> st
     lines = []
     for title, rows in (("Look at", look), ("Try next", tries)):
         width = max(map(len, rows))
-        lines += ["", title, *(f"    {name:<{width}}    {what}" for name, what in rows.items())]
+        lines += ["", title, *(f"    {name:<{width}}    {description}" for name, description in rows.items())]
     return "\n".join(lines)

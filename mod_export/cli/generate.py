@@ -219,8 +219,8 @@ def _prompts_from(texts: Sequence[str], files: Sequence[Path], ids: Sequence[str
 
 
 def _decoded(content: bytes, where: str) -> str:
-    """Decodes a prompt with the line ends that it has. A byte order mark before it, which some editors write to mark
-    their files as UTF-8, is no part of the text.
+    """Decodes a prompt and keeps its line ends as they are. A byte order mark at the beginning, which some editors
+    write to mark a file as UTF-8, is dropped.
     """
     try:
         return content.removeprefix(codecs.BOM_UTF8).decode()
@@ -282,7 +282,7 @@ def _score(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Scores prompts with the forward buckets of a folder, with whatever selection its model has."""
+    """Scores prompts with the forward buckets of a folder. The model may select tokens in any way."""
     from mod_export.folder.manifest import open_folder
     from mod_export.runtime.deployment import load, score
     from mod_export.runtime.texts import vocabulary_of

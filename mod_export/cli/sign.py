@@ -1,4 +1,4 @@
-"""Commands for who made a build folder: sign, verify."""
+"""The commands that sign a build folder and check who signed it: sign, verify."""
 
 from __future__ import annotations
 

@@ -146,10 +146,10 @@ class AotInductor(EngineBuilder):
         try:
             package = torch._inductor.aoti_load_package(str(root / engine.path), **options)
         except RuntimeError as error:
-            made = machine_of(root / engine.path)
-            if made not in ("", this_machine()):
+            compiled_on = machine_of(root / engine.path)
+            if compiled_on not in ("", this_machine()):
                 raise TargetError(
-                    f"{engine.path}: compiled on {made}, and this is {this_machine()}; build again here"
+                    f"{engine.path}: compiled on {compiled_on}, and this is {this_machine()}; build again here"
                 ) from error
             raise EngineError(f"{engine.path}: AOTInductor cannot load it: {str(error).splitlines()[0]}") from error
         metadata = package.get_metadata()
@@ -172,8 +172,8 @@ def machine_of(package: Path) -> str:
     """Returns what a package was compiled on, without loading it; empty if it cannot be read or does not say."""
     with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(package) as archive:
         for name in archive.namelist():
-            if name.endswith("metadata.json") and isinstance(found := json.loads(archive.read(name)), dict):
-                return str(found.get(MACHINE, ""))
+            if name.endswith("metadata.json") and isinstance(metadata := json.loads(archive.read(name)), dict):
+                return str(metadata.get(MACHINE, ""))
     return ""
 
 

@@ -51,10 +51,11 @@ CPU = "CPU"
 BFLOAT16 = "BF16"
 """Name of bfloat16 among a device's OPTIMIZATION_CAPABILITIES."""
 GROUP = 128
-"""Numbers of a token that are rounded to 8 bits together, with one scale, if their weights have a scale for each
-column: the fastest of the sizes that were tried (docs/LOG.md)."""
+"""How many activations of a token share one scale when they are rounded to 8 bits, for weights that have a scale for
+each column. This is the fastest of the sizes that were tried (docs/LOG.md).
+"""
 GROUPS_OF_BLOCKS: Mapping[DType, int] = {"int8": 16, "int4": 32}
-"""Like GROUP, if the weights are in blocks: 32 is the fastest, and 16 loses less accuracy."""
+"""Dtype -> GROUP for weights in blocks: 32 is the fastest, and 16 loses less accuracy."""
 WEIGHTLESS = "WeightlessCacheAttribute_0"
 """Marks a constant that is stored in a weights file, with its offset there. OpenVINO's reader of ONNX files sets it."""
 WIDE = ("f32", "f64")
@@ -74,7 +75,7 @@ def _core() -> openvino.Core:
     return openvino.Core()
 
 
-def _said(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     """Returns OpenVINO's error message without locations in its sources, which is the last line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
@@ -141,7 +142,7 @@ class OpenVinoRunner(EngineRunner):
         try:
             yield
         except RuntimeError as error:
-            raise EngineError(f"{self._where}: OpenVINO failed: {_said(error)}") from error
+            raise EngineError(f"{self._where}: OpenVINO failed: {_message(error)}") from error
 
     def close(self) -> None:
         with self._changing:
@@ -229,7 +230,7 @@ class OpenVino(EngineBuilder):
         try:
             blob = _compiled(graph, variant.dtype, 1, group).export_model().getvalue()
         except RuntimeError as error:
-            raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_said(error)}") from error
+            raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_message(error)}") from error
         header = {
             "openvino": package_version("openvino"),
             "cpu": _cpu(),
@@ -263,7 +264,7 @@ class OpenVino(EngineBuilder):
 
 def _refused(engine: Engine, made: Mapping[str, Any], error: RuntimeError) -> EngineError | TargetError:
     if "built for a different runtime" not in str(error):
-        return EngineError(f"{engine.path}: OpenVINO cannot load it: {_said(error)}; build again")
+        return EngineError(f"{engine.path}: OpenVINO cannot load it: {_message(error)}; build again")
     return TargetError(
         f"{engine.path}: compiled by OpenVINO {made['openvino']} for the instruction sets of {made['cpu']}, and this "
         f"is OpenVINO {package_version('openvino')} on {_cpu()}; build again here"

@@ -48,7 +48,9 @@ class AttentionShape:
 
 
 def default_block(tokens: int) -> int:
-    """Returns the queries of a block if nothing was measured; `tokens` means one block."""
+    """Returns the number of queries in a block if nothing was measured. The result `tokens` stands for one block of all
+    queries.
+    """
     return DEFAULT if tokens >= SHORTEST else tokens
 
 
@@ -58,9 +60,10 @@ def is_measured(shape: AttentionShape) -> bool:
 
 
 def time_blocks(shape: AttentionShape, threads: int) -> dict[int, float]:
-    """Returns queries of a block -> milliseconds of the fastest round; the number of tokens means the whole attention.
+    """Returns number of queries in a block -> milliseconds of the fastest round. The number of tokens as key stands for
+    attention in one block.
 
-    Empty for an attention that is too short to split.
+    The result is empty if the attention is too short to split.
     """
     if not is_measured(shape):
         return {}

@@ -66,7 +66,9 @@ class _Base(ctypes.Structure):
 
 
 class OrtC:
-    """The functions of one library. `call` is for those returning only a status, `make` for those that make objects."""
+    """The functions of one library. `call` is for functions that return only a status, `make` for functions that create
+    an object.
+    """
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))

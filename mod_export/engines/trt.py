@@ -159,7 +159,7 @@ class TensorRTRunner(EngineRunner):
 
 
 def _updated_input(cuda_engine: Any, output: str) -> str | None:
-    """Returns the input whose memory an output shares; None if there is none, which is always so in TensorRT 10.14."""
+    """Returns the input whose memory an output shares; None if no input does. In TensorRT 10.14 no input ever does."""
     ask = getattr(cuda_engine, ALIASED, None)
     source: str | None = ask(output) if ask else None
     return source

@@ -37,7 +37,7 @@ def sha256_of_file(path: Path) -> str:
 
 
 def changed_file(root: Path, name: str, entry: FileEntry) -> str:
-    """Says what is wrong with a file; empty if it is what was built."""
+    """Says what is wrong with a file; empty if the file is as it was built."""
     problem = _changed_size(root, name, entry)
     if problem or sha256_of_file(root / name) == entry.sha256:
         return problem
@@ -81,8 +81,8 @@ def check_place(path: Path, option: str = "--report") -> None:
     """
     existing = next(folder for folder in path.absolute().parents if folder.exists())
     if path.is_dir() or not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        what = "is a folder" if path.is_dir() else f"cannot write in {existing}"
-        raise UsageError(f"{path}: {what}; choose another place with {option}")
+        problem = "is a folder" if path.is_dir() else f"cannot write in {existing}"
+        raise UsageError(f"{path}: {problem}; choose another place with {option}")
 
 
 def write_whole(path: Path, data: str | bytes, option: str = "--report") -> None:

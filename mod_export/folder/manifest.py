@@ -152,7 +152,9 @@ def open_folder(root: Path, *, verify: bool = True) -> Manifest:
 
 
 def _contradictions(manifest: Manifest) -> list[str]:
-    """Returns contradictions between parts. Something that one part lists and another lacks would not be judged."""
+    """Returns contradictions between parts of the manifest. A file that one part lists and another part lacks would not
+    be judged.
+    """
     files, engines, graphs = manifest.files, manifest.engines, manifest.graphs
     listed = {*(graph.path for graph in graphs), *(path for engine in engines for path in engine.files)}
     listed |= {*manifest.weight_digests, *(facts.weights for facts in manifest.models.values())}
@@ -223,7 +225,9 @@ def way_out(command: str | None) -> str:
 
 
 def _reported_command(root: Path) -> str | None:
-    """Returns the command that built a folder of 0.1.0, which kept it in report.json only; None if that lacks it."""
+    """Returns the command that built a folder of mod-export 0.1.0, which wrote the command only to report.json; None if
+    report.json lacks it.
+    """
     with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
         command = json.loads((root / REPORT_FILES[0]).read_text(encoding="utf-8")).get("command")
         return command if isinstance(command, str) else None

@@ -1,8 +1,8 @@
 """Signs build folders, and checks who signed them: OpenSSF Model Signing (package model-signing, extra `sign`).
 
-The manifest is what is signed. It has the SHA-256 of every other file of the folder that is ever opened, and these are
-compared before use. So one small file vouches for a folder of any size, and caches that engines write beside their
-files do not break the signature. The signature is a Sigstore bundle, which other tools can check:
+Only the manifest is signed. It holds the SHA-256 of every other file of the folder that is ever opened, and each file
+is compared with its hash before use. So one small file vouches for a folder of any size, and caches that engines write
+beside their files do not break the signature. The signature is a Sigstore bundle, which other tools can check:
 
     model_signing verify key DIR/manifest.json --signature DIR/manifest.json.sig --public_key KEY.pub
 """
@@ -28,11 +28,12 @@ def sign_folder(root: Path, key: Path | None, password: bytes | None = None) -> 
     Args:
         root: the folder.
         key: a private key of the curve P-256, P-384 or P-521 in a PEM file. None signs without a key, through
-            Sigstore's public services: they ask who you are, and publish that and the hash of the manifest.
-        password: of an encrypted key.
+            Sigstore's public services, which ask who the signer is, and publish the signer's identity and the hash of
+            the manifest.
+        password: password of the key, if the key is encrypted.
 
     Raises:
-        BuildFolderError: not a complete build folder, or a damaged file.
+        BuildFolderError: the folder is not a complete build folder, or a file is damaged.
         UsageError: the key cannot be used, Sigstore cannot be reached, or the folder is not writable.
     """
     from model_signing import signing
@@ -44,7 +45,7 @@ def sign_folder(root: Path, key: Path | None, password: bytes | None = None) -> 
             config.use_elliptic_key_signer(private_key=key, password=password)
     except OSError as error:
         raise UsageError(f"{key}: cannot be read ({error.strerror})") from error
-    except Exception as error:  # The libraries below it raise many kinds, for files that are no such key.
+    except Exception as error:  # The libraries raise many types of errors for a file without such a key.
         expected = f"expected a private key of {CURVES} in PEM"
         raise UsageError(f"{key}: {expected}, with its --password-file if it is encrypted ({error})") from error
     path, beside = root / SIGNATURE, root / f"{PARTIAL}{SIGNATURE}"
@@ -53,7 +54,7 @@ def sign_folder(root: Path, key: Path | None, password: bytes | None = None) -> 
         replace_file(path, beside.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
-    except Exception as error:  # Any of Sigstore's services.
+    except Exception as error:  # Each of Sigstore's services fails in its own way.
         raise UsageError(f"{root}: Sigstore did not sign it ({type(error).__name__}: {error})") from error
     finally:
         beside.unlink(missing_ok=True)
@@ -63,15 +64,16 @@ def sign_folder(root: Path, key: Path | None, password: bytes | None = None) -> 
 def check_signature(root: Path, trusted_keys: Sequence[str | Path] | None) -> None:
     """Checks that the owner of one of these keys has signed the manifest of a build folder. None checks nothing.
 
-    Whoever opens the folder afterwards has to compare its other files with the manifest.
+    The caller still has to compare the other files of the folder with the manifest.
 
     Args:
         root: the folder.
         trusted_keys: public keys, each a PEM file.
 
     Raises:
-        BuildFolderError: the folder is not signed, or by none of these keys, or its manifest has changed since.
-        UsageError: there is no key, or a file holds none.
+        BuildFolderError: the folder is not signed, or not by the owner of one of these keys, or its manifest has
+            changed since it was signed.
+        UsageError: no key is given, or a file holds no key.
     """
     if trusted_keys is None:
         return
@@ -86,7 +88,7 @@ def check_signature(root: Path, trusted_keys: Sequence[str | Path] | None) -> No
             config.use_elliptic_key_verifier(public_key=key)
         except OSError as error:
             raise UsageError(f"{key}: cannot be read ({error.strerror})") from error
-        except Exception as error:  # As for private keys.
+        except Exception as error:  # A file without a public key causes many types of errors, too.
             raise UsageError(f"{key}: expected a public key of {CURVES} in PEM ({error})") from error
         try:
             with _explained(root):
@@ -105,11 +107,12 @@ def check_identity(root: Path, identity: str, issuer: str) -> None:
 
     Args:
         root: the folder.
-        identity: who must have signed it.
+        identity: the identity that must have signed the folder.
         issuer: URL of the OpenID Connect service that vouches for the identity.
 
     Raises:
-        BuildFolderError: the folder is not signed, or by another, or its manifest has changed since.
+        BuildFolderError: the folder is not signed, or is signed by another identity, or its manifest has changed since
+            it was signed.
         UsageError: Sigstore's roots of trust cannot be fetched.
     """
     from model_signing import verifying
@@ -117,7 +120,7 @@ def check_identity(root: Path, identity: str, issuer: str) -> None:
     config = verifying.Config()
     try:
         config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer)
-    except Exception as error:  # Whatever its network client raises.
+    except Exception as error:  # Sigstore's network client raises errors of several types.
         raise UsageError(f"Sigstore's roots of trust cannot be fetched ({type(error).__name__}: {error})") from error
     with _explained(root):
         config.verify(root / MANIFEST, root / SIGNATURE)
@@ -125,7 +128,7 @@ def check_identity(root: Path, identity: str, issuer: str) -> None:
 
 @contextlib.contextmanager
 def _explained(root: Path) -> Iterator[None]:
-    """Turns what a verification raises into a sentence."""
+    """Turns the errors of a verification into messages for the user."""
     if not (root / MANIFEST).is_file():
         raise BuildFolderError(f"{root}: no {MANIFEST} here, so this is not a build folder of mod-export")
     if not (root / SIGNATURE).is_file():

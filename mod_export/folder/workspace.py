@@ -37,7 +37,7 @@ REFUSED = {
     errno.ENOENT,
 }  # fmt: skip
 FAILED = {errno.EIO, errno.ESTALE, errno.EBUSY, errno.EXDEV, errno.ETIMEDOUT, errno.ENOTCONN}
-"""What disks, and servers of network file systems, fail with although nothing is wrong with the request."""
+"""Errors of disks, and of servers of network file systems, that occur although nothing is wrong with the request."""
 Make = Callable[[Sequence[Path]], Any]
 """Writes the outputs of a step to these paths and returns its result, which is plain data."""
 
@@ -146,16 +146,16 @@ class Workspace:
         return {path: entry for name in sorted(self._seen) for path, entry in self._steps[name].outputs.items()}
 
     def close(self, facts: Mapping[str, Any]) -> None:
-        """Ends a successful build: forgets steps that it did not ask for, removes their files, and adds the facts that
-        a reader of the folder needs (a `Manifest` as plain data).
+        """Ends a successful build: drops the steps that this build did not request, removes their files, and adds the
+        facts that a reader of the folder needs (a `Manifest` as plain data).
         """
-        kept = self.files()
+        files = self.files()
         with _explained(self.root):
             self._reopen()
             for name in self._steps.keys() - self._seen:
-                for output in self._steps.pop(name).outputs.keys() - kept.keys():
+                for output in self._steps.pop(name).outputs.keys() - files.keys():
                     self._remove(output)
-            self._facts = {**facts, "files": {path: entry.model_dump() for path, entry in kept.items()}}
+            self._facts = {**facts, "files": {path: entry.model_dump() for path, entry in files.items()}}
             self._write_manifest()
 
     def _open(self) -> None:
@@ -169,8 +169,8 @@ class Workspace:
                 self._steps = {name: Step(name=name, **step) for name, step in data["steps"].items()}
                 self._facts = {name: value for name, value in data.items() if name not in EMPTY}
             # Leftovers of a run that was killed: folders of unfinished outputs, and single files.
-            for left in [*self.root.glob(f"{PARTIAL}*"), *self.root.glob(f"*/{PARTIAL}*")]:
-                shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+            for leftover in [*self.root.glob(f"{PARTIAL}*"), *self.root.glob(f"*/{PARTIAL}*")]:
+                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
             self._write_manifest()
         except BaseException:  # An interrupt too must release the lock and remove a new folder.
             os.close(self._lock)
@@ -188,7 +188,7 @@ class Workspace:
         path = self.root / output
         path.unlink(missing_ok=True)
         for folder in path.relative_to(self.root).parents[:-1]:
-            with contextlib.suppress(OSError):  # A folder that still holds something stays.
+            with contextlib.suppress(OSError):  # A folder that is not empty stays.
                 (self.root / folder).rmdir()
 
     def _write_manifest(self) -> None:
@@ -225,7 +225,7 @@ class FinishedFolder:
 
 
 def amend(root: Path, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Replaces facts and text files of a finished folder, by name, with what a later run has found.
+    """Replaces facts and text files of a finished folder, each given by name, with those of a later run.
 
     Raises:
         BuildFolderError: the folder cannot be written, or a build is writing there.
@@ -303,7 +303,7 @@ def _explained(root: Path) -> Iterator[None]:
             ) from error
         if error.errno in REFUSED:
             raise BuildFolderError(f"{root}: cannot write {where} ({error.strerror})") from error
-        # The system names the file. What a library of a step fails with may have the same number.
+        # Only errors of the file system name a file. An error of a library that a step uses may have the same number.
         if error.errno in FAILED and error.filename:
             raise BuildFolderError(
                 f"{root}: writing {where} failed ({error.strerror}); what is finished is kept, and the same command "

@@ -114,15 +114,15 @@ def _on_the_cpu(
         yield [tuple(example) for example in examples]
         return
     mode = FakeTensorMode()
-    made: dict[torch.Tensor, torch.Tensor] = {}
+    fakes: dict[torch.Tensor, torch.Tensor] = {}
 
     def placed(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in made:
+        if tensor not in fakes:
             with mode:
                 empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, torch.nn.Parameter)
-            made[tensor] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
-        return made[tensor]
+            fakes[tensor] = torch.nn.Parameter(empty, requires_grad=False) if is_parameter else empty
+        return fakes[tensor]
 
     try:
         for part, (parameters, buffers) in state.items():

@@ -157,13 +157,13 @@ def selectors(graph: fx.Graph) -> Iterator[Selector]:
             continue
         if any(_is_changed(item) for item in (*values, *indices)):
             continue  # The parts of a sort share memory. With a marker, they would miss each other's writes.
-        kept = _only_part(indices)
-        start = None if kept is None else _kept_from(kept, dim)
+        part = _only_part(indices)
+        start = None if part is None else _kept_from(part, dim)
         descending = bool(argument_of(node, "descending"))
-        if kept is not None and start is not None:
-            kept_values = [use for item in values for use in item.users if use.args[1:] == kept.args[1:]]
+        if part is not None and start is not None:
+            kept_values = [use for item in values for use in item.users if use.args[1:] == part.args[1:]]
             largest = descending == (start == 0)
-            yield Selector(node=node, scores=scores, dim=dim, indices=kept, values=kept_values, largest=largest)
+            yield Selector(node=node, scores=scores, dim=dim, indices=part, values=kept_values, largest=largest)
         else:
             yield from (
                 Selector(
@@ -206,11 +206,11 @@ def _kept_from(node: fx.Node, dim: int) -> int | None:
     if node.target is not ATEN.slice.Tensor:
         return None
     source: Any = node.args[0]
-    total, kept = shape_of(source)[dim], shape_of(node)[dim]
+    total, length = shape_of(source)[dim], shape_of(node)[dim]
     start = argument_of(node, "start") or 0
     start = start + total if start < 0 else start
     along = argument_of(node, "dim") % len(shape_of(source)) == dim and argument_of(node, "step") == 1
-    return start if along and kept < total and start in (0, total - kept) else None
+    return start if along and length < total and start in (0, total - length) else None
 
 
 def _is_changed(node: fx.Node) -> bool:
@@ -261,10 +261,12 @@ class _Marker:
         largest = selector.largest if site.order is None else selector.largest == (site.order.start == 0)
         # Right after the selection, and so before all of its readers.
         with graph.inserting_before(selector.node.next):
-            whole = kept = self._again(selector, selector.indices)
+            whole = selected = self._again(selector, selector.indices)
             if site.order is not None:
-                kept = self._add(selector, ATEN.slice.Tensor, whole, selector.dim, site.order.start, site.order.stop)
-            index = self._rows(selector, kept, shape_of(kept)[selector.dim])
+                selected = self._add(
+                    selector, ATEN.slice.Tensor, whole, selector.dim, site.order.start, site.order.stop
+                )
+            index = self._rows(selector, selected, shape_of(selected)[selector.dim])
             scores = self._rows(selector, selector.scores, selector.tokens)
             scores = scores if largest else self._add(selector, ATEN.neg.default, scores)
             live = self._add(selector, ATEN.ge.Scalar, index, 0)
@@ -274,7 +276,7 @@ class _Marker:
             positions = self._positions_of(site)
             rule = BY_POSITION if site.flow.in_order else BY_SCORE
             marked = self._add(selector, MARKER, index, live, scores, available, positions, name, rule)
-            index = self._as_before(selector, self._add(selector, operator.getitem, marked, 0), kept)
+            index = self._as_before(selector, self._add(selector, operator.getitem, marked, 0), selected)
             if site.order is not None:
                 index = self._add(selector, REORDERED, whole, index, selector.dim, site.order.start == 0)
             values = self._add(selector, ATEN.gather.default, selector.scores, selector.dim, index)
@@ -331,7 +333,7 @@ def unfollowed_selections(program: ExportedProgram) -> list[str]:
     flows = {flow.selector.node: flow for flow in other_flows}
     site_nodes = {site.flow.selector.node for site in sites}
     selecting = [node for node in _selecting(program.graph, of_floats=True) if node not in site_nodes]
-    counts = Counter(_said(node, flows.get(node)) for node in selecting)
+    counts = Counter(_description(node, flows.get(node)) for node in selecting)
     # Selections by integers or truth values, such as a sort of a threshold mask, but not sorts of selected indices.
     ordered = {user for node in selecting for user in behind(node)}
     by_integers = [node for node in _selecting(program.graph, of_floats=False) if node not in ordered]
@@ -356,7 +358,7 @@ def _at(node: fx.Node) -> str:
     return place_of(node).partition("\n")[0]
 
 
-def _said(node: fx.Node, flow: Flow | None) -> str:
+def _description(node: fx.Node, flow: Flow | None) -> str:
     name = _named(node)
     if not _has_indices(node):
         return f"{name}, of which no indices are used"

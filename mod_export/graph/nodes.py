@@ -150,9 +150,9 @@ def require_static_shape(value: ir.Value | None, node: ir.Node) -> tuple[int, ..
     """
     shape = static_shape(value)
     if shape is None:
-        what = "an absent input" if value is None else f"{value.name} of shape {value.shape}"
+        operand = "an absent input" if value is None else f"{value.name} of shape {value.shape}"
         raise GraphError(
-            f"{label_of(node)}: {node.op_type} has {what}, expected a static shape; export with fixed sizes and run "
+            f"{label_of(node)}: {node.op_type} has {operand}, expected a static shape; export with fixed sizes and run "
             "shape inference"
         )
     return shape

@@ -269,7 +269,8 @@ def _translations_found_once() -> Iterator[None]:
 
     For every export torch parses the source of five hundred functions again, a quarter of the time of a small graph.
     The table depends on the opset and on the operators that are registered; our translations are added to the copy. The
-    names are internal to torch; a release that has others makes its table as it does without this.
+    names used here are internal to torch. In a release of torch with other names, each export makes its own table as
+    usual.
     """
     try:
         from torch.onnx._internal.exporter._registration import ONNXRegistry as Table
@@ -277,7 +278,7 @@ def _translations_found_once() -> Iterator[None]:
         make = vars(Table)["from_torchlib"]
     except (ImportError, KeyError):
         make = None
-    if not isinstance(make, classmethod):  # A static method is the one below, of an export around this one.
+    if not isinstance(make, classmethod):  # An export around this one has installed `copied`.
         yield
         return
 

@@ -236,7 +236,7 @@ class Known:
         elif is_pointwise(node):
             value = self._weighted(node)
         elif self.behind(node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node):
-            value = self._whatever_else(node)
+            value = self._result_for_any_values(node)
         else:
             value = None
         if value is not None:
@@ -254,7 +254,7 @@ class Known:
             return None
         return compact(with_ones)
 
-    def _whatever_else(self, node: fx.Node) -> Any:
+    def _result_for_any_values(self, node: fx.Node) -> Any:
         """The result if only shape or dtype of the unknown inputs are used; None if their values may matter."""
         with_zeros = self.run(node, {}, 0.0)
         if not isinstance(with_zeros, Tensor) or not bool(with_zeros.any()):
@@ -426,7 +426,9 @@ def tokens_at(
 
 
 def _shifts(held_P: Tensor, placed_K: Tensor, tokens: int, layout: Layout) -> list[int]:
-    """Possible differences between a token's place and its number: other tokens may stand before or after them all."""
+    """Returns the possible differences between a token's place and its number, because further tokens may stand before
+    all of them.
+    """
     result = [0]
     if layout.places > tokens and not layout.one_row:
         place = held_P.nonzero()[:, 0]

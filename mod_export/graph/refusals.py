@@ -221,7 +221,9 @@ def refusal(error: Exception, module: torch.nn.Module, example: Sequence[torch.T
 
 
 def state_that_changes(where: str, attributes: Sequence[str]) -> StateError:
-    """The error for a module whose results depend on attributes that a run changes, each given as `name == value`."""
+    """Returns the error for a module whose results depend on attributes that a run changes. Each attribute is given as
+    `name == value`.
+    """
     seen = STATE.seen.format(" and ".join(attributes))
     return StateError(_message(where, replace(STATE, seen=seen), None, ()))
 

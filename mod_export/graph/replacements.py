@@ -56,8 +56,8 @@ def _number(mask: Tensor) -> Tensor:
 
 
 def scatter_by_mask(copies: int) -> Callable[..., Tensor]:
-    """`masked_scatter` with a mask that holds this many copies of each entry: the n-th true entry becomes the n-th row
-    of so many elements of the source.
+    """Returns `masked_scatter` for a mask that holds this many `copies` of each entry: the n-th true entry takes the
+    n-th row of `copies` elements of the source.
     """
 
     def scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _diagonal_scattered(x: Tensor, source: Tensor, offset: int = 0, dim1: int = 
 
 
 def bags_of(bags: int) -> Callable[..., Any]:
-    """`embedding_bag` with so many bags of one size."""
+    """Returns `embedding_bag` for this number of bags, all of one size."""
 
     def embedding_bag(
         weight: Tensor,

@@ -29,8 +29,10 @@ from mod_export.graph.weights import BITS, BLOCKS, Form
 LARGEST_INT8, LARGEST_INT4 = 127, 15
 MOST_STEPS = 1
 DAMPING = 0.1
-"""The share of the mean second moment that is added to each. The paper takes 0.01, and sixteen times as much text: with
-a smaller share, products of other texts lose what those of the calibration text gain (docs/LOG.md)."""
+"""The share of the mean second moment that is added to each second moment. The paper uses 0.01, with sixteen times as
+much text. Here a smaller share improves products of the calibration text, but worsens those of other texts as much
+(docs/LOG.md).
+"""
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 COLUMNS = 128
 """The number of columns that are rounded between two updates of all following ones, as in the paper."""

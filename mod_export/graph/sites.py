@@ -235,7 +235,7 @@ class SiteRun:
     def _mark(self, site: Site, marked: Marked) -> tuple[Tensor, Tensor]:
         forced_BK = self._forced.get(site)
         if forced_BK is not None:
-            index, live = self._told(marked, forced_BK)
+            index, live = self._forced_selection(marked, forced_BK)
             marked = marked._replace(index=index, live=live)
         index_BK, positions_BT = marked.index, marked.positions
         if positions_BT is None:
@@ -252,7 +252,7 @@ class SiteRun:
         # The marker returns copies too. The program may write to them, and the reported selection must not change.
         return marked.index.clone(), marked.live.clone()
 
-    def _told(self, marked: Marked, forced_BK: Tensor) -> tuple[Tensor, Tensor]:
+    def _forced_selection(self, marked: Marked, forced_BK: Tensor) -> tuple[Tensor, Tensor]:
         """Converts forced positions to (index_BK, live_BK) among the T tokens, ascending unless the site was found."""
         if marked.rule in FOUND:
             # An index that names no token was reported before; here it must not stop the run.

@@ -463,17 +463,17 @@ class _Follower:
 
 def _is_of_one_row(node: fx.Node, rows: int) -> bool:
     """Whether a node is one part of a tensor that is split into rows, or is written into such a part."""
-    seen: Any = node
+    current: Any = node
     for _ in range(3):
-        if not isinstance(seen, fx.Node) or not seen.all_input_nodes:
+        if not isinstance(current, fx.Node) or not current.all_input_nodes:
             return False
-        source = seen.all_input_nodes[0]
-        value, part = tensor_of(source), tensor_of(seen)
+        source = current.all_input_nodes[0]
+        value, part = tensor_of(source), tensor_of(current)
         if isinstance(source.meta.get("val"), (tuple, list)):
             return len(source.meta["val"]) == rows
         if part is not None and value is not None and value.dim() > part.dim():
             return value.numel() == part.numel() * rows
-        seen = source
+        current = source
     return False
 
 

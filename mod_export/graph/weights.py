@@ -47,7 +47,7 @@ FORMS: tuple[Form, ...] = get_args(Form)
 BITS: Mapping[Form, int] = {"int8_blocks": 8, "int8_blocks64": 8, "int4": 4}
 """Bits of a number, in the forms that have a scale for each block."""
 BLOCKS: Mapping[Form, int] = {"int8_blocks": 32, "int8_blocks64": 64, "int4": 32}
-"""Numbers of a block. Longer blocks are faster, and lose more (docs/LOG.md)."""
+"""How many numbers share the scale of a block. Longer blocks are faster but less accurate (docs/LOG.md)."""
 Forms = Mapping[str, Collection[Form]]
 """Name of a weight -> the forms that it is stored in; a weight that is not named is stored as floats alone."""
 NO_FORMS: Forms = {}

@@ -44,8 +44,8 @@ def describe(path: Path, *, text: str | None = None, html: Path | None = None) -
     if not folder and path.suffix not in (".onnx", ".pt2"):
         return _model(path, text, html)
     if options := _named([("--text", text), ("--html", html)]):
-        what = "a build folder, which report --format html shows" if folder else "a graph"
-        raise UsageError(f"{options}: {path} is {what}; give the checkpoint of a model")
+        kind = "a build folder, which report --format html shows" if folder else "a graph"
+        raise UsageError(f"{options}: {path} is {kind}; give the checkpoint of a model")
     if path.suffix == ".pt2" and not folder:
         from mod_export.inspect.program import describe_program
 

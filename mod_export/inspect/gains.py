@@ -25,16 +25,16 @@ def gain_lines(model: Model, machine: Machine, rows: int, prompt: int, length: i
         raise UsageError(f"{model.name} does not declare its layers, so their costs are not known before it is built")
     dense = model.dense()
     if dense is not None:
-        found = [(_declared(model, prompt), gain_of(model, dense, machine, rows, prompt, length, texts))]
+        named_gains = [(_declared(model, prompt), gain_of(model, dense, machine, rows, prompt, length, texts))]
     else:
         n_layers = sum(layer.name.isdecimal() for layer in layers)
-        found = [
+        named_gains = [
             (_proposed(proposal, n_layers), gain_of(routed, model, machine, rows, prompt, length, texts))
             for proposal in proposals(n_layers)
             if (routed := model.routed(proposal.layers, proposal.parts, proposal.capacity, proposal.keys_values))
             is not None
         ]
-        if not found:
+        if not named_gains:
             raise UsageError(f"{model.name} cannot be routed: it routes already or has experts")
     head = ["routing", "FLOPs", f"prompt {rows} x {prompt:,}", *(_text_head(n) for n in texts), "keys and values"]
     cells = [
@@ -45,7 +45,7 @@ def gain_lines(model: Model, machine: Machine, rows: int, prompt: int, length: i
             *(ratio_text(gain.texts[n]) for n in texts),
             percent_text(gain.cache),
         ]
-        for name, gain in found
+        for name, gain in named_gains
     ]
     return [
         f"{machine.name}, {machine.dtype}: {machine.flops / 1e12:,.3g} TFLOP/s, {machine.bandwidth / 1e9:,.4g} GB/s",
@@ -54,7 +54,7 @@ def gain_lines(model: Model, machine: Machine, rows: int, prompt: int, length: i
         "",
         f"ratios: dense / routed, texts of {length:,} tokens; only products of matrices and the cache, at the limits "
         "of the machine: what is measured is less",
-        *_warnings(found, machine, texts),
+        *_warnings(named_gains, machine, texts),
     ]
 
 
@@ -68,9 +68,9 @@ def _declared(model: Model, prompt: int) -> str:
 
 
 def _proposed(proposal: Proposal, n_layers: int) -> str:
-    what = {"block": "blocks", "attention": "attention", "mlp": "MLPs"}[proposal.parts]
-    kept = ", keys kept" if proposal.keys_values == "kept" else ""
-    return f"{percent_text(proposal.capacity)} in {len(proposal.layers)} of {n_layers} {what}{kept}"
+    part_names = {"block": "blocks", "attention": "attention", "mlp": "MLPs"}[proposal.parts]
+    suffix = ", keys kept" if proposal.keys_values == "kept" else ""
+    return f"{percent_text(proposal.capacity)} in {len(proposal.layers)} of {n_layers} {part_names}{suffix}"
 
 
 def _warnings(found: Sequence[tuple[str, Gain]], machine: Machine, texts: Sequence[int]) -> list[str]:

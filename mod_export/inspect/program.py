@@ -51,8 +51,8 @@ def describe_program(path: Path) -> str:
     try:
         return _described(path.name, with_found_sites(loaded))
     except Exception as error:  # A file from a user may hold any graph.
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: a program that cannot be described ({what})") from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: a program that cannot be described ({reason})") from error
 
 
 def _described(name: str, program: ExportedProgram) -> str:

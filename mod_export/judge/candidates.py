@@ -94,7 +94,7 @@ def candidates_from_graphs(
         return []
     known = {hash_of(candidate.path) for candidate in judged}
     with_graph = {(c.graph.model, c.graph.role, c.graph.bucket) for c in judged if c.graph is not None}
-    made = []
+    candidates = []
     for graph in graphs:
         if not _is_runnable(graph) or (not graph.writes_text and hash_of(graph.path) in known):
             continue
@@ -102,8 +102,10 @@ def candidates_from_graphs(
         setting = Setting(target=target, dtype=graph.dtype, model=graph.model, role=graph.role, bucket=graph.bucket)
         judged_with = graph.target is None and (graph.model, graph.role, graph.bucket) in with_graph
         weights = weights_of(graph.model, graph.dtype)
-        made.append(Candidate(setting, graph.path, weights, graph, None, engine_judged=judged_with, source=graph.path))
-    return made
+        candidates.append(
+            Candidate(setting, graph.path, weights, graph, None, engine_judged=judged_with, source=graph.path)
+        )
+    return candidates
 
 
 def _is_runnable(graph: Graph) -> bool:

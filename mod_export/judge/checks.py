@@ -150,7 +150,9 @@ class Allowance:
 
 
 def allowance(comparisons: Sequence[Comparison], gate: ParityGate, dtype: DType, *, routed: bool = False) -> Allowance:
-    """Derives the allowance from the largest rounding error over all inputs: on a small one it can be low by luck."""
+    """Derives the allowance from the largest rounding error over all inputs, because the error on one small input can
+    be low by chance.
+    """
     measured = [comparison.rounding for comparison in comparisons if comparison.rounding is not None]
     coarser = coarser_than_float32(dtype)
     scores, scales = {}, {}
@@ -246,7 +248,7 @@ def check_error(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequen
 
 
 def _worst_of(missed: Sequence[Missed]) -> Missed:
-    """Returns the entry with the largest number, which comes first in it; NaN is the largest."""
+    """Returns the entry whose number, its first element, is the largest; NaN counts as larger than any number."""
     return max(missed, key=lambda entry: (math.isnan(entry[0]), entry[0]))
 
 
@@ -255,8 +257,9 @@ def _and_more(count: int) -> str:
 
 
 def check_next_token(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """Checks the share of positions with the same most probable next token, as far as float32 can tell. It is over all
-    inputs, because one input is short. Whole texts of a quantized model are compared with each model's own routing.
+    """Checks the share of positions with the same most probable next token, as far as float32 can tell. The share is
+    taken over all inputs together, because a single input is short. Whole texts of a quantized model are compared with
+    each model's own routing.
     """
     least = allowed.gate.next_token_agreement
     judged = quality_inputs(comparisons, allowed)
@@ -268,8 +271,8 @@ def check_next_token(comparisons: Sequence[Comparison], allowed: Allowance) -> S
         shortfalls = [comparison.shortfalls for comparison in judged if comparison.shortfalls is not None]
         if not shortfalls:
             return []
-        same = np.concatenate(shortfalls) <= allowed.next_token_slack
-        positions, agreed, how = len(same), int(same.sum()), f"agree{given(allowed)}"
+        agrees = np.concatenate(shortfalls) <= allowed.next_token_slack
+        positions, agreed, how = len(agrees), int(agrees.sum()), f"agree{given(allowed)}"
     # In fewer bits some tokens differ, and how many are among these positions is partly chance.
     luck = allowed.narrow and _is_chance(agreed, positions, least)
     if not (luck or agreed / positions >= least):
@@ -367,7 +370,9 @@ def by_site(comparisons: Sequence[Comparison]) -> dict[Site, list[SiteRouting]]:
 
 
 def _largest(values: Sequence[float]) -> float:
-    """Returns the largest value; NaN if any is not finite, or a reference that overflows would allow everything."""
+    """Returns the largest value; NaN if any value is not finite, because otherwise a reference that overflows would
+    allow every error.
+    """
     return float(np.max(values)) if np.isfinite(values).all() else math.nan
 
 

@@ -1,5 +1,5 @@
-"""What a model leaves open: discrete choices of its captured program that are not routing sites, and the rows of its
-outputs that they decide.
+"""Discrete choices of a model's captured program that are not routing sites, and the rows of its outputs that depend on
+them.
 
 The selection of a routing site can be forced, so the reference can follow the candidate there. Other operations with
 results that jump (an argmax, a bucket index, `round`, a comparison of scores) cannot be forced. An input can be so

@@ -292,12 +292,12 @@ def _flipped(
     rule: str, score_L: np.ndarray, open_L: np.ndarray, wanted_W: np.ndarray, got_G: np.ndarray, k: int
 ) -> np.ndarray:
     """Returns the open tokens that only one side selects, except those that lost their slot to an earlier token."""
-    got = np.isin(open_L, got_G)
+    is_selected = np.isin(open_L, got_G)
     if rule != FIRST_COME:
-        return np.flatnonzero(got != np.isin(open_L, wanted_W))
+        return np.flatnonzero(is_selected != np.isin(open_L, wanted_W))
     # A token above 0 may be missing only if all slots are filled by then.
-    full = np.cumsum(got) >= k
-    return np.flatnonzero((got & ~(score_L > 0)) | (~got & ~full & (score_L > 0)))
+    full = np.cumsum(is_selected) >= k
+    return np.flatnonzero((is_selected & ~(score_L > 0)) | (~is_selected & ~full & (score_L > 0)))
 
 
 def _malformed(

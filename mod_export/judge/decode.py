@@ -240,11 +240,11 @@ class PromptRunner(_Borrowed):
         index_NBK = [np.full((len(ids_BS), k), EMPTY, dtype=np.int64) for k in self._capacity.values()]
         logits = []
         for row, (ids_S, n) in enumerate(zip(ids_BS, lengths_B.tolist(), strict=True)):
-            kept, routed = self._prompts.read_routed(ids_S[:n].tolist())
-            logits.append(kept.logits_V)
+            cached, routed = self._prompts.read_routed(ids_S[:n].tolist())
+            logits.append(cached.logits_V)
             for column, (site, k) in enumerate(self._capacity.items()):
                 # More positions than slots would be a fault. It shows as positions that the reference did not select.
-                positions = _prompt_positions(kept, routed, column, site)[:k]
+                positions = _prompt_positions(cached, routed, column, site)[:k]
                 index_NBK[column][row, : len(positions)] = positions
         named = {PRIMARY["last"]: np.stack(logits)}
         named |= {routed_output(site): index_BK for site, index_BK in zip(self._capacity, index_NBK, strict=True)}
@@ -288,13 +288,13 @@ class TokenByToken(_Borrowed):
         ran_NBS = np.zeros((len(self._capacity), B, S), dtype=bool)
         logits_BSV: np.ndarray | None = None
         for row, (ids_S, n) in enumerate(zip(ids_BS, prompt_B.tolist(), strict=True)):
-            kept, routed = self._prompts.read_routed(ids_S[:n].tolist())
-            decoder.put(idle + row, kept)
+            cached, routed = self._prompts.read_routed(ids_S[:n].tolist())
+            decoder.put(idle + row, cached)
             if logits_BSV is None:
-                logits_BSV = np.zeros((B, S, len(kept.logits_V)), np.float32)
-            logits_BSV[row, n - 1] = kept.logits_V
+                logits_BSV = np.zeros((B, S, len(cached.logits_V)), np.float32)
+            logits_BSV[row, n - 1] = cached.logits_V
             for column, site in enumerate(self._capacity):
-                ran_NBS[column, row, _prompt_positions(kept, routed, column, site)] = True
+                ran_NBS[column, row, _prompt_positions(cached, routed, column, site)] = True
         assert logits_BSV is not None
         turns = [rows_B == row for row in rows_B] if self._in_turns else [rows_B >= 0]
         for step, turn_B in itertools.product(range(int((lengths_B - prompt_B).max())), turns):
@@ -433,9 +433,9 @@ def _greedy(prompts: Prompts, decoder: Decoder, prompt_NS: np.ndarray, max_new_t
     N, S = prompt_NS.shape
     logits_NV = []
     for row, ids_S in enumerate(prompt_NS):
-        kept = prompts.read(ids_S.tolist())
-        decoder.put(row, kept)
-        logits_NV.append(kept.logits_V)
+        cached = prompts.read(ids_S.tolist())
+        decoder.put(row, cached)
+        logits_NV.append(cached.logits_V)
     token_N = np.argmax(np.stack(logits_NV), axis=1)
     written = [token_N]
     ids_B, position_B = np.zeros(decoder.batch, dtype=np.int64), np.full(decoder.batch, EMPTY, dtype=np.int64)

@@ -281,20 +281,20 @@ def first_faulty_layer(
 # The first NaN
 
 
-def _made_first(
+def _first_maker(
     outputs: Iterable[N], inputs_of: Callable[[N], Sequence[N]], has: Mapping[N, bool], order: Sequence[N]
 ) -> N | None:
     """Returns the first node behind `outputs` that has the property and reads no node that has it; else None."""
     todo = [n for n in outputs if has.get(n)]
-    seen, made = set(todo), set[N]()
+    visited, makers = set(todo), set[N]()
     while todo:
         node = todo.pop()
         before = [n for n in inputs_of(node) if has.get(n)]
         if not before:
-            made.add(node)
-        todo += [n for n in before if n not in seen]
-        seen.update(before)
-    return next((n for n in order if n in made), None)
+            makers.add(node)
+        todo += [n for n in before if n not in visited]
+        visited.update(before)
+    return next((n for n in order if n in makers), None)
 
 
 class _Watch:
@@ -321,10 +321,10 @@ def origin_in_reference(reference: Reference, batch: Batch) -> str | None:
     def inputs_of(node: torch.fx.Node) -> list[torch.fx.Node]:
         return list(node.all_input_nodes)
 
-    maker = _made_first(inputs_of(order[-1]), inputs_of, watch.nan, order)
+    maker = _first_maker(inputs_of(order[-1]), inputs_of, watch.nan, order)
     if maker is None:
         return None
-    source = _made_first(inputs_of(maker), inputs_of, watch.infinite, order)
+    source = _first_maker(inputs_of(maker), inputs_of, watch.infinite, order)
     of = "" if source is None or source.op != "call_function" else f", of an infinity that {told_of(source)} makes"
     if maker.op != "call_function":
         names = dict(zip(reference.program(batch.bucket).graph_signature.user_inputs, batch.feeds, strict=False))
@@ -348,7 +348,7 @@ def origin_in_graph(root: Path, path: str, batches: Sequence[Batch]) -> Located 
             has = dict.fromkeys(nodes, False)
             for name, array in _values(runner, batch, names):
                 has[known[name]] |= array.dtype.kind == "f" and bool(np.isnan(array).any())
-            maker = _made_first(
+            maker = _first_maker(
                 [node for node in results if node is not None], lambda node: list(node.predecessors()), has, nodes
             )
             if maker is not None:

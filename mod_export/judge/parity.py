@@ -1,5 +1,5 @@
 """Parity in three parts: which tokens were routed, the error given the same routing, and the effect on the next token.
-For a candidate that fails, the place of the fault (`locate.py`).
+If a candidate fails, the place of the fault is searched for as well (`locate.py`).
 
 A routed model is not continuous. When two scores are closer than rounding, either token may be selected: the logits
 then differ a lot although nothing is wrong. A wrong gate, on the other hand, may change them only a little. So the
@@ -131,12 +131,12 @@ def parity_of(
         places = _places(root, candidate, reference, batches, config, fresh, row)
     except (BuildError, BuildFolderError, TargetError) as error:
         reason = f"the place of the fault was not found: {str(error).splitlines()[0]}"
-        return row.model_copy(update={"reasons": (*_few(row.reasons), reason)})
+        return row.model_copy(update={"reasons": (*_first_reasons(row.reasons), reason)})
     located = places[0] if places else None
-    return row.model_copy(update={"located": located, "reasons": (*_few(row.reasons), *map(str, places))})
+    return row.model_copy(update={"located": located, "reasons": (*_first_reasons(row.reasons), *map(str, places))})
 
 
-def _few(reasons: Sequence[str]) -> tuple[str, ...]:
+def _first_reasons(reasons: Sequence[str]) -> tuple[str, ...]:
     """Returns the first reasons, and the number of the others."""
     more = len(reasons) - MOST_REASONS
     return tuple(reasons) if more <= 0 else (*reasons[:MOST_REASONS], f"and {more} more reason{'s'[: more > 1]}")
@@ -296,7 +296,7 @@ def _compare(
     outputs = runner.run(batch.read_by(runner.inputs))
     free = reference.free(batch)
     candidate, unusable = _candidate_routing(outputs, free)
-    runs = _Given(reference, batch, candidate, slack, rounding)
+    runs = _ForcedRuns(reference, batch, candidate, slack, rounding)
     sites = unusable | {site: runs.selection(site, index_BK) for site, index_BK in candidate.items()}
     comparisons = []
     for n, name in enumerate(reference.output_names):
@@ -328,7 +328,7 @@ def _compare(
     return comparisons
 
 
-class _Given:
+class _ForcedRuns:
     """Runs of the reference on one batch with a candidate's routing, and the rows of the outputs that they decide.
 
     Attributes:
@@ -428,7 +428,9 @@ def _rows(values: np.ndarray, tokens_BS: np.ndarray | None) -> np.ndarray:
 
 
 def _text(logits_NV: np.ndarray, expected_BSV: np.ndarray, own_BSV: np.ndarray, batch: Batch) -> TextNumbers | None:
-    """Returns None for texts of one token, and if only the last token of each row was compared."""
+    """Returns the sums over the text of a batch; None for texts of one token, and if only the last token of each row
+    was compared.
+    """
     if batch.ids_BS.shape[1] < 2 or logits_NV.size != expected_BSV.size:
         return None
     nll, tokens = negative_log_likelihood(logits_NV.reshape(expected_BSV.shape), batch.ids_BS)
@@ -487,7 +489,7 @@ def _values_of(
     tokens_BS: np.ndarray | None,
 ) -> tuple[np.ndarray, tuple[str, ...]]:
     """Returns the rows (N, V) of a candidate's output, with hidden states turned into logits, and no message. If the
-    output is missing or has a wrong shape: NaN, and a message that says so.
+    output is missing or has a wrong shape, returns NaN and a message that says so.
     """
     kind, shape = reference.outputs, expected.shape
     if kind == "last":

@@ -61,7 +61,7 @@ def structure_of_weights(root: Path, path: str, expected: Mapping[str, str]) -> 
         "missing": [name for name in expected if name not in digests],
         "not a tensor of the checkpoint": [name for name in digests if name not in expected],
     }
-    reasons = [f"{_listed(names)}: {what}" for what, names in problems.items() if names]
+    reasons = [f"{_listed(names)}: {problem}" for problem, names in problems.items() if names]
     rounded = [name for name in expected if is_of_quantized(name)]
     checked = [f"{len(expected) - len(rounded)} tensors are the checkpoint's, bit for bit"]
     if rounded:
@@ -169,10 +169,10 @@ def _precision(model: ir.Model, graph: Graph) -> Iterator[str]:
     floats = _limits_of(graph).floats(graph.dtype)
     allowed = {ir.DataType.DOUBLE, ir.DataType.FLOAT, NARROW.get(floats, ir.DataType.FLOAT)}
     for node in model.graph.all_nodes():
-        made = {value.dtype for value in node.outputs if value.dtype is not None}
+        output_dtypes = {value.dtype for value in node.outputs if value.dtype is not None}
         if is_standard(node, "Cast"):
-            made.add(ir.DataType(node.attributes.get_int("to", 0)))
-        wrong = {dtype for dtype in made if dtype.is_floating_point()} - allowed
+            output_dtypes.add(ir.DataType(node.attributes.get_int("to", 0)))
+        wrong = {dtype for dtype in output_dtypes if dtype.is_floating_point()} - allowed
         if wrong:
             listed = _listed(sorted(map(str, wrong)))
             yield f"{label_of(node)}: {node.op_type} computes in {listed}, this graph is {graph.dtype}"
@@ -247,9 +247,9 @@ def _differences(
     for name in dict.fromkeys((*actual, *expected)):
         if actual.get(name, ("",))[0] == expected.get(name, ("",))[0]:
             continue
-        what = "added" if name not in expected else "missing" if name not in actual else "changed"
+        change = "added" if name not in expected else "missing" if name not in actual else "changed"
         node = (actual.get(name) or expected[name])[1]
-        listed.append(f"{name} {what}" + (f" in {module_of(node)}" if node is not None else ""))
+        listed.append(f"{name} {change}" + (f" in {module_of(node)}" if node is not None else ""))
     # Nodes first, because they show the place.
     listed.sort(key=lambda text: not text.startswith("node "))
     more = [f"and {len(listed) - SHOWN} more differences"] if len(listed) > SHOWN else []

@@ -309,11 +309,11 @@ def attention_sizes(node: ir.Node, where: str) -> AttentionSizes:
     past_value = node.inputs[4] if len(node.inputs) > 4 else None
     past = 0 if past_value is None else _shape(past_value, where)[2]
     num_keys += past
-    seen = num_queries * num_keys
+    visible = num_queries * num_keys
     if node.attributes.get_int("is_causal", 0):
-        seen = sum(min(num_keys, past + query + 1) for query in range(num_queries))
+        visible = sum(min(num_keys, past + query + 1) for query in range(num_queries))
     rows = batch * heads
-    return AttentionSizes(rows * num_queries * num_keys, rows * seen, width + value_width)
+    return AttentionSizes(rows * num_queries * num_keys, rows * visible, width + value_width)
 
 
 def _input(node: ir.Node, index: int) -> ir.Value:
@@ -500,12 +500,12 @@ def parts_of_nodes(graph: ir.Graph) -> dict[ir.Node, str]:
     """Maps every node that a runtime does not fold away while loading to its part."""
     constants = constants_of(graph)
     parts: dict[ir.Node, str] = {}
-    made: dict[ir.Value, str] = {}
+    part_of_value: dict[ir.Value, str] = {}
     for node in graph:
         if node.outputs[0] in constants:
             continue
-        parts[node] = _part(node, constants, made)
-        made.update(dict.fromkeys(node.outputs, parts[node]))
+        parts[node] = _part(node, constants, part_of_value)
+        part_of_value.update(dict.fromkeys(node.outputs, parts[node]))
     return parts
 
 

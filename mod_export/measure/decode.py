@@ -93,15 +93,15 @@ def read_text(
     cache of the whole text.
     """
     B, S = ids_BS.shape
-    kept: dict[ModelKind, list[Kept]] = {kind: [] for kind in prompts}
+    states: dict[ModelKind, list[Kept]] = {kind: [] for kind in prompts}
     ran = {kind: {site: np.zeros((B, S), dtype=bool) for site in sites[kind]} for kind in prompts}
     for row, ids_S in enumerate(ids_BS):
         for kind, reader in prompts.items():
             state, routed = reader.read_routed(ids_S.tolist())
-            kept[kind].append(state)
+            states[kind].append(state)
             for site, ran_BS in ran[kind].items():
                 ran_BS[row, routed[routed_output(site)]] = True
-    return ReadText(ids_BS, kept, ran)
+    return ReadText(ids_BS, states, ran)
 
 
 def measure_steps(
@@ -175,8 +175,8 @@ def _steps(
     model ran at which site. After LEAST_VISITS visits, no visit begins after `max_seconds`.
     """
     for kind, decoder in decoders.items():
-        for row, kept in enumerate(text.kept[kind]):
-            decoder.put(row, kept)
+        for row, state in enumerate(text.kept[kind]):
+            decoder.put(row, state)
     kinds = list(decoders)
     rng = np.random.default_rng(seed)
     ms_PK = np.full((len(positions_P), len(kinds)), np.inf)

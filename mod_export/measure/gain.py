@@ -3,8 +3,8 @@
 A matrix product takes at least as long as its FLOPs take at the machine's peak, and at least as long as its weights
 take to be read (Williams, Waterman and Patterson, CACM 52(4), 2009). The prediction adds these times over all products
 of a model, once for the model and once for its dense baseline. It leaves out everything else: norms, softmax,
-selection, gather and scatter, and the start of kernels. So what is measured is less, and what gains nothing here will
-gain nothing.
+selection, gather and scatter, and the start of kernels. So the measured gain is smaller than the predicted one, and a
+model without a predicted gain gains nothing.
 
 Weights of a part are read once for all rows. While n texts are written, a routed part of capacity c runs for c n rows
 on average, but its weights are read whenever any row runs: with probability 1 - (1 - c) ** n if rows decide
@@ -86,10 +86,10 @@ class Gain:
     """What a model gains over its dense baseline on a machine, by the roofline alone.
 
     Attributes:
-        flops: dense FLOPs of a prompt / its FLOPs.
-        prefill: dense time of a prompt / its time.
-        texts: number of texts -> dense time of a step / its time.
-        cache: its bytes of keys and values / those of the dense model.
+        flops: FLOPs of a prompt in the dense model / in this model.
+        prefill: time of a prompt in the dense model / in this model.
+        texts: number of texts -> time of a step in the dense model / in this model.
+        cache: bytes of keys and values in this model / in the dense model.
         slots: rows of the narrowest routed product in the prompt.
     """
 
@@ -172,15 +172,17 @@ def _step_seconds(
     routed tokens (1 - a): it is a + (1 - a) c.
     """
     total = 0.0
-    for layer, whole, one in zip(layers, dense, token, strict=True):
+    for layer, dense_layer, token_layer in zip(layers, dense, token, strict=True):
         capacity = _capacity(layer.selected, length)
         for part, flops in layer.flops.items():
-            in_dense = whole.flops.get(part)
+            in_dense = dense_layer.flops.get(part)
             if in_dense is None:
                 # Routers score every token. Adapters run for skipped tokens, and are counted for every one.
                 skipped = 1 - capacity if part == "adapter" else 1.0
-                some = 1 - capacity**texts if part == "adapter" else 1.0
-                total += machine.seconds(texts * flops / length * skipped, some * flops / length / 2 * FLOAT32_BYTES)
+                executed = 1 - capacity**texts if part == "adapter" else 1.0
+                total += machine.seconds(
+                    texts * flops / length * skipped, executed * flops / length / 2 * FLOAT32_BYTES
+                )
                 continue
             share = flops / in_dense if in_dense else 1.0
             always = 1.0 if capacity == 1 else min(1.0, max(0.0, (share - capacity) / (1 - capacity)))
@@ -188,10 +190,12 @@ def _step_seconds(
             if part == "attention":
                 # Scores read the cache of the rows that run, and have no weights. A step computes one query of each.
                 queries = texts * (capacity if share < 1 else 1.0)
-                seen = layer.kv_bytes / whole.kv_bytes if whole.kv_bytes else 0.0
-                total += machine.seconds(queries * in_dense / length * seen, queries * layer.kv_bytes)
+                share_of_cache = layer.kv_bytes / dense_layer.kv_bytes if dense_layer.kv_bytes else 0.0
+                total += machine.seconds(queries * in_dense / length * share_of_cache, queries * layer.kv_bytes)
                 continue
-            total += machine.seconds(texts * share * one.flops.get(part, 0), read * _part_bytes(one, part))
+            total += machine.seconds(
+                texts * share * token_layer.flops.get(part, 0), read * _part_bytes(token_layer, part)
+            )
     return total
 
 

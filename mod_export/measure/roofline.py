@@ -3,7 +3,7 @@ matrices, and how fast it reads and writes memory.
 
 The roofline is measured once and kept in the user's cache folder, because a number that changes with every build
 explains nothing. It is measured again for another processor, dtype, thread count or library, and when the configuration
-asks for it (cost.measure_again). A measurement on a busy machine is used once, says so, and is not kept.
+asks for it (cost.measure_again). A measurement on a busy machine has a note that says so; it is used once and not kept.
 
 Both rates are timed with the library that the engines run on. Right-hand sides are constant like weights, so that a
 library can pack them in advance. Repeats of the different sizes are interleaved, and the fastest repeat of a size

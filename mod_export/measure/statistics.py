@@ -217,7 +217,9 @@ def verdict_of(ci95: tuple[float, float], resolution: float) -> SpeedVerdict:
 
 
 def gate_reached(comparison: SpeedComparison, gate: float) -> bool | None:
-    """Whether all of the interval reaches the gate, or none of it; None if it covers the gate or the control fails."""
+    """Returns True if the whole interval reaches the gate, and False if no part of it does; None if the interval covers
+    the gate or the control fails.
+    """
     low, high = comparison.ci95
     if not (math.isfinite(comparison.measured) and comparison.control.covers_one):
         return None

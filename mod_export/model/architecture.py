@@ -58,7 +58,8 @@ class Architecture(ABC):
         """
 
     def outline(self, path: Path) -> Model | None:
-        """Reads a JSON file that declares a model, without its weights; None if it declares none of this architecture.
+        """Reads a JSON file that declares a model, without its weights; None if the file declares no model of this
+        architecture.
 
         Raises:
             ValueError: the model is declared, and cannot be described; the message is for the user.
@@ -106,7 +107,7 @@ class Architecture(ABC):
             written: called with the number of bytes of weights written so far, and with their total.
             implementation: the implementation that stored the model, if its files do not say what its tensors mean.
             capacity: capacity of routed layers, if it differs from that of the model or the implementation.
-            base: the model that `source` is an adapter of, if its files do not say where that is.
+            base: the model that `source` is an adapter of, if the files of the adapter do not say where that model is.
 
         Returns:
             The model; None if this architecture converts nothing.

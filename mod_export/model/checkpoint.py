@@ -35,8 +35,8 @@ def architectures() -> dict[str, Architecture]:
     """Returns every registered architecture by name.
 
     Raises:
-        CheckpointError: no package registers an architecture; or what is registered cannot be loaded, or is something
-            else.
+        CheckpointError: no package registers an architecture, or a registered object cannot be loaded or is not an
+            architecture.
         ImportError: a module of one of mod-export's extras is missing; the command line says which extra.
     """
     loaded: dict[str, Architecture] = {}
@@ -65,16 +65,16 @@ def look_at_checkpoint(path: Path) -> None:
     """Refuses, before PyTorch is loaded, a path that cannot be a checkpoint.
 
     Raises:
-        CheckpointError: the path does not exist, is something else that is known, or is neither a folder with a
-            config.json nor an archive as torch.save writes it.
+        CheckpointError: the path does not exist, is of a known kind that is no checkpoint, or is neither a folder with
+            a config.json nor an archive as torch.save writes it.
     """
     try:
-        said = what_source(path) or adapter_to_convert(path)
-        problem = "" if said else _problem(path)
+        description = what_source(path) or adapter_to_convert(path)
+        problem = "" if description else _problem(path)
     except OSError as error:
-        said, problem = "", f"cannot be read ({error.strerror})"
-    if said or problem:
-        raise CheckpointError(said or f"{path}: {problem}")
+        description, problem = "", f"cannot be read ({error.strerror})"
+    if description or problem:
+        raise CheckpointError(description or f"{path}: {problem}")
 
 
 def _problem(path: Path) -> str:
@@ -161,16 +161,16 @@ def convert(
     """Writes a model in another format as a checkpoint folder; see `Architecture.convert`.
 
     Raises:
-        CheckpointError: the source is something else that is known, no installed architecture converts models, or the
-            model cannot be converted.
+        CheckpointError: the source is of a known kind that is no model, no installed architecture converts models, or
+            the model cannot be converted.
     """
-    what = what_source if implementation is None else what_files
+    describe = what_source if implementation is None else what_files
     try:
-        said = what(source) or lone_file(source) or ("" if base is None else what_source(base))
+        problem = describe(source) or lone_file(source) or ("" if base is None else what_source(base))
     except OSError as error:
-        said = f"{source}: cannot be read ({error.strerror})"
-    if said:
-        raise CheckpointError(said)
+        problem = f"{source}: cannot be read ({error.strerror})"
+    if problem:
+        raise CheckpointError(problem)
     for architecture in architectures().values():
         try:
             converted = architecture.convert(
@@ -184,8 +184,8 @@ def convert(
 
 
 def companions_in(source: Path) -> tuple[TokenizerFiles | None, tuple[str, ...]]:
-    """Returns the tokenizer inside a file in another format, or what it says about text without one, and what its
-    reader notes.
+    """Returns the tokenizer inside a file in another format, or else the file's settings about text, and the notes of
+    the file's reader.
 
     Raises:
         CheckpointError: the file cannot be converted.

@@ -71,7 +71,7 @@ def _imported(place: str, target: str) -> ModuleType:
     path = Path(place).resolve()
     if not path.is_file():
         raise UsageError(f"{place}: no such file")
-    # As when Python runs the file: it can import modules beside it.
+    # The file can import modules from its own folder, as it can when Python runs it.
     _first_in_path(path.parent)
     name = path.stem
     if name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(path):
@@ -110,8 +110,10 @@ def _called(factory: Callable[..., Any], target: str, **arguments: float) -> tup
     call = f"{target.rpartition(':')[2]}({', '.join(f'{name}={value}' for name, value in arguments.items())})"
     result = _run(lambda: factory(**arguments), target, f"{call} raised")
     if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
-        got = f"({', '.join(type(x).__name__ for x in result)})" if isinstance(result, tuple) else type(result).__name__
-        raise UsageError(f"{target}: {call} returned {got}; {EXPECTED}")
+        returned = (
+            f"({', '.join(type(x).__name__ for x in result)})" if isinstance(result, tuple) else type(result).__name__
+        )
+        raise UsageError(f"{target}: {call} returned {returned}; {EXPECTED}")
     return result
 
 

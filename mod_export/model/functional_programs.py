@@ -130,11 +130,14 @@ def _without_state(program: ExportedProgram) -> ExportedProgram:
     module, signature = program.graph_module, program.graph_signature
     output = module.graph.output_node()
     values: Any = output.args[0]
-    kept = [(out, spec) for out, spec in zip(values, signature.output_specs, strict=True) if spec.kind not in MUTATIONS]
-    output.args = (tuple(out for out, _ in kept),)
+    own_outputs = [
+        (out, spec) for out, spec in zip(values, signature.output_specs, strict=True) if spec.kind not in MUTATIONS
+    ]
+    output.args = (tuple(out for out, _ in own_outputs),)
     # The result of a condition has a new name.
     specs = [
-        replace(spec, arg=replace(spec.arg, name=out.name)) if isinstance(out, fx.Node) else spec for out, spec in kept
+        replace(spec, arg=replace(spec.arg, name=out.name)) if isinstance(out, fx.Node) else spec
+        for out, spec in own_outputs
     ]
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -167,10 +170,10 @@ def _check_mutation(program: ExportedProgram, where: str, samples: Sequence[Sequ
         if name in state and is_unread:
             continue
         is_weight = specs[n].kind is OutputKind.PARAMETER_MUTATION
-        what = "weight" if is_weight else "buffer" if name in state else "input"
+        kind = "weight" if is_weight else "buffer" if name in state else "input"
         reason = "each run begins with the same weights" if name in state else "what they are given is read alone"
         raise CaptureError(
-            f"{where}: changes its {what} {name} in place,{place_of(nodes[n])}\n"
+            f"{where}: changes its {kind} {name} in place,{place_of(nodes[n])}\n"
             f"which engines do not: {reason}. Return the new value as an output, or write to a copy"
         )
 
@@ -228,10 +231,10 @@ def program_of(
 
 def _check_names(program: ExportedProgram, where: str) -> None:
     for spec in program.graph_signature.input_specs:
-        taken = [part for part in str(spec.target).split(".") if part in METHODS]
-        if taken:
+        method_names = [part for part in str(spec.target).split(".") if part in METHODS]
+        if method_names:
             raise CaptureError(
-                f"{where}: the weight {spec.target} is called as a method of every module ({taken[0]}), which "
+                f"{where}: the weight {spec.target} is called as a method of every module ({method_names[0]}), which "
                 "torch.export does not take; rename it"
             )
 

@@ -1,7 +1,7 @@
-"""The model: the one abstract class that every way in returns, and that every stage reads.
+"""The model: the abstract class that every reader of models returns, and that every stage reads.
 
-A model needs `spec`, `weights`, `module` and `skeleton`, and says what it reads. Everything else is a question that it
-may answer: what it lacks, such as text, a dense baseline or generation, it answers with None.
+A model needs `spec`, `weights`, `module` and `skeleton`, and says what it reads. Everything else is optional: for
+something that a model lacks, such as text, a dense baseline or generation, the method returns None.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class Model(ABC):
     """
 
     origin = Origin()
-    """Set by what reads the model, so an instance must accept this attribute. A dense baseline with the model's own
-    weights needs none.
+    """Set by the code that reads the model, so an instance must accept this attribute. A dense baseline with the
+    model's own weights needs none.
     """
 
     @property
@@ -149,7 +149,7 @@ class Model(ABC):
         """Number of weights, predictors included."""
         return sum(tensor.numel() for tensor in self.weights.values())
 
-    # What it reads and returns.
+    # Inputs and outputs.
 
     @property
     def tokens(self) -> TokenIds | None:
@@ -180,6 +180,11 @@ class Model(ABC):
         return (PRIMARY[outputs],)
 
     @property
+    def constant_outputs(self) -> frozenset[str]:
+        """Names of the outputs that depend on no input."""
+        return frozenset()
+
+    @property
     def d_model(self) -> int | None:
         """Width of the residual stream, if the model can return hidden states in place of logits (`outputs = none`)."""
         return None
@@ -188,7 +193,7 @@ class Model(ABC):
         """Returns float32 logits (N, V) of float32 hidden states (N, D) after the final norm, if there is `d_model`."""
         return None
 
-    # Routing, and models that are the same but for it.
+    # Routing, and variants of the model that differ only in routing.
 
     def k_by_layer(self, seq: int) -> dict[Site, int] | None:
         """Returns the number of slots of each routing site in a row of `seq` tokens, in the order in which the model

@@ -154,8 +154,8 @@ def _asked(inputs: Callable[..., Given], bucket: Bucket, seed: int, where: str) 
 
 
 def _takes_seed(inputs: Callable[..., Given]) -> bool:
-    """Whether the third argument of the function is a seed. One that has a default and another name means something
-    else, such as a device, and so do further numbers of a shape that `*sizes` takes.
+    """Whether the third argument of the function is a seed. A parameter that has a default and another name means
+    something else, such as a device. `*sizes` takes further numbers of a shape, and no seed.
     """
     try:
         parameters = list(inspect.signature(inputs).parameters.values())

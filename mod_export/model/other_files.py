@@ -1,7 +1,8 @@
-"""Says what a file or folder is that is taken for a model and is none, and what to do: one sentence each.
+"""Recognises files and folders that look like a model but are not one. One sentence says what each of them is, and what
+to do.
 
-Downloads leave things that have the name of a model and not its content, and other libraries store models in folders
-that look like those of transformers. This is asked before PyTorch is loaded and before anything is read in full.
+Downloads can leave files that have the name of a model but another content, and other libraries store models in folders
+that look like those of transformers. These checks run before PyTorch is loaded and before any file is read in full.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ Fields = Mapping[str, Any]
 
 
 def what_file(path: Path) -> str:
-    """Returns what a file is that cannot hold what its name says; empty if nothing is known against it.
+    """Says what a file is if it cannot hold what its name says; empty if no problem is known.
 
     Raises:
         OSError: the file cannot be read.
@@ -75,27 +76,27 @@ def what_file(path: Path) -> str:
         return f"{path}: a file of llama.cpp from before GGUF; fetch or convert the model again as GGUF"
     if not start and path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json"):
         return f"{path}: an empty file; fetch it again"
-    return _other_kind(path, start) or (_cut(path, start) if path.suffix == ".safetensors" else "")
+    return _other_kind(path, start) or (_truncated(path, start) if path.suffix == ".safetensors" else "")
 
 
 def _dangling(path: Path) -> str:
-    """What a link is whose file is gone."""
+    """Describes a link whose file does not exist; empty for any other path."""
     if not path.is_symlink() or path.exists():
         return ""
     return f"{path}: a link to {path.readlink()}, which is not there; fetch the file again, or copy the file itself"
 
 
 def _other_kind(path: Path, start: bytes) -> str:
-    """What a file is that is of another kind than its name says."""
+    """Describes a file that is of another kind than its name says; empty for any other file."""
     if path.suffix == ".safetensors" and _is_safetensors(start):
-        return ""  # The first byte is one of a number, so it can be any character.
+        return ""  # The first byte belongs to a number, so it can be any character.
     text = start.lstrip(b"\xef\xbb\xbf \t\r\n")
     if ANSWER.match(text):
-        said = " ".join(text.decode(errors="replace").split())
-        said = said if len(said) <= LONGEST_ANSWER else f"{said[:LONGEST_ANSWER]}..."
+        answer = " ".join(text.decode(errors="replace").split())
+        answer = answer if len(answer) <= LONGEST_ANSWER else f"{answer[:LONGEST_ANSWER]}..."
         return (
-            f"{path}: a text in place of the file, which begins with {said!r}; fetch it again, with HF_TOKEN if access "
-            "has to be asked for"
+            f"{path}: a text in place of the file, which begins with {answer!r}; fetch it again, with HF_TOKEN if "
+            "access has to be asked for"
         )
     if path.suffix not in TENSORS:
         return ""
@@ -114,7 +115,9 @@ def _other_kind(path: Path, start: bytes) -> str:
 
 
 def _rename(path: Path) -> str:
-    """How to give a file of weights the name of what it is: safetensors or a pickle, which is the other one."""
+    """Says how to rename a file of weights whose name and content are swapped: a safetensors file named as a pickle, or
+    a pickle named as safetensors.
+    """
     if path.suffix == ".safetensors":
         name = path.with_suffix(".bin").name
         name = f"pytorch_{name}" if name.startswith("model") else name
@@ -128,11 +131,11 @@ def _is_safetensors(start: bytes) -> bool:
     return start[8:9] == b"{" and int.from_bytes(start[:8], "little") <= LONGEST_HEADER
 
 
-def _cut(path: Path, start: bytes) -> str:
-    """What a safetensors file is that is shorter than its own header says."""
+def _truncated(path: Path, start: bytes) -> str:
+    """Describes a safetensors file that is shorter than its own header says; empty for any other file."""
     size, length = path.stat().st_size, int.from_bytes(start[:8], "little")
     if not _is_safetensors(start):
-        return ""  # It is anything else, which its reader says.
+        return ""  # The reader of the file reports any other content.
     with path.open("rb") as file:
         header = file.read(8 + length)[8:]
     try:
@@ -147,26 +150,27 @@ def _cut(path: Path, start: bytes) -> str:
 
 
 def what_source(path: Path) -> str:
-    """Returns what a source is that no model can be read from; empty if nothing is known against it.
+    """Says why no model can be read from a source; empty if no problem is known.
 
     Raises:
         OSError: a file cannot be read.
     """
-    said = what_files(path)
-    if said or not path.is_dir():
-        return said
-    if said := next(filter(None, (_dangling(path / name) for name in OF_TEXTS)), ""):
-        return said
+    problem = what_files(path)
+    if problem or not path.is_dir():
+        return problem
+    if problem := next(filter(None, (_dangling(path / name) for name in OF_TEXTS)), ""):
+        return problem
     config = _fields(path / CONFIG)
     if "spec" in config:
         return ""
-    return next((f"{path}: {said}" for said in _kinds(path, config)), "")
+    return next((f"{path}: {problem}" for problem in _kinds(path, config)), "")
 
 
 def what_files(path: Path) -> str:
-    """Like `what_source`, of the files alone: the configuration and weights of a folder, or the file itself.
+    """Like `what_source`, but looks only at files that are read: the configuration and weights of a folder, or the file
+    itself.
 
-    Others may be pointers of git-lfs: who clones a model often pulls one of the formats that it is published in.
+    Other files may be pointers of git-lfs, because users who clone a model often pull only one of its formats.
     """
     return next(filter(None, map(what_file, _read_of(path) if path.is_dir() else [path])), "")
 
@@ -182,7 +186,7 @@ def _read_of(folder: Path) -> list[Path]:
 
 
 def _kinds(path: Path, config: Fields) -> Iterator[str]:
-    """Yields what a folder is of that another library has written."""
+    """Yields descriptions of a folder that another library has written."""
     if _has(path, "model_index.json") or "_diffusers_version" in config:
         yield f"a folder of diffusers, which generates images or sound and no text; {AS_A_MODULE}"
     if _has(path, "modules.json", "config_sentence_transformers.json"):
@@ -200,7 +204,7 @@ def _kinds(path: Path, config: Fields) -> Iterator[str]:
 
 
 def _of_training(path: Path) -> Iterator[str]:
-    """Yields what a folder is that a training has written."""
+    """Yields descriptions of a folder that a training run has written."""
     if steps := [(int(file.name[11:]), file) for file in path.glob("checkpoint-*/") if file.name[11:].isdecimal()]:
         others = f", or one of {len(steps) - 1} others" if len(steps) > 1 else ""
         yield f"a folder of checkpoints of a training; name one of them: {max(steps)[1]}{others}"
@@ -219,14 +223,14 @@ def _of_training(path: Path) -> Iterator[str]:
 
 
 def _without_weights(path: Path) -> Iterator[str]:
-    """Yields what a folder holds in place of weights that are read."""
+    """Yields descriptions of a folder that holds other files in place of weights that can be read."""
     if snapshots := sorted(path.glob("snapshots/*/")):
         yield f"a folder of the hub's cache; name the folder of the model in it: {_snapshot(path, snapshots)}"
     yield from _of_training(path)
-    if found := next(filter(None, (VARIANT.fullmatch(file.name) for file in sorted(path.iterdir()))), None):
+    if variant := next(filter(None, (VARIANT.fullmatch(file.name) for file in sorted(path.iterdir()))), None):
         yield (
-            f"a folder of weights of the variant {found[1]} alone ({found[0]}); save them under the usual names: "
-            f"from_pretrained(FOLDER, variant={found[1]!r}) and save_pretrained of transformers"
+            f"a folder of weights of the variant {variant[1]} alone ({variant[0]}); save them under the usual names: "
+            f"from_pretrained(FOLDER, variant={variant[1]!r}) and save_pretrained of transformers"
         )
     if files := sorted(path.glob("*.gguf")):
         others = f", or one of {len(files) - 1} others" if len(files) > 1 else ""
@@ -258,7 +262,7 @@ def _has(path: Path, *patterns: str) -> bool:
 
 
 def adapter_to_convert(path: Path) -> str:
-    """Returns how to build from an adapter, if the path is the folder of one; else nothing."""
+    """Says how to build from an adapter if the path is the folder of an adapter; otherwise empty."""
     if not (path / ADAPTER_CONFIG).is_file():
         return ""
     return (
@@ -268,7 +272,7 @@ def adapter_to_convert(path: Path) -> str:
 
 
 def lone_file(path: Path) -> str:
-    """Returns what a file is that a model is not converted from, if it is such a file; else nothing."""
+    """Describes a file that models are not converted from; empty if the path is no such file."""
     if path.suffix == ".onnx":
         return f"{path}: an ONNX file, which mod-export makes and does not read; name the model that it was made from"
     if path.suffix in (".safetensors", ".bin", ".pth") and path.is_file():

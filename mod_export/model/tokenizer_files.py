@@ -40,11 +40,11 @@ READ = (
 )  # fmt: skip
 """Files that transformers reads of a folder for its tokenizer and for the ends of texts."""
 READERS = ("sentencepiece", "tiktoken")
-"""Packages with which transformers reads what is not a tokenizer.json."""
+"""Packages that transformers needs to read tokenizers that are not a tokenizer.json."""
 GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p")
 """Settings that older releases of transformers kept in config.json."""
 TOP_K = 50
-"""`top_k` of transformers where a model samples and does not say it."""
+"""Value that transformers uses for `top_k` if a model samples and does not set it."""
 CLASS = "PreTrainedTokenizerFast"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names of special tokens that every tokenizer can have; further names are the model's own."""
@@ -52,7 +52,7 @@ PROBES = (
     "Hello world, it's 2024!", "  two  spaces \n\n\tx", "d\u00e9j\u00e0 vu \u6771\u4eac \U0001f600",
     "def f(x):\n    return x ** 2\r\n", "don't , we 've . A_B <0x41> \u2581",
 )  # fmt: skip
-"""Texts at which a tokenizer of transformers is compared with what is kept of it."""
+"""Texts on which a tokenizer of transformers is compared with the part of it that is kept."""
 SAMPLED_IDS = 256
 """Number of ids whose text is compared as well."""
 
@@ -65,7 +65,8 @@ class TokenizerFiles:
         path: the folder or file that it was read from.
         contents: name -> content of tokenizer.json, tokenizer_config.json, generation_config.json (if the folder says
             anything about generation) and chat_template.jinja (if it has a single template).
-        in_python: what the class of the tokenizer does in Python and the files cannot hold, one sentence each.
+        in_python: steps that the class of the tokenizer does in Python and that the files cannot hold, one sentence
+            each.
     """
 
     path: Path
@@ -217,10 +218,10 @@ def _load(path: Path, copy: Path) -> PreTrainedTokenizerBase:
         files = [path, *(source / file.relative_to(copy) for file in sorted(copy.rglob("*")))]
         if damaged := next(filter(None, map(what_file, files)), ""):
             raise UsageError(damaged) from error
-        said = first_line(error).replace(str(copy), str(path))
+        reason = first_line(error).replace(str(copy), str(path))
         missing = [name for name in READERS if find_spec(name) is None and not (copy / TOKENIZER).is_file()]
         hint = f"; it may need {' and '.join(missing)}: pip install 'mod-export[convert]'" if missing else ""
-        raise UsageError(f"{path}: transformers cannot read this tokenizer ({said}){hint}") from error
+        raise UsageError(f"{path}: transformers cannot read this tokenizer ({reason}){hint}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UsageError(
             f"{path}: transformers reads this tokenizer as {type(tokenizer).__name__}, which runs in Python only; a "
@@ -254,8 +255,8 @@ def _contents(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes
 
 
 def _beyond_the_files(path: Path, tokenizer: PreTrainedTokenizerBase, kept: bytes) -> list[str]:
-    """Compares a tokenizer with what is kept of it, its part that the package tokenizers runs: some classes do more, in
-    Python.
+    """Compares a tokenizer with the part of it that is kept, which the package tokenizers runs. Some classes also
+    change texts in Python code.
 
     Returns:
         A note if only texts with special tokens differ.
@@ -326,9 +327,9 @@ def _usable(settings: Mapping[str, Any]) -> dict[str, Any]:
     usable = dict(settings)
     ends = usable.get("eos_token_id")
     ids = [_whole(end) for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
-    kept = [end for end in ids if not isinstance(end, int) or end >= 0]
-    if len(kept) < len(ids) or ids != (ends if isinstance(ends, list) else [ends]):
-        usable["eos_token_id"] = kept or None
+    end_ids = [end for end in ids if not isinstance(end, int) or end >= 0]
+    if len(end_ids) < len(ids) or ids != (ends if isinstance(ends, list) else [ends]):
+        usable["eos_token_id"] = end_ids or None
     if "top_k" in usable:
         usable["top_k"] = _whole(usable["top_k"])
     if usable.get("do_sample") is True:
@@ -348,7 +349,7 @@ def _whole(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _quiet_transformers(path: Path) -> Iterator[None]:
-    """Silences the log of transformers, which tells of things that are dealt with here.
+    """Silences the log of transformers, which warns about problems that are handled here.
 
     Raises:
         UsageError: transformers is not installed.

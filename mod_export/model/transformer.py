@@ -278,7 +278,7 @@ class GeneratingTransformer(GeneratingModel):
             if routing.skipped_keys_values == "kept" and OF_KEYS_VALUES.match(name):
                 return 1.0
             if match[2] == "adapter":
-                # Some of several rows is nearly always skipped.
+                # Of several rows, at least one is nearly always skipped.
                 return 1.0 - share if rows == 1 else 1.0
             if match[2] == "mlp_norm" and routing.skipped_result == "adapter":
                 return 1.0
@@ -361,8 +361,8 @@ def _with_tokenizer(foreign: ForeignModel) -> ForeignModel:
         files = read_tokenizer(folder, foreign.path)
     else:
         files = TokenizerFiles(folder, settings_in(foreign.path))
-    made = tuple(MadeFile(name, content) for name, content in files.contents.items())
-    return replace(foreign, companions=made, notes=(*foreign.notes, *files.notes))
+    companions = tuple(MadeFile(name, content) for name, content in files.contents.items())
+    return replace(foreign, companions=companions, notes=(*foreign.notes, *files.notes))
 
 
 def _converted(foreign: ForeignModel) -> Converted:

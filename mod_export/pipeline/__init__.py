@@ -1,1 +1,3 @@
-"""What each stage of a build does. Every unit of work is a step of the workspace: unchanged inputs, reused outputs."""
+"""The stages of a build. Every unit of work is a step of the workspace, whose outputs are reused if its inputs are
+unchanged.
+"""

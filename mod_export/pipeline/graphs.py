@@ -55,7 +55,7 @@ def capture(build: Build) -> None:
     """Proves that every bucket is one static graph.
 
     Raises:
-        BuildError: none is.
+        BuildError: no bucket is one static graph.
     """
     for graph in _wanted(build):
         inputs = {**build.source_inputs(graph), **build.versions("torch")}
@@ -126,7 +126,7 @@ def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
             model = ir.load(build.root / graph.path)
             try:
                 stored = stored_forms(model, graph.limits(builder.limits), dtype)
-            except (GraphError, LimitError):  # The stage passes meets it again, and reports it for this graph alone.
+            except (GraphError, LimitError):  # The stage `passes` reports it later, for this graph alone.
                 continue
             for name, forms in stored.items():
                 by_name.setdefault(name, set()).update(forms)
@@ -134,7 +134,9 @@ def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
 
 
 def _with_stored_bytes(build: Build, facts: GenerationFacts, dtypes: Sequence[DType]) -> GenerationFacts:
-    """Adds the bytes that a step reads in other dtypes than float32; for int8 and int4, what their files hold."""
+    """Adds the bytes that a step reads in other dtypes than float32; for int8 and int4, these are the sizes in their
+    weights files.
+    """
     step_bytes = {bucket: dict(by_dtype) for bucket, by_dtype in facts.step_bytes.items()}
     for bucket, dtype in itertools.product(step_bytes, dtypes):
         kinds = [kind for kind in build.facts if build.weights_path(kind, dtype) in build.weight_digests]

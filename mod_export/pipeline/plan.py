@@ -178,7 +178,7 @@ def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
     """Returns the shapes of whole rows: those that the configuration names, or those that the model was captured at.
 
     Raises:
-        ConfigError: one of them is not possible.
+        ConfigError: the model cannot have one of these shapes.
     """
     if model.tokens is not None:
         return config.bucket_list(model.tokens.max_positions)
@@ -193,17 +193,17 @@ def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
 def _problems_of_tokenizer(tokenizer: TokenizerFiles, model: Model) -> list[str]:
     path = tokenizer.path
     if model.tokens is None:
-        taken = f"{path}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"
-        return [taken] if tokenizer.has_vocabulary else []
+        problem = f"{path}: {model.name} is not known to read token ids, so it takes no tokenizer; leave it out"
+        return [problem] if tokenizer.has_vocabulary else []
     with tempfile.TemporaryDirectory() as folder:
-        kept = tokenizer.write(Path(folder))
+        tokenizer_path = tokenizer.write(Path(folder))
         try:
             defaults_of(Path(folder), None)  # A file that serving would refuse is refused here.
         except UsageError as error:
             raise UsageError(str(error).replace(folder, str(path))) from error
         if not tokenizer.has_vocabulary:
             return []
-        file = TokenizersFile(kept)
+        file = TokenizersFile(tokenizer_path)
     # Fine-tuned models often have a token for padding that was added later and that no weight belongs to. It is refused
     # if a prompt holds it.
     if file.base_size <= model.tokens.vocab_size:
@@ -215,7 +215,7 @@ def without_speed_gate(config: BuildConfig) -> BuildConfig:
     """Returns the configuration without a gate on speed, for a build that has no dense baseline to be faster than.
 
     Raises:
-        ConfigError: the configuration demands a speed-up itself. The default is no demand.
+        ConfigError: the user's configuration demands a speed-up. The gate of default.toml does not count as a demand.
     """
     demanded = config.latency.min_speedup
     if demanded > 0 and "min_speedup" in config.latency.model_fields_set:
@@ -232,7 +232,7 @@ def check_names(targets: Sequence[str]) -> None:
     """Refuses unknown targets.
 
     Raises:
-        TargetError: one is not in ENGINES.
+        TargetError: a target is not in ENGINES.
     """
     for name in targets:
         if name not in ENGINES:

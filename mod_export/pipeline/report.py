@@ -200,7 +200,7 @@ def refused_in(build: Build) -> dict[str, tuple[str, ...]]:
 
 
 def measured_in(build: Build) -> tuple[EngineSpeed, ...]:
-    """Returns how fast engines were; `load` chooses by it."""
+    """Returns the measured speed of engines, by which `load` chooses."""
     return measured_from_rows(build.rows(LatencyRow), build.rows(DecodeRow))
 
 
@@ -264,8 +264,8 @@ def _artifacts(build: Build) -> list[Artifact]:
             kind=kind, path=item.path, role=item.role, target=item.target, model=item.model, bucket=item.bucket.name,
             dtype=item.dtype, **files[item.path],
         )
-        for kind, made in (("graph", build.graphs), ("engine", build.engines))
-        for item in made
+        for kind, items in (("graph", build.graphs), ("engine", build.engines))
+        for item in items
     ]  # fmt: skip
     nothing = dict.fromkeys(("target", "model", "bucket", "role"))
     for path in build.weight_digests:

@@ -1,4 +1,4 @@
-"""`validate` and `bench`: some of the stages again, over a finished build folder, on this machine."""
+"""`validate` and `bench`, which run some of the stages again over a finished build folder, on this machine."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ def validate_folder(
             raise
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise BuildFolderError(f"{root}: {changed}, so there is no reference ({reason}); build again") from error
-    verdict, said = verdict_of(build, speedup=False), _notes(build)
+    verdict, notes = verdict_of(build, speedup=False), _notes(build)
     if checkpoint is None and config is None and not targets and build.runnable("forward"):
-        said += _complete(build, "validate", begin, {"verified": True, "refused": refused_in(build)})
-    return Rerun(rows=build.rows, verdict=verdict, notes=said)
+        notes += _complete(build, "validate", begin, {"verified": True, "refused": refused_in(build)})
+    return Rerun(rows=build.rows, verdict=verdict, notes=notes)
 
 
 def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
@@ -114,8 +114,8 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
     compare_with_baseline(build)
     verdict = verdict_of(build, parity=False)
     facts = {"measured": [row.model_dump(mode="json") for row in measured_in(build)]}
-    said = _complete(build, "benchmark", begin, facts) if config is None and not targets else []
-    return Rerun(rows=build.rows, verdict=verdict, notes=said, not_compared=not_compared(build))
+    notes = _complete(build, "benchmark", begin, facts) if config is None and not targets else []
+    return Rerun(rows=build.rows, verdict=verdict, notes=notes, not_compared=not_compared(build))
 
 
 def _complete(build: Build, stage: str, begin: float, facts: Mapping[str, Any]) -> list[str]:

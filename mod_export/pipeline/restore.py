@@ -35,7 +35,7 @@ def restored_model(folder: FinishedFolder, kind: ModelKind, checkpoint: Path | N
     model = model_from_weights(facts.architecture, facts.spec, weights)
     try:
         model.module()
-    except RuntimeError as error:  # What torch raises for weights that do not fit the model.
+    except RuntimeError as error:  # torch raises it for weights that do not fit the model.
         raise BuildFolderError(
             f"{folder.root / MANIFEST}: the reference cannot be rebuilt from spec and weights "
             f"({str(error).splitlines()[0]}); build again"

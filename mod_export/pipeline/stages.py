@@ -74,8 +74,8 @@ def build(
 ) -> BuildReport:
     """Runs every stage and writes the report.
 
-    A failure leaves the rest: it becomes a row of `report.failed`, and the next run tries again. If a stage leaves
-    nothing of the model, the build ends; finished steps stay, and the next run resumes there.
+    A failure does not end the build: it becomes a row of `report.failed`, and the next run tries that part again. Only
+    if a stage leaves nothing of the model itself, the build ends; finished steps stay, and the next run resumes there.
 
     Args:
         load: returns the model and, if it is not the model's own, the dense baseline.

@@ -48,12 +48,12 @@ def validate(build: Build) -> None:
         with build.attempt("validate", setting_fields(candidate.setting)):
             allowed = ran[candidate.path].allowed_max_abs
             ROLES[candidate.setting.role].further(build, candidate, candidates, allowed)
-    # A run over some targets of a finished folder measures nothing else.
+    # A run over some targets of a finished folder only judges candidates.
     if not isinstance(build.generation, Unavailable) and not build.targets:
         with build.attempt("validate", {"model": "mod", "role": "decode"}):
             _quality(build)
     if build.finished is None or not build.finished.manifest.verified:
-        _maps(build)  # Only for reports that are still to be written.
+        _maps(build)  # Only a report that is still to be written needs maps.
     build.release_references()
 
 
@@ -61,7 +61,7 @@ def check_structure(build: Build) -> None:
     """Checks files, weights and graphs without running them, in a build without evidence.
 
     Raises:
-        GraphError: one of them is not what it must be.
+        GraphError: a file, weight or graph is not what it must be.
     """
     _structure(build)
     reasons = [f"{row.path}: {reason}" for row in build.rows(StructureRow) for reason in row.reasons]
@@ -172,7 +172,7 @@ def _parity(build: Build, candidate: Candidate, candidates: Sequence[Candidate],
     except BuildError as error:
         if build.finished is not None and changed_program(build) is not None:
             raise  # Nothing can be judged by a reference that was changed.
-        # No step of the folder, so the next run tries it again.
+        # The row is not recorded as a step, so the next run judges the candidate again.
         build.add([failed_row(f"cannot be judged: {error}", gate, setting, artifact=candidate.path)])
 
 

@@ -74,7 +74,7 @@ def speedup_figure(rows: Sequence[SpeedupRow]) -> Markup:
     lanes = (
         Lane(
             name=html("{}<br><b>{}</b>", row.setting, interval_text(row)),
-            told=_speedup_told(row),
+            told=_speedup_in_words(row),
             height=48,
             marks=[
                 upright("one", axis.place(1.0), 0, "100%"),
@@ -103,9 +103,9 @@ def _speedup_numbers(row: SpeedupRow) -> Iterable[float | None]:
     return (row.measured, *row.ci95, row.predicted_flops, row.predicted_roofline, row.gate, *row.control.ci99)
 
 
-def _speedup_told(row: SpeedupRow) -> str:
+def _speedup_in_words(row: SpeedupRow) -> str:
     predictions = (("FLOPs", row.predicted_flops), ("the roofline", row.predicted_roofline))
-    known = [f"by {what} {ratio_text(ratio)}" for what, ratio in predictions if ratio is not None]
+    known = [f"by {source} {ratio_text(ratio)}" for source, ratio in predictions if ratio is not None]
     predicted = f"; predicted {', '.join(known)}" if known else ""
     return (
         f"{row.setting}: speed-up {interval_text(row)}, {row.verdict}{predicted}; control "
@@ -410,9 +410,9 @@ def _score(layer: MapLayer, position: int) -> float:
 
 
 def _positions_lane(layer: MapLayer, count: int) -> Lane:
-    shown = [position for position in sorted(set(layer.routed)) if position < count]
+    positions = [position for position in sorted(set(layer.routed)) if position < count]
     runs: list[list[int]] = []
-    for position in shown:
+    for position in positions:
         if runs and runs[-1][1] == position:
             runs[-1][1] += 1
         else:
@@ -420,7 +420,7 @@ def _positions_lane(layer: MapLayer, count: int) -> Lane:
     path = "".join(f"M{first} 0h{end - first}v1h{first - end}z" for first, end in runs)
     return Lane(
         name=html("layer {} <b>k = {:,}</b>", layer.layer, layer.k),
-        told=f"layer {layer.layer} ran {len(shown)} of the {count} positions shown",
+        told=f"layer {layer.layer} ran {len(positions)} of the {count} positions shown",
         height=18,
         marks=[stretched([("lane-back", f"M0 0h{count}v1H0z"), ("ran", path)], (count, 1), 0, 18), CURSOR],
         data=str(layer.layer),

@@ -278,13 +278,13 @@ class Timed(NamedTuple):
     """The columns about time, and the columns that stand on top of each other on a narrow terminal."""
 
     whole: tuple[Column[Found], ...]
-    """Of whole texts, after SETTING and JUDGED."""
+    """The columns for whole texts, which follow SETTING and JUDGED."""
     bench: tuple[Column[Found], ...]
-    """Of whole texts in `bench`, after SETTING."""
+    """The columns for whole texts in `bench`, which follow SETTING."""
     steps: tuple[Column[Found], ...]
-    """Of steps, after SETTING and STEPS_JUDGED."""
+    """The columns for steps, which follow SETTING and STEPS_JUDGED."""
     prompts: tuple[Column[Found], ...]
-    """Of prompts, after PROMPT_SETTING and OUTCOME."""
+    """The columns for prompts, which follow PROMPT_SETTING and OUTCOME."""
     whole_stacks: Stacks
     steps_stacks: Stacks
     prompts_stacks: Stacks

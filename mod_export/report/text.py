@@ -133,9 +133,9 @@ def _conditions(report: BuildReport) -> list[str]:
     if parity:
         kinds = ", ".join(dict.fromkeys(kind for row in parity for kind in row.inputs))
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
-        what = "a logit" if all(row.next_token_agreement is not None for row in parity) else "each output"
+        value_name = "a logit" if all(row.next_token_agreement is not None for row in parity) else "each output"
         lines.append(
-            f"parity: against {references}, on inputs {kinds}; max error of {what}{summary.given_routing(parity)}"
+            f"parity: against {references}, on inputs {kinds}; max error of {value_name}{summary.given_routing(parity)}"
             + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
         lines += [f"not judged: {line}" for line in summary.left_out_lines(parity)]
@@ -262,11 +262,11 @@ def generation_lines(generation: GenerationReport, steps: Sequence[summary.Found
 
 
 def _memory(row: DecodeRow) -> str:
-    kept = row.kv_bytes
-    line = f"keys and values {row.target} {row.bucket}: {wording.bytes_text(kept['mod'])}"
+    kv_bytes = row.kv_bytes
+    line = f"keys and values {row.target} {row.bucket}: {wording.bytes_text(kv_bytes['mod'])}"
     if row.compared is None:
         return line
-    line, routed = f"{line}, dense {wording.bytes_text(kept['dense'])}", row.compared.routed_kv_bytes
+    line, routed = f"{line}, dense {wording.bytes_text(kv_bytes['dense'])}", row.compared.routed_kv_bytes
     if not routed["dense"]:
         return line
     return f"{line}; of routed layers {wording.bytes_text(routed['mod'])}, dense {wording.bytes_text(routed['dense'])}"

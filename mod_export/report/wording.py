@@ -69,8 +69,8 @@ def difference_text(differing: int, faults: int) -> str:
 
 def served_text(row: ServedEngines) -> str:
     """Names the engines that are served if no target is named, and the reason."""
-    what = "text" if writes_text(row.role) else "whole rows"
-    return f"{row.model}, {what}: {row.target} {row.dtype}, {ms_text(row.ms)} ms: {row.reason}"
+    task = "text" if writes_text(row.role) else "whole rows"
+    return f"{row.model}, {task}: {row.target} {row.dtype}, {ms_text(row.ms)} ms: {row.reason}"
 
 
 def causality_text(looks_ahead: Sequence[str]) -> str:

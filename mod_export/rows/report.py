@@ -190,8 +190,8 @@ def report_from_json(text: str, where: str = "report.json") -> BuildReport:
         return BuildReport.model_validate_json(text)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        shown = "; ".join(problems[:SHOWN_PROBLEMS])
+        first_problems = "; ".join(problems[:SHOWN_PROBLEMS])
         more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise BuildFolderError(
-            f"{where}: damaged, or written by another version: {shown}{more}; build again"
+            f"{where}: damaged, or written by another version: {first_problems}{more}; build again"
         ) from error

@@ -29,10 +29,10 @@ NO_TEMPLATE = (
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message under which clients send the reasoning of an answer; templates read the first or the second."""
 PART = "a part of a message"
-"""The text of the message by which `ChatTemplate.reads_parts` finds out what a template does."""
+"""The text of the message with which `ChatTemplate.reads_parts` probes a template."""
 
 FUNCTION, ARGUMENTS = "a_probed_function", '{"probed": "value"}'
-"""The call by which `ChatTemplate.reads_tools` and `reads_argument_texts` find it out."""
+"""The call with which `ChatTemplate.reads_tools` and `reads_argument_texts` probe a template."""
 
 Message = Mapping[str, Any]
 
@@ -156,7 +156,9 @@ class ChatTemplate:
         return ARGUMENTS in self._probed([{"role": "user", "content": PART}, answer])
 
     def _probed(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
-        """Returns the text of a conversation, empty if the template refuses it. What only failed now is not that."""
+        """Returns the text of a conversation; empty if the template refuses it. A failure that may be temporary is
+        raised instead.
+        """
         try:
             return self._text(messages, variables)
         except TooSlowTextError as error:

@@ -36,7 +36,7 @@ RETRY_S = 5
 
 
 class GrammarNotCompiledError(ModExportError):
-    """A grammar was not compiled, for a reason that is none of its own.
+    """A grammar was not compiled, for a reason that is not in the grammar.
 
     Attributes:
         retry_after_s: whole seconds until it may be compiled.
@@ -50,7 +50,8 @@ class GrammarNotCompiledError(ModExportError):
 class GrammarVocabulary:
     """The vocabulary as llguidance reads it. Tokens without text are never allowed.
 
-    The last token is none of the model's. It stands for the end of a text, which llguidance needs exactly one of.
+    The last token does not belong to the model. It stands for the end of a text, because llguidance needs exactly one
+    such token.
     """
 
     is_tokenizer_wrapper = True
@@ -83,7 +84,7 @@ class GrammarVocabulary:
 
 
 def compiled(tokens: LLTokenizer, text: str) -> LLMatcher:
-    """Does all that llguidance does for a new grammar, up to the tokens that a text may begin with.
+    """Does everything that llguidance does for a new grammar, up to finding the tokens that a text may begin with.
 
     Raises:
         GrammarError: llguidance refuses the grammar.
@@ -143,7 +144,9 @@ def check(process: LimitedProcess, tokens: GrammarVocabulary, text: str) -> None
 
 
 def _prepare(vocabulary: dict[str, Any]) -> Callable[[str], str]:
-    """Runs in the other process: returns what answers a grammar with an empty text, or why it is refused."""
+    """Runs in the other process. Returns a function that answers a grammar with an empty text, or with the reason why
+    the grammar is refused.
+    """
     from llguidance import LLTokenizer
 
     wrapped = GrammarVocabulary([token.encode("latin-1") for token in vocabulary["tokens"]], vocabulary["hidden"])

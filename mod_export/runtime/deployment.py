@@ -56,20 +56,20 @@ def runnable_engines(
     Raises:
         TargetError: no engine runs here, or a named target is not in the folder or cannot run.
     """
-    what = f"engine{' that writes text' if texts else ''}"
+    engine_kind = f"engine{' that writes text' if texts else ''}"
     names = list(dict.fromkeys(engine.target for engine in engines))
     missing = [name for name in targets if name not in names]
     if missing:
         lost = _why_missing([row for row in failed if row.target in (None, *missing)])
         built = f"built for {', '.join(names)}" if names else "built for none"
-        raise TargetError(f"{folder}: holds no {what} for {', '.join(missing)}{lost}; {built}")
+        raise TargetError(f"{folder}: holds no {engine_kind} for {', '.join(missing)}{lost}; {built}")
     availability = {name: ENGINES[name].availability() for name in (targets or names)}
     reasons = {name: status.refusal(e for e in engines if e.target == name) for name, status in availability.items()}
     if texts:
         reasons = {name: reason or ("" if ENGINES[name].binds else NO_CACHE) for name, reason in reasons.items()}
     refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     if refused and (targets or len(refused) == len(availability)):
-        raise TargetError(f"{folder}: no {what} runs here: {'; '.join(refused)}")
+        raise TargetError(f"{folder}: no {engine_kind} runs here: {'; '.join(refused)}")
     runnable = [name for name, reason in reasons.items() if not reason]
     return [engine for engine in engines if engine.target in runnable and availability[engine.target].can_run(engine)]
 
@@ -93,7 +93,7 @@ def served_engines(
         UsageError: the folder has no engine of this model.
         TargetError: nothing runs here, the target or dtype is missing, or the engines missed their gates.
     """
-    what = f"engine{' that writes text' if texts else ''}"
+    engine_kind = f"engine{' that writes text' if texts else ''}"
     engines = [engine for engine in manifest.engines if engine.model == model and engine.writes_text == texts]
     failed = [
         row
@@ -101,17 +101,17 @@ def served_engines(
         if row.model in (None, model) and (row.role is None or writes_text(row.role) == texts)
     ]
     if not engines and failed:
-        raise TargetError(f"{folder}: holds no {what} of model {model!r}{_why_missing(failed)}; build again")
+        raise TargetError(f"{folder}: holds no {engine_kind} of model {model!r}{_why_missing(failed)}; build again")
     if not engines:
         raise UsageError(
-            f"{folder}: holds no {what} of model {model!r}; expected {' or '.join(map(repr, manifest.models))}"
+            f"{folder}: holds no {engine_kind} of model {model!r}; expected {' or '.join(map(repr, manifest.models))}"
         )
     runnable = runnable_engines(folder, engines, [target] if target else [], texts=texts, failed=failed)
     wanted = [engine for engine in runnable if dtype in (None, engine.dtype)]
     if not wanted:
         lost = _why_missing(row for row in failed if row.target in (None, target) and row.dtype in (None, dtype))
         names = ", ".join(dict.fromkeys(candidate.target for candidate in runnable))
-        raise TargetError(f"{folder}: holds no {dtype} {what} for {names}{lost}")
+        raise TargetError(f"{folder}: holds no {dtype} {engine_kind} for {names}{lost}")
     first = (wanted[0].target, wanted[0].dtype)
     pair = first if target else fastest_engines(manifest, wanted, texts=texts) or first
     served = [engine for engine in wanted if (engine.target, engine.dtype) == pair]
@@ -163,8 +163,9 @@ def load(
             signature.
 
     Raises:
-        BuildFolderError: not a complete build folder, or a needed file is missing or has the wrong size; or it is not
-            signed by one of `trusted_keys`. Hashes are checked later, when a bucket that needs the file first runs.
+        BuildFolderError: the folder is not a complete build folder, a needed file is missing or has the wrong size, or
+            the folder is not signed by the owner of one of `trusted_keys`. Hashes are checked later, when a bucket that
+            needs the file first runs.
         UsageError: a file of `trusted_keys` holds no key.
         TargetError: nothing in it runs here, or the target is not in it, or its engines missed their gates.
     """

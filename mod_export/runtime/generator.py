@@ -53,8 +53,8 @@ def load_generator(
     that later texts with the same beginning need not read it again (`PrefixCache`); 0 keeps nothing.
 
     Raises:
-        BuildFolderError: not a complete build folder, a damaged file, or not signed by one of `trusted_keys`; or its
-            engines read prompts whole.
+        BuildFolderError: the folder is not a complete build folder, a file is damaged, the folder is not signed by the
+            owner of one of `trusted_keys`, or its engines can only read a prompt as a whole.
         UsageError: the folder's model cannot generate (the message says why and what to do), or has no such engines.
         TargetError: no engine for generation runs here, or the engines missed their gates.
     """
@@ -110,7 +110,7 @@ class Generator:
         """
         if prefix_cache_bytes < 0:
             raise UsageError(f"prefix_cache_bytes: expected at least 0, got {prefix_cache_bytes}")
-        # With fair slots a text depends on those beside it, so what it has read is no other text's.
+        # With fair slots a text depends on the texts beside it, so no other text can reuse what it has read.
         cached = prefix_cache_bytes > 0 and manifest.config.generation.slots == "all"
         self.prefixes = PrefixCache(prefix_cache_bytes) if cached else None
         assert isinstance(manifest.generation, GenerationFacts)

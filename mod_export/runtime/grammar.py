@@ -59,7 +59,7 @@ def schema_rule(schema: Mapping[str, Any]) -> str:
         GrammarError: the schema is not plain data, nested too deeply, or would be read as something else.
     """
     try:
-        json.dumps(schema)  # First of all, because it ends where a schema holds itself.
+        json.dumps(schema)  # Comes first, because it refuses a schema that contains itself.
         # Options in the schema itself could turn off the checks of its keywords.
         return "%json " + json.dumps({**checked(schema), "x-guidance": OPTIONS})
     except (TypeError, ValueError, RecursionError) as error:
@@ -137,7 +137,7 @@ class Grammars:
                     problem = GrammarNotCompiledError(waited)
                 else:
                     matcher = self._compile(text)
-            except BaseException as error:  # Panics of llguidance are no Exception. Who waits must hear of anything.
+            except BaseException as error:  # Panics of llguidance are no Exception. Waiting threads must get any error.
                 problem = error
             with self._lock:
                 del self._waiting[text]
@@ -151,7 +151,7 @@ class Grammars:
                 future.set_exception(problem)
 
     def _compile(self, text: str) -> LLMatcher:
-        tokens, tokenizer = self._tokens  # Reads the vocabulary once, which may take seconds, and not of the limit.
+        tokens, tokenizer = self._tokens  # Reads the vocabulary once. The limit does not include these seconds.
         check(self._process, tokens, text)
         return compiled(tokenizer, text)
 

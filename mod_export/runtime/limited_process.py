@@ -1,9 +1,9 @@
 """Does work in another process, within limits of time and memory.
 
 A small grammar can take hours and all memory to compile, and a chat template is a program. Nothing ends such work
-inside a process. So another process does it, which is killed where it goes beyond its limits. The process is started
-when it is first needed, is told what does not change, answers one question after the other, and is started again after
-it was killed. It is no child of the package `multiprocessing`, which would run the main module of a program again.
+inside a process. So another process does the work, and is killed if it exceeds its limits. The process is started when
+it is first needed, gets the data that does not change, answers one question after the other, and is started again after
+it was killed. It is not started by the package `multiprocessing`, which would run the main module of a program again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 START_S = 60.0
-"""How many seconds a process may take to start and to read what does not change."""
+"""How many seconds a process may take to start and to read the data that does not change."""
 
 Answer = Callable[[Any], Any]
 """Answers a question. Both are plain data."""
@@ -66,7 +66,7 @@ class LimitedProcess:
 
         Args:
             question: plain data.
-            known: returns plain data that does not change, which a process is told once.
+            known: returns plain data that does not change, which each process gets once.
             limit_s: seconds that the answer may take.
             most_bytes: memory that the answers of a process may take.
 
@@ -74,7 +74,7 @@ class LimitedProcess:
             NoAnswerError: one of its subclasses says why.
         """
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # Somebody else has killed it meanwhile.
+            self._end()  # The process was killed from outside since the last question.
         process = self._process or self._start({"known": known(), "limit_s": limit_s, "most_bytes": most_bytes})
         ended_by_time, answer = _exchange(process, question, limit_s)
         if answer is not None:
@@ -152,7 +152,7 @@ def _exchange(process: subprocess.Popen[str], data: Any, limit_s: float) -> tupl
     finally:
         timer.cancel()
     if not answer.endswith("\n"):
-        with contextlib.suppress(subprocess.TimeoutExpired):  # It has ended: its exit status says why.
+        with contextlib.suppress(subprocess.TimeoutExpired):  # The process has ended; its exit status says why.
             process.wait(1)
         return late.is_set(), None
     return False, dict(json.loads(answer))
@@ -166,7 +166,8 @@ def _open(pipe: IO[str] | None) -> IO[str]:
 def answer_questions(prepare: Callable[[Any], Answer]) -> None:
     """Runs in the other process: answers every question that comes, until there are no more.
 
-    `prepare` gets what does not change, and returns what answers. The limit of memory begins after it.
+    `prepare` gets the data that does not change, and returns the function that answers. The memory limit applies after
+    `prepare`.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # A line that a library prints is no answer.
@@ -180,7 +181,7 @@ def answer_questions(prepare: Callable[[Any], Answer]) -> None:
     _limit_memory(first["most_bytes"])
     say(None)
     for line in sys.stdin:
-        signal.alarm(math.ceil(first["limit_s"]) + 1)  # Also ends it if nobody is left to kill it.
+        signal.alarm(math.ceil(first["limit_s"]) + 1)  # Ends this process even if its parent is gone.
         try:
             say(answer(json.loads(line)))
         except MemoryError:
@@ -189,7 +190,7 @@ def answer_questions(prepare: Callable[[Any], Answer]) -> None:
 
 
 def _limit_memory(more: int) -> None:
-    """Limits the memory to what is taken now and `more` bytes, where the system can do so."""
+    """Limits the memory of this process to what it uses now plus `more` bytes, if the system supports that."""
     import resource
 
     with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """Keeps what texts have read, so that later texts which begin alike do not read it again.
 
-A text that takes kept state is bit-equal to one that reads everything itself, because both come to the same bits in the
-same way. Prompts are read in parts (`prompts.py`), and a part is taken if all parts before it were the same. Scored
+A text that takes kept state is bit-equal to one that reads everything itself, because both compute it with the same
+operations. Prompts are read in parts (`prompts.py`), and a part is taken if all parts before it were the same. Scored
 prompts are read by steps of one token, in blocks of `BLOCK`; steps round differently from parts, and the engines of one
 text differently from those of several, so each kind of reading has chains of its own.
 """
@@ -59,14 +59,14 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self.used_bytes = 0
         self._numbers = 0
-        # In the order of their last use. Whoever uses a node uses those before it, and they are moved after it. So the
-        # first node in this order is always the end of a chain.
+        # Nodes in the order of their last use. A text that uses a node also uses the nodes before it in the chain,
+        # which are moved behind it here. So the first node in this order is always the end of a chain.
         self._nodes: OrderedDict[Key, Node] = OrderedDict()
         self._families: dict[Reading, int] = {}
 
     def beginning(self, how: Reading) -> Node | None:
-        """Returns where the texts that are read in this way begin; None if there is no room for it."""
-        # Negative numbers stand where blocks have the number of the node before them.
+        """Returns the node at which texts that are read in this way begin; None if there is no room for it."""
+        # The key of a block has the number of the node before it; the key of a beginning has a negative number there.
         key: Key = (-1 - self._families.setdefault(how, len(self._families)), ())
         return self._nodes.get(key) or self._add(key, None, 0, None)
 

@@ -1,9 +1,9 @@
 """Reads prompts in parts, with the prefill engines of a build folder.
 
-A prompt is read from its beginning: as often as enough tokens are left by the engine that reads the most, then by the
-next one, and what is left at the end by the engine that reads the fewest, which pads it. An engine also pads what is
-left if the smaller ones would compute as many tokens for it. So two prompts that begin alike read their common
-beginning in the same way, up to the last whole part of the longest engine, and to the last bit with the same results.
+A prompt is read from its beginning. The engine that reads the most tokens reads parts of it as long as enough tokens
+are left, then the next smaller engine, and so on. The engine that reads the fewest tokens pads the rest. A larger
+engine pads the rest if the smaller ones would compute just as many tokens. So two prompts with the same beginning read
+it in the same parts, up to the last whole part of the longest engine, and with results that are equal bit for bit.
 
 Shape legend: S tokens that an engine reads, V vocabulary, N routing sites. There is one row.
 """
@@ -96,7 +96,7 @@ class Prompts(TextCache):
         return self.block(0, self._last.filled, self._last.outputs[PRIMARY["last"]][0])
 
     def take(self, block: CachedBlock, tokens: int) -> None:
-        """Continues by a part of so many tokens that was read before."""
+        """Continues the row by a part of this many tokens that was read earlier and kept."""
         self.put_block(0, block)
         self.position += tokens
 
@@ -115,13 +115,13 @@ class Prompts(TextCache):
             EngineError: the engine failed, or the row is full.
         """
         self.start(kept)
-        found: dict[str, list[np.ndarray]] = {}
+        positions_by_output: dict[str, list[np.ndarray]] = {}
         for part in self.parts(ids):
             logits_V = self.read_part(part)
             for name, positions_K in self.routed.items():
-                found.setdefault(name, []).append(positions_K[positions_K >= 0])
+                positions_by_output.setdefault(name, []).append(positions_K[positions_K >= 0])
         read = self.keep(0, self.position, logits_V)
-        return read, {name: np.concatenate(positions) for name, positions in found.items()}
+        return read, {name: np.concatenate(positions) for name, positions in positions_by_output.items()}
 
 
 def part_lengths(tokens: int, sizes: Sequence[int]) -> list[int]:
@@ -145,8 +145,8 @@ class _Engine:
 
     def __init__(self, runner: BindableRunner, seq: int, cache: dict[str, np.ndarray], where: str) -> None:
         shapes = {name: array.shape for name, array in cache.items()}
-        found = {name: runner.ports[name].shape for name in runner.inputs if name not in TOKENS}
-        if not {*TOKENS} <= {*runner.inputs} or found != shapes:
+        input_shapes = {name: runner.ports[name].shape for name in runner.inputs if name not in TOKENS}
+        if not {*TOKENS} <= {*runner.inputs} or input_shapes != shapes:
             raise EngineError(
                 f"{where}: the engine that reads {seq} tokens does not continue texts on the cache of the others; "
                 "build again"
@@ -169,8 +169,8 @@ class _Engine:
         self._run()
         slot_L, kept_L = self.outputs["slots"][0], self.outputs["kept"][0]
         for layer, cache_1GLE, rows_1GTE in self._writes:
-            slot, kept = slot_L[layer], kept_L[layer]
-            cache_1GLE[0, :, slot : slot + kept] = rows_1GTE[0, :, :kept]
+            slot, count = slot_L[layer], kept_L[layer]
+            cache_1GLE[0, :, slot : slot + count] = rows_1GTE[0, :, :count]
         return self.outputs
 
     @property

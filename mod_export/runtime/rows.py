@@ -74,7 +74,7 @@ class Completion:
         text: the new characters, up to the stop string; empty if the model's ids do not represent text.
         finish: "length", "stop", "cancelled" or "failed"; empty while the text is being written.
         stop: the stop string or stop id that ended the text; None if its grammar ended it.
-        failure: why the text failed, which only one with a grammar can do; the texts beside it go on.
+        failure: why the text failed. Only a text with a grammar can fail; the texts beside it go on.
         first_token_s: seconds from the request to the first token, including time in the queue.
         ran: routing site -> number of tokens of the text that it selected.
         overflow: routing site -> number of tokens that wanted a slot but found none left.
@@ -115,8 +115,8 @@ class RowText:
         stops: finds the stop strings.
         logprobs: how many of the most probable tokens are recorded with each new token; None records nothing.
         score_prompt: whether log probabilities of the prompt are recorded too.
-        bias: is added to the logits before a token is chosen; log probabilities are those without it.
-        grammar: what the text follows; log probabilities are those without it.
+        bias: is added to the logits before a token is chosen; log probabilities do not include it.
+        grammar: the grammar that the text follows; log probabilities do not take it into account.
         since: time of the request, from `time.perf_counter`.
         b: row of the decoder that holds the text.
         position: number of tokens that this row has read.
@@ -161,10 +161,10 @@ class _Reading:
     Attributes:
         text: the text that it begins.
         ids: the tokens to read.
-        kept: what was read before them; None if nothing was.
-        parts: those that are left; None before the first.
-        node: where the last part is kept; None if it is not.
-        logits_V: those after the last part.
+        kept: the cached state of the tokens before these; None if there are none.
+        parts: the parts that are left to read; None before the first part.
+        node: the node that keeps the last part; None if the part is not kept.
+        logits_V: the logits after the last part.
     """
 
     text: RowText
@@ -208,7 +208,7 @@ class TextRows:
         self._prompts, self._sites, self._rolling = prompts, sites, rolling
         self._prefixes = prefixes
         self._texts: list[RowText | None] = [None] * self._decoder.batch
-        # Only the first one has begun: there is one row to read prompts in.
+        # Only the first reading has begun, because there is one row to read prompts in.
         self._readings: deque[_Reading] = deque()
 
     @property
@@ -384,7 +384,9 @@ class TextRows:
             yield from self._accept(text, reading.logits_V)
 
     def _begin_reading(self, reading: _Reading) -> deque[tuple[int, ...]]:
-        """Prepares the row of prompts, and takes the parts that are kept. Returns the others."""
+        """Prepares the row that reads prompts, and takes the parts of this prompt that are kept. Returns the parts that
+        are left.
+        """
         parts, text = self._prompts.parts(reading.ids), reading.text
         self._prompts.start(reading.kept)
         if reading.kept is not None:
@@ -447,7 +449,7 @@ class TextRows:
             yield from self._rest(text)
 
     def _ends_whole(self, text: RowText) -> bool:
-        """Ends a text that is over with its last token; returns whether it is, unless a stop string cuts it."""
+        """Ends a text that is over with its last token. Returns whether it is over and not cut by a stop string."""
         if text.stops.stopped is not None:
             self._finish(text, "stop", text.stops.stopped)
             return False

@@ -1,5 +1,5 @@
-r"""Parts of JSON schemas of which llguidance silently makes a grammar of other texts; they are refused, or written so
-that no such text is possible.
+r"""Checks JSON schemas for parts that llguidance would silently turn into a grammar of other texts. Such parts are
+refused, or rewritten so that no such text is possible.
 
 Texts hold no control characters except \b, \t, \n, \f and \r, because JSON has a single way to write these. llguidance
 leaves the others out of `const`, `enum` and `pattern`, so `"a\u0007b"` would become `"ab"`. It lets quotes and
@@ -29,25 +29,25 @@ NO_SCHEMA = ("title", "description", "default", "examples", "$comment", "require
 
 
 def checked(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the schema as llguidance reads it rightly.
+    """Returns the schema in a form that llguidance reads correctly.
 
     Raises:
         GrammarError: llguidance would read a part of it as something else.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in schema.items():
         if key in ("const", "enum"):
             _check_value(value, key)
-            found[key] = value
+            result[key] = value
         elif key == "pattern" and isinstance(value, str):
-            found[key] = _pattern(value, key)
+            result[key] = _pattern(value, key)
         elif key in NAMES and isinstance(value, Mapping):
             patterns = key == "patternProperties"
-            found[key] = {_pattern(name, key) if patterns else name: _checked(part) for name, part in value.items()}
+            result[key] = {_pattern(name, key) if patterns else name: _checked(part) for name, part in value.items()}
         else:
-            found[key] = value if key in NO_SCHEMA else _checked(value)
+            result[key] = value if key in NO_SCHEMA else _checked(value)
     _check_counts(schema)
-    return found
+    return result
 
 
 def _checked(value: Any) -> Any:
@@ -86,7 +86,7 @@ def _part(part: str, key: str) -> str:
         return part
     try:
         kind = re.compile(ESCAPE.sub(lambda escape: re.escape(_plain(escape[0])), part))
-    except re.error:  # What only llguidance's form of regular expressions has.
+    except re.error:  # Syntax that only llguidance's regular expressions have.
         return part
     matches = {character for character in ASCII if kind.fullmatch(character)}
     controls = {character for character in matches if CONTROL.fullmatch(character)}

@@ -43,11 +43,11 @@ class NoTextError(Exception):
 
 
 class TooSlowTextError(NoTextError):
-    """A template took too long. It may have been the machine, so the next time may be another."""
+    """A template took too long. The cause may be a busy machine, so a later attempt may succeed."""
 
 
 class TemplateNotRenderedError(ModExportError):
-    """A template was not rendered, for a reason that is none of its own."""
+    """A template was not rendered, for a reason that is not in the template."""
 
 
 def template_process() -> LimitedProcess:
@@ -89,7 +89,7 @@ def rendered(process: LimitedProcess, sources: Mapping[str, str], name: str, con
 
 
 def renderer(sources: Mapping[str, str]) -> Callable[[dict[str, Any]], dict[str, str]]:
-    """Returns what answers the questions of `rendered` with a text or an error."""
+    """Returns a function that answers the questions of `rendered` with a text or an error."""
     read: dict[str, jinja2.Template] = {}
 
     def answer(question: dict[str, Any]) -> dict[str, str]:

@@ -28,8 +28,8 @@ def vocabulary_of(folder: Path, manifest: Manifest) -> Vocabulary | None:
     """
     if manifest.tokenizer is None or manifest.tokenizer == "bytes":
         return None if manifest.tokenizer is None else Bytes()
-    kept = [manifest.tokenizer, *(name for name in BESIDE_TOKENIZER if name in manifest.files)]
-    verify_files(folder, manifest.entries(kept))
+    file_names = [manifest.tokenizer, *(name for name in BESIDE_TOKENIZER if name in manifest.files)]
+    verify_files(folder, manifest.entries(file_names))
     return TokenizersFile(folder / manifest.tokenizer)
 
 
@@ -168,9 +168,9 @@ class StopText:
             end, _, self.stopped = min(matches)
             self._held = ""
             return text[: end - len(self.stopped)]
-        shown = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[shown:]
-        return text[:shown]
+        certain_length = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[certain_length:]
+        return text[:certain_length]
 
     def close(self) -> str:
         """Returns the characters that were held back, for a text that ends without a stop string."""

@@ -83,18 +83,20 @@ def create_app(
 async def _no_such_address(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = path_of(request)
-    asked = f"{request.method[:20]} {path[:80]}"
+    requested = f"{request.method[:20]} {path[:80]}"
     headers = dict(error.headers or {})
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-        # Starlette keeps the methods in a set, whose order each process has of its own.
+        # Starlette keeps the methods in a set, whose order differs from process to process.
         headers["Allow"] = allowed = ", ".join(sorted(headers.get("Allow", "").split(", ")))
-        problem = ApiError(405, f"{asked}: not a method of this address; it has {allowed}", code="unsupported")
+        problem = ApiError(405, f"{requested}: not a method of this address; it has {allowed}", code="unsupported")
     elif path.startswith(NOT_HERE):
         problem = ApiError(
-            404, f"{asked}: not supported here; this server has {_addresses(request)}", code="unsupported"
+            404, f"{requested}: not supported here; this server has {_addresses(request)}", code="unsupported"
         )
     else:
-        problem = ApiError(404, f"{asked}: no such address; this server has {_addresses(request)}", code="unknown_url")
+        problem = ApiError(
+            404, f"{requested}: no such address; this server has {_addresses(request)}", code="unknown_url"
+        )
     response = problem.response(path)
     response.headers.update(headers)
     service_of(request).metrics.answered("", error.status_code)

@@ -1,9 +1,10 @@
 """Web pages of other origins that may use the server (CORS, https://fetch.spec.whatwg.org/#http-cors-protocol).
 
 Starlette's middleware knows the protocol. It is an outer layer of the application, and endpoints turn every error
-into a response, so refusals and streams have its headers too; only what never reaches the application has none, such as
-a head that is no HTTP. Two of its answers are replaced here: a preflight request that passes is answered 204, as it
-has no body, and one that does not is told which option allows it.
+into a response, so refusals and streams have its headers too. Only the answer to a request that never reaches the
+application, such as a head that is no HTTP, has none. Two answers of the middleware are replaced here: an accepted
+preflight request is answered with 204, because the answer has no body, and the refusal of a preflight request names the
+option that would allow it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Cors(CORSMiddleware):
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """Answers a preflight request. A method that is none of ours is left to the browser, which compares it."""
+        """Answers a preflight request. A method that no endpoint has is left to the browser, which compares it with the
+        allowed methods.
+        """
         origin = request_headers["origin"]
         if not self.is_allowed_origin(origin):
             refused = foreign_page(origin).response("")

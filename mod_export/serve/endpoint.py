@@ -243,7 +243,7 @@ class ApiError(Exception):
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["WWW-Authenticate"] = "Bearer"
         if self.status == HTTPStatus.UNSUPPORTED_MEDIA_TYPE:
-            headers["Accept-Encoding"] = "identity"  # RFC 9110, 15.5.16: what would have been read.
+            headers["Accept-Encoding"] = "identity"  # RFC 9110, 15.5.16: the encoding to use instead.
         return JSONResponse(body, self.status, headers)
 
 

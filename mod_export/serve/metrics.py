@@ -41,7 +41,7 @@ class Metrics(TextObserver, Collector):
         self._all_read = self._counter("read_tokens", "Tokens that the model has read, whose share is selected")
 
     def show(self, gauges: Sequence[Gauge]) -> None:
-        """Shows these gauges in place of those before."""
+        """Shows these gauges in place of the earlier ones."""
         self._gauges = gauges
 
     def text(self) -> bytes:

@@ -98,15 +98,15 @@ async def chat_completions(request: Request) -> Response:
 
     def read() -> list[RowText]:
         tools = [tool.sent for tool in body.offered]
-        said = "".join(message.text for message in body.messages)
-        _check_length(generator, said)
+        conversation = "".join(message.text for message in body.messages)
+        _check_length(generator, conversation)
         if generator.vocabulary is None:
             raise UsageError("this model's ids stand for no text, so it has no conversations; give prompts as ids")
         template = generator.vocabulary.chat_template
         if tools and not body.demanded and not template.reads_tools:
             raise ApiError(400, BLIND, param="tools")
         if tools and template.reads_tools:
-            _check_length(generator, "".join([said, *map(json.dumps, tools)]))
+            _check_length(generator, "".join([conversation, *map(json.dumps, tools)]))
         variables = {**body.chat_template_kwargs, **({"tools": tools} if tools and template.reads_tools else {})}
         ids = generator.ids([message.for_template(template) for message in body.messages], variables)
         limits = [body.max_completion_tokens, body.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
@@ -171,8 +171,8 @@ def _check_length(generator: Generator, prompt: str | Sequence[int]) -> None:
     """Refuses a prompt that is far too long, before it is tokenised or its ids are checked."""
     most = generator.window * (CHARACTERS_OF_A_TOKEN if isinstance(prompt, str) else 1)
     if len(prompt) > most:
-        what = f"characters; at most {most} are read" if isinstance(prompt, str) else "tokens"
-        raise _too_long(generator, f"your prompt has {len(prompt)} {what}. Please reduce the length of the prompt.")
+        unit = f"characters; at most {most} are read" if isinstance(prompt, str) else "tokens"
+        raise _too_long(generator, f"your prompt has {len(prompt)} {unit}. Please reduce the length of the prompt.")
 
 
 def _too_long(generator: Generator, but: str) -> ApiError:
@@ -186,14 +186,14 @@ def _too_long(generator: Generator, but: str) -> ApiError:
 def _check_window(generator: Generator, asked: OpenAIRequest, longest: int, new_tokens: int) -> None:
     if tokens_read(longest, new_tokens) <= generator.window:
         return
-    what = "messages" if isinstance(asked, ChatRequest) else "prompt"
-    given = asked.max_tokens is not None or getattr(asked, "max_completion_tokens", None) is not None
-    if longest > generator.window and not given:
-        but = f"your {what} resulted in {longest} tokens. Please reduce the length of the {what}."
+    source = "messages" if isinstance(asked, ChatRequest) else "prompt"
+    has_limit = asked.max_tokens is not None or getattr(asked, "max_completion_tokens", None) is not None
+    if longest > generator.window and not has_limit:
+        but = f"your {source} resulted in {longest} tokens. Please reduce the length of the {source}."
     else:
         but = (
-            f"you requested {longest + new_tokens} tokens ({longest} in the {what}, {new_tokens} in the completion). "
-            f"Please reduce the length of the {what} or max_tokens."
+            f"you requested {longest + new_tokens} tokens ({longest} in the {source}, {new_tokens} in the completion). "
+            f"Please reduce the length of the {source} or max_tokens."
         )
     raise _too_long(generator, but)
 

@@ -151,7 +151,7 @@ class _Schemas(GenerateJsonSchema):
 
 
 def description(*, keys: bool) -> Json:
-    """Returns the description of a server, which does or does not ask for API keys."""
+    """Returns the description of a server; `keys` says whether it asks for API keys."""
     paths: Json = {}
     for (method, path), operation in OPERATIONS.items():
         paths.setdefault(path, {})[method.lower()] = _operation(path, operation, keys=keys)
@@ -166,10 +166,10 @@ def description(*, keys: bool) -> Json:
 
 def route(*, keys: bool) -> Callable[[Request], Awaitable[Response]]:
     """Returns the endpoint of the description, which is the same for all requests but for the address of the server."""
-    found = description(keys=keys)
+    document = description(keys=keys)
 
     async def openapi(request: Request) -> Response:
-        return JSONResponse({**found, "servers": [{"url": request.scope.get("root_path") or "/"}]})
+        return JSONResponse({**document, "servers": [{"url": request.scope.get("root_path") or "/"}]})
 
     return openapi
 
@@ -187,9 +187,9 @@ def _operation(path: str, operation: Operation, *, keys: bool) -> Json:
     if operation.reads is not None:
         content = {JSON: {"schema": _reference(operation.reads)}, **({BINARY: {}} if operation.binary else {})}
         described["requestBody"] = {"required": True, "content": content}
-    asked = (401,) if keys and operation.secured else ()
+    key_statuses = (401,) if keys and operation.secured else ()
     error = shapes.ProtocolError if path.startswith("/v2") else shapes.ErrorAnswer
-    for status in sorted({*EVERYWHERE, *asked, *operation.refusals}):
+    for status in sorted({*EVERYWHERE, *key_statuses, *operation.refusals}):
         described["responses"][str(status)] = _refusal(status, operation, error)
     return described
 
@@ -211,7 +211,9 @@ def _answer(operation: Operation) -> Json:
 
 
 def _event(chunk: type[BaseModel]) -> Json:
-    """Schema of a server-sent event. OpenAPI 3.1 has no word for the items of a stream; tools read this one so."""
+    """Schema of a server-sent event. OpenAPI 3.1 has no keyword for the items of a stream; tools read the schema of a
+    stream as that of its items.
+    """
     lines = {"anyOf": [_reference(chunk), _reference(shapes.ErrorAnswer)]}
     data = [{"const": "[DONE]"}, {"type": "string", "contentMediaType": JSON, "contentSchema": lines}]
     return {
@@ -243,9 +245,14 @@ def _reference(model: type[BaseModel]) -> Json:
 
 def _schemas() -> dict[str, Json]:
     read = {operation.reads for operation in OPERATIONS.values() if operation.reads is not None}
-    shown = {shape for one in OPERATIONS.values() for shape in (one.answer, one.chunk) if isinstance(shape, type)}
-    shown |= {shapes.ErrorAnswer, shapes.ProtocolError}
-    schemas = {**_generated(read), **{name: _without_null(schema) for name, schema in _generated(shown).items()}}
+    answered = {
+        shape
+        for operation in OPERATIONS.values()
+        for shape in (operation.answer, operation.chunk)
+        if isinstance(shape, type)
+    }
+    answered |= {shapes.ErrorAnswer, shapes.ProtocolError}
+    schemas = {**_generated(read), **{name: _without_null(schema) for name, schema in _generated(answered).items()}}
     for model in read:
         if issubclass(model, OpenAIRequest):
             _say_what_is_accepted(schemas[model.__name__])
@@ -255,10 +262,10 @@ def _schemas() -> dict[str, Json]:
 
 def _generated(models: Iterable[type[BaseModel]]) -> dict[str, Json]:
     listed = sorted(models, key=lambda model: model.__name__)
-    _, found = models_json_schema(
+    _, generated = models_json_schema(
         [(model, "validation") for model in listed], ref_template=REFERENCE, schema_generator=_Schemas
     )
-    schemas: dict[str, Json] = found["$defs"]
+    schemas: dict[str, Json] = generated["$defs"]
     return schemas
 
 

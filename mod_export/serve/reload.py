@@ -101,10 +101,10 @@ class ServedFolder:
         while self._watched:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._asked.wait(), wait_s)
-            asked = self._asked.is_set()
+            is_requested = self._asked.is_set()
             self._asked.clear()
             version = self._look()
-            unchanged = version in (None, self._version) and not asked
+            unchanged = version in (None, self._version) and not is_requested
             done = unchanged or await self._take(version)
             wait_s = LOOK_S if done else min(2 * wait_s, MOST_RETRY_S)
 
@@ -125,22 +125,24 @@ class ServedFolder:
         self.metrics.reloaded("taken")
         LOG.info("%s: serves a new version: %s", new.service.name, new.service.describe())
         self._replaced = old
-        # Before another version is opened, so that there are never three in memory.
+        # The old version closes before another one is opened, so that there are never three in memory.
         await asyncio.to_thread(old.close)
         self._replaced = None
         return True
 
     def _failed(self, error: Exception, *, traceback: bool = False) -> None:
         self.metrics.reloaded("failed")
-        what = "%s: cannot be opened, so the version before is served on: %s"
-        LOG.error(what, self._path, error, exc_info=error if traceback else None)
+        message = "%s: cannot be opened, so the version before is served on: %s"
+        LOG.error(message, self._path, error, exc_info=error if traceback else None)
 
     def _opened(self) -> OpenFolder:
         # Engines are opened when they are first needed. By then a link may lead to another version.
         return self._open(self._path.resolve(), self.metrics)
 
     def _look(self) -> Version | None:
-        """What differs between two manifests at the same path; None if there is none at the moment."""
+        """Returns the properties in which two manifests at the same path differ; None if there is no manifest at the
+        moment.
+        """
         try:
             manifest = (self._path / MANIFEST).stat()
         except OSError:

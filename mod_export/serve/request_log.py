@@ -1,8 +1,9 @@
-"""Names every request, answers with its name, and logs it in a line: a person's or a program's. Its span begins here.
+"""Gives every request an id, sends the id with the answer, and logs the request in one line, for people or for
+programs. The span of the request begins here, too.
 
-The name (id) is that of the client's header X-Request-Id, or a new one. The answer has it in the same header, as
-OpenAI's has, and every line that is logged while the request is answered has it too. So what a user reports, what a
-proxy logged and what this server logged can be put together.
+The id comes from the client's header X-Request-Id, or is a new one. The answer has the id in the same header, as
+answers of OpenAI's API have, and so has every line that is logged while the request is answered. So the report of a
+user, the log of a proxy and the log of this server can be matched.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mod_export.serve.traces import answered, request_span, trace_of_request
 
 LOG = logging.getLogger("mod_export.requests")
-"""Has one record of level INFO for each answered request."""
+"""The logger that gets one record of level INFO for each answered request."""
 HEADER = "X-Request-Id"
 NAME = re.compile(rb"[\x21-\x7e]{1,128}")
-"""Names that are taken from clients: what can stand in a log and a header as it is."""
+"""Ids that are accepted from clients, because they can be written to a log and a header as they are."""
 FORMATS = ("text", "json")
 CLIENT_LEFT = 499
 """The status that nginx logs for a client that disconnected before the answer began; it is never sent."""
@@ -45,8 +46,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"").strip(b" \t")
-        name = given.decode() if NAME.fullmatch(given) else uuid.uuid4().hex
+        header = next((value for name, value in scope["headers"] if name == HEADER.lower().encode()), b"").strip(b" \t")
+        name = header.decode() if NAME.fullmatch(header) else uuid.uuid4().hex
         status, begin = CLIENT_LEFT, time.perf_counter()
 
         async def named(message: Message) -> None:
@@ -69,14 +70,14 @@ class RequestLog:
 def _log(scope: Scope, status: int, seconds: float) -> None:
     if not LOG.isEnabledFor(logging.INFO):
         return
-    # Without the query: addresses here have none, and what a client put there may be secret.
+    # The query is left out: addresses here have none, and what a client put there may be secret.
     path = scope["path"][:200]
     client = scope["client"][0] if scope.get("client") else None
     fields = {
         "method": scope["method"], "path": path, "status": status, "seconds": round(seconds, 6), "client": client,
     }  # fmt: skip
-    shown = path.encode("unicode_escape").decode()
-    LOG.info("%s %s %s %d %.3f s", client, scope["method"], shown, status, seconds, extra={EXTRA: fields})
+    printable_path = path.encode("unicode_escape").decode()
+    LOG.info("%s %s %s %d %.3f s", client, scope["method"], printable_path, status, seconds, extra={EXTRA: fields})
 
 
 class _Named(logging.Filter):

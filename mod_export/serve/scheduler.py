@@ -315,17 +315,17 @@ class Scheduler:
 
     def _work(self, rows: TextRows) -> None:
         """Starts waiting texts, and runs one step."""
-        self._leave_out_what_is_over()
-        self._tell()
+        self._drop_ended_requests()
+        self._deliver_events()
         while len(rows.busy) < rows.size and (text := self._next()) is not None:
             rows.begin(text)
         self._take_ended()
         self._pass_on(rows.step())
         _ = rows.busy  # Removes texts that were cancelled meanwhile from their rows.
         self._take_ended()
-        self._tell()
+        self._deliver_events()
 
-    def _leave_out_what_is_over(self) -> None:
+    def _drop_ended_requests(self) -> None:
         """Drops texts that were cancelled while they waited, and fails requests that waited too long."""
         now = time.monotonic()
         late = []
@@ -381,7 +381,7 @@ class Scheduler:
             observer.ended(text)
         self._untold.append((job, Ended(text.row, text.completion)))
 
-    def _tell(self) -> None:
+    def _deliver_events(self) -> None:
         """Delivers events after all rows of a step have their tokens: receivers need the GIL, which this thread
         releases when the engine runs.
         """

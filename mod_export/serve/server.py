@@ -116,7 +116,7 @@ class ServedApp(Protocol):
         """Asks for the folder to be opened again."""
 
     async def watch(self) -> None:
-        """Does what has to be done beside answering, until it is cancelled."""
+        """Does the work that is not an answer to a request, until it is cancelled."""
 
 
 def read_keys(path: Path) -> frozenset[str]:
@@ -221,7 +221,7 @@ def _run(served: ServedApp, listener: socket.socket, options: ServerOptions) -> 
 def _allow_connections() -> None:
     """Raises the limit of file descriptors: each connection takes one, and many systems allow only 1,024 by default."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A supervisor takes two for each.
+    # A supervisor takes two descriptors for each connection.
     wanted = 3 * MOST_CONNECTIONS
     if resource.RLIM_INFINITY != soft < wanted:
         most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)

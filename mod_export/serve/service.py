@@ -166,12 +166,13 @@ def open_service(folder: Path, options: ServiceOptions, metrics: Metrics | None 
     Args:
         folder: the build folder.
         options: how it is served.
-        metrics: what counts its texts and requests, and shows its gauges once it is open; None makes new ones.
+        metrics: counts its texts and requests, and shows its gauges once the folder is open; None makes new metrics.
 
     Raises:
-        BuildFolderError: not a complete build folder, a damaged file, or not signed by one of the trusted keys.
-        UsageError: an option is out of range, or a file of a trusted key holds none.
-        TargetError: nothing in it runs here.
+        BuildFolderError: the folder is not a complete build folder, a file is damaged, or the folder is not signed by
+            the owner of one of the trusted keys.
+        UsageError: an option is out of range, or a file of a trusted key holds no key.
+        TargetError: no engine of the folder runs here.
     """
     check_signature(folder, options.trusted_keys)
     manifest = open_folder(folder)

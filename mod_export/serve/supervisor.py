@@ -59,7 +59,7 @@ NOT_SENT_BACK = FOR_ONE_HOP | {b"transfer-encoding"}
 EVENTS = b"text/event-stream"
 NO_ROOM = "the server has no room for another connection; try again"
 GONE = (httpcore2.NetworkError, httpcore2.RemoteProtocolError)
-"""What a request meets whose worker has ended, or for which no connection to it can be made."""
+"""Errors of a request whose worker has ended, or to whose worker no connection can be made."""
 PROCESSES = multiprocessing.get_context("spawn")
 Work = Callable[[str, int, Callable[[str], None]], int]
 """Serves at the path of a Unix socket, which does not exist yet; gets the number of workers that crashed before, and
@@ -111,17 +111,17 @@ class Supervisor:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request with the worker's answer, or with a refusal of its own."""
-        own: Response
+        response: Response
         try:
             if self._worker.serves and await self._worker.answer(scope, receive, send):
                 return
-            own = self._own(scope["path"])
+            response = self._unavailable(scope["path"])
         except TimeoutError:
-            own = slow_body().response(scope["path"])
+            response = slow_body().response(scope["path"])
         except _NoRoomError:
-            own = ApiError(503, NO_ROOM, code="no_room", retry_after_s=1).response(scope["path"])
+            response = ApiError(503, NO_ROOM, code="no_room", retry_after_s=1).response(scope["path"])
         # Wrapped as the worker's application is, so that it has an id, a line in the log, and CORS headers.
-        await RequestLog(Cors(own, self._origins))(scope, receive, send)
+        await RequestLog(Cors(response, self._origins))(scope, receive, send)
 
     def stop_accepting(self) -> None:
         """Lets the worker refuse all new requests, and end when its texts are done."""
@@ -181,8 +181,8 @@ class Supervisor:
     def _started(self, retry_s: int) -> _Worker:
         return _Worker(self._work, Path(self._folder.name) / f"worker-{self._restarts}", self._restarts, retry_s)
 
-    def _own(self, path: str) -> Response:
-        """Returns the answer for a worker that is not there."""
+    def _unavailable(self, path: str) -> Response:
+        """Returns the supervisor's own answer, for the time in which no worker can serve."""
         if path in [f"{prefix}/live" for prefix in HEALTH]:
             return JSONResponse({"live": self.live}, 200 if self.live else 503)
         if path in [f"{prefix}/ready" for prefix in HEALTH]:
@@ -212,35 +212,37 @@ class _Worker:
         self._pool = httpcore2.AsyncConnectionPool(max_connections=None, keepalive_expiry=IDLE_S, uds=str(path))
 
     def wait(self) -> None:
-        """Waits until it can serve. Blocks.
+        """Waits until the worker can serve. Blocks.
 
         Raises:
-            ModExportError: its own error.
-            EngineError: it ended.
+            ModExportError: the worker's own error.
+            EngineError: the worker ended.
         """
         try:
-            told = self._told.recv()
+            message = self._told.recv()
         except (EOFError, OSError) as error:
             self.ended()
             raise EngineError(f"the process of the engines ended before it could serve ({self.end})") from error
-        if isinstance(told, ModExportError):
-            raise told
-        self.description, self.serves = told, True
+        if isinstance(message, ModExportError):
+            raise message
+        self.description, self.serves = message, True
         self.retry_s = math.ceil(time.monotonic() - self._begin)
 
     @property
     def end(self) -> str:
-        """How it ended, in words."""
+        """How the worker ended, in words."""
         self._process.join(LONGER_S)
         code = self._process.exitcode
         return f"exit code {code}" if code is None or code >= 0 else signal.Signals(-code).name
 
     def ended(self, within_s: float | None = None) -> bool:
-        """Waits until it has ended; returns False if it takes longer than `within_s`. Blocks."""
+        """Waits until the worker has ended; returns False if this takes longer than `within_s`. Blocks."""
         return bool(multiprocessing.connection.wait([self._process.sentinel], within_s))
 
     async def over(self) -> None:
-        """Returns when it has ended. A thread that waited would keep the event loop from closing."""
+        """Returns when the worker has ended. No thread waits for that, because it would keep the event loop from
+        closing.
+        """
         loop, over = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._process.sentinel, over.set)
         try:
@@ -250,19 +252,20 @@ class _Worker:
         self.serves = False
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it a signal, if it runs."""
+        """Sends the worker a signal, if it runs."""
         if not self.ended(0) and self._process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
 
     def kill(self) -> None:
-        """Ends it at once. Blocks until it has ended."""
+        """Ends the worker at once. Blocks until it has ended."""
         self.serves = False
         self._process.kill()
         self.ended()
 
     async def answer(self, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Passes a request to it and its answer back; returns False if it did not begin to answer.
+        """Passes a request to the worker, and its answer back to the client; returns False if the worker did not begin
+        to answer.
 
         Raises:
             TimeoutError: the body of the request did not come in time.
@@ -270,7 +273,7 @@ class _Worker:
         """
         sent = asyncio.Event()
         passing = asyncio.create_task(self._pass_on(scope, _body(receive, sent), send))
-        leaving = asyncio.create_task(_left(receive, sent))
+        leaving = asyncio.create_task(_client_left(receive, sent))
         try:
             await asyncio.wait({passing, leaving}, return_when=asyncio.FIRST_COMPLETED)
             # A client that has left gets no answer. The connection to the worker closes, so its text ends as well.
@@ -286,7 +289,7 @@ class _Worker:
         try:
             answer = await self._pool.handle_async_request(_request(scope, body))
         except GONE as error:
-            # The pool raises it again without its cause.
+            # The pool raises the error again without its cause.
             if isinstance(error.__context__, OSError) and error.__context__.errno in (errno.EMFILE, errno.ENFILE):
                 raise _NoRoomError from error
             return False
@@ -357,9 +360,9 @@ async def _body(receive: Receive, sent: asyncio.Event) -> AsyncIterator[bytes]:
     """Yields the body of a request as it arrives, and then sets `sent`.
 
     Raises:
-        ClientDisconnect: the client has left before.
-        TimeoutError: it did not come within BODY_S. The worker has the same limit, but its answer is read only after
-            the whole body.
+        ClientDisconnect: the client has left before the body was complete.
+        TimeoutError: the body did not come within BODY_S. The worker has the same limit, but its answer is read only
+            after the whole body.
     """
     end, more = asyncio.get_running_loop().time() + BODY_S, True
     while more:
@@ -373,7 +376,7 @@ async def _body(receive: Receive, sent: asyncio.Event) -> AsyncIterator[bytes]:
     sent.set()
 
 
-async def _left(receive: Receive, sent: asyncio.Event) -> None:
+async def _client_left(receive: Receive, sent: asyncio.Event) -> None:
     """Returns when the client has left after its whole request was read."""
     await sent.wait()
     while (await receive())["type"] != "http.disconnect":

@@ -56,7 +56,7 @@ class ToolAnswer(ChatAnswer):
         for call in (call for part in parts for call in part.get("tool_calls", [])):
             if "id" in call:
                 calls.append(call)
-            else:  # More characters of a call that was told.
+            else:  # More characters of a call that has begun.
                 function = calls[call["index"]]["function"]
                 function["arguments"] += call["function"]["arguments"]
         message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
@@ -69,5 +69,7 @@ class ToolAnswer(ChatAnswer):
 
 
 def _finish(done: Completion, *, called: bool) -> str:
-    """A text that ended by itself ended with its calls. One that was cut, even by a stop string, did not."""
+    """Returns how an answer ended: with its calls only if the text ended by itself and was not cut, even by a stop
+    string.
+    """
     return "tool_calls" if called and done.finish == "stop" and not isinstance(done.stop, str) else done.finish

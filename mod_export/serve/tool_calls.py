@@ -25,15 +25,15 @@ from mod_export.runtime.texts import StopText
 
 HERMES, HERMES_END, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 MARKS = (HERMES, MISTRAL)
-"""What stands before calls."""
+"""Marks that stand before calls."""
 SHOWN = (*MARKS, HERMES_END)
-"""What may be special tokens of a vocabulary, which texts show only on request."""
+"""Marks that may be special tokens of a vocabulary. Texts show special tokens only on request."""
 NUMBER = secrets.token_hex(16)
 """Stands before numbers while JSON is read and written, so that they keep their digits. No text can know it."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of a function without `parameters`."""
 ID_LENGTH = 9
-"""Templates of Mistral refuse ids of calls that have another length, or characters that are no letters and digits."""
+"""Templates of Mistral refuse ids of calls that have another length, or characters other than letters and digits."""
 
 Json = dict[str, Any]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -135,7 +135,7 @@ def grammar_of_call(functions: Sequence[Function]) -> str:
 
 
 def _opening(name: str) -> str:
-    """What a call begins with, up to its arguments."""
+    """Returns the beginning of a call, up to its arguments."""
     return f'{{"name": "{name}", "arguments": '
 
 
@@ -174,8 +174,8 @@ class DemandedCall(CallReader):
 
     def close(self) -> Json:
         """Returns the last character if it belongs to the arguments, because the text was cut."""
-        held = "" if self._told is None or _is_json(self._text) else self._text[self._told :]
-        return {"tool_calls": [{"index": 0, "function": {"arguments": held}}]} if held else {}
+        remainder = "" if self._told is None or _is_json(self._text) else self._text[self._told :]
+        return {"tool_calls": [{"index": 0, "function": {"arguments": remainder}}]} if remainder else {}
 
     def _arguments(self) -> str:
         """Returns the new characters of the arguments. The last character may be the brace that ends the call."""
@@ -188,7 +188,7 @@ class FoundCalls(CallReader):
     """Finds calls in a free text. Characters that may belong to a call are held back until the text ends."""
 
     def __init__(self, names: Collection[str], most: int | None) -> None:
-        """`names` are those of the functions, and `most` is the number of calls that are told."""
+        """`names` are the names of the functions, and `most` is the largest number of calls that a client gets."""
         self._names, self._most = names, most
         self._text = ""
         self._shown = 0
@@ -207,11 +207,11 @@ class FoundCalls(CallReader):
         calls, after = calls_of(self._text, self._names)
         if not calls:
             return self._content(self._text)
-        told = {"tool_calls": [call.delta(index) for index, call in enumerate(calls[: self._most])]}
+        deltas = {"tool_calls": [call.delta(index) for index, call in enumerate(calls[: self._most])]}
         marked = any(mark in self._text for mark in MARKS)
         before = self._content(self._unmarked.rstrip() if marked else "").get("content", "")
         content = before + ("\n" if after and self._shown else "") + after
-        return {"content": content, **told} if content else told
+        return {"content": content, **deltas} if content else deltas
 
     def _content(self, text: str) -> Json:
         new, self._shown = text[self._shown :], max(self._shown, len(text))
@@ -265,7 +265,7 @@ def _number(digits: str) -> str:
 def _written(value: Any) -> str:
     """Writes what `_value` has read, with the numbers as they were."""
     text = json.dumps(value, ensure_ascii=False)
-    if any("\ud800" <= character <= "\udfff" for character in text):  # Half a character is text only as an escape.
+    if any("\ud800" <= character <= "\udfff" for character in text):  # Half a surrogate pair is only valid escaped.
         text = json.dumps(value)
     return re.sub(f'"{NUMBER}([^"]*)"', r"\1", text)
 
@@ -286,7 +286,7 @@ def _call(value: Any, names: Collection[str]) -> Call:
     """Reads a call.
 
     Raises:
-        ValueError: the value is something else.
+        ValueError: the value is no such call.
     """
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or name not in names:

@@ -74,7 +74,7 @@ def trace_of_request() -> str | None:
 
 @dataclass(slots=True)
 class _Times:
-    """When a text came to what, from `time.perf_counter`; None if it has not."""
+    """When a text reached each of these points, from `time.perf_counter`; None if it has not reached the point."""
 
     request: Span
     begun: float | None = None
@@ -113,7 +113,7 @@ class TextTraces(TextObserver):
             return
         done, end, end_ns = text.completion, time.perf_counter(), time.time_ns()
         known = [bound for bound in (text.since, times.begun, times.first_token) if bound is not None]
-        # One look at the clock for all of them, because it may be set in between.
+        # The clock is read once for all bounds, because it may be set in between.
         bounds = [end_ns - int((end - bound) * 1e9) for bound in known] + [end_ns]
         span = _TRACER.start_span("text", trace.set_span_in_context(times.request), start_time=bounds[0])
         span.set_attribute("gen_ai.usage.input_tokens", len(done.prompt_ids))

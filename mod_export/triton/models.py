@@ -266,13 +266,13 @@ def _plans(request: RepositoryRequest, role: Role) -> list[Engine]:
 
 def _without_plans(request: RepositoryRequest) -> str:
     built = dict.fromkeys(engine.target for engine in request.manifest.engines)
-    what = f"{request.folder}: holds no plan of TensorRT for whole rows (built for {', '.join(built)})"
+    problem = f"{request.folder}: holds no plan of TensorRT for whole rows (built for {', '.join(built)})"
     if "tensorrt-rtx" in built:
         return (
-            f"{what}. Plans of TensorRT-RTX are of another library, which Triton has no backend for; build with "
+            f"{problem}. Plans of TensorRT-RTX are of another library, which Triton has no backend for; build with "
             'targets = ["tensorrt"] on the GPU that serves, or use --forward onnxruntime'
         )
-    return f'{what}; build with targets = ["tensorrt"] on the GPU that serves, or use another --forward'
+    return f'{problem}; build with targets = ["tensorrt"] on the GPU that serves, or use another --forward'
 
 
 def _best_dtype(request: RepositoryRequest, engines: Sequence[Engine]) -> DType:

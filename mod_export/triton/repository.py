@@ -79,11 +79,13 @@ def _owned(root: Path) -> dict[str, list[str]]:
 
 
 def _check_names(root: Path, owned: Mapping[str, Sequence[str]], name: str, models: Sequence[TritonModel]) -> None:
-    taken = [model.name for model in models if (root / model.name).exists() and model.name not in owned.get(name, ())]
-    if taken:
-        owner = next((request_name for request_name, names in owned.items() if taken[0] in names), None)
+    foreign_names = [
+        model.name for model in models if (root / model.name).exists() and model.name not in owned.get(name, ())
+    ]
+    if foreign_names:
+        owner = next((request_name for request_name, names in owned.items() if foreign_names[0] in names), None)
         wrote = "which this command did not write" if owner is None else f"which was written for --name {owner}"
-        raise UsageError(f"{root}: holds a model {taken[0]}, {wrote}; give another --name, or {ELSEWHERE}")
+        raise UsageError(f"{root}: holds a model {foreign_names[0]}, {wrote}; give another --name, or {ELSEWHERE}")
 
 
 def _verify(request: RepositoryRequest, models: Sequence[TritonModel]) -> None:

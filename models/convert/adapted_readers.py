@@ -115,12 +115,12 @@ def read_flexidepth(source: Source) -> ForeignModel:
         dec = source.tensors[f"{before}.router_dec.weight"]
         return Place(f"{before}.router_head.weight", (1, dec.shape[0]), made=partial(product, factor=dec))
 
-    said = [
+    notes = [
         slots_note(capacity),
         "both results are weighted, w * M and (1 - w) * adapter, as in the released models; training code that weighs "
         "neither stores the same tensors",
     ]
-    return with_routers(source, fields, routing, find, own, said)
+    return with_routers(source, fields, routing, find, own, notes)
 
 
 def _as_family(fields: Mapping[str, Any], family: str, problems: list[str]) -> dict[str, Any]:
@@ -184,12 +184,12 @@ def read_skipgpt(source: Source) -> ForeignModel:
             return Place(theirs, (2, *shape[1:]), made=partial(difference, row=0))
         return Place(theirs, shape)
 
-    said = [
+    notes = [
         slots_note(capacity),
         "the more probable class decides; its code draws Gumbel noise at inference too, so that one text has no one "
         "result there",
     ]
-    return with_routers(source, source.fields(CONFIG), routing, find, own, said, "block.")
+    return with_routers(source, source.fields(CONFIG), routing, find, own, notes, "block.")
 
 
 def read_mindskip(source: Source) -> ForeignModel:
@@ -235,8 +235,8 @@ def read_mindskip(source: Source) -> ForeignModel:
             return constant(shape, -math.log(threshold / (1 - threshold)))
         return Place(MINDSKIP_ROUTER.format(name.split(".")[1]), shape)
 
-    said = [slots_note(capacity), f"its code also runs a token whose sigmoid(l) is exactly {threshold}"]
-    return with_routers(source, fields, routing, find, {*map(MINDSKIP_ROUTER.format, layers)}, said)
+    notes = [slots_note(capacity), f"its code also runs a token whose sigmoid(l) is exactly {threshold}"]
+    return with_routers(source, fields, routing, find, {*map(MINDSKIP_ROUTER.format, layers)}, notes)
 
 
 def read_p_mod(source: Source) -> ForeignModel:
@@ -270,8 +270,8 @@ def read_p_mod(source: Source) -> ForeignModel:
     }
     spelled = partial(wrapped, layers=routed, wrapper=P_MOD_WRAPPER)
     model = model_of(source.path, fields, dense, source.max_positions, source.ignored, spelled)
-    said = (
+    notes = (
         f"tokens of images are not converted: the routers of {len(routed)} layers, which choose among them, and the "
         "vision tower are left out, and text runs every layer as in its code",
     )
-    return replace(model, family=f"{model.family} as p-mod stores it", notes=(*notes_of(model.spec), *said))
+    return replace(model, family=f"{model.family} as p-mod stores it", notes=(*notes_of(model.spec), *notes))

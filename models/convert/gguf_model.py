@@ -151,16 +151,16 @@ def _check_is_a_model(path: Path, metadata: Metadata, tensors: Mapping[str, Gguf
     """Refuses a file that holds something else than a model of text, or only a part of one.
 
     Raises:
-        CheckpointError: it does; the message says what it holds.
+        CheckpointError: the file does not hold a whole model of text; the message says what it holds.
     """
-    what = OTHERS.get(str(metadata.get("general.type"))) or OTHERS.get(str(metadata.get(ARCHITECTURE)))
+    content = OTHERS.get(str(metadata.get("general.type"))) or OTHERS.get(str(metadata.get(ARCHITECTURE)))
     count = metadata.get("split.count", 1)
-    if what is None and count not in (0, 1):
-        what = _part_of(path, count)
-    if what is None and not tensors and TOKENS in metadata:
-        what = "a vocabulary without weights; name the GGUF file of the model"
-    if what is not None:
-        raise CheckpointError(f"{path}: {what}")
+    if content is None and count not in (0, 1):
+        content = _part_of(path, count)
+    if content is None and not tensors and TOKENS in metadata:
+        content = "a vocabulary without weights; name the GGUF file of the model"
+    if content is not None:
+        raise CheckpointError(f"{path}: {content}")
 
 
 def _check_types(path: Path, tensors: Mapping[str, GgufTensor]) -> None:
@@ -174,7 +174,7 @@ def _check_types(path: Path, tensors: Mapping[str, GgufTensor]) -> None:
 
 
 def _part_of(path: Path, count: object) -> str:
-    """What a file is that holds one of several parts of a model."""
+    """Describes a file that holds one of several parts of a model."""
     match = PART_OF.fullmatch(path.name)
     names = [f"{match[1]}-{number:05}-of-{match[2]}.gguf" for number in range(1, int(match[2]) + 1)] if match else []
     missing = [name for name in names if not (path.parent / name).is_file()]
@@ -363,9 +363,9 @@ def _llama3_limits(factor_E: Tensor, angle_E: Tensor, largest: float) -> list[tu
     share = (1 / factor_E[between] - 1 / largest) / (1 - 1 / largest)
     if not len(share):
         # No angle is between the limits: any limits that separate the slowed angles from the others will do.
-        slowed, kept = float(angle_E[factor_E > 1 + TOLERANCE].max()), float(angle_E[factor_E <= 1 + TOLERANCE].min())
+        slowed, fast = float(angle_E[factor_E > 1 + TOLERANCE].max()), float(angle_E[factor_E <= 1 + TOLERANCE].min())
         whole = math.floor(2 * math.pi / slowed)
-        pairs.append((min(LLAMA_3[0], whole * kept / (2 * math.pi)), whole))
+        pairs.append((min(LLAMA_3[0], whole * fast / (2 * math.pi)), whole))
     if len(share) == 1:
         pairs.append((LLAMA_3[0], float((1 + share[0] * (LLAMA_3[0] - 1)) * 2 * math.pi / angles[0])))
     if len(share) > 1:

@@ -25,8 +25,9 @@ PREFIX = "tokenizer.ggml."
 IDS = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
 """Name of a special token in transformers -> the last part of its key."""
 SENTENCEPIECE_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-"""Ids of a SentencePiece vocabulary whose file does not say them, as in llama.cpp. Its ids for byte-level merges are
-those of one old model, and ordinary tokens in all others, so they are not taken here."""
+"""Ids of a SentencePiece vocabulary whose file does not say them, as in llama.cpp. The ids that llama.cpp assumes for
+byte-level merges are those of one old model, and ordinary tokens in all other models, so they are not used here.
+"""
 ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of tokens that end a text, or a turn of a chat."""
 END_NAMES = (
@@ -122,7 +123,7 @@ KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 """Tokens of Phi-3 after which spaces stay. After all others that are matched in texts as they are, they are removed."""
 
 
-class _CannotSayError(Exception):
+class _NotConvertibleError(Exception):
     """The file cannot be converted to a tokenizer.json; the message is the reason."""
 
 
@@ -141,12 +142,12 @@ def tokenizer_of(path: Path, metadata: Metadata) -> tuple[tuple[MadeFile, ...], 
     }
     try:
         files = {"tokenizer.json": vocabulary.tokenizer(), **files}
-    except _CannotSayError as reason:
+    except _NotConvertibleError as reason:
         vocabulary.note(
             f"its tokenizer cannot be written as tokenizer.json ({reason}); give the original one with --tokenizer"
         )
-    made = [MadeFile(name, (json.dumps(data, indent=1) + "\n").encode()) for name, data in files.items()]
-    return tuple(made), tuple(vocabulary.notes)
+    made_files = [MadeFile(name, (json.dumps(data, indent=1) + "\n").encode()) for name, data in files.items()]
+    return tuple(made_files), tuple(vocabulary.notes)
 
 
 class _Vocabulary:
@@ -186,7 +187,9 @@ class _Vocabulary:
             self.notes.append(note)
 
     def _id(self, key: str, named: int | None = None) -> int | None:
-        """Reads the id of a special token. `named` is the one that the names of tokens say, for a file without it."""
+        """Reads the id of a special token. `named` is the id that follows from the names of the tokens, for a file
+        without the key.
+        """
         number = self._get(key)
         default = SENTENCEPIECE_IDS.get(key, named) if self.is_sentencepiece else named
         if default is not None and default >= len(self.tokens):
@@ -197,8 +200,8 @@ class _Vocabulary:
             raise self._wrong(key, f"expected one of the {len(self.tokens)} tokens, got {shown(number)}")
         if 0 <= number < len(self.tokens):
             return number
-        taken = "this key is ignored" if default is None else f"{self.tokens[default]} is taken, as in llama.cpp"
-        self.note(f"{PREFIX}{key} is {number}, and the file has {len(self.tokens)} tokens, so {taken}")
+        consequence = "this key is ignored" if default is None else f"{self.tokens[default]} is taken, as in llama.cpp"
+        self.note(f"{PREFIX}{key} is {number}, and the file has {len(self.tokens)} tokens, so {consequence}")
         return default
 
     def _ends(self) -> list[int]:
@@ -242,7 +245,7 @@ class _Vocabulary:
         largest = float(np.finfo(np.float32).max)
         if type(value) in (int, float) and abs(value) <= largest:
             if setting == "top_k" and value == int(value):
-                return max(0, int(value))  # llama.cpp takes all tokens for 0 and everything below.
+                return max(0, int(value))  # In llama.cpp, 0 and every number below it mean all tokens.
             if setting != "top_k" and 0 <= value <= (1 if setting == "top_p" else largest):
                 return _shortest(value)
         self.note(f"{key} is {shown(value)}, expected {expected}, so it is left out")
@@ -253,8 +256,8 @@ class _Vocabulary:
         keys = {TEMPLATE: "default"} | {
             key: key.removeprefix(f"{TEMPLATE}.") for key in self.metadata if key.startswith(f"{TEMPLATE}.")
         }
-        found = {name: self.metadata.get(key) for key, name in keys.items()}
-        texts = {name: text for name, text in found.items() if isinstance(text, str)}
+        templates = {name: self.metadata.get(key) for key, name in keys.items()}
+        texts = {name: text for name, text in templates.items() if isinstance(text, str)}
         listed = [{"name": name, "template": text} for name, text in texts.items()]
         chat_template = listed if texts.keys() - {"default"} else texts.get("default")
         return {
@@ -276,30 +279,30 @@ class _Vocabulary:
             name = key.removeprefix(PREFIX)
             harmless = name in READ | HARMLESS or (name in NEUTRAL and value is False)
             if key.startswith(PREFIX) and not harmless:
-                raise _CannotSayError(f"{key}: unknown key with the value {shown(value)}")
+                raise _NotConvertibleError(f"{key}: unknown key with the value {shown(value)}")
         if len(set(self.tokens)) < len(self.tokens):
-            raise _CannotSayError(f"{PREFIX}tokens: a token stands there twice")
+            raise _NotConvertibleError(f"{PREFIX}tokens: a token stands there twice")
         if any("\udc80" <= character <= "\udcff" for token in self.tokens for character in token):
-            raise _CannotSayError(f"{PREFIX}tokens: holds a token that is no UTF-8")
+            raise _NotConvertibleError(f"{PREFIX}tokens: holds a token that is no UTF-8")
         model, pre = self._get("model"), self._get("pre")
         if model == "gpt2" and isinstance(pre, str) and pre in BYTE_LEVEL:
             return self._byte_level(BYTE_LEVEL[pre])
         if model == "gpt2":
-            raise _CannotSayError(f"{PREFIX}pre: {shown(pre)} is not known here; known: {', '.join(BYTE_LEVEL)}")
+            raise _NotConvertibleError(f"{PREFIX}pre: {shown(pre)} is not known here; known: {', '.join(BYTE_LEVEL)}")
         architecture, name = self.metadata.get("general.architecture"), str(self.metadata.get("general.name")).lower()
         if self.is_sentencepiece and architecture in SENTENCEPIECE:
             # llama.cpp goes by the name alone. Models that were tuned from Phi-3 have other names and its tokenizer.
             return self._sentencepiece(rstrip=architecture == "phi3" or any(known in name for known in PHI_3))
-        raise _CannotSayError(f"{PREFIX}model: {shown(model)} of {shown(architecture)} is not known here")
+        raise _NotConvertibleError(f"{PREFIX}model: {shown(model)} of {shown(architecture)} is not known here")
 
     def _byte_level(self, how: ByteLevel) -> dict[str, Any]:
         if self._flag("add_space_prefix", False):
-            raise _CannotSayError(f"{PREFIX}add_space_prefix: true has no agreed meaning for byte-level merges")
+            raise _NotConvertibleError(f"{PREFIX}add_space_prefix: true has no agreed meaning for byte-level merges")
         # No token holds a space, because the byte-level alphabet writes it as another character.
         merges = [merge.split(" ") for merge in self._strings("merges")]
         known = set(self.tokens)
         if any(len(pair) != 2 or not {*pair, "".join(pair)} <= known for pair in merges):
-            raise _CannotSayError(f"{PREFIX}merges: names what is no token")
+            raise _NotConvertibleError(f"{PREFIX}merges: names what is no token")
         last = _bytes(use_regex=how.split is None)
         before: list[dict[str, Any]] = [{"type": "Digits", "individual_digits": True}] if how.digits else []
         if how.split is not None:
@@ -318,7 +321,7 @@ class _Vocabulary:
             raise self._wrong("scores", f"expected {len(self.tokens)} numbers, one for each token")
         if any(kind == USER_DEFINED and (SPACE in token or " " in token)
                for token, kind in zip(self.tokens, self.kinds, strict=True)):  # fmt: skip
-            raise _CannotSayError(f"{PREFIX}token_type: a token that is matched in texts as it is holds a space")
+            raise _NotConvertibleError(f"{PREFIX}token_type: a token that is matched in texts as it is holds a space")
         prefix = self._flag("add_space_prefix", True)
         first: list[dict[str, Any]] = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
         spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
@@ -396,14 +399,14 @@ def _shortest(value: float) -> float:
 
 
 def _stored_tokenizer(whole: object) -> dict[str, Any] | None:
-    """Returns the content of a tokenizer.json, or None if it is none that the package tokenizers reads."""
+    """Returns the content of a tokenizer.json; None if the package tokenizers cannot read it."""
     from tokenizers import Tokenizer
 
     try:
         data = json.loads(str(whole))
         Tokenizer.from_str(json.dumps(data))
     except BaseException as error:
-        # Whatever the package says against it, it is no tokenizer. A panic of its Rust code is no Exception.
+        # Any error of the package means that this is no tokenizer. A panic of its Rust code is no Exception.
         if isinstance(error, Exception) or type(error).__name__ == "PanicException":
             return None
         raise

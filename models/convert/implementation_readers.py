@@ -101,7 +101,7 @@ def read_astramind(source: Source) -> ForeignModel:
     fields = dict(source.fields(CONFIG))
     if isinstance(fields.get("architectures"), list):
         fields["architectures"] = [str(name).replace("MoDFor", "For") for name in fields["architectures"]]
-    said = [] if source.capacity is not None else [
+    notes = [] if source.capacity is not None else [
         f"capacity {ASTRAMIND_CAPACITY} is what its loader sets; what a model was trained at is not saved (--capacity)"
     ]  # fmt: skip
     routing = {
@@ -112,7 +112,7 @@ def read_astramind(source: Source) -> ForeignModel:
         "capacity_rule": "strict_floor",
         "capacity": ASTRAMIND_CAPACITY if source.capacity is None else source.capacity,
     }
-    return _with_linear_routers(source, fields, routing, f"{MODEL_LAYERS}{{}}{ASTRAMIND_ROUTER}", said, "block.")
+    return _with_linear_routers(source, fields, routing, f"{MODEL_LAYERS}{{}}{ASTRAMIND_ROUTER}", notes, "block.")
 
 
 def read_dlo(source: Source) -> ForeignModel:
@@ -237,13 +237,13 @@ def read_ohara(source: Source) -> ForeignModel:
         return Place(f"{before}{block}{OHARA_NAMES[inner]}.{ending}", shape, made=_order_of(inner, spec))
 
     _check_copies(source, OHARA_EMBEDDING, [OHARA_HEAD])
-    said = [
+    notes = [
         "attn.key holds what queries are made of and attn.query what keys are: so its code uses them, from commit "
         "8fc5247, the first in which its rotary positions fit a routed block",
         "aux_router becomes the predictor; its own code never runs it, and was trained with targets of the first row",
     ]
     return model_from(
-        source, spec, find, family="Llama", declared_by=CONFIG, harmless=(OHARA_HEAD, "model.mask"), said=said
+        source, spec, find, family="Llama", declared_by=CONFIG, harmless=(OHARA_HEAD, "model.mask"), said=notes
     )
 
 
@@ -281,14 +281,14 @@ def read_sramshetty(source: Source) -> ForeignModel:
             return Place(f"layers.{match[1]}.router.weight", shape)
         return _meta_find(spec, name, shape)
 
-    said = [
+    notes = [
         "routes as in training; its own generation differs: a prompt runs its first tokens whatever their scores are, "
         "and a single token where sigmoid(l) > 0.5. Commits before 57cc382 train otherwise, too"
     ]
     if auxiliaries or auxiliary[0]:
-        said.append("aux_router is left out; its code selects by it when it generates, and never in training")
+        notes.append("aux_router is left out; its code selects by it when it generates, and never in training")
     harmless = ("router.weight", *copies, *auxiliaries, "rope.freqs")
-    return model_from(source, spec, find, family="Llama 2", declared_by=PARAMS, harmless=harmless, said=said)
+    return model_from(source, spec, find, family="Llama 2", declared_by=PARAMS, harmless=harmless, said=notes)
 
 
 def read_d_llm(source: Source) -> ForeignModel:
@@ -335,10 +335,10 @@ def read_d_llm(source: Source) -> ForeignModel:
         return Place(f"layers.{match[1]}.router.{'linear_1' if inner == 'hidden' else inner}.{ending}", shape)
 
     harmless = (*(name for matrices in lora.values() for name in (matrices[0].name, matrices[1].name)), "rope.freqs")
-    said = [slots_note(capacity)]
+    notes = [slots_note(capacity)]
     if lora:
-        said.append(f"LoRA is added to {len(lora)} projections in float32; its code adds in the dtype of the weights")
-    return model_from(source, spec, find, family="Llama 2", declared_by=PARAMS, harmless=harmless, said=said)
+        notes.append(f"LoRA is added to {len(lora)} projections in float32; its code adds in the dtype of the weights")
+    return model_from(source, spec, find, family="Llama 2", declared_by=PARAMS, harmless=harmless, said=notes)
 
 
 def _meta_spec(source: Source, config: Config) -> ModelSpec:

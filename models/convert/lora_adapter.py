@@ -47,7 +47,7 @@ LORA = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB]
 REPLACED = re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.(?P<kind>weight|bias)")
 REPEATED = re.compile(r"\)[*+{]")
 LARGEST_ALPHA = 1e30
-"""Larger ones, and those that are no number, cannot be meant."""
+"""Largest alpha that is accepted: a larger value, or one that is no number, must be a mistake."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 PROMPTS = (
@@ -78,7 +78,9 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "velora_config": ({},),
 }
-"""Field of adapter_config.json -> the values with which it says nothing but LoRA. With others it is not merged here."""
+"""Field of adapter_config.json -> the values with which the adapter is plain LoRA. With other values the adapter is not
+merged here.
+"""
 HARMLESS = (
     # Training, and where the adapter came from.
     "_name_or_path", "auto_mapping", "corda_config", "ensure_weight_tying", "eva_config", "inference_mode",
@@ -86,7 +88,7 @@ HARMLESS = (
     "qalora_group_size", "revision", "runtime_config", "task_type",
     # Which modules have A and B, which the tensors show.
     "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
-    # PEFT takes it for false of every module that a family here has.
+    # PEFT takes this field for false for every module of the families here.
     "fan_in_fan_out",
     # Which other tensors are in the file, which the file shows.
     "bias", "modules_to_save",
@@ -161,7 +163,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def read_adapter(path: Path, base: Path | None, max_positions: int | None, ignored: Collection[str]) -> ForeignModel:
-    """Reads the model that an adapter and its base model are together.
+    """Reads the model that an adapter and its base model form together.
 
     Args:
         path: folder of the adapter.
@@ -203,8 +205,9 @@ def read_adapter(path: Path, base: Path | None, max_positions: int | None, ignor
             for file in companions_of(path)
             if file.name in OF_TEXTS
         )
-    # PEFT itself reads no such file of an adapter. Where there is one with a tokenizer, the training has saved both
-    # together, because the texts of the adapted model end in another way, so it counts. Else that of the base stays.
+    # PEFT itself reads no such file of an adapter. If the adapter has this file and a tokenizer, the training saved
+    # both because the texts of the adapted model end in another way, so the file counts. Otherwise the file of the base
+    # model stays.
     companions = {file.name: file for file in model.companions if not has_tokenizer or file.name == GENERATION_CONFIG}
     companions |= {file.name: file for file in companions_of(path)} if has_tokenizer else {}
     return replace(
@@ -222,12 +225,12 @@ def _base(path: Path, declared: Mapping[str, Any]) -> Path:
         CheckpointError: no folder here is known to be the base model; the message names it, and the command.
     """
     named = declared.get("base_model_name_or_path")
-    said = f"of {named}" if isinstance(named, str) and named else "of a base model that it does not name"
+    of_base = f"of {named}" if isinstance(named, str) and named else "of a base model that it does not name"
     command = f"mod-export convert {path} OUT --base FOLDER"
     if any((path / name).is_file() for name in (*WHOLE_FILES, *INDEXES)):
         raise CheckpointError(
-            f"{path}: holds a model and a LoRA adapter {said}, and not whether they are merged already; to convert the "
-            f"model alone, remove {ADAPTER_CONFIG}, and to merge them, name the base model: {command}"
+            f"{path}: holds a model and a LoRA adapter {of_base}, and not whether they are merged already; to convert "
+            f"the model alone, remove {ADAPTER_CONFIG}, and to merge them, name the base model: {command}"
         )
     if isinstance(named, str) and named:
         if _is_folder(Path(named)):
@@ -235,7 +238,7 @@ def _base(path: Path, declared: Mapping[str, Any]) -> Path:
         # An adapter is often kept in the folder of its base model.
         if is_hugging_face(path.resolve().parent) and path.resolve().parent.name == Path(named).name:
             return path.resolve().parent
-    raise CheckpointError(f"{path}: a LoRA adapter {said}, and no model; name the folder of that model: {command}")
+    raise CheckpointError(f"{path}: a LoRA adapter {of_base}, and no model; name the folder of that model: {command}")
 
 
 def _is_folder(path: Path) -> bool:
@@ -340,7 +343,9 @@ def _tensors_of(
 
 
 def _in_model(name: str) -> str:
-    """Name of a tensor in the model with its head, for an adapter of that or of a base model."""
+    """Returns the name of a tensor in the model with its head, for an adapter of this model or of the model without a
+    head.
+    """
     return name if name.startswith(("model.", "lm_head.")) else f"model.{name}"
 
 
@@ -348,7 +353,10 @@ def _product(
     declared: Mapping[str, Any], module: str, a: _Half, b: _Half, problems: list[str]
 ) -> LowRankProduct | None:
     down, up = a.tensor, b.tensor
-    rank, alpha = _of(declared, "rank_pattern", "r", module), _of(declared, "alpha_pattern", "lora_alpha", module)
+    rank, alpha = (
+        _value_for(declared, "rank_pattern", "r", module),
+        _value_for(declared, "alpha_pattern", "lora_alpha", module),
+    )
     if not (type(rank) is int and rank > 0):
         problems.append(f"{module} has the rank {shown(rank)}, expected a whole number above 0")
     elif type(alpha) not in (int, float) or not abs(alpha) <= LARGEST_ALPHA:
@@ -363,8 +371,10 @@ def _product(
     return None
 
 
-def _of(declared: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
-    """Value of a module: that of the first pattern that matches the end of its name, as in PEFT, or the default."""
+def _value_for(declared: Mapping[str, Any], patterns: str, default: str, module: str) -> Any:
+    """Returns the value for a module: that of the first pattern that matches the end of its name, as in PEFT, or else
+    the default.
+    """
     table = declared.get(patterns)
     for pattern, value in table.items() if isinstance(table, Mapping) else ():
         if re.match(_at_the_end(pattern), module):

@@ -313,10 +313,10 @@ def read_corpus(data: Path | None = None, tokenizer: Path | None = None) -> Corp
     files = skipped = 0
     for relative, path in paths.items():
         texts = dict(documents_of(path, relative))
-        kept = {name: text for name, text in texts.items() if text and _is_text(text)}
-        skipped += any(text and name not in kept for name, text in texts.items())
-        files += bool(kept)
-        documents |= kept
+        readable = {name: text for name, text in texts.items() if text and _is_text(text)}
+        skipped += any(text and name not in readable for name, text in texts.items())
+        files += bool(readable)
+        documents |= readable
     if data is not None and not documents:
         raise TrainError(f"{data}: holds no UTF-8 text ({len(paths)} files looked at)")
     train = [text for relative, text in documents.items() if not _is_held_out(relative)]
@@ -339,8 +339,8 @@ def _files(data: Path) -> dict[str, Path]:
     if not data.is_dir():
         raise TrainError(f"{data}: no such folder or file")
     relative = {path.relative_to(data): path for path in data.rglob("*") if path.is_file()}
-    seen = {name.as_posix(): path for name, path in relative.items() if not any(p.startswith(".") for p in name.parts)}
-    return dict(sorted(seen.items()))
+    files = {name.as_posix(): path for name, path in relative.items() if not any(p.startswith(".") for p in name.parts)}
+    return dict(sorted(files.items()))
 
 
 def _is_text(text: bytes) -> bool:

@@ -44,7 +44,7 @@ STRENGTH = 1e-3
 ROUTER_STRENGTH = 1e-2
 """lambda of a router."""
 CLIPPED = 0.99
-"""Errors above this quantile count as much as it does. Without, the regression would be about a handful of tokens."""
+"""Larger errors count as much as this quantile. Otherwise a handful of tokens would decide the regression."""
 ABOVE_ALL = 100.0
 """Bias of a router whose capacity is 1, in standard deviations of its scores."""
 
@@ -75,11 +75,11 @@ def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
     """Fits the linear adapters, if it has any, and the routers of a retrofitted model to what its dense model computes.
 
     Routers that are to learn, through a gate, stay as they are. Adapters are then fitted to all tokens of the dense
-    model, because which of them will skip is not known. A float32 stream of all rows is kept in memory, and what one
-    layer reads and adds.
+    model, because which of them will skip is not known. The float32 stream of all rows is kept in memory, together with
+    what one layer reads and adds.
 
     Args:
-        retrofit: is from `train.retrofit.retrofitted`.
+        retrofit: a result of `train.retrofit.retrofitted`.
         rows: batches of int64 (B, S) token ids, without padding.
     """
     routing = retrofit.spec.routing
@@ -95,7 +95,7 @@ def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
             streams = [block(_tokens(dense, x_BSD), Decisions()) for x_BSD in streams]
             continue
         for part in ("attention", "mlp") if routing.parts == "separate" else (routing.parts,):
-            seen = [_seen(block, _tokens(dense, x_BSD), part) for x_BSD in streams]
+            seen = [_part_inputs(block, _tokens(dense, x_BSD), part) for x_BSD in streams]
             if routed.adapter is not None:
                 explained[layer] = _fit_adapter(routed.adapter, seen)
             if not fits_routers:
@@ -167,18 +167,18 @@ class PartInputs(NamedTuple):
         return PartInputs(*(tensor_ND[mask_BS.flatten()] for tensor_ND in self))
 
 
-def _seen(block: Block, tokens: Tokens, part: str) -> PartInputs:
+def _part_inputs(block: Block, tokens: Tokens, part: str) -> PartInputs:
     x_BSD = tokens.x_BTD
     if part == "block":
-        found = block.attention_norm(x_BSD), block.mlp_norm(x_BSD), block(tokens, Decisions()) - x_BSD
+        parts = block.attention_norm(x_BSD), block.mlp_norm(x_BSD), block(tokens, Decisions()) - x_BSD
     elif part == "attention":
         normed_BSD = block.attention_norm(x_BSD)
-        found = normed_BSD, normed_BSD, block.attended(tokens, Decisions())
+        parts = normed_BSD, normed_BSD, block.attended(tokens, Decisions())
     else:
         # Where attention has a router of its own, this is the stream of the tokens that run it.
         normed_BSD = block.mlp_norm(x_BSD + block.attended(tokens, Decisions()))
-        found = normed_BSD, normed_BSD, block.mlp(normed_BSD)
-    return PartInputs(*(tensor_BSD.flatten(0, 1) for tensor_BSD in found))
+        parts = normed_BSD, normed_BSD, block.mlp(normed_BSD)
+    return PartInputs(*(tensor_BSD.flatten(0, 1) for tensor_BSD in parts))
 
 
 def _fit_adapter(adapter: nn.Module, seen: Sequence[PartInputs]) -> float:

@@ -38,10 +38,10 @@ class Log:
         """
         self.path = folder / "log.csv"
         self.columns: list[str] = []
-        kept = self._rows_until(step)
-        if kept:
+        rows = self._rows_until(step)
+        if rows:
             with written_beside(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-                csv.writer(file, lineterminator="\n").writerows([self.columns, *kept])
+                csv.writer(file, lineterminator="\n").writerows([self.columns, *rows])
         else:
             self.path.unlink(missing_ok=True)
             self.columns = []

@@ -4,7 +4,7 @@ Routers that are fitted (`fit.py`) have a gate of 1. Routers that learn start so
 rounds to exactly 1. Their scores still differ, because small floating-point numbers keep their relative precision. So
 top-k starts from an arbitrary choice. With routers of zeros it would start from the first k tokens.
 
-Others: training routers alone is the first stage of Router-Tuning (arXiv 2410.13184) and SkipGPT (2506.04179).
+Related work: training routers alone is the first stage of Router-Tuning (arXiv 2410.13184) and SkipGPT (2506.04179).
 MoDification (2410.14268) reports that top-k needs many tokens to convert a trained model. For models of 7 B and more,
 2406.15786 found that a trained model needs attention least.
 
@@ -122,8 +122,8 @@ def routed_spec(
         dense: spec of the dense model.
         layers: the layers that are to route.
         capacity: share of the tokens that they run.
-        parts: what of them routes.
-        selection: what selects tokens once the model is trained.
+        parts: the part of these layers that routes.
+        selection: how tokens are selected once the model is trained.
         skipped_keys: whether routed attention sees the keys and values of skipped tokens.
         adapter: what skipped tokens run instead, one of RETROFIT_ADAPTERS.
         routers: one of RETROFIT_ROUTERS, which decides the gate.
@@ -134,16 +134,16 @@ def routed_spec(
         SpecError: the capacity is out of range.
     """
     if dense.routing is not None or dense.experts is not None:
-        what = "routes already" if dense.routing is not None else "has experts"
+        reason = "routes already" if dense.routing is not None else "has experts"
         raise TrainError(
-            f"--route: expected a dense model, and the one of --init {what}; leave --route out to train it"
+            f"--route: expected a dense model, and the one of --init {reason}; leave --route out to train it"
         )
     if selection not in SELECTIONS or parts not in PARTS:
         raise TrainError(f"--selection, --parts: expected one of {SELECTIONS} and {PARTS}, got {selection} and {parts}")
     if skipped_keys not in KEYS_VALUES or adapter not in RETROFIT_ADAPTERS or routers not in RETROFIT_ROUTERS:
         allowed = f"{KEYS_VALUES}, {RETROFIT_ADAPTERS} and {RETROFIT_ROUTERS}"
-        given = f"{skipped_keys}, {adapter} and {routers}"
-        raise TrainError(f"--skipped-keys, --adapter, --routers: expected one of {allowed}, got {given}")
+        values = f"{skipped_keys}, {adapter} and {routers}"
+        raise TrainError(f"--skipped-keys, --adapter, --routers: expected one of {allowed}, got {values}")
     if skipped_keys == "kept" and parts == "mlp":
         raise TrainError(
             "--skipped-keys kept: with --parts mlp every token runs attention, and all keys are there; leave it out"

@@ -96,10 +96,10 @@ def train(
     if fit and initial is not None and not (folder / "state.pt").exists():
         result = fitted(initial, rows_to_fit(corpus, config))
         initial = result.checkpoint
-        for what, shares in (("adapters", result.explained), ("routers", result.foreseen)):
+        for fitted_part, shares in (("adapters", result.explained), ("routers", result.foreseen)):
             if shares:
                 text = ", ".join(f"{site}: {share:.0%}" for site, share in shares.items())
-                yield Event(0, config.steps, f"{what} fitted; what they explain in each layer: {text}")
+                yield Event(0, config.steps, f"{fitted_part} fitted; what they explain in each layer: {text}")
     with reproducible(workers.device):
         run = Run.start(spec, config, corpus, workers, initial, teacher)
         folder.mkdir(parents=True, exist_ok=True)
@@ -379,9 +379,9 @@ class Run:
         for name, parameter in self.model.named_parameters():
             for key, value in moments.get(name, {}).items():
                 # A moment is sharded like its parameter; the count of steps is a scalar in every process.
-                kept = torch.empty_like(parameter) if value.shape == parameter.shape else torch.empty_like(value)
-                fill(kept, value)
-                self.optimizer.state[parameter][key] = kept.detach()
+                restored = torch.empty_like(parameter) if value.shape == parameter.shape else torch.empty_like(value)
+                fill(restored, value)
+                self.optimizer.state[parameter][key] = restored.detach()
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:

@@ -22,8 +22,8 @@ RANKS = [
     "(2, 16)", "(2, 16, 40)", "()", "()", "()", "()", "(2,)", "(2, 0, 16)", "(2, 16)", "(2, 16)", "()", "(16,)", "(3,)"
 ]  # fmt: skip
 DTYPES = [
-    "int64", "float32", "float32", "int64", "bool", "int32", "float32", "float32", "bool", "int64", "float32", "float32",
-    "int64",
+    "int64", "float32", "float32", "int64", "bool", "int32", "float32", "float32", "bool", "int64", "float32",
+    "float32", "int64",
 ]  # fmt: skip
 
 

@@ -81,8 +81,8 @@ LARGE = 1e9
 class AttentionOperator:
     """Replaces MatMul, Softmax, MatMul by Attention, and the causal mask of an Attention by `is_causal`.
 
-    A mask in primitive operators is only taken if it is a constant that leaves every query a key: if it hides all keys,
-    the operator gives zeros, and the model NaN.
+    A mask in primitive operators is only accepted if it is a constant in which every query sees at least one key. If a
+    query sees no key, the operator returns zeros for it, and the model returns NaN.
     """
 
     name: ClassVar[str] = "attention_operator"
@@ -98,7 +98,7 @@ class AttentionOperator:
             # Each attention is replaced at once, because the next one may read its result.
             count += 1
             writer = NodeWriter(graph_around(old.node), old.node, "operator")
-            keys = _turned(writer, old.keys)
+            keys = _transposed_keys(writer, old.keys)
             mask = writer.op("Not", old.mask.value) if old.mask and old.mask.hides else old.mask and old.mask.value
             writer.replace(
                 writer.op("Attention", old.query, keys, old.values, mask, like=old.node.outputs[0], scale=old.scale)
@@ -118,7 +118,9 @@ class AttentionOperator:
 
 
 class _Mask(NamedTuple):
-    """A mask: floats that are added to scores, or booleans, true where a query sees a key (does not, with `hides`)."""
+    """A mask: floats that are added to scores, or booleans, true where a query sees a key (with `hides`, where it does
+    not).
+    """
 
     value: ir.Value
     hides: bool = False
@@ -158,7 +160,7 @@ def _scores(value: ir.Value | None, known: Known) -> tuple[ir.Value, ir.Value, f
     """(query, keys, scale, mask) of a value that is query @ keys, with an optional factor and an optional mask."""
     scale, mask, reader = 1.0, None, made_by(value, "Add", "Where")
     if reader is not None:
-        masked = _added(reader, known) if reader.op_type == "Add" else _chosen(reader, known)
+        masked = _masked_by_add(reader, known) if reader.op_type == "Add" else _masked_by_where(reader, known)
         if masked is None or only_reader(masked[0]) is not reader:
             return None
         value, mask = masked
@@ -174,7 +176,7 @@ def _scores(value: ir.Value | None, known: Known) -> tuple[ir.Value, ir.Value, f
     return None if query is None or keys is None else (query, keys, scale, mask)
 
 
-def _turned(writer: NodeWriter, keys: ir.Value) -> ir.Value:
+def _transposed_keys(writer: NodeWriter, keys: ir.Value) -> ir.Value:
     """Keys (B, H, E, U) as (B, H, U, E); a Transpose of the model itself is undone or merged."""
     node, order = made_by(keys, "Transpose"), [0, 1, 3, 2]
     if node is None or node.inputs[0] is None or "perm" not in node.attributes:
@@ -184,14 +186,14 @@ def _turned(writer: NodeWriter, keys: ir.Value) -> ir.Value:
     return node.inputs[0] if order == [0, 1, 2, 3] else writer.op("Transpose", node.inputs[0], perm=order)
 
 
-def _added(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
+def _masked_by_add(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
     """(scores, mask) of an Add."""
     a, b = node.inputs
     scores, mask = (b, a) if _fixed(a, known) is not None else (a, b)
     return None if scores is None or mask is None else (scores, _Mask(mask))
 
 
-def _chosen(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
+def _masked_by_where(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
     """(scores, mask) of a Where that keeps each score or replaces it by a number that hides its key."""
     condition, *either = node.inputs
     for hides, (low, scores) in ((True, either), (False, either[::-1])):
@@ -202,7 +204,7 @@ def _chosen(node: ir.Node, known: Known) -> tuple[ir.Value, _Mask] | None:
 
 
 def _leaves_a_key(mask: _Mask | None, shape: tuple[int, int, int, int], known: Known) -> bool:
-    """Whether a mask is a constant that fits Attention and leaves every query a key; true without a mask."""
+    """Whether a mask is a constant that fits Attention and shows every query a key; true if there is no mask."""
     if mask is None:
         return True
     array, (B, H, T, U) = _fixed(mask.value, known), shape
@@ -214,7 +216,9 @@ def _leaves_a_key(mask: _Mask | None, shape: tuple[int, int, int, int], known: K
 
 
 def _every_query_sees(mask: np.ndarray, hidden: float) -> bool:
-    """Whether a mask, bool or floats that hide a key up to the number `hidden`, leaves every query a key."""
+    """Whether every query sees a key. The mask is bool, or consists of floats that hide a key if they are at most
+    `hidden`.
+    """
     return bool((mask if mask.dtype == bool else mask > hidden).any(-1).all())
 
 
@@ -240,10 +244,10 @@ def _is_causal(node: ir.Node) -> bool:
 def _hides_later_keys(mask: np.ndarray | None) -> bool:
     if mask is None or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
-    seen = np.tril(np.ones(mask.shape[-2:], dtype=bool))
+    visible = np.tril(np.ones(mask.shape[-2:], dtype=bool))
     if mask.dtype == bool:
-        return bool((mask == seen).all())
-    return bool((mask[..., seen] == 0).all() and (mask[..., ~seen] < HIDDEN).all())
+        return bool((mask == visible).all())
+    return bool((mask[..., visible] == 0).all() and (mask[..., ~visible] < HIDDEN).all())
 
 
 def _fixed(value: ir.Value | None, known: Known) -> np.ndarray | None:
@@ -277,7 +281,7 @@ def _computed(value: ir.Value) -> np.ndarray | None:
         new = [source for source in node.inputs if source is not None and source not in seen]
         seen.update(new)
         waiting += new
-    # Not in the order of a graph: nodes in a branch of an If can read what is computed around it.
+    # The order of one graph is not enough: nodes in a branch of an If can read values that are computed outside of it.
     order = TopologicalSorter({node: [source for source in node.predecessors() if source in nodes] for node in nodes})
     graph = onnx.helper.make_graph(
         [ir.to_proto(node) for node in order.static_order()],
@@ -296,7 +300,7 @@ def _computed(value: ir.Value) -> np.ndarray | None:
 SHARED_MASK_BYTES = 2**24
 """Masks up to this size are shared by all layers. Larger ones are computed in each layer and freed again."""
 LEAVES_A_KEY = "leaves every query a key"
-"""The key in `meta` of a mask in which every query sees a key, so that no query needs special treatment."""
+"""Entry in the `meta` of a mask that shows every query at least one key, so that no query needs special treatment."""
 
 
 class QueryBlocks:
@@ -348,7 +352,7 @@ def _split(node: ir.Node, block: int, shared: Masks, *, late: bool) -> None:
     assert q is not None
     assert q.dtype is not None
     writer = NodeWriter(graph_around(node), node, "blocks")
-    kept = {name: value for name, value in attributes_of(node).items() if name != "is_causal"}
+    attributes = {name: value for name, value in attributes_of(node).items() if name != "is_causal"}
     large = T * (T + block) // 2 * q.dtype.itemsize > SHARED_MASK_BYTES
     masks = {} if large else shared
     band = None
@@ -362,7 +366,7 @@ def _split(node: ir.Node, block: int, shared: Masks, *, late: bool) -> None:
             rows = _cut(writer, band, block - (end - start), block, axis=0)
             masks[T, end] = _cut(writer, rows, T - end, T, axis=1)
             masks[T, end].meta[LEAVES_A_KEY] = True
-        parts.append(writer.op("Attention", queries, keys, values, masks[T, end], **kept))
+        parts.append(writer.op("Attention", queries, keys, values, masks[T, end], **attributes))
     writer.replace(writer.op("Concat", *parts, axis=-2))
 
 
@@ -373,10 +377,10 @@ def _band(writer: NodeWriter, q: ir.Value, T: int, block: int, *, hide: bool) ->
     """
     assert q.dtype is not None
     zero, hidden = (np.array(number, q.dtype.numpy()) for number in (0, -np.inf))
-    return writer.op("Where", _seen(writer, np.arange(T - block, T), T, q if hide else None), zero, hidden)
+    return writer.op("Where", _visible_keys(writer, np.arange(T - block, T), T, q if hide else None), zero, hidden)
 
 
-def _seen(writer: NodeWriter, queries: np.ndarray, keys: int, hide_behind: ir.Value | None) -> ir.Value:
+def _visible_keys(writer: NodeWriter, queries: np.ndarray, keys: int, hide_behind: ir.Value | None) -> ir.Value:
     """Bool (queries, keys): whether a key stands at or before a query, by comparing two short ranges of one dtype.
 
     An engine builder would compute a comparison of constants in advance and store the result for every layer, 26 MB
@@ -508,7 +512,7 @@ def _rewrite(node: ir.Node, sizes: _Sizes, shared: _Shared) -> None:
     number = q.dtype.numpy()
     writer = NodeWriter(graph_around(node), node, "decomposed")
     if _is_causal(node) and (T, U) not in visible:
-        visible[T, U] = _seen(writer, np.arange(T, dtype=np.int32), U, q)
+        visible[T, U] = _visible_keys(writer, np.arange(T, dtype=np.int32), U, q)
     bias, hidden = _bias(writer, node, sizes, shared)
     q = writer.op("Mul", q, np.array(node.attributes.get_float("scale", 1 / math.sqrt(E)), number))
     k = writer.op("Transpose", k, perm=[0, 1, 3, 2])
@@ -557,7 +561,7 @@ def _bias(writer: NodeWriter, node: ir.Node, sizes: _Sizes, shared: _Shared) -> 
 
 
 def _shows_a_key(mask: ir.Value) -> bool:
-    """Whether every query sees a key. One part of the keys, for which the mask is fixed, is enough to know."""
+    """Whether every query surely sees a key, because it sees one in the whole mask or in a constant part of it."""
     joined = made_by(before_views(mask, "Unsqueeze"), "Concat")
     parts = [mask]
     if joined is not None:

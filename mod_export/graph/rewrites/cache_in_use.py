@@ -1,9 +1,9 @@
 """Makes the attention of a prefill read only about as much of its cache as is in use.
 
-A graph has fixed shapes, so tokens attend to all slots of a cache, and a mask hides those that are not in use. The
-first part of a prompt finds none in use, the second one few. Here conditions around the attention choose between
-several lengths of the cache: none, a quarter, a half, or all of it. For targets without an operator that reads a part
-of a cache (`continued_attention.py`).
+A graph has fixed shapes, so tokens attend to all slots of a cache, and a mask hides those that are not in use. While
+the first part of a prompt is read, no slot is in use, and during the second part few are. So conditions are put around
+the attention, which choose between several lengths of the cache: none, a quarter, a half, or all of it. This rewrite is
+for targets without an operator that reads a part of a cache (`continued_attention.py`).
 
 Shape legend: B = 1 row of text, T tokens, L slots, n of them that are read, U = n + T keys.
 """
@@ -47,10 +47,10 @@ class CacheInUse:
 
 
 def _attentions(model: ir.Model) -> list[Continued]:
-    found = [attention for layer in continued_layers(model.graph, 1) for attention in layer.attentions]
+    attentions = [attention for layer in continued_layers(model.graph, 1) for attention in layer.attentions]
     return [
         attention
-        for attention in found
+        for attention in attentions
         if attention.node.graph is model.graph and _slots(attention) >= LEAST * _sizes(attention)[2]
     ]
 
@@ -105,7 +105,7 @@ def _mask(writer: NodeWriter, mask: ir.Value, n: int, L: int) -> ir.Value:
 
 
 def _branch(attention: Continued, n: int, mask: ir.Value) -> ir.Graph:
-    """A graph of the attention to the first n slots and the own keys."""
+    """Returns a graph of the attention of the tokens to the first n slots and to their own keys."""
     old = attention.node
     inputs = [old.inputs[QUERY], *attention.pair, mask]
     node = ir.Node("", "Attention", inputs, name=f"{old.name}/first_{n}")
@@ -135,7 +135,7 @@ def _graph(attention: Continued, node: ir.Node) -> ir.Graph:
 
 
 def _typed(attention: Continued, node: ir.Node) -> ir.Node:
-    """Gives the only output of a node the type of the attention's."""
+    """Gives the only output of a node the type of the attention's output."""
     old, (output,) = attention.node.outputs[0], node.outputs
     output.name, output.type = f"{node.name}_y", old.type
     output.shape = None if old.shape is None else old.shape.copy()

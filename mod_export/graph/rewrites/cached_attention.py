@@ -296,7 +296,7 @@ def _attention(
     total, value = _total(weighted, joined.outputs[0])
     result = None if total is None else only_reader(total)
     key, count = own_product.inputs[0], _count(biased.inputs[1])
-    if result is None or value is None or key is None or count is None or _kept(slot) is not count:
+    if result is None or value is None or key is None or count is None or _slots_of_kept_rows(slot) is not count:
         return None
     heads, graph = static_shape(query[0]), graph_around(result)
     expected = None if heads is None else (shape[0], 1, heads[1] * shape[3])
@@ -359,7 +359,7 @@ def slots_in_use(mark_BL: ir.Value | None) -> ir.Value | None:
     return column.inputs[0]
 
 
-def _kept(slot: ir.Value) -> ir.Value | None:
+def _slots_of_kept_rows(slot: ir.Value) -> ir.Value | None:
     """The slots of rows that keep their token, if the other rows have -1."""
     chosen = made_by(slot, "Where")
     none = None if chosen is None else constant_array(chosen.inputs[2])
@@ -423,7 +423,8 @@ def _written_in_each_branch(
     attention: _CachedAttention, present: Sequence[ir.Value], rest: Sequence[ir.Value | np.ndarray], owner: ir.Node
 ) -> Sequence[ir.Value]:
     """Makes an If return the caches too, whose row is computed outside of it. In its other branch the operator writes
-    the row as well. There the key is also the query, because no other has so few heads, and nothing reads the result.
+    the row as well. There the key also serves as the query, because it has the fewest heads that a query can have, and
+    nothing reads the result.
     """
     _, G, _, _ = static_shape(attention.caches[0]) or (0, 0, 0, 0)
     first = len(owner.outputs)

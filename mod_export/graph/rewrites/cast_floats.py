@@ -4,8 +4,8 @@ A selection compares scores. Rounded to 16 bits, different scores become equal a
 that lead to a selection stay float32, and so do nodes that read the selected scores alone (the gate). Numbers that come
 from integers stay float32 too, because not every position above 2,048 has an exact float16. The last kind are sums and
 means of squares, and nodes that read these alone, such as the root: the square of 256 is infinite in float16. Most
-norms are operators (`norm_operator`), which do this inside. Others remain, such as those that divide by the larger of
-norm and epsilon.
+norms are operators (`norm_operator`), which do this inside. Other norms remain in primitive operators, such as those
+that divide by the larger of norm and epsilon.
 
 Branches of If are cast like the graph around them. An output of If has the same type in all its branches.
 """
@@ -270,7 +270,8 @@ def _narrow_initializers(graph: ir.Graph, island: set[ir.Node], narrow: ir.DataT
             continue
         array = constant_array(value)
         if array is not None and array.size == 1 and len(outside) < len(value.uses()):
-            # Both float32 and 16-bit nodes use it: the float32 nodes keep the exact number.
+            # Both float32 and 16-bit nodes use this number. It is copied, so that the float32 nodes keep the exact
+            # number.
             narrow_name = f"{name}/{narrow.name.lower()}"
             value = ir.Value(
                 name=narrow_name, type=ir.TensorType(FLOAT), shape=value.shape, const_value=value.const_value

@@ -121,7 +121,9 @@ def continued_layers(graph: ir.Graph, width: int = WIDTHS) -> Iterator[Layer]:
         if not attentions or len({*values.uses()}) != len(attentions) or None in attentions:
             continue
         first, second = (outputs[f"{part}_rows_{number}"] for part in PARTS)
-        yield Layer(number, (keys, values), (first, second), [one for one in attentions if one is not None])
+        yield Layer(
+            number, (keys, values), (first, second), [attention for attention in attentions if attention is not None]
+        )
 
 
 def _continued(joined: ir.Node, caches: tuple[ir.Value, ir.Value]) -> Continued | None:
@@ -153,8 +155,8 @@ def _result(node: ir.Node) -> ir.Node | None:
 
 
 def _count(mask: ir.Value | None) -> ir.Value | None:
-    """The number of slots in use, int64 (1,), if a mask shows these and, of the keys behind the slots, those up to the
-    token's own.
+    """The number of slots in use, int64 (1,), if a mask shows exactly these slots and, of the keys behind the slots,
+    each token's own key and those before it.
     """
     joined = made_by(before_views(mask, "Unsqueeze", "Reshape"), "Concat")
     if joined is None or len(joined.inputs) != 2:

@@ -123,7 +123,7 @@ def _with_rotate_half(node: ir.Node, width: int) -> tuple[ir.Value, ir.Value, ir
         if straight is None or turned is None:
             continue
         for n in (0, 1):
-            x, sin = _turned(turned.inputs[n], width), turned.inputs[1 - n]
+            x, sin = _source_of_rotated_halves(turned.inputs[n], width), turned.inputs[1 - n]
             if x is None or x not in straight.inputs:
                 continue
             cos = straight.inputs[1 - straight.inputs.index(x)]
@@ -132,7 +132,7 @@ def _with_rotate_half(node: ir.Node, width: int) -> tuple[ir.Value, ir.Value, ir
     return None
 
 
-def _turned(value: ir.Value | None, width: int) -> ir.Value | None:
+def _source_of_rotated_halves(value: ir.Value | None, width: int) -> ir.Value | None:
     """x, if a value is concat(-b, a) of the halves a and b of x."""
     concat = made_by(value, "Concat")
     if concat is None or len(concat.inputs) != 2 or concat.attributes.get_int("axis", 0) not in (-1, 3):
@@ -157,7 +157,7 @@ def _half(value: ir.Value | None, width: int, number: int) -> ir.Value | None:
         return None
     start, axis, step = (constant_integers(node, index) for index in (1, 3, 4))
     if len(node.inputs) > 4 and step != [1]:
-        return None  # Every second entry is as many as a half.
+        return None  # A slice of every second entry is as long as a half.
     last = axis in ([-1], [len(shape) - 1])
     return node.inputs[0] if last and start == [number * width // 2] else None
 
@@ -258,10 +258,10 @@ def heads_of(value: ir.Value | None) -> Heads | None:
     rotation = made_by(value, "RotaryEmbedding")
     value = value if rotation is None else rotation.inputs[0]
     split, number = before_transpose(value, SWAPPED), None
-    if split is None and (part := _taken(value, 0)) is not None:
+    if split is None and (part := _source_of_element(value, 0)) is not None:
         # As in timm: queries, keys and values become the first dimension.
         split, number = before_transpose(part[0], [2, 0, 3, 1, 4]), part[1]
-    elif (part := _taken(split, 2)) is not None:
+    elif (part := _source_of_element(split, 2)) is not None:
         split, number = part
     reshape, sizes = made_by(split, "Reshape"), static_shape(split)
     if split is None or sizes is None or len(sizes) != (4 if number is None else 5):
@@ -273,7 +273,7 @@ def heads_of(value: ir.Value | None) -> Heads | None:
     return Heads(split, 0, heads, rotation) if number is None else None
 
 
-def _taken(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
+def _source_of_element(value: ir.Value | None, axis: int) -> tuple[ir.Value, int] | None:
     """(source, n) if a value is the n-th element of its source along `axis`, and does not have that dimension."""
     node = made_by(value, "Gather", "Squeeze")
     if node is None:

@@ -115,11 +115,13 @@ def _float_products(model: ir.Model) -> list[Product]:
 FLOAT = ir.DataType.FLOAT
 VIEWS = ("Reshape", "Squeeze", "Transpose", "Unsqueeze")
 TAKEN = (*VIEWS, "Gather", "Slice")
-"""Operators that may stand between a head and the logits that a graph returns: a prompt returns its last token's."""
+"""Operators that may stand between a head and the logits that a graph returns: a graph that reads prompts returns only
+the logits of the last token.
+"""
 MANY = 32
 """The fewest rows for which a product in integers is worth the rounding of its activations."""
 SMALLEST = 32
-"""The fewest columns or summed elements of a product that gains anything: a router's projection has one column."""
+"""The fewest columns, or summed elements, with which a product gains anything; a router's projection has one column."""
 
 
 class _Rounded(NamedTuple):

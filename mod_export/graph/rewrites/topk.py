@@ -15,9 +15,9 @@ positions of one axis more or less sequentially, so the time of a TopK depends o
 It reads groups in parallel (ultralytics/ultralytics#25666 and #25755). Each of the k best is one of the k best of its
 group, so the k best of all winners are the k best. Ties keep their order: groups are in the order of the axis, and TopK
 returns the winners of a group in its own order, so of equal winners the earlier position comes first, and TopK prefers
-it. If a runtime's TopK has no order of ties, there is none before and none after. All groups have one length, except a
-shorter one at the end of the axis. If that one were padded, it could return positions beyond the axis for scores that
-are NaN.
+it. If a runtime's TopK does not define the order of ties, the order is undefined both before and after this rewrite.
+All groups have one length, except a shorter one at the end of the axis. If the shorter group were padded, TopK could
+return positions beyond the axis for scores that are NaN.
 
 Shape legend: S tokens in a row, or positions of the axis, k selected, N groups of G positions, R positions left, `...`
 any other dimensions (the batch).
@@ -66,12 +66,12 @@ class SelectTopk:
         for sort, cut, k in sorts:
             writer = NodeWriter(model.graph, sort, "narrow")
             sort.replace_input_with(1, writer.constant(np.array([k])))
-            kept = cut.outputs[0]
+            selected = cut.outputs[0]
             for value in sort.outputs:
-                value.shape = None if kept.shape is None else kept.shape.copy()
+                value.shape = None if selected.shape is None else selected.shape.copy()
             # A graph output has to keep its name.
-            name = kept.name if kept.is_graph_output() else sort.outputs[1].name
-            ir.convenience.replace_all_uses_with(kept, sort.outputs[1], replace_graph_outputs=True)
+            name = selected.name if selected.is_graph_output() else sort.outputs[1].name
+            ir.convenience.replace_all_uses_with(selected, sort.outputs[1], replace_graph_outputs=True)
             model.graph.remove(cut, safe=True)
             sort.outputs[1].name = name
         return len(sorts)
@@ -273,7 +273,9 @@ def _running_count(writer: NodeWriter, flags: ir.Value) -> ir.Value:
 # Groups
 
 LAUNCH = 1024
-"""Positions that take as long as starting another TopK, about 2 us: the cost of a group of another length."""
+"""Number of positions whose reading takes as long as the start of another TopK, about 2 us. A shorter last group costs
+this much more, because it needs a TopK of its own.
+"""
 
 
 class Long(NamedTuple):
@@ -311,8 +313,8 @@ class GroupedTopk:
 
 @cache
 def group_length(S: int, k: int) -> int:
-    """The G with the fewest sequential positions, about the root of S x k; of several, the longest, which makes the
-    fewest groups.
+    """Returns the G with the fewest sequential positions, about the root of S x k. Of several such lengths it is the
+    longest, which makes the fewest groups.
     """
     return min(range(S, 0, -1), key=lambda G: _one_after_the_other(S, k, G))
 
@@ -365,14 +367,14 @@ def _winners(
     writer: NodeWriter, topk: Long, scores: ir.Value, begin: int, end: int, G: int
 ) -> tuple[ir.Value, ir.Value]:
     """The winners' scores of the groups in [begin, end), and their positions in the axis: (..., N * min(k, G), ...)."""
-    axis, N, kept = topk.axis, (end - begin) // G, min(topk.k, G)
+    axis, N, group_winners = topk.axis, (end - begin) // G, min(topk.k, G)
     before, after = topk.shape[:axis], topk.shape[axis + 1 :]
     if end - begin < topk.shape[axis]:
         scores = writer.op("Slice", scores, [begin], [end], [axis])
     grouped = writer.op("Reshape", scores, [*before, N, G, *after])
     largest = topk.node.attributes.get_int("largest", 1)
-    values, inside = writer.ops("TopK", 2, grouped, [kept], axis=axis + 1, largest=largest, sorted=1)
+    values, inside = writer.ops("TopK", 2, grouped, [group_winners], axis=axis + 1, largest=largest, sorted=1)
     first = (begin + G * np.arange(N)).reshape(N, 1, *(1 for _ in after))
     positions = writer.op("Add", inside, first)
-    flat = [*before, N * kept, *after]
+    flat = [*before, N * group_winners, *after]
     return writer.op("Reshape", values, flat), writer.op("Reshape", positions, flat)
