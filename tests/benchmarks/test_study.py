@@ -71,6 +71,7 @@ def test_the_model_that_is_measured_is_the_one_that_was_trained(results: Path) -
     assert {routing.rule for routing in decided.values()} == {"first_come"}
 
 
+@pytest.mark.slow
 def test_the_page(results: Path, tmp_path: Path) -> None:
     (tmp_path / "training.md").write_text("\n".join(["# Before", *marks("make study"), "after"]), encoding="utf-8")
     render(results, tmp_path)

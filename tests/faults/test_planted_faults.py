@@ -37,6 +37,7 @@ FAST_FOLDERS = ("graphs", "two outputs")
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_command_of_the_makefile_starts() -> None:
     """The command sets its own path to the modules that the tests share."""
     recipe = re.search(r"^faults: install\n\t(.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
@@ -108,6 +109,7 @@ def test_sound_builds_of_modules_of_users_pass(seed: int, tmp_path: Path) -> Non
     assert ratio > 0
 
 
+@pytest.mark.slow
 def test_a_module_whose_scores_are_all_equal_passes(tmp_path: Path) -> None:
     reasons, _ = build_clean(tmp_path, foreign_of_ties, 0)
     assert reasons == ()

@@ -149,6 +149,7 @@ def test_a_damaged_folder_is_refused(name: str, damage: str, small_copy: Path) -
     assert contents(small_copy) == before
 
 
+@pytest.mark.fast("damages1")
 @pytest.mark.parametrize("damages", [("engine", "cut report"), ("weights", "no graph", "no report")])
 def test_validate_reports_damaged_files(damages: tuple[str, ...], small_copy: Path) -> None:
     """Each file is listed with its path and its problem."""

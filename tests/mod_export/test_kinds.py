@@ -36,13 +36,11 @@ def config_of(config: BuildConfig) -> BuildConfig:
     return changed(config, {"buckets": [BUCKET], "cost/profile_runs": 0, "generation/build": "never", **rtx, **added})
 
 
-FAST = "staged MoDE, threshold"
-"""Kind that `make test` builds: routed by thresholds, and among experts; the model that writes text has predictors."""
 KINDS: dict[str, ModelSpec] = {
     **{
         name: VARIANTS[name]
         for name in (
-            FAST, "dense", "random", "MLP routed", "routed apart", "routed apart by predictors",
+            "staged MoDE, threshold", "dense", "random", "MLP routed", "routed apart", "routed apart by predictors",
             "experts, expert choice", "staged MoDE", "staged MoDE, expert choice", "integrated MoDE",
             "integrated MoDE, expert choice", "early exit with experts", "biases", "normed heads",
             "keys and values kept", "keys and values kept, attention routed", "keys and values kept, routed apart",
@@ -60,7 +58,8 @@ KINDS: dict[str, ModelSpec] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == FAST else pytest.mark.slow) for name in KINDS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_a_kind_of_model(name: str, config: BuildConfig, tmp_path: Path) -> None:
     spec = KINDS[name]
     save_checkpoint(tmp_path / "kind.pt", lively_checkpoint(spec))

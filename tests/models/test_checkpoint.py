@@ -145,6 +145,7 @@ save_checkpoint(pathlib.Path(sys.argv[2]), other)
 """
 
 
+@pytest.mark.slow
 def test_killed_between_weights_and_spec(tmp_path: Path) -> None:
     """After the kill, the folder is no checkpoint; it never has the weights of one and the spec of another."""
     save_checkpoint(tmp_path / "other.pt", random_checkpoint(SPEC, 1))

@@ -56,6 +56,7 @@ def close(found: list[np.ndarray], expected: tuple[Tensor, ...]) -> None:
         np.testing.assert_allclose(array, reference.numpy(), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "skip", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["fixed slots", "without conditions"]
 )
@@ -119,6 +120,7 @@ def products_run(path: Path, feeds: dict[str, np.ndarray], profile: Path) -> int
     return sum(event.get("args", {}).get("op_name") == "MatMul" for event in events)
 
 
+@pytest.mark.slow
 def test_weights_keep_their_names() -> None:
     """One weights file serves prompts and steps: both hold the model's weights under its names, outside branches."""
     model = generating_model("predictor", torch.float32)

@@ -271,6 +271,7 @@ def test_before_training_the_loss_is_lower_than_at_an_arbitrary_start(
         assert bits(only_adapters) < bits(begin) - 0.03
 
 
+@pytest.mark.slow
 def test_a_run_fits_before_its_first_step_and_resumes_to_the_same(trained: Checkpoint, tmp_path: Path) -> None:
     begin, whole, parts = adapted(trained, "mlp"), tmp_path / "whole", tmp_path / "parts"
     config = dataclasses.replace(CONFIG, distill=1.0)

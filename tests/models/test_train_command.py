@@ -85,6 +85,7 @@ def test_command_line_errors(
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Routing is added, the folder's tokenizer is used and copied, and the same command resumes."""
     folder, out = tmp_path / "dense", tmp_path / "out"
@@ -135,6 +136,7 @@ def test_predictors_for_a_model_that_selects_by_rank(parts: str, tmp_path: Path)
     }
 
 
+@pytest.mark.slow
 def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = lively_checkpoint(dataclasses.replace(SPEC, routing=None))
     save_checkpoint(tmp_path / "dense", dense)

@@ -66,6 +66,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.utils.counters.clear()
 
 
+@pytest.mark.fast("paper", "attention by threshold", "exits, experts choose", "dense")
 @each_spec
 def test_exports_with_static_shapes(spec: ModelSpec) -> None:
     """Every tensor of the exported graph has a shape of plain integers; no operator's shape depends on data."""
@@ -95,6 +96,7 @@ def test_the_ranking_is_declared_stable() -> None:
     assert sorts[0].kwargs["descending"] is True
 
 
+@pytest.mark.fast("paper", "attention by threshold", "exits, experts choose", "MLP gated, added")
 @each_spec
 def test_compiles_once_without_graph_breaks(spec: ModelSpec) -> None:
     """One graph serves every input of a shape: other ids, other lengths, rows without a real token."""

@@ -130,6 +130,7 @@ def test_weights_are_those_of_the_file_or_given_in_their_place(root: Path, loade
         assert np.ptp(logits) > np.ptp(zero) == 0
 
 
+@pytest.mark.slow
 def test_a_single_weight_is_not_part_of_the_code(loaded: TransformerModel, tmp_path: Path) -> None:
     """Inductor writes vectors of up to 8 numbers into its kernels unless it is told not to."""
     routing = RoutingSpec(layers=(0,), capacity=0.25, router="linear_bias")

@@ -86,6 +86,7 @@ def test_a_graph_or_weights_that_are_none(api: OrtC, built: Path, engine: Engine
         shared_runner(api, built / engine.path, bad, "bad", 1)
 
 
+@pytest.mark.slow
 def test_weights_are_released_with_the_last_session(api: OrtC, built: Path, engine: Engine) -> None:
     gc.collect()
     before = len(ort_shared._weights_in_use)

@@ -113,6 +113,7 @@ def test_what_can_be_loaded(signed: Path, keys: Path) -> None:
         mod_export.load(signed, trusted_keys=[])
 
 
+@pytest.mark.slow
 def test_a_folder_that_is_validated_and_timed_stays_signed(signed: Path, keys: Path) -> None:
     for name in ("validate", "bench"):
         # On a busy machine a gate of speed may fail, which is no matter here.

@@ -125,6 +125,7 @@ def test_a_step_in_16_bits_decides_in_float32_and_remembers_in_16(name: str) -> 
     assert ir.DataType.FLOAT16 in {node.outputs[0].dtype for node in products}
 
 
+@pytest.mark.slow
 def test_a_prefill_takes_the_cache_that_a_step_takes() -> None:
     model = rewritten(prefill_graph("predictor"), IN_PLACE, "bfloat16")
     prefill = model.graph

@@ -129,6 +129,7 @@ def test_an_attention_of_another_form_stays(change: Callable[[ir.Model], None]) 
     assert ContinuedAttention().run(model, OrtCpu.limits, "float32") < attentions - 1
 
 
+@pytest.mark.slow
 def test_it_is_for_one_row_and_heads_of_eight() -> None:
     for model in (prefill_graph_of(wide("dense"), SEQ, 2), prefill_graph_of(GENERATING["dense"], SEQ)):
         assert ContinuedAttention().run(model, OrtCpu.limits, "float32") == 0

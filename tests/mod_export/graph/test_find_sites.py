@@ -78,6 +78,9 @@ def test_engines_get_the_indices_as_further_outputs(made: Made) -> None:
     assert all(torch.equal(index_BK, selected[name]) for index_BK, name in zip(routed, selected, strict=True))
 
 
+@pytest.mark.fast(
+    "scatter_add-ort-cpu", "one_hot-tensorrt-rtx", "index_put-ort-cpu", "smallest-tensorrt-rtx", "sort_tail-ort-cpu"
+)
 @pytest.mark.parametrize("target", ["ort-cpu", "tensorrt-rtx"])
 @pytest.mark.parametrize("name", DIALECTS)
 def test_graphs_of_targets_compute_the_same(name: str, target: str) -> None:

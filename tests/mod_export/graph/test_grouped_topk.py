@@ -56,6 +56,7 @@ def cases(draw: Any) -> tuple[np.ndarray, int, int, int]:
     return np.array(rows, np.float32), draw(st.integers(1, S)), draw(st.integers(1, S)), draw(st.integers(0, 1))
 
 
+@pytest.mark.slow
 @settings(max_examples=80)
 @given(cases())
 def test_it_gives_what_one_topk_gives(case: tuple[np.ndarray, int, int, int]) -> None:

@@ -72,6 +72,7 @@ def test_the_tokens_that_are_told_run_and_no_others(made: Made) -> None:
 
 
 # Only ways whose operators ONNX has.
+@pytest.mark.fast("every_index", "masked", "two_parts", "remainder")
 @pytest.mark.parametrize(
     "name",
     ["broadcast_to", "matrix_transpose", "ravel", "argsort_then_gather", "remainder", "scattered_rows", "every_index",
@@ -126,6 +127,7 @@ def test_what_vmap_decomposes_to_is_followed() -> None:
     assert [site.name for site in routing_sites(with_found_sites(program))] == ["blocks.1", "blocks.3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("written", [pytest.param(order_and_inverse, marks=pytest.mark.slow), scattered_rows])
 def test_a_whole_build_is_judged_by_its_selections(written: object, tmp_path: Path) -> None:
     made = made_of(next(way for way in WAYS if way.written is written))

@@ -87,6 +87,18 @@ def test_the_selection_that_is_forced_decides(made: Made) -> None:
         assert not torch.equal(changed, y)
 
 
+@pytest.mark.fast(
+    "two_routers",
+    "recursions",
+    "additive_mask",
+    "row_loop",
+    "class_forced",
+    "sequence_first",
+    "channels_first",
+    "flat_batch",
+    "shared_index",
+    "region",
+)
 def test_engines_get_the_positions_as_further_outputs(made: Made) -> None:
     y, *routed = made.found.program.module()(made.x)
     expected, own = run_of(made)

@@ -100,6 +100,7 @@ def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     assert min(most) <= narrow < max(most)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_products_in_branches_are_rounded(dtype: DType) -> None:
     """Each branch has as many quantized products as the layer."""

@@ -93,6 +93,13 @@ def one_row_of_the_head(model: Chooser) -> None:
     (model.head if not isinstance(model, CHOOSERS["ids"]) else model.router).weight[1] *= 1.01
 
 
+@pytest.mark.fast(
+    "argmax-one_element",
+    "round-one_row_of_the_head",
+    "a top-k that is no site-one_element",
+    "equal to the largest-one_row_of_the_head",
+    "ids-one_element",
+)
 @pytest.mark.parametrize("change", [one_element, one_row_of_the_head])
 @pytest.mark.parametrize("name", ALL)
 def test_a_wrong_weight_fails(name: str, change: Callable[[Chooser], object]) -> None:

@@ -243,6 +243,7 @@ class Bare(Model):
         self.module, self.skeleton = loaded.module, loaded.skeleton
 
 
+@pytest.mark.slow
 def test_a_model_without_text_and_declarations_is_judged_too(
     folder: Path, judged: Parity, candidate: Candidate, loaded: TransformerModel, config: BuildConfig
 ) -> None:

@@ -193,6 +193,7 @@ class Windows(Routed):
         return windows.scatter_add(1, wide, self.block(windows.gather(1, wide))).view(x.shape)
 
 
+@pytest.mark.slow
 def test_sites_may_have_other_rows_than_the_batch() -> None:
     torch.manual_seed(0)
     module = Routes(Windows)
@@ -204,6 +205,7 @@ def test_sites_may_have_other_rows_than_the_batch() -> None:
     assert [index_BK.shape for index_BK in traced.free(batches[0]).routed.values()] == [(4, 2), (1, 8)]
 
 
+@pytest.mark.slow
 def test_other_batches_and_models(reference: Reference, loaded: TransformerModel, bucket: Bucket) -> None:
     batches = near_tie_batches(reference, Bucket(5, 4), 0)
     assert batches

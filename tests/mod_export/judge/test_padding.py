@@ -128,6 +128,7 @@ def padding(reference: Reference) -> list[list[int]] | None:
     return None if declared is None else declared.real_BS.astype(int).tolist()
 
 
+@pytest.mark.fast("additive")
 @pytest.mark.parametrize("form", ["counts", "hidden", "additive"])
 def test_every_form_of_a_mask_is_understood(form: str) -> None:
     """This includes a causal model, where padding on the left does not depend on real tokens either."""
@@ -136,6 +137,7 @@ def test_every_form_of_a_mask_is_understood(form: str) -> None:
     assert padding(reference_of(made(Encoder, form), form, RIGHT)) == RIGHT
 
 
+@pytest.mark.slow
 def test_what_a_mask_does_not_hide_is_no_padding() -> None:
     assert padding(reference_of(made(IgnoresMask))) is None
     # Causality hides later tokens, for any mask.

@@ -112,6 +112,7 @@ def finds(judged: Judge, written_copy: Path) -> Callable[[str, Callable[[onnx.Gr
     return check
 
 
+@pytest.mark.fast("small-1", "large-3")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_sound_engines_pass(judged: Judge, written: Path, rows: int, request: pytest.FixtureRequest) -> None:
     row = judged(written, bucket=Bucket(rows, WINDOW))
@@ -292,6 +293,7 @@ def test_faults_of_a_cache_are_found(judged: Judge, written: Path, kind: type[De
     assert row.reasons
 
 
+@pytest.mark.fast("16")
 @pytest.mark.parametrize("seq", [8, 16])
 def test_prompts_are_judged_by_their_last_token(
     written: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
@@ -312,6 +314,7 @@ def test_prompts_are_judged_by_their_last_token(
     assert set(row.inputs) >= {"random", "padded"}
 
 
+@pytest.mark.fast("8")
 @pytest.mark.parametrize("seq", [8, 16])
 def test_a_prompt_that_does_not_continue_is_found(
     written_copy: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int

@@ -134,6 +134,7 @@ def test_the_node_of_a_graph(folder: Path, batches: list[Batch]) -> None:
     assert re.fullmatch(r"the first NaN is made in layers\.1, Sqrt \S*", str(origin)), str(origin)
 
 
+@pytest.mark.slow
 def test_both_the_node_that_differs_and_that_which_makes_nan_are_named(
     folder: Path, candidate: Candidate, reference: Reference, fresh: object
 ) -> None:

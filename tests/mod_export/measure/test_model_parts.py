@@ -34,6 +34,7 @@ def operators_by_part(model: ir.Model) -> dict[str, Counter[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_routed_graph_falls_into_its_parts() -> None:
     model = portable_graph(ROUTED, 2, 32)
     found = operators_by_part(model)

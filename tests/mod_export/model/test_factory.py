@@ -96,6 +96,7 @@ def test_the_same_function_without_skipping_is_the_baseline(code: Path) -> None:
     assert baseline.origin.checkpoint_sha256 != model.origin.checkpoint_sha256
 
 
+@pytest.mark.slow
 def test_another_capacity(code: Path) -> None:
     default, _ = model_from_factory(f"{code}:make_model", [BUCKET])
     same, _ = model_from_factory(f"{code}:make_model", [BUCKET], 0.25)

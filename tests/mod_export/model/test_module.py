@@ -52,6 +52,7 @@ FAST = ("index_put", "ids and mask", "embeddings", "images")
 """Cases that `make test` captures: other ways to put tokens back are in `test_manners.py`."""
 
 
+@pytest.mark.fast("index_put", "images")
 @pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES])
 def test_a_module_is_captured_and_captured_again(case: str) -> None:
     """The model returns what the module returns, and another capture, with or without values, gives the same graph."""
@@ -398,6 +399,7 @@ def test_what_cannot_be_captured_is_named(case: str) -> None:
     assert message in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_same_shapes_for_two_buckets() -> None:
     with pytest.raises(UsageError, match=r"b2s8 and b2s16: both read inputs of the shapes \[\(2, 8\)\]"):
         model_from_module(made("index_put"), lambda batch, seq: token_ids(2, 8), [SHORT, LONG], "mine")

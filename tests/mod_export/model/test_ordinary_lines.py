@@ -236,6 +236,9 @@ IGNORED = (
 )
 
 
+@pytest.mark.fast(
+    "attention, view", "sdp_kernel", "vmap", "torch.cond", "autocast", "a compiled part", "written in place"
+)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.filterwarnings(*IGNORED)
 def test_what_people_write_is_captured_and_has_its_site(line: str) -> None:

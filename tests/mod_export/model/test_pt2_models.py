@@ -94,6 +94,7 @@ def test_a_dense_program_has_the_buckets_of_the_model_that_it_is_compared_with(t
     assert loaded(model_from_pt2([path])).buckets == (Bucket(2, 3),)
 
 
+@pytest.mark.slow
 def test_programs_of_other_weights_are_refused(tmp_path: Path, masked: list[Path]) -> None:
     module = made(Masked)
     with torch.no_grad():
@@ -151,6 +152,7 @@ def test_two_files_of_one_shape_are_refused(masked: list[Path]) -> None:
         model_from_pt2([masked[0], masked[0]])
 
 
+@pytest.mark.slow
 def test_programs_without_sample_inputs_need_some(tmp_path: Path) -> None:
     program = torch.export.export(made("index_put"), (token_ids(2, 8),))
     program._example_inputs = None
@@ -191,6 +193,7 @@ WRONG: dict[str, tuple[Mapping[str, Tensor], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.fast("another dtype", "another name")
 @pytest.mark.parametrize("case", WRONG)
 def test_samples_that_are_none_are_refused(case: str, tmp_path: Path, masked: list[Path]) -> None:
     samples, message = WRONG[case]
@@ -208,6 +211,7 @@ def test_samples_that_are_no_file_of_samples(tmp_path: Path, masked: list[Path])
         model_from_pt2(masked, tmp_path / "bad.safetensors")
 
 
+@pytest.mark.slow
 def test_several_outputs_and_a_program_that_is_decomposed(tmp_path: Path) -> None:
     program = torch.export.export(made(Embedded), (torch.randn(2, 8, D),)).run_decompositions()
     torch.export.save(program, tmp_path / "core.pt2")

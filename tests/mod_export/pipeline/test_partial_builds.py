@@ -117,6 +117,7 @@ def test_it_is_shown_on_the_console_and_on_the_page(four_bits: tuple[Path, Build
     assert '<h2 id="failed">What failed</h2>' in page
 
 
+@pytest.mark.slow
 def test_what_is_there_is_served_judged_and_timed(four_bits: tuple[Path, BuildReport]) -> None:
     root, _ = four_bits
     assert [row.dtype for row in open_folder(root).failed] == ["int4", "int4"]
@@ -147,6 +148,7 @@ def test_the_next_build_tries_again_what_failed_and_nothing_else(
     check_files(copy)
 
 
+@pytest.mark.slow
 def test_a_dense_engine_that_fails_leaves_the_model(tmp_path: Path) -> None:
     report = built(model_of(), model_of(1.0, scale=1e19), tmp_path / "m", FOUR_BITS, "ort-cpu")
     assert about(report) == [("onnx", None, "int4", "dense", None)]

@@ -143,6 +143,7 @@ def test_the_original_is_refused_or_has_another_site(pair: tuple[nn.Module, nn.M
         prove_static(original, examples, "mine")
 
 
+@pytest.mark.fast("Boolean masks", "Top-k of the whole batch", "Indices of what is true", "k from data")
 @every_section
 def test_the_static_form_has_its_site_and_computes_the_same_in_onnx_runtime(
     pair: tuple[nn.Module, nn.Module, Case],

@@ -145,6 +145,7 @@ def test_no_request_is_lost_over_many_versions(link: Link, written: Path, again:
     assert set(statuses) == {200}
 
 
+@pytest.mark.fast("manifest")
 @pytest.mark.parametrize("broken", ["engine", "manifest", "missing"])
 def test_a_version_that_cannot_be_opened_is_refused(link: Link, again: Path, tmp_path: Path, broken: str) -> None:
     bad = Path(shutil.copytree(again, tmp_path / "bad"))
@@ -173,6 +174,7 @@ def test_a_version_that_cannot_be_opened_is_refused(link: Link, again: Path, tmp
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_a_signal_asks_for_a_folder_that_looks_unchanged(written: Path) -> None:
     with command(written, "--reload") as (process, url):
         process.send_signal(signal.SIGHUP)  # Perhaps before the server listens to it; it must not end the server.
@@ -182,6 +184,7 @@ def test_a_signal_asks_for_a_folder_that_looks_unchanged(written: Path) -> None:
         assert httpx2.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_without_the_option_a_folder_stays(link: Link, again: Path) -> None:
     with command(link.path) as (_, url):
         before = served(url)
@@ -190,6 +193,7 @@ def test_without_the_option_a_folder_stays(link: Link, again: Path) -> None:
         assert served(url) == before
 
 
+@pytest.mark.slow
 def test_a_bug_in_a_new_version_ends_no_text(link: Link, again: Path) -> None:
     code = (
         "from mod_export.serve import folder_app\nopened = folder_app.open_service\n"
@@ -219,6 +223,7 @@ def test_a_signal_to_end_lets_the_texts_of_both_versions_finish(link: Link, agai
         assert [text["usage"]["completion_tokens"] for text in (old.text(), new.text())] == [40, 40]
 
 
+@pytest.mark.slow
 def test_what_takes_longer_than_it_may_is_cut_on_the_old_version_too(link: Link, again: Path) -> None:
     slow = STEPS.format(held="not time.sleep(1) and False", go="")
     with command(link.path, "--reload", "--drain", "0.2", code=slow) as (process, url):
@@ -232,6 +237,7 @@ def test_what_takes_longer_than_it_may_is_cut_on_the_old_version_too(link: Link,
     assert (old.answer.status_code, old.answer.json()["error"]["code"]) == (503, "shutting_down")
 
 
+@pytest.mark.slow
 def test_a_signal_to_end_while_a_version_is_opened(link: Link, again: Path, tmp_path: Path) -> None:
     begun = tmp_path / "begun"
     code = (

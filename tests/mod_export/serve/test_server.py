@@ -45,6 +45,7 @@ def texts_of(url: str, count: int, found: list[httpx2.Response]) -> list[threadi
     raise AssertionError("the requests did not arrive")
 
 
+@pytest.mark.fast("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_texts_finish(written: Path, number: signal.Signals) -> None:
     """Texts in rows and waiting ones finish; meanwhile new ones are refused, and the server is not ready."""
@@ -191,6 +192,7 @@ def test_what_it_does_not_start_with(written: Path, written_copy: Path, tmp_path
         (written_copy / name).write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_nothing_is_cut_off(written: Path) -> None:
     """The server's memory holds the rest of its text, and the system closes the connection."""
     code = "import mod_export.serve.server as one\none.STALLED_MS = 1500"

@@ -73,6 +73,7 @@ class Asking:
         return self.answer
 
 
+@pytest.mark.fast("11")
 @pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
 def test_every_request_is_answered_when_the_engine_crashes(
     written: Path, slow: Callable[[float], None], number: signal.Signals
@@ -136,6 +137,7 @@ def test_a_signal_lets_texts_finish(written: Path, slow: Callable[[float], None]
         assert not worker.is_running()
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_both_at_once(written: Path, slow: Callable[[float], None]) -> None:
     slow(0.5)
     with command(written, "--supervise") as (process, url):
@@ -168,6 +170,7 @@ def test_the_worker_ends_with_its_supervisor(written: Path, tmp_path: Path, monk
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_client_that_leaves_makes_its_row_free(written: Path, slow: Callable[[float], None]) -> None:
     slow(0.2)
     with command(written, "--supervise") as (_, url):
@@ -178,6 +181,7 @@ def test_a_client_that_leaves_makes_its_row_free(written: Path, slow: Callable[[
         assert metric(url, 'texts_total{finish="length"}') == 0
 
 
+@pytest.mark.slow
 def test_a_worker_that_cannot_begin_again_ends_the_server(written_copy: Path) -> None:
     """The supervisor's own supervisor sees it, and its log says why."""
     code = "from mod_export.serve import supervisor\nsupervisor.MOST_FAILURES = 2"
@@ -208,6 +212,7 @@ def leave(path: str, restarts: int, say: Callable[[str], None]) -> int:
     return 7
 
 
+@pytest.mark.fast("crash-SIGKILL")
 @pytest.mark.parametrize(("work", "end"), [(crash, "SIGKILL"), (leave, "exit code 7")])
 def test_a_worker_that_ends_before_it_serves(work: Callable[..., int], end: str) -> None:
     message = rf"the process of the engines ended before it could serve \({end}\)"

@@ -206,6 +206,7 @@ def test_a_text_whose_engine_fails(written: Path, collector: Collector) -> None:
     assert [event.name for event in text.events] == ["exception"]
 
 
+@pytest.mark.fast("variables1-chat")
 @pytest.mark.parametrize(
     ("variables", "name"),
     [
@@ -229,6 +230,7 @@ def test_a_sampler_of_the_environment(written: Path, collector: Collector, monke
     assert collector.requests == []
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_away_stops_nothing(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]

@@ -90,6 +90,7 @@ def test_ray_is_not_installed(checkpoint: Path, fast: Path, tmp_path: Path, monk
         next(run_on_cluster("local", tmp_path, checkpoint)([job_of(checkpoint, tmp_path, fast)]))
 
 
+@pytest.mark.slow
 def test_no_cluster_there(checkpoint: Path, fast: Path, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     found = command(
