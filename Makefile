@@ -13,7 +13,11 @@ TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
 .PHONY: install demo-install demo bench faults floors fuzz mishaps study plan pair retrofit real gpu load triton clients corpus figures test test-slice test-all check docs api dist pythons site notebooks clean
 
-install: .venv/dev
+install: .venv/dev build/types/mod_models
+
+# mypy and the site read the sources of `models/` under the name that they are installed with.
+build/types/mod_models:
+	mkdir -p $(@D) && ln -sfn ../../models $@
 
 demo-install: .venv/demo
 
@@ -146,7 +150,6 @@ test-all: install
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	mkdir -p build/types && ln -sfn ../../models build/types/mod_models
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
