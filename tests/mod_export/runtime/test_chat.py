@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
+import signal
+import subprocess
 import sys
+import termios
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -189,20 +194,27 @@ def test_no_process_for_templates(monkeypatch: pytest.MonkeyPatch) -> None:
         ChatTemplate("", {})
 
 
-def test_a_process_that_somebody_kills_while_it_renders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_somebody_kills_while_it_renders() -> None:
     """What was asked fails for now; what the template is able to do is not decided by that."""
-    monkeypatch.setattr(template_process, "RENDER_S", 60.0)
-    loop = "{% for i in range(9999) %}{% for j in range(400) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(loop + "{{ tools }}", {})
+    template = ChatTemplate("{{ tools }}", {})
     process = template._process._process
     assert process is not None
-    threading.Timer(0.1, process.kill).start()
+    process.send_signal(signal.SIGSTOP)
+    threading.Thread(target=kill_when_asked, args=[process]).start()
     with pytest.raises(TemplateNotRenderedError, match=r"ended \(exit status -9\); try again$"):
         _ = template.reads_tools
     assert template.reads_tools
     template._process.close()
     with pytest.raises(TemplateNotRenderedError, match=r"the process that would do it is closed$"):
         template.render([USER])
+
+
+def kill_when_asked(process: subprocess.Popen[str]) -> None:
+    """Kills a process that is stopped, as soon as a question waits for it."""
+    assert process.stdin is not None
+    while not any(fcntl.ioctl(process.stdin.fileno(), termios.FIONREAD, bytes(4))):
+        time.sleep(0.01)
+    process.kill()
 
 
 @pytest.mark.parametrize(("messages", "message"), [
