@@ -46,8 +46,8 @@ def build(
         model: a module on the CPU, in any mode, which also needs `inputs` and `buckets`. Or anything that `mod-export
             build` takes: a checkpoint, .pt2 files of one model, `my_model.py:make_model`.
         inputs: `inputs(batch, seq)` or `inputs(batch, seq, seed)` returns the arguments of `forward`: a tensor, a
-            tuple, or a dict by name. They are used for capture, parity and timing. For a single bucket, the arguments
-            can be given instead.
+            tuple, or a dict by name. A third parameter with a default gets a seed only if it is called `seed`. The
+            arguments are used for capture, parity and timing. For a single bucket, they can be given instead.
         buckets: (rows, tokens of a row) of every shape to build.
         baseline: a dense model with the same inputs, given like `model`, to compare the speed with. Without one,
             latency is measured and no speed-up is demanded.
