@@ -41,10 +41,12 @@ CASES = pytest.StashKey[dict[str, set[str]]]()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks the cases as slow that a `fast` marker does not name."""
     fast = item.get_closest_marker("fast")
     if fast is None:
         return
-    case = item.callspec.id if isinstance(item, pytest.Function) else ""
+    callspec = getattr(item, "callspec", None)  # A test without cases has none.
+    case = callspec.id if callspec else ""
     missing = item.config.stash.setdefault(CASES, {}).setdefault(item.nodeid.partition("[")[0], set(fast.args))
     missing.discard(case)
     if case not in fast.args:

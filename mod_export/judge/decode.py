@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -43,6 +44,8 @@ from mod_export.runtime.logits import negative_log_likelihood
 from mod_export.runtime.prompts import Prompts
 from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
 
+Runs = list[tuple[Runner, list[Batch]]]
+"""The ways in which an engine is run, each with its texts."""
 LEAST_TOKENS, KINDS_OF_INPUT = 16, 4
 TAIL = 16
 """Tokens that are read one by one after a prompt."""
@@ -59,66 +62,56 @@ SINGLE = 2
 """Least cost of a token that the eager model reads alone, in tokens of a whole row: it reads every weight."""
 
 
-def parity_of_prompts(
-    decoding: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
+def parity_of_runs(
+    opened: AbstractContextManager[Runs], engine: Engine, reference: Reference, config: BuildConfig
 ) -> ParityRow:
-    """Judges a prefill engine on given prompts. An engine that cannot be loaded or run fails with the reason.
+    """Judges an engine by its runs on given texts. An engine that cannot be loaded or run fails with the reason.
 
     Args:
-        decoding: all engines of the folder.
+        opened: `runs_of_prompts` or `runs_of_steps` of the engine.
         engine: the engine to judge.
-        reference: reference of the model as it decides one token at a time, with the last logits of a prompt.
-        text_of: source of text for a model that has none of its own.
+        reference: reference of the model as it decides one token at a time, with the outputs of the engine: last logits
+            of prompts, all logits of steps.
+        config: the configuration.
     """
-    with _Verdict(decoding, engine, reference) as verdict, decoding.prompts_of([engine]) as prompts:
-        verdict.judge(prompt_parts(prompts, engine, reference, decoding.config, text_of))
-    return verdict.row
+    gate = config.parity.gate(engine.dtype)
+    try:
+        with opened as runs:
+            return judge_runner(runs, reference, gate, engine.setting, engine.path)
+    except (BuildError, TargetError) as error:
+        return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
 
 
-def parity_of_steps(
+@contextmanager
+def runs_of_prompts(
     decoding: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
-) -> ParityRow:
-    """Judges a decode engine on given texts, like `parity_of_prompts`; `reference` returns the logits of all tokens."""
+) -> Iterator[Runs]:
+    """Opens the runs by which a prefill engine is judged. `decoding` has all engines of the folder, and `text_of` gives
+    text to a model that has none of its own.
+    """
+    with decoding.prompts_of([engine]) as prompts:
+        yield prompt_parts(prompts, engine, reference, decoding.config, text_of)
+
+
+@contextmanager
+def runs_of_steps(
+    decoding: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
+) -> Iterator[Runs]:
+    """Opens the runs by which a decode engine is judged, with the same arguments as `runs_of_prompts`."""
     with (
-        _Verdict(decoding, engine, reference) as verdict,
         decoding.prompts(engine.model, engine.target, engine.dtype) as prompts,
         decoding.decoder(engine) as decoder,
     ):
         lengths = [prefill.bucket.seq for prefill in decoding.prefills(engine.model, engine.target, engine.dtype)]
-        parts = decoding_parts(prompts, lengths, decoder, reference, decoding.config, text_of)
+        runs = decoding_parts(prompts, lengths, decoder, reference, decoding.config, text_of)
         if engine.dtype in QUANTIZED:
-            parts += _text_parts(prompts, decoder, reference, decoding.config, text_of)
-        verdict.judge(parts)
-    return verdict.row
-
-
-class _Verdict:
-    """The result of judging an engine, also if the block ends because the engine cannot be loaded or run."""
-
-    row: ParityRow
-
-    def __init__(self, decoding: DecodingEngines, engine: Engine, reference: Reference) -> None:
-        self._engine, self._reference = engine, reference
-        self._gate = decoding.config.parity.gate(engine.dtype)
-
-    def judge(self, parts: Sequence[tuple[Runner, list[Batch]]]) -> None:
-        self.row = judge_runner(parts, self._reference, self._gate, self._engine.setting, self._engine.path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if not isinstance(error, (BuildError, TargetError)):
-            return False
-        self.row = failed_row(f"cannot be run: {error}", self._gate, self._engine.setting, self._engine.path)
-        return True
+            runs += _text_parts(prompts, decoder, reference, decoding.config, text_of)
+        yield runs
 
 
 def prompt_parts(
     prompts: Prompts, engine: Engine, reference: Reference, config: BuildConfig, text_of: TextOf | None = None
-) -> list[tuple[Runner, list[Batch]]]:
+) -> Runs:
     """Returns the runs by which a prefill engine is judged, each with its texts.
 
     The first run reads prompts of every kind that it can read at once. The second one, if the cache has room, reads
@@ -130,7 +123,7 @@ def prompt_parts(
     if engine.dtype in QUANTIZED:
         count = max(LEAST_PROMPTS, TEXT_TOKENS // bucket.seq)
         batches += _texts(reference, 1, bucket.seq, count, config, text_of)
-    parts: list[tuple[Runner, list[Batch]]] = [(PromptRunner(prompts, capacity), batches)]
+    parts: Runs = [(PromptRunner(prompts, capacity), batches)]
     longest = config.generation.prompt_lengths(prompts.length)[-1]
     longer = Bucket(1, min(prompts.length, 2 * longest + max(1, longest // 2)))
     if longer.seq > bucket.seq:
@@ -143,7 +136,7 @@ def prompt_parts(
 
 def _text_parts(
     prompts: Prompts, decoder: Decoder, reference: Reference, config: BuildConfig, text_of: TextOf | None
-) -> list[tuple[Runner, list[Batch]]]:
+) -> Runs:
     """Returns enough text, read token by token, to tell perplexity and next tokens apart by a percent."""
     length = min(decoder.length, -(-TEXT_TOKENS // decoder.batch))
     bucket = Bucket(decoder.batch, length)
@@ -168,7 +161,7 @@ def decoding_parts(
     reference: Reference,
     config: BuildConfig,
     text_of: TextOf | None = None,
-) -> list[tuple[Runner, list[Batch]]]:
+) -> Runs:
     """Returns the runs by which a decode engine is judged, each with its texts.
 
     The first run reads texts of every kind in every row token by token, as many tokens as the configuration says. Then
@@ -188,7 +181,7 @@ def decoding_parts(
     tail = min(TAIL, decoder.length - 1)
     longest = decoder.length - tail
     starts = sorted({max(1, min(length, longest)) for length in (*prefills, longest)} - {1})
-    parts: list[tuple[Runner, list[Batch]]] = []
+    parts: Runs = []
     ends = [start + tail for start in starts]
     for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
         bucket = Bucket(decoder.batch if prompt == 1 or decoder.batch * length <= most else 1, length)

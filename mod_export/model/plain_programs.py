@@ -61,14 +61,9 @@ class PlainProgram:
     @property
     def constant_outputs(self) -> frozenset[str]:
         """Names of the outputs that depend on no input, such as a weight that is returned."""
-        specs = self.program.graph_signature.input_specs
-        nodes = [node for node in self.program.graph.nodes if node.op == "placeholder"]
-        feeds = {node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT}
-        (returned,) = self.program.graph.output_node().args
-        return frozenset(
-            name for name, node in zip(self.outputs, cast(Sequence[fx.Node], returned), strict=True)
-            if not _reads(node, feeds)
-        )  # fmt: skip
+        inputs, (returned,) = set(_input_nodes(self.program)), self.program.graph.output_node().args
+        nodes = zip(self.outputs, cast(Sequence[fx.Node], returned), strict=True)
+        return frozenset(name for name, node in nodes if not _reads(node, inputs))
 
 
 def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
@@ -131,9 +126,13 @@ def copied(program: ExportedProgram) -> ExportedProgram:
 
 def input_values(program: ExportedProgram) -> list[torch.Tensor]:
     """Returns the shapes and dtypes of the program's inputs, as tensors without values."""
+    return [node.meta["val"] for node in _input_nodes(program)]
+
+
+def _input_nodes(program: ExportedProgram) -> list[fx.Node]:
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     specs = program.graph_signature.input_specs
-    return [node.meta["val"] for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+    return [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
 
 
 def without_tensors(program: ExportedProgram) -> ExportedProgram:

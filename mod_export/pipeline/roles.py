@@ -7,8 +7,9 @@ row; both continue what a cache holds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mod_export.config import BuildConfig, GenerationOptions
 from mod_export.folder.manifest import GenerationFacts
@@ -25,11 +26,14 @@ from mod_export.types import QUANTIZED, Bucket, Engine, Graph, ModelKind, Output
 
 if TYPE_CHECKING:
     from mod_export.judge.candidates import Candidate
+    from mod_export.judge.decode import Runs
+    from mod_export.judge.inputs import TextOf
     from mod_export.judge.parity import Fresh
     from mod_export.pipeline.build import Build
 
 Engines = Mapping[ModelKind, Engine]
 """The engines of one setting: that of the model, and that of its dense baseline if there is one."""
+OpenRuns: TypeAlias = "Callable[[DecodingEngines, Engine, Reference, TextOf | None], AbstractContextManager[Runs]]"
 
 
 class RoleStages(ABC):
@@ -47,7 +51,7 @@ class RoleStages(ABC):
 
     @abstractmethod
     def source_inputs(self, build: Build, graph: Graph) -> dict[str, Any]:
-        """Returns what `source` depends on beside the model, the bucket and the outputs, as inputs of a step."""
+        """Returns what `source` depends on besides the model, the bucket and the outputs, as inputs of a step."""
 
     @abstractmethod
     def reference(self, build: Build, kind: ModelKind) -> Reference:
@@ -143,6 +147,10 @@ class WritingRole(RoleStages):
         model = build.generating(graph.model)
         return {"generation": [model.whole_rows.spec, model.window, build.config.generation.slots]}
 
+    @abstractmethod
+    def runs(self) -> OpenRuns:
+        """Returns the function that opens the runs by which an engine is judged."""
+
     def beside(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
         """Returns what results about an engine depend on beside the engine: how the eager model selects."""
         generation = build.config.generation.model_dump(include={"window", "slack", "slots"})
@@ -150,6 +158,13 @@ class WritingRole(RoleStages):
 
     def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
         return {"tokens": build.config.generation.judged_tokens, **self.beside(build, candidate, candidates)}
+
+    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
+        from mod_export.judge.decode import parity_of_runs
+
+        engine, reference = candidate.as_engine, build.reference(candidate.setting.model, self.role)
+        opened = self.runs()(_decoding(build, candidates), engine, reference, build.text_of)
+        return parity_of_runs(opened, engine, reference, build.config)
 
 
 class PrefillRole(WritingRole):
@@ -176,11 +191,10 @@ class PrefillRole(WritingRole):
         # Prefill and decode share captured programs.
         return build.reference(kind, "decode").returning("last")
 
-    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
-        from mod_export.judge.decode import parity_of_prompts
+    def runs(self) -> OpenRuns:
+        from mod_export.judge.decode import runs_of_prompts
 
-        reference = build.reference(candidate.setting.model, self.role)
-        return parity_of_prompts(_decoding(build, candidates), candidate.as_engine, reference, build.text_of)
+        return runs_of_prompts
 
     def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
         """Does nothing: parity says everything about a prompt."""
@@ -223,11 +237,10 @@ class DecodeRole(WritingRole):
         prompts = [build.hash_of(engine.path) for engine in prefills]
         return {**super().beside(build, candidate, candidates), "prompts": prompts}
 
-    def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
-        from mod_export.judge.decode import parity_of_steps
+    def runs(self) -> OpenRuns:
+        from mod_export.judge.decode import runs_of_steps
 
-        reference = build.reference(candidate.setting.model, self.role)
-        return parity_of_steps(_decoding(build, candidates), candidate.as_engine, reference, build.text_of)
+        return runs_of_steps
 
     def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
         from mod_export.judge.decode import texts_of_decoding

@@ -54,9 +54,8 @@ def test_there_are_as_many_as_promised() -> None:
     assert set(ONNX_FAULTS) >= TELLING
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in TELLING else pytest.mark.slow) for name in ONNX_FAULTS]
-)
+@pytest.mark.fast(*TELLING)
+@pytest.mark.parametrize("name", ONNX_FAULTS)
 def test_a_fault_in_a_graph_or_a_file(name: str, sound: Sound, tmp_path: Path) -> None:
     found = outcome_of(name, sound(FAULTS[name].folder), Path(), tmp_path)
     assert found.caught, (found.place, found.reasons)
@@ -76,9 +75,8 @@ def test_a_fault_in_compiled_code(name: str, sound: Sound, packages: Path, tmp_p
     assert found.caught, (found.place, found.reasons)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST_FOLDERS else pytest.mark.slow) for name in FOLDERS]
-)
+@pytest.mark.fast(*FAST_FOLDERS)
+@pytest.mark.parametrize("name", FOLDERS)
 def test_a_sound_folder_passes(name: FolderName, sound: Sound) -> None:
     found = validate_folder(sound(name), None, ())
     assert found.verdict.status == "pass", found.verdict.reasons

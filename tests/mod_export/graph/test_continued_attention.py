@@ -43,9 +43,8 @@ def rewritten(name: str, seq: int = SEQ) -> ir.Model:
     return model
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in WRITTEN]
-)
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("name", WRITTEN)
 def test_a_part_leaves_the_cache_of_the_eager_prefill(name: str) -> None:
     model = rewritten(name)
     spec = for_generation(wide(name), WINDOW)

@@ -107,13 +107,10 @@ def test_engines_get_the_positions_as_further_outputs(made: Made) -> None:
 
 
 # The rewrites for TensorRT include all that those for ONNX Runtime do, and more. `make test` takes every fifth manner.
+@pytest.mark.fast(*(f"{name}-tensorrt-rtx" for name in list(MANNERS)[::5]))
 @pytest.mark.parametrize(
     ("made", "target"),
-    [
-        pytest.param(name, target, marks=[] if target == "tensorrt-rtx" and not n % 5 else pytest.mark.slow)
-        for n, name in enumerate(MANNERS)
-        for target in ("ort-cpu", "tensorrt-rtx")
-    ],
+    [(name, target) for name in MANNERS for target in ("ort-cpu", "tensorrt-rtx")],
     indirect=["made"],
 )
 def test_graphs_of_targets_compute_the_same(made: Made, target: str) -> None:

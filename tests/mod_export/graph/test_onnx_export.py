@@ -88,10 +88,8 @@ FAST = tuple(SPECS)[:2]
 """What `make test` exports; `make test-all` exports every variant."""
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [pytest.param(spec, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, spec in SPECS.items()],
-)
+@pytest.mark.fast(*FAST)
+@pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_the_portable_graph_equals_the_eager_model(spec: ModelSpec, tmp_path: Path) -> None:
     model, module = export(spec, BUCKET)
     k_by_layer = spec.k_by_layer(BUCKET.seq)

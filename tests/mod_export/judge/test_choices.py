@@ -38,16 +38,6 @@ from mod_export.types import Bucket, Setting
 BUCKET = Bucket(*SHAPE)
 CONFIG = config_from_toml(None)
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=BUCKET)
-FAST = {
-    "argmax",
-    "scores that are cut",
-    "a top-k that is no site",
-    "equal to the largest",
-    "round",
-    "ids",
-    "leaky by hand",
-}
-ALL = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CHOOSERS]
 
 
 @functools.cache
@@ -74,7 +64,16 @@ def judged(module: nn.Module, reference: Reference, batches: list[Batch] | None 
         return judge_runner([(runner, on)], reference, CONFIG.parity.float32, SETTING)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.fast(
+    "argmax",
+    "scores that are cut",
+    "a top-k that is no site",
+    "equal to the largest",
+    "round",
+    "ids",
+    "leaky by hand",
+)
+@pytest.mark.parametrize("name", CHOOSERS)
 def test_a_sound_graph_passes(name: str) -> None:
     row = judged(chooser(name), reference_of(name))
     assert row.reasons == ()
@@ -101,7 +100,7 @@ def one_row_of_the_head(model: Chooser) -> None:
     "ids-one_element",
 )
 @pytest.mark.parametrize("change", [one_element, one_row_of_the_head])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", CHOOSERS)
 def test_a_wrong_weight_fails(name: str, change: Callable[[Chooser], object]) -> None:
     row = judged(chooser(name, change), reference_of(name))
     assert any("max abs error" in reason for reason in row.reasons), row.reasons

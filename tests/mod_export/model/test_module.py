@@ -48,12 +48,10 @@ CASES: dict[str, tuple[Any, Any, list[Bucket], tuple[str, ...], tuple[str, ...],
     "embeddings": (Embedded, embeddings, [SHORT, LONG], ("inputs_embeds",), ("output_0", "output_1"), ["blocks.1"]),
     "images": (Images, images, [Bucket(2, 17)], ("images",), ("logits",), ["blocks.1"]),
 }  # fmt: skip
-FAST = ("index_put", "ids and mask", "embeddings", "images")
-"""Cases that `make test` captures: other ways to put tokens back are in `test_manners.py`."""
 
 
 @pytest.mark.fast("index_put", "images")
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in FAST else pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_a_module_is_captured_and_captured_again(case: str) -> None:
     """The model returns what the module returns, and another capture, with or without values, gives the same graph."""
     kind, inputs, buckets, input_names, output_names, sites = CASES[case]
