@@ -1,4 +1,4 @@
-"""Measures the GPU memory of engines, and their times without CUDA graphs, when kernels are launched one by one.
+"""Measures the GPU memory of engines and their times, with CUDA graphs and with kernels that are launched one by one.
 
     python benchmarks/gpu/device.py BUILD OUT.json
 
@@ -30,13 +30,16 @@ def used_mib() -> int:
 
 
 def measured(root: Path, used: Callable[[], int] = used_mib) -> dict[str, Any]:
-    """Memory of every forward engine of a build folder, and times without CUDA graphs if the target uses them."""
+    """Memory and times of every forward engine of a build folder, also without CUDA graphs if the target uses them."""
     manifest = open_folder(root)
     engines = [engine for engine in manifest.engines if engine.role == "forward"]
     memory = _memory(root, manifest, engines, used)
-    config = without_cuda_graphs(manifest.config, engines[0].target)
-    times = [] if config is None else _times(root, manifest, engines, config)
-    return {"memory": memory, "one_by_one": times}
+    plain = without_cuda_graphs(manifest.config, engines[0].target)
+    return {
+        "memory": memory,
+        "times": _times(root, manifest, engines, manifest.config),
+        "one_by_one": [] if plain is None else _times(root, manifest, engines, plain),
+    }
 
 
 def _feeds(manifest: Manifest, engine: Engine) -> dict[str, Any]:

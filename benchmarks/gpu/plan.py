@@ -71,38 +71,58 @@ class Step:
     never: str = ""
 
 
-def build_step(
+def steps_of(
     target: str, dtypes: Sequence[str], bucket: tuple[int, int], checkpoint: Path, more: str = "", name: str = ""
-) -> Step:
-    """Step that builds one target at one shape, with all evidence. `more` has further options of the target."""
+) -> tuple[Step, Step, Step]:
+    """Steps of one target at one shape: engines are built, then timed, then judged with all evidence.
+
+    The second needs half a minute on the device, so that there are figures also where time for the third is short.
+
+    Args:
+        more: further options of the target.
+        name: end of the steps' names, where there are several of a target and shape.
+    """
     rows, seq = bucket
-    command = ["-m", "mod_export", "build", str(checkpoint.resolve()), "-c", "config.toml", "-o", "build", "-q"]
     listed = "[" + ", ".join(f'"{dtype}"' for dtype in dtypes) + "]"
     config = CONFIG.format(target=target, dtypes=listed, buckets=f"[[{rows}, {seq}]]") + more
-    return Step(
-        name=f"{target}-{rows}x{seq}{name}",
-        title=f"{target}, {', '.join(dtypes)}, {rows} x {seq}: built, judged, timed",
+    name, title = f"{target}-{rows}x{seq}{name}", f"{target}, {', '.join(dtypes)}, {rows} x {seq}"
+    build = [sys.executable, "-m", "mod_export", "build", str(checkpoint.resolve()), "-c", "config.toml", "-o"]
+    engines = Step(
+        name=name,
+        title=f"{title}: engines",
         target=target,
-        seconds=240.0,
+        # AOTInductor compiles each of the two engines for a minute and a half.
+        seconds=300.0 if target == "inductor-cuda" else 120.0,
         files={"config.toml": config},
-        command=[sys.executable, *command],
-        collect=found_by_build,
+        command=[*build, "build", "--no-evidence"],
+        collect=engine_files,
     )
-
-
-def device_step(build: Step) -> Step:
-    """Step that measures memory and times without CUDA graphs of the engines that another step built."""
-    script = Path(__file__).with_name("device.py").resolve()
-    return Step(
-        name=f"{build.name}-device",
-        title=f"{build.name}: memory, and kernels one by one",
-        target=build.target,
-        needs=build.name,
+    timed = Step(
+        name=f"{name}-device",
+        title=f"{title}: memory and latency",
+        target=target,
+        needs=name,
         seconds=90.0,
         files={},
-        command=[sys.executable, str(script), f"../{build.name}/build", "device.json"],
+        command=[
+            sys.executable,
+            str(Path(__file__).with_name("device.py").resolve()),
+            f"../{name}/build",
+            "device.json",
+        ],
         collect=found_on_device,
     )
+    judged = Step(
+        name=f"{name}-evidence",
+        title=f"{title}: judged",
+        target=target,
+        needs=name,
+        seconds=300.0,
+        files={"config.toml": config},
+        command=[*build, f"../{name}/build"],
+        collect=lambda folder: found_by_build(folder.parent / name / "build"),
+    )
+    return engines, timed, judged
 
 
 def planned(arch: str, checkpoint: Path) -> list[Step]:
@@ -113,16 +133,23 @@ def planned(arch: str, checkpoint: Path) -> list[Step]:
         checkpoint: the checkpoint that every build reads.
     """
     row, batch = (1, 512), (8, 2048)
-    inductor = build_step("inductor-cuda", ["bfloat16"], row, checkpoint)
-    steps = [inductor, device_step(inductor), build_step("inductor-cuda", ["bfloat16"], batch, checkpoint)]
-    for target, more in (("ort-cuda", ""), ("tensorrt", ""), ("tensorrt-rtx", f'architectures = ["{arch}"]\n')):
-        small = build_step(target, ["float16", "float32"], row, checkpoint, more)
-        steps += [small, device_step(small), build_step(target, ["float16"], batch, checkpoint, more)]
-    steps.append(build_step("inductor-cuda", ["float32"], row, checkpoint, name="-float32"))
+    more = {"tensorrt-rtx": f'architectures = ["{arch}"]\n'}
+    graphs = ("ort-cuda", "tensorrt", "tensorrt-rtx")
+    first = [
+        *(steps_of(target, ["float16", "float32"], row, checkpoint, more.get(target, "")) for target in graphs),
+        *(steps_of(target, ["float16"], batch, checkpoint, more.get(target, "")) for target in graphs),
+        *(steps_of("inductor-cuda", ["bfloat16"], bucket, checkpoint) for bucket in (row, batch)),
+        steps_of("inductor-cuda", ["float32"], row, checkpoint, name="-float32"),
+    ]
     none = Step(
         name="decode", title="steps of writing text", target="", files={}, collect=lambda folder: {}, never=DECODE
     )
-    return [*steps, none]
+    # What is timed needs less time than what is judged, so that comes first.
+    return [
+        *(step for engines, timed, _ in first for step in (engines, timed)),
+        *(judged for _, _, judged in first),
+        none,
+    ]
 
 
 def why_not(step: Step, availability: Mapping[str, Availability], ran: Mapping[str, bool]) -> str:
@@ -137,12 +164,21 @@ def why_not(step: Step, availability: Mapping[str, Availability], ran: Mapping[s
     return ""
 
 
-def found_by_build(folder: Path) -> dict[str, Any]:
-    """Returns the rows of report.json for engines that ran here, without single samples."""
+def engine_files(folder: Path) -> dict[str, Any]:
+    """Returns the engines that were built, and the seconds of every stage."""
     report = report_from_json((folder / "build" / "report.json").read_text(encoding="utf-8"))
+    engines = [artifact for artifact in report.artifacts if artifact.kind == "engine"]
+    return {
+        "engines": [{"path": artifact.path, "bytes": artifact.bytes} for artifact in engines],
+        "stages": {stage.name: stage.seconds for stage in report.stages},
+    }
+
+
+def found_by_build(build: Path) -> dict[str, Any]:
+    """Returns the rows of a build folder's report.json for engines that ran here, without single samples."""
+    report = report_from_json((build / "report.json").read_text(encoding="utf-8"))
     targets = {row.target for row in report.latency}
     parity = [row for row in report.parity if row.target in targets]
-    engines = [artifact for artifact in report.artifacts if artifact.kind == "engine"]
     return {
         "verdict": report.verdict.model_dump(mode="json"),
         "parity": [
@@ -164,7 +200,6 @@ def found_by_build(folder: Path) -> dict[str, Any]:
             row.model_dump(mode="json", include={"target", "dtype", "bucket", "model", "measured", "ci95"})
             for row in report.precision
         ],
-        "engines": [{"path": artifact.path, "bytes": artifact.bytes} for artifact in engines],
         "stages": {stage.name: stage.seconds for stage in report.stages},
     }  # fmt: skip
 

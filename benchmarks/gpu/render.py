@@ -18,9 +18,9 @@ run it.
   logits of a row's last token.
 * **Parity** is that of the build: against eager float32 PyTorch on the CPU, by the gates of the dtype
   ([evidence.md](evidence.md)).
-* **Latency** is that of the build: model and dense baseline interleaved in one process, from inputs in host memory to
+* **Latency** is the median of model and dense baseline, interleaved in one process, from inputs in host memory to
   outputs in host memory ([evidence.md](evidence.md#latency)). Speed-up is dense / MoD. *One by one* is the same engine
-  without its CUDA graph.
+  without its CUDA graph. The first table has all engines, the second those that were judged.
 * **Memory** is the increase that nvidia-smi shows after an engine was loaded and run.
 * Each step is a process of its own. A step that was not run has a reason.
 """
@@ -45,23 +45,17 @@ def page(found: dict[str, Any]) -> str:
 
 def _tables(steps: Sequence[dict[str, Any]]) -> Iterator[str]:
     ran = [step for step in steps if step["status"] == "ran"]
-    builds = [step["found"] for step in ran if "latency" in step["found"]]
+    builds = [step["found"] for step in ran if "parity" in step["found"]]
     devices = [step["found"] for step in ran if "memory" in step["found"]]
-    alone = {_key(row): row["p50_ms"] for device in devices for row in device["one_by_one"]}
     yield _table(
         "## Latency",
-        [
-            "target",
-            "dtype",
-            "shape",
-            "dense, ms",
-            "MoD, ms",
-            "speed-up",
-            "predicted (FLOPs)",
-            "one by one: dense",
-            "MoD",
-        ],
-        [line for build in builds for line in _speed(build, alone)],
+        ["target", "dtype", "shape", "dense, ms", "MoD, ms", "dense / MoD", "one by one: dense", "MoD"],
+        [line for device in devices for line in _latency(device)],
+    )
+    yield _table(
+        "## Speed-up of judged engines",
+        ["target", "dtype", "shape", "dense, ms", "MoD, ms", "speed-up", "predicted (FLOPs)"],
+        [line for build in builds for line in _speed(build)],
     )
     yield _table(
         "## Parity",
@@ -95,7 +89,18 @@ def _key(row: dict[str, Any]) -> tuple[str, ...]:
     return row["target"], row["dtype"], row["bucket"], row["model"]
 
 
-def _speed(build: dict[str, Any], alone: dict[tuple[str, ...], float]) -> Iterator[list[str]]:
+def _latency(device: dict[str, Any]) -> Iterator[list[str]]:
+    ms = {_key(row): row["p50_ms"] for row in device["times"]}
+    alone = {_key(row): row["p50_ms"] for row in device["one_by_one"]}
+    for setting in dict.fromkeys(_key(row)[:3] for row in device["times"]):
+        dense, mod = ms[*setting, "dense"], ms[*setting, "mod"]
+        yield [
+            *setting, f"{dense:.3g}", f"{mod:.3g}", f"{dense / mod:.2f}",
+            *(f"{alone[*setting, kind]:.3g}" if (*setting, kind) in alone else "" for kind in ("dense", "mod")),
+        ]  # fmt: skip
+
+
+def _speed(build: dict[str, Any]) -> Iterator[list[str]]:
     ms = {_key(row): row["p50_ms"] for row in build["latency"]}
     for row in build["speedup"]:
         setting = (row["target"], row["dtype"], row["bucket"])
@@ -105,7 +110,6 @@ def _speed(build: dict[str, Any], alone: dict[tuple[str, ...], float]) -> Iterat
             *(f"{ms[*setting, kind]:.3g}" for kind in ("dense", "mod")),
             f"{row['measured']:.2f} [{low:.2f}, {high:.2f}], {row['verdict']}",
             f"{row['predicted_flops']:.2f}",
-            *(f"{alone[*setting, kind]:.3g}" if (*setting, kind) in alone else "" for kind in ("dense", "mod")),
         ]
 
 

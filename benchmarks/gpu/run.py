@@ -1,4 +1,4 @@
-"""Everything that a machine with an NVIDIA GPU can show, in less than eight minutes: what `make gpu` runs.
+"""Everything that a machine with an NVIDIA GPU can show, in runs of eight minutes: what `make gpu` runs.
 
     python -m benchmarks.gpu.run [--results DIR] [--docs DIR] [--minutes N] [--again]
 
@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checkpoint = options.results / "model.pt"
     if not checkpoint.exists():
         save_checkpoint(checkpoint, random_checkpoint(SPEC, 0))
-    availability = {name: _availability_apart(name) for name in ENGINES}
     steps = planned(devices[0], checkpoint)
+    availability = availability_of_all({step.target for step in steps if step.target})
     rows = run_all(steps, availability, options.results, begin + 60 * options.minutes)
     content = summary(rows, availability, devices)
     text = json.dumps(content, indent=1) + "\n"
@@ -74,6 +74,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def availability_of(name: str) -> Availability:
     """Runs in its own process, because a vendor's library of a wrong version can crash it."""
     return ENGINES[name].availability()
+
+
+def availability_of_all(names: Iterable[str]) -> dict[str, Availability]:
+    """Probes targets at the same time: each probe imports torch, which takes some seconds of the device's time."""
+    with ThreadPoolExecutor() as threads:
+        ordered = sorted(names)
+        return dict(zip(ordered, threads.map(_availability_apart, ordered), strict=True))
 
 
 def _availability_apart(name: str) -> Availability:
@@ -147,10 +154,13 @@ def run_step(step: Step, results: Path, seconds: float) -> Row:
 
 
 def _environment() -> dict[str, str]:
-    """Makes the paths in PYTHONPATH absolute, because a step runs in its own folder."""
+    """Makes the paths in PYTHONPATH absolute, because a step runs in its own folder. Its log holds all that it printed
+    before it was stopped.
+    """
     paths = os.environ.get("PYTHONPATH", "")
     return {
         **os.environ,
+        "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in paths.split(os.pathsep) if path),
     }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,8 @@ from mod_export.types import Availability, Engine, Kernel, Profile, TargetLimits
 
 CUDA = "CUDAExecutionProvider"
 NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
+WARNING, ERROR = 2, 3
+"""Severities of ONNX Runtime's log; it begins with WARNING."""
 KERNEL_TIME = "_kernel_time"
 """Suffix of a kernel's event name in ONNX Runtime's profile."""
 US_PER_MS = 1000
@@ -125,13 +130,34 @@ class OrtCuda(_Ort):
         if weights is None and config.target.ort_cuda.cuda_graph:
             options["enable_cuda_graph"] = "1"
         entries = {"session.disable_cpu_ep_fallback": "1"}
+        missing = load_cuda_libraries()
+        # The CUDA provider warns of every ScatterND, also of those whose indices differ, as a top-k's do.
+        ort.set_default_logger_severity(ERROR)
         try:
             session = session_from_onnx(path, file.parent, [(CUDA, options)], threads, entries, weights)
         except EngineError as error:
-            raise TargetError(f"ort-cuda: no CUDA session on this machine: {error}") from error
+            why = f"{error}{'; ' if missing else ''}{missing}"
+            raise TargetError(f"ort-cuda: no CUDA session on this machine: {why}") from error
+        finally:
+            ort.set_default_logger_severity(WARNING)
         if CUDA not in session.get_providers():
             raise TargetError(f"ort-cuda: the session runs on {', '.join(session.get_providers())}, not on CUDA")
         return BoundRunner(session, f"{self.name} {engine.path}", threads, "cuda", device)
+
+
+@cache
+def load_cuda_libraries() -> str:
+    """Loads the libraries of CUDA and cuDNN that pip installed, which the dynamic linker does not find by itself.
+
+    Returns:
+        What ONNX Runtime says about libraries that it cannot load, as one line; empty if it loads all of them.
+    """
+    import onnxruntime as ort
+
+    # ONNX Runtime prints what fails. Libraries that this process has already, such as torch's, stay as they are.
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        ort.preload_dlls()
+    return " | ".join(line for line in printed.getvalue().splitlines() if line.strip())
 
 
 def _paths(root: Path, engine: Engine) -> tuple[Path, Path]:

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.gpu import device as gpu_device
 from benchmarks.gpu import run as run_gpu
 from benchmarks.gpu.device import measured, without_cuda_graphs
-from benchmarks.gpu.plan import DECODE, Step, build_step, device_step, planned, why_not
+from benchmarks.gpu.plan import DECODE, Step, planned, steps_of, why_not
 from benchmarks.gpu.render import page, render
 from benchmarks.gpu.run import main, run_all, run_step
 from mod_export.config import config_from_toml
@@ -23,7 +23,7 @@ from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
-NOT_RUN = "No machine with a GPU has run it"
+NOT_RUN = "It has not finished on a GPU yet"
 GPU_TARGETS = {"ort-cuda", "inductor-cuda", "tensorrt", "tensorrt-rtx"}
 HERE = Availability(builds=True, runs=True, reason="found")
 TINY = ModelSpec(
@@ -87,7 +87,7 @@ def test_why_a_step_is_not_run() -> None:
         ("import os; print('before'); os.abort()", 60, "signal SIGABRT: "),
         ("raise SystemExit('no such thing')", 60, "exit 1: no such thing"),
         ("pass", 60, "what it left cannot be read: FileNotFoundError: "),
-        ("import time; print('begun', flush=True); time.sleep(60)", 3, "stopped after 3 s: begun"),
+        ("import time; print('begun'); time.sleep(60)", 3, "stopped after 3 s: begun"),
     ],
     ids=["crash", "error", "nothing left", "too long"],
 )
@@ -143,6 +143,13 @@ def test_a_target_whose_probe_dies_does_not_end_the_run(monkeypatch: pytest.Monk
     assert found.reason == "the probe failed: KeyError: 'no such target'"
 
 
+def test_targets_are_probed_in_processes_of_their_own() -> None:
+    found = run_gpu.availability_of_all({"no such target", "ort-cpu"})
+    assert list(found) == ["no such target", "ort-cpu"]
+    assert found["ort-cpu"] == ENGINES["ort-cpu"].availability()
+    assert not found["no such target"].builds
+
+
 def test_paths_of_modules_hold_in_the_folder_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_here.py").write_text("n = 7")
     monkeypatch.chdir(tmp_path)
@@ -191,14 +198,13 @@ def on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     def small(arch: str, given: Path) -> list[Step]:
         assert given.name == "model.pt"
-        build = build_step("ort-cpu", ["float32"], (1, 32), checkpoint)
         failing = python("raise SystemExit('it | <failed>')", name="failing")
-        return [build, device_step(build), build_step("tensorrt", ["float16"], (1, 32), checkpoint), failing]
+        absent = steps_of("tensorrt", ["float16"], (1, 32), checkpoint)[0]
+        return [*steps_of("ort-cpu", ["float32"], (1, 32), checkpoint), absent, failing]
 
     monkeypatch.setattr(run_gpu, "planned", small)
     monkeypatch.setattr(run_gpu, "SPEC", TINY)
     monkeypatch.setattr(run_gpu, "cuda_devices", lambda: ["sm90"])
-    monkeypatch.setattr(run_gpu, "ENGINES", {name: ENGINES[name] for name in ("ort-cpu", "tensorrt")} | {"a": None})
     # The step that measures GPU memory finds a tool that always reports the same number.
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
@@ -220,22 +226,23 @@ def test_a_whole_run(on_cpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 1
     found = json.loads((docs / "gpu.json").read_text())
     steps: list[dict[str, Any]] = found["steps"]
-    assert [step["status"] for step in steps] == ["ran", "ran", "skipped", "failed"], [one["reason"] for one in steps]
+    assert [step["status"] for step in steps] == ["ran"] * 3 + ["skipped", "failed"], [one["reason"] for one in steps]
     assert found["machine"]["gpu"] == "A GPU, 580"
     assert found["machine"]["architectures"] == ["sm90"]
     assert found["targets"]["tensorrt"]["builds"] is False
-    build, device = steps[0]["found"], steps[1]["found"]
+    engines, device, build = (step["found"] for step in steps[:3])
     assert {(row["dtype"], row["model"]) for row in build["parity"]} >= {("float32", "mod"), ("float32", "dense")}
     assert {row["model"]: row["passed"] for row in build["parity"] if row["dtype"] == "float32"} == {
         "mod": True, "dense": True
     }  # fmt: skip
-    assert len(build["latency"]) == len(build["engines"]) == 2
+    assert len(build["latency"]) == len(engines["engines"]) == 2
     assert "samples_ms" not in build["latency"][0]
     # The first engine is loaded twice. The tool always reports the same memory, so every difference is 0.
     assert [row["mib"] for row in device["memory"]] == [0] * 3
+    assert {row["model"] for row in device["times"]} == {"mod", "dense"}
     assert device["one_by_one"] == []
     text = (docs / "gpu.md").read_text()
-    assert "| ort-cpu | float32 | b1s32 |" in text
+    assert text.count("| ort-cpu | float32 | b1s32 |") == 4
     assert "| step failing | failed | 0 | exit 1: it \\| &lt;failed> |" in text
     assert "* **Machine.** A GPU, 580 (sm90); " in text
     assert "tensorrt: tensorrt is not installed; install mod-export[tensorrt]" in text
@@ -245,7 +252,7 @@ def test_a_whole_run(on_cpu: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _times_without_cuda_graphs(on_cpu / "ort-cpu-1x32/build")
     main([*arguments, "--again", "--minutes", "0"])
     left = json.loads((docs / "gpu.json").read_text())["steps"]
-    assert [step["status"] for step in left] == ["left", "skipped", "skipped", "left"]
+    assert [step["status"] for step in left] == ["left", "skipped", "skipped", "skipped", "left"]
     render(docs)
     assert "## Latency\n\nNothing was run." in (docs / "gpu.md").read_text()
 

@@ -14,7 +14,7 @@ import torch
 from graph_folders import job_of
 
 from mod_export.config import BuildConfig
-from mod_export.engines.ort import OrtCpu, OrtCuda, kernels_from_trace
+from mod_export.engines.ort import OrtCpu, OrtCuda, kernels_from_trace, load_cuda_libraries
 from mod_export.engines.ort_session import CPU, session_from_onnx
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
@@ -121,6 +121,15 @@ def test_a_runtime_without_cuda(monkeypatch: pytest.MonkeyPatch, built: Path, co
     assert availability.reason == "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
     with pytest.raises(TargetError, match=rf"^ort-cuda: {availability.reason}$"):
         OrtCuda().load(built, engine("ort-cuda"), config, 1)
+
+
+def test_cuda_libraries_that_are_missing_are_named_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    load_cuda_libraries.cache_clear()
+    missing = load_cuda_libraries()
+    # The build for CPUs has no CUDA libraries to load.
+    assert missing == "" or "Failed to load" in missing
+    assert "\n" not in missing
+    assert capfd.readouterr().out == ""
 
 
 def test_the_installed_runtime_is_named() -> None:
