@@ -132,6 +132,7 @@ class HasSetting(Protocol):
 
 
 About = TypeVar("About", bound=HasSetting)
+Item = TypeVar("Item")
 
 
 def by_setting(items: Iterable[About]) -> dict[Setting, dict[ModelKind, About]]:
@@ -316,17 +317,18 @@ class Engine:
         return (self.path,) if self.weights is None else (self.path, self.weights)
 
 
+def having(items: Iterable[Item], **values: object) -> list[Item]:
+    """Returns those graphs, engines or rows whose attributes have these values, in their order."""
+    return [item for item in items if all(getattr(item, name) == value for name, value in values.items())]
+
+
 def graph_of(engine: Engine, graphs: Sequence[Graph]) -> Graph | None:
     """Returns the graph that an engine was built from: the graph of its target and dtype, or else the portable graph;
     None if there is neither.
     """
-    same_shape = [
-        graph
-        for graph in graphs
-        if (graph.model, graph.role, graph.bucket) == (engine.model, engine.role, engine.bucket)
-    ]
-    rewritten = (graph for graph in same_shape if (graph.target, graph.dtype) == (engine.target, engine.dtype))
-    return next(rewritten, next((graph for graph in same_shape if graph.target is None), None))
+    same_shape = having(graphs, model=engine.model, role=engine.role, bucket=engine.bucket)
+    rewritten = having(same_shape, target=engine.target, dtype=engine.dtype)
+    return next(iter(rewritten or having(same_shape, target=None)), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

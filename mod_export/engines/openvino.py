@@ -24,6 +24,7 @@ import contextlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mod_export.config import BuildConfig
+from mod_export.engines.openvino_products import Product, product_from_json, products_of, wrong_products
 from mod_export.engines.protocol import (
     Arrays,
     EngineBuilder,
@@ -228,6 +230,9 @@ class OpenVino(EngineBuilder):
         in_blocks = any(node.op_type == "MatMulNBits" for node in names.all_nodes())
         group = _group(job.graph, in_blocks)
         try:
+            products = products_of(_core().read_model(str(graph)))
+            if wrong := wrong_on_this_processor(tuple(products), variant.dtype, 1):
+                raise EngineError(f"{destination.name}: {wrong}")
             blob = _compiled(graph, variant.dtype, 1, group).export_model().getvalue()
         except RuntimeError as error:
             raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_message(error)}") from error
@@ -236,6 +241,7 @@ class OpenVino(EngineBuilder):
             "cpu": _cpu(),
             "graph": job.graph.path,
             "group": group,
+            "products": [asdict(product) for product in products],
             "inputs": [value.name for value in names.inputs],
             "outputs": [value.name for value in names.outputs],
         }
@@ -250,6 +256,11 @@ class OpenVino(EngineBuilder):
             header = json.loads(head)
         except (OSError, ValueError) as error:
             raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
+        if header["cpu"] != _cpu():
+            # The engine was judged on another processor. Engines from before this check name no products.
+            products = tuple(map(product_from_json, header.get("products", ())))
+            if wrong := wrong_on_this_processor(products, engine.dtype, threads):
+                raise TargetError(f"{engine.path}: {wrong}")
         try:
             if weights is not None:  # A probe compiles the graph again, because an engine reads weights from its file.
                 model = _compiled(root / header["graph"], engine.dtype, threads, header["group"], weights)
@@ -260,6 +271,18 @@ class OpenVino(EngineBuilder):
         except RuntimeError as error:
             raise _refused(engine, header, error) from error
         return OpenVinoRunner(model, header["inputs"], header["outputs"], f"{self.name} {engine.path}", threads)
+
+
+@cache
+def wrong_on_this_processor(products: tuple[Product, ...], dtype: DType, threads: int) -> str:
+    """Says which bfloat16 products OpenVINO computes wrongly on this processor; empty if it computes all correctly."""
+    wrong = wrong_products(_core(), products, _options(dtype, threads, GROUP))
+    if not wrong:
+        return ""
+    return (
+        f"OpenVINO {package_version('openvino')} computes wrong bfloat16 products on {_cpu()}: {', '.join(wrong)}; use "
+        "float32, or another release of OpenVINO"
+    )
 
 
 def _refused(engine: Engine, made: Mapping[str, Any], error: RuntimeError) -> EngineError | TargetError:

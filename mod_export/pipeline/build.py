@@ -36,7 +36,19 @@ from mod_export.rows.speed import StepBytes
 from mod_export.runtime.decoder import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.runtime.tokenizer import TokenizersFile
-from mod_export.types import Availability, Bucket, DType, Engine, Graph, ModelKind, Role, Unavailable, Variant, graph_of
+from mod_export.types import (
+    Availability,
+    Bucket,
+    DType,
+    Engine,
+    Graph,
+    ModelKind,
+    Role,
+    Unavailable,
+    Variant,
+    graph_of,
+    having,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     import numpy as np
@@ -305,7 +317,7 @@ class Build:
     @property
     def gated_buckets(self) -> tuple[Bucket, ...]:
         """The buckets of whole rows that the model has engines for. The gate on speed applies to the largest one."""
-        built = {engine.bucket for engine in self.engines if (engine.model, engine.role) == ("mod", "forward")}
+        built = {engine.bucket for engine in having(self.engines, model="mod", role="forward")}
         return tuple(bucket for bucket in self.buckets if bucket in built) or self.buckets
 
     def add(self, rows: Sequence[Result]) -> None:
@@ -473,7 +485,7 @@ def _facts(plan: Plan, kind: ModelKind) -> ModelFacts:
 def _generation_facts(plan: Plan) -> GenerationFacts:
     assert isinstance(plan.generation, GenerationPlan)
     models = plan.generation.models
-    decodes = list(dict.fromkeys(graph.bucket for graph in plan.graphs if graph.role == "decode"))
+    decodes = list(dict.fromkeys(graph.bucket for graph in having(plan.graphs, role="decode")))
     lengths = sorted({bucket.seq for bucket in decodes})
     return GenerationFacts(
         window=plan.generation.window,

@@ -31,7 +31,7 @@ from mod_export.rows.speed import (
     measured_from_rows,
     served_of,
 )
-from mod_export.types import Unavailable, is_expert
+from mod_export.types import Unavailable, having, is_expert
 
 ROWS: Mapping[str, type[Result]] = {
     "structure": StructureRow,
@@ -51,11 +51,8 @@ WRITTEN_ROWS: Mapping[str, type[Result]] = {"texts": TextsRow, "decode": DecodeR
 
 def compare_with_baseline(build: Build) -> None:
     """Adds the speed-up, measured, predicted and explained, of every setting that was timed with its dense baseline."""
-    k_by_layer = {
-        graph.bucket: graph.k_by_layer
-        for graph in build.graphs
-        if (graph.model, graph.role, graph.target) == ("mod", "forward", None)
-    }
+    portable = having(build.graphs, model="mod", role="forward", target=None)
+    k_by_layer = {graph.bucket: graph.k_by_layer for graph in portable}
     flops = {engine.setting: flops_of(build.work[engine.path]) for engine in build.engines if engine.path in build.work}
     build.add(
         speedup_rows(
@@ -90,7 +87,7 @@ def verdict_of(build: Build, *, parity: bool = True, speedup: bool = True) -> Ve
 
 
 def _reads_rows(build: Build) -> bool:
-    return any((engine.model, engine.role) == ("mod", "forward") for engine in build.engines)
+    return bool(having(build.engines, model="mod", role="forward"))
 
 
 def not_compared(build: Build) -> str | None:

@@ -28,7 +28,7 @@ from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import fields_of_graph, setting_fields
 from mod_export.rows.correctness import ParityRow, RoutingMap, StructureRow
 from mod_export.rows.speed import QualityRow
-from mod_export.types import DTYPES, KINDS, Bucket, Graph, Setting, Unavailable
+from mod_export.types import DTYPES, KINDS, Bucket, Graph, Setting, Unavailable, having
 
 QUALITY_TEXTS = 4
 NO_BUCKET = Bucket(0, 0)
@@ -192,8 +192,7 @@ def _quality(build: Build) -> None:
 
 def _maps(build: Build) -> None:
     inputs = {"checkpoint": build.identity("mod"), "seed": build.config.seed, **build.versions("torch")}
-    graphs = [graph for graph in build.graphs if (graph.model, graph.role, graph.target) == ("mod", "forward", None)]
-    for graph in graphs:
+    for graph in having(build.graphs, model="mod", role="forward", target=None):
 
         def make(bucket: Bucket = graph.bucket) -> list[RoutingMap]:
             reference = build.reference("mod")

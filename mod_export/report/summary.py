@@ -23,7 +23,7 @@ from mod_export.rows.speed import (
     SpeedupRow,
     TextsRow,
 )
-from mod_export.types import KINDS, Bucket, ModelKind, Role, Setting
+from mod_export.types import KINDS, Bucket, ModelKind, Role, Setting, having
 
 State = Literal["passed", "failed", "not run here", "portable"]
 Row = TypeVar("Row", bound=PairRow)
@@ -209,7 +209,7 @@ def samplings(report: BuildReport) -> tuple[GenerationVerdict, ...]:
     for model in KINDS if report.not_compared is None else KINDS[:1]:
         rows = sorted((row for row in report.causality if row.model == model), key=lambda row: row.causal)
         probed = [row for row in rows if row.suffixes]
-        decoded = [row.passed for row in report.parity if (row.role, row.model) == ("decode", model)]
+        decoded = [row.passed for row in having(report.parity, role="decode", model=model)]
         listed.append(
             GenerationVerdict(
                 model=model,

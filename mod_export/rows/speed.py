@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from mod_export.rows.base import EngineRow, PairRow, Result
-from mod_export.types import FLOAT_BYTES, DType, ModelKind, Role, writes_text
+from mod_export.types import FLOAT_BYTES, DType, ModelKind, Role, having, writes_text
 
 SpeedVerdict = Literal["faster", "not faster", "inconclusive"]
 ALONE = "the only one that was measured"
@@ -344,7 +344,7 @@ def served_of(
     allowed = [row for row in measured if (row.model, writes_text(row.role), row.target, row.dtype) not in refused]
     served = []
     for model, role in dict.fromkeys((row.model, row.role) for row in allowed):
-        ranked = sorted((row for row in allowed if (row.model, row.role) == (model, role)), key=lambda row: row.ms)
+        ranked = sorted(having(allowed, model=model, role=role), key=lambda row: row.ms)
         slower = ", ".join(f"{row.target} {row.dtype} {row.ms:.3g} ms" for row in ranked[1:])
         reason = f"the fastest of those that met their gates; {slower}" if slower else ALONE
         served.append(ServedEngines(**ranked[0].model_dump(), reason=reason))

@@ -18,7 +18,7 @@ from mod_export.engines.protocol import BindableRunner, Runner
 from mod_export.errors import EngineError, TargetError
 from mod_export.runtime.cache import COUNTS, PARTS, TextCache, bound_outputs
 from mod_export.runtime.prompts import Prompts
-from mod_export.types import DType, Engine, ModelKind
+from mod_export.types import DType, Engine, ModelKind, having
 
 
 class Decoder(TextCache):
@@ -116,8 +116,7 @@ class DecodingEngines:
 
     def prefills(self, kind: ModelKind, target: str, dtype: DType) -> list[Engine]:
         """Returns the prefill engines of one model, target and dtype."""
-        wanted = ("prefill", kind, target, dtype)
-        return [engine for engine in self.engines if (engine.role, engine.model, engine.target, engine.dtype) == wanted]
+        return having(self.engines, role="prefill", model=kind, target=target, dtype=dtype)
 
     @contextlib.contextmanager
     def prompts(self, kind: ModelKind, target: str, dtype: DType) -> Iterator[Prompts]:
@@ -139,12 +138,8 @@ class DecodingEngines:
 
     def longest(self, kind: ModelKind, target: str, dtype: DType) -> int:
         """Returns how many tokens the texts of one model, target and dtype can have."""
-        wanted = ("decode", kind, target, dtype)
-        return max(
-            engine.bucket.seq
-            for engine in self.engines
-            if (engine.role, engine.model, engine.target, engine.dtype) == wanted
-        )
+        engines = having(self.engines, role="decode", model=kind, target=target, dtype=dtype)
+        return max(engine.bucket.seq for engine in engines)
 
     @contextlib.contextmanager
     def decoder(self, engine: Engine) -> Iterator[Decoder]:

@@ -37,7 +37,7 @@ from mod_export.runtime.request import GENERATION_CONFIG, Prompt, RequestReader,
 from mod_export.runtime.rows import Completion, Prefix, RowText, TextRows
 from mod_export.runtime.stream import Stream
 from mod_export.runtime.texts import vocabulary_of
-from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable
+from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable, having
 
 
 def load_generator(
@@ -66,7 +66,7 @@ def load_generator(
             f"{folder}: cannot generate: {manifest.generation}\nprompts can be scored, as the checkpoint's spec routes "
             "them: mod-export generate --selection topk-prefill"
         )
-    if any(graph.role == "prefill" and "positions" not in graph.inputs for graph in manifest.graphs):
+    if any("positions" not in graph.inputs for graph in having(manifest.graphs, role="prefill")):
         raise BuildFolderError(
             f"{folder}: its engines read prompts whole, as engines did before mod-export 0.2.0 was released; "
             f"{way_out(manifest.command)}"
@@ -131,7 +131,7 @@ class Generator:
             for length, size in manifest.generation.kv_bytes[first.model].items()
         }
         self._sites = manifest.generation.sites[first.model]
-        self._decode = {engine.bucket: engine for engine in engines if engine.role == "decode"}
+        self._decode = {engine.bucket: engine for engine in having(engines, role="decode")}
         # Capacities are counted for the window of the build, but a text cannot be longer than the longest cache.
         self.window = max(bucket.seq for bucket in self._decode)
         self._engines = DecodingEngines(engines, self._load, manifest.config)

@@ -31,7 +31,7 @@ from mod_export.serve.request_log import RequestLog
 from mod_export.serve.scheduler import LOG
 from mod_export.serve.server import LOOPBACK, read_keys
 from mod_export.serve.service import ServiceOptions
-from mod_export.types import ModelKind
+from mod_export.types import ModelKind, having
 
 BESIDE_TEXTS = 16
 """Requests that a replica accepts beyond those that it writes, scores or queues. They are requests for metrics, health
@@ -178,7 +178,7 @@ def app(args: Arguments) -> serve.Application:
 def _most_rows(folder: Path) -> int:
     """Largest number of texts that an engine of a build folder writes at once; 0 if it writes no text."""
     engines = open_folder(folder, verify=False).engines
-    return max((engine.bucket.batch for engine in engines if engine.role == "decode"), default=0)
+    return max((engine.bucket.batch for engine in having(engines, role="decode")), default=0)
 
 
 class Replica:

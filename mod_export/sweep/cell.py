@@ -40,6 +40,7 @@ from mod_export.model.request import Request
 from mod_export.rows.report import BuildReport
 from mod_export.runtime.logits import perplexity_of
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
+from mod_export.types import having
 
 if TYPE_CHECKING:
     import torch
@@ -224,7 +225,7 @@ def _measured(job: CellJob) -> CellEntry:
 
 def _rows(report: BuildReport) -> tuple[Measured, ...]:
     latency = {(row.dtype, row.model): row for row in report.latency}
-    text = {row.dtype: row.text for row in report.parity if (row.model, row.role) == ("mod", "forward")}
+    text = {row.dtype: row.text for row in having(report.parity, model="mod", role="forward")}
     return tuple(
         Measured(
             dtype=row.dtype,

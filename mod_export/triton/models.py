@@ -34,6 +34,7 @@ from mod_export.types import (
     Role,
     Unavailable,
     graph_of,
+    having,
     primary_output,
 )
 
@@ -189,7 +190,7 @@ def text_model(request: RepositoryRequest) -> TritonModel | Unavailable:
         instances=request.instances,
         # Requests stay in Triton's queue only until they are read. But if they arrive at once, it must hold as many as
         # the scheduler accepts.
-        max_queue=request.max_queue + max(engine.bucket.batch for engine in engines if engine.role == "decode"),
+        max_queue=request.max_queue + max(engine.bucket.batch for engine in having(engines, role="decode")),
         decoupled=True,
     )
 
@@ -209,7 +210,7 @@ def _files(
 def _portable_models(request: RepositoryRequest) -> list[TritonModel]:
     """Returns a router and, for each bucket, the portable graph on Triton's ONNX Runtime backend."""
     manifest, folder = request.manifest, request.folder
-    portable = [g for g in manifest.graphs if (g.model, g.role, g.target) == ("mod", "forward", None)]
+    portable = having(manifest.graphs, model="mod", role="forward", target=None)
     if not portable:
         raise UsageError(f"{folder}: holds no portable graph of whole rows; build again, or use --forward python")
     _check_gates(request, [g.path for g in portable], "portable graphs")
@@ -260,8 +261,7 @@ def _plan_models(request: RepositoryRequest) -> list[TritonModel]:
 
 
 def _plans(request: RepositoryRequest, role: Role) -> list[Engine]:
-    wanted = (PLANS, "mod", role)
-    return [engine for engine in request.manifest.engines if (engine.target, engine.model, engine.role) == wanted]
+    return having(request.manifest.engines, target=PLANS, model="mod", role=role)
 
 
 def _without_plans(request: RepositoryRequest) -> str:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import re
+import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -18,7 +20,9 @@ from small_graphs import make_model, make_spec
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import openvino as target
+from mod_export.engines import openvino_products
 from mod_export.engines.openvino import OpenVino, OpenVinoRunner
+from mod_export.engines.openvino_products import Product, product_from_json
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import BindableRunner, EngineJob, Port
 from mod_export.environment import cpu_features
@@ -245,6 +249,75 @@ def test_a_router_of_a_bfloat16_engine_can_be_replaced(narrow_root: Path) -> Non
         np.testing.assert_array_equal(equal.run(feeds())[SITE], np.tile(np.arange(4), (2, 1)))
     with OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1, head) as silenced:
         assert np.ptp(silenced.run(feeds())["logits"]) == 0
+
+
+# Products on a processor that did not judge the engine.
+
+
+@with_bfloat16
+def test_an_engine_names_its_bfloat16_products(narrow_root: Path, root: Path) -> None:
+    header = json.loads((narrow_root / engine_of("bfloat16").path).read_bytes().partition(b"\n")[0])
+    products = [product_from_json(about) for about in header["products"]]
+    # Rows of all tokens and of the selected ones, by the weights of queries (32 x 32) and of the MLP (32 x 48).
+    assert {product.first[-1] for product in products if product.stored} >= {32, 48}
+    assert len(set(products)) == len(products) > 4
+    assert target.wrong_on_this_processor(tuple(products), "bfloat16", 1) == ""
+    header = json.loads((root / engine_of().path).read_bytes().partition(b"\n")[0])
+    assert header["products"] == []
+
+
+def elsewhere(root: Path, folder: Path) -> Path:
+    """Copies the bfloat16 engine as if another processor had built it."""
+    shutil.copytree(root, folder)
+    path = folder / engine_of("bfloat16").path
+    head, _, blob = path.read_bytes().partition(b"\n")
+    path.write_bytes(json.dumps({**json.loads(head), "cpu": "another"}).encode() + b"\n" + blob)
+    return folder
+
+
+@with_bfloat16
+def test_products_are_tried_on_another_processor(
+    narrow_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.wrong_on_this_processor.cache_clear()
+    folder = elsewhere(narrow_root, tmp_path / "moved")
+    with OpenVino().load(folder, engine_of("bfloat16"), CONFIG, 1) as runner:
+        assert runner.run(feeds())["logits"].shape == (2, 16, 40)
+
+    def corrupted(core: Any, product: Product, first: np.ndarray, *others: Any) -> np.ndarray:
+        result = right(core, product, first, *others)
+        return result * 5.5 if product.first[-1] == 48 else result
+
+    # OpenVINO is right on this processor, so the test does to its results what the report saw.
+    right = openvino_products.multiplied
+    monkeypatch.setattr(openvino_products, "multiplied", corrupted)
+    target.wrong_on_this_processor.cache_clear()
+    wrong = r"OpenVINO \S+ computes wrong bfloat16 products on .+: \S*x48 by .*48.* \(off by 450%\).*; use float32, or"
+    with pytest.raises(TargetError, match=rf"^engines/mod-bfloat16\.blob: {wrong} another release of OpenVINO$"):
+        OpenVino().load(folder, engine_of("bfloat16"), CONFIG, 1)
+    OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1).close()
+    (tmp_path / "built/engines").mkdir(parents=True)
+    job = write_graph(tmp_path / "built", make_spec(), BUCKET, OpenVino.limits, "bfloat16")
+    with pytest.raises(EngineError, match=rf"^e\.blob: {wrong} another release of OpenVINO$"):
+        OpenVino().build(job, Variant(dtype="bfloat16"), tmp_path / "built/e.blob", CONFIG)
+    target.wrong_on_this_processor.cache_clear()
+
+
+@with_bfloat16
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False)])
+def test_products_of_every_form_are_right_here(stored: bool, turned: tuple[bool, bool]) -> None:
+    first, second = (2, 3, 24, 40), (40, 56) if stored else (2, 3, 40, 56)
+    both = zip((first, second), turned, strict=True)
+    rows, columns = ((*shape[:-2], shape[-1], shape[-2]) if turn else shape for shape, turn in both)
+    product = Product(rows, columns, turned, stored)
+    assert openvino_products.wrong_products(target._core(), [product], target._options("bfloat16", 1, 128)) == []
+
+
+def test_how_a_product_is_named() -> None:
+    product = Product((1, 512, 1024), (3072, 1024), (False, True), stored=True)
+    assert str(product) == "1x512x1024 by 3072x1024 transposed"
+    assert product_from_json(json.loads(json.dumps(asdict(product)))) == product
 
 
 # Quantized weights.
