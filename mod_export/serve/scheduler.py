@@ -2,8 +2,8 @@
 
 Between two steps, the thread removes cancelled texts from their rows and starts waiting texts in free rows. So a short
 text that arrives late can end before a long text that arrived early. Requests take turns in order of arrival: each
-starts one text before any of them starts a second one. While texts are being written, at most one prompt is read
-between two steps, so a burst of prompts does not pause these texts until all prompts are read.
+starts one text before any of them starts a second one. While texts are being written, at most one part of a prompt is
+read between two steps, so a burst of prompts does not pause these texts until all prompts are read.
 """
 
 from __future__ import annotations
