@@ -67,7 +67,7 @@ pair: install
 retrofit: .venv/bench
 	$(BIN)/python -m benchmarks.retrofit.run $(ARGS)
 
-# Everything that a machine with an NVIDIA GPU can show, in runs of eight minutes; the next goes on.
+# Everything that a machine with an NVIDIA GPU can show, in runs of eight minutes, each of which continues the last.
 gpu: .venv/demo
 	$(BIN)/python -m benchmarks.gpu.run $(ARGS)
 

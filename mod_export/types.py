@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Protocol, TypeVar, get_args
+from typing import Annotated, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
 
 from pydantic import BeforeValidator
 
@@ -317,7 +317,17 @@ class Engine:
         return (self.path,) if self.weights is None else (self.path, self.weights)
 
 
-def having(items: Iterable[Item], **values: object) -> list[Item]:
+class Attributes(TypedDict, total=False):
+    """Attributes by which graphs, engines and rows are chosen."""
+
+    model: ModelKind
+    role: Role
+    target: str | None
+    dtype: DType
+    bucket: Bucket
+
+
+def having(items: Iterable[Item], **values: Unpack[Attributes]) -> list[Item]:
     """Returns those graphs, engines or rows whose attributes have these values, in their order."""
     return [item for item in items if all(getattr(item, name) == value for name, value in values.items())]
 

@@ -20,7 +20,7 @@ from mod_export.engines import ENGINES
 from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.measure.latency import measure_latency
 from mod_export.model.model import tokens_sample
-from mod_export.types import Engine, by_setting
+from mod_export.types import Engine, by_setting, having
 
 
 def used_mib() -> int:
@@ -32,7 +32,7 @@ def used_mib() -> int:
 def measured(root: Path, used: Callable[[], int] = used_mib) -> dict[str, Any]:
     """Memory and times of every forward engine of a build folder, also without CUDA graphs if the target uses them."""
     manifest = open_folder(root)
-    engines = [engine for engine in manifest.engines if engine.role == "forward"]
+    engines = having(manifest.engines, role="forward")
     memory = _memory(root, manifest, engines, used)
     plain = without_cuda_graphs(manifest.config, engines[0].target)
     return {

@@ -76,7 +76,7 @@ def steps_of(
 ) -> tuple[Step, Step, Step]:
     """Steps of one target at one shape: engines are built, then timed, then judged with all evidence.
 
-    The second needs half a minute on the device, so that there are figures also where time for the third is short.
+    Timing takes half a minute, so there are figures even if no time is left for judging.
 
     Args:
         more: further options of the target.
@@ -135,7 +135,7 @@ def planned(arch: str, checkpoint: Path) -> list[Step]:
     row, batch = (1, 512), (8, 2048)
     more = {"tensorrt-rtx": f'architectures = ["{arch}"]\n'}
     graphs = ("ort-cuda", "tensorrt", "tensorrt-rtx")
-    first = [
+    triples = [
         *(steps_of(target, ["float16", "float32"], row, checkpoint, more.get(target, "")) for target in graphs),
         *(steps_of(target, ["float16"], batch, checkpoint, more.get(target, "")) for target in graphs),
         *(steps_of("inductor-cuda", ["bfloat16"], bucket, checkpoint) for bucket in (row, batch)),
@@ -144,10 +144,10 @@ def planned(arch: str, checkpoint: Path) -> list[Step]:
     none = Step(
         name="decode", title="steps of writing text", target="", files={}, collect=lambda folder: {}, never=DECODE
     )
-    # What is timed needs less time than what is judged, so that comes first.
+    # Timing takes less time than judging, so it comes first.
     return [
-        *(step for engines, timed, _ in first for step in (engines, timed)),
-        *(judged for _, _, judged in first),
+        *(step for engines, timed, _ in triples for step in (engines, timed)),
+        *(judged for _, _, judged in triples),
         none,
     ]
 
@@ -165,10 +165,11 @@ def why_not(step: Step, availability: Mapping[str, Availability], ran: Mapping[s
 
 
 def engine_files(folder: Path) -> dict[str, Any]:
-    """Returns the engines that were built, and the seconds of every stage."""
+    """Returns the engines that were built, what could not be built, and the seconds of every stage."""
     report = report_from_json((folder / "build" / "report.json").read_text(encoding="utf-8"))
     engines = [artifact for artifact in report.artifacts if artifact.kind == "engine"]
     return {
+        "failed": [row.sentence for row in report.failed],
         "engines": [{"path": artifact.path, "bytes": artifact.bytes} for artifact in engines],
         "stages": {stage.name: stage.seconds for stage in report.stages},
     }

@@ -93,11 +93,11 @@ def _latency(device: dict[str, Any]) -> Iterator[list[str]]:
     ms = {_key(row): row["p50_ms"] for row in device["times"]}
     alone = {_key(row): row["p50_ms"] for row in device["one_by_one"]}
     for setting in dict.fromkeys(_key(row)[:3] for row in device["times"]):
-        dense, mod = ms[*setting, "dense"], ms[*setting, "mod"]
-        yield [
-            *setting, f"{dense:.3g}", f"{mod:.3g}", f"{dense / mod:.2f}",
-            *(f"{alone[*setting, kind]:.3g}" if (*setting, kind) in alone else "" for kind in ("dense", "mod")),
-        ]  # fmt: skip
+        dense, mod = ((*setting, kind) for kind in ("dense", "mod"))
+        # One of the two engines may not have been built.
+        ratio = f"{ms[dense] / ms[mod]:.2f}" if dense in ms and mod in ms else ""
+        times = [f"{found[key]:.3g}" if key in found else "" for found in (ms, alone) for key in (dense, mod)]
+        yield [*setting, *times[:2], ratio, *times[2:]]
 
 
 def _speed(build: dict[str, Any]) -> Iterator[list[str]]:
@@ -125,6 +125,8 @@ def _parity(row: dict[str, Any]) -> list[str]:
 
 
 def _outcome(step: dict[str, Any]) -> str:
+    if failed := step["found"].get("failed"):
+        return _cell(f"{step['status']}, but {'; '.join(failed)}")
     verdict = step["found"].get("verdict", {"status": "pass"})["status"]
     return step["status"] if verdict == "pass" else f"{step['status']}, a gate failed"
 

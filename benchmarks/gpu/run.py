@@ -154,8 +154,8 @@ def run_step(step: Step, results: Path, seconds: float) -> Row:
 
 
 def _environment() -> dict[str, str]:
-    """Makes the paths in PYTHONPATH absolute, because a step runs in its own folder. Its log holds all that it printed
-    before it was stopped.
+    """Makes the paths in PYTHONPATH absolute, because a step runs in its own folder. Output is unbuffered, so that
+    the log of a stopped step is complete.
     """
     paths = os.environ.get("PYTHONPATH", "")
     return {

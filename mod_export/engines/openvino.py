@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.engines.openvino_products import Product, product_from_json, products_of, wrong_products
+from mod_export.engines.openvino_products import Product, products_of, wrong_products
 from mod_export.engines.protocol import (
     Arrays,
     EngineBuilder,
@@ -42,7 +42,7 @@ from mod_export.engines.protocol import (
     Port,
     check_bound,
 )
-from mod_export.environment import package_version
+from mod_export.environment import cpu_features, package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import Availability, DType, Engine, Graph, TargetLimits, Variant
 
@@ -231,14 +231,15 @@ class OpenVino(EngineBuilder):
         group = _group(job.graph, in_blocks)
         try:
             products = products_of(_core().read_model(str(graph)))
-            if wrong := wrong_on_this_processor(tuple(products), variant.dtype, 1):
-                raise EngineError(f"{destination.name}: {wrong}")
             blob = _compiled(graph, variant.dtype, 1, group).export_model().getvalue()
         except RuntimeError as error:
             raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_message(error)}") from error
+        if wrong := wrong_on_this_processor(tuple(products), variant.dtype, 1):
+            raise EngineError(f"{destination.name}: {wrong}")
         header = {
             "openvino": package_version("openvino"),
             "cpu": _cpu(),
+            "features": sorted(cpu_features()),
             "graph": job.graph.path,
             "group": group,
             "products": [asdict(product) for product in products],
@@ -256,11 +257,6 @@ class OpenVino(EngineBuilder):
             header = json.loads(head)
         except (OSError, ValueError) as error:
             raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
-        if header["cpu"] != _cpu():
-            # The engine was judged on another processor. Engines from before this check name no products.
-            products = tuple(map(product_from_json, header.get("products", ())))
-            if wrong := wrong_on_this_processor(products, engine.dtype, threads):
-                raise TargetError(f"{engine.path}: {wrong}")
         try:
             if weights is not None:  # A probe compiles the graph again, because an engine reads weights from its file.
                 model = _compiled(root / header["graph"], engine.dtype, threads, header["group"], weights)
@@ -270,19 +266,24 @@ class OpenVino(EngineBuilder):
                 model = _core().import_model(blob, CPU, {**options, "WEIGHTS_PATH": where})
         except RuntimeError as error:
             raise _refused(engine, header, error) from error
+        # Virtual machines give processors of several generations one name. Engines from before this check name neither
+        # instruction sets nor products.
+        if (header["cpu"], header.get("features")) != (_cpu(), sorted(cpu_features())):
+            products = tuple(Product(**about) for about in header.get("products", ()))
+            if wrong := wrong_on_this_processor(products, engine.dtype, threads):
+                raise TargetError(f"{engine.path}: {wrong}")
         return OpenVinoRunner(model, header["inputs"], header["outputs"], f"{self.name} {engine.path}", threads)
 
 
 @cache
 def wrong_on_this_processor(products: tuple[Product, ...], dtype: DType, threads: int) -> str:
     """Says which bfloat16 products OpenVINO computes wrongly on this processor; empty if it computes all correctly."""
-    wrong = wrong_products(_core(), products, _options(dtype, threads, GROUP))
-    if not wrong:
-        return ""
-    return (
-        f"OpenVINO {package_version('openvino')} computes wrong bfloat16 products on {_cpu()}: {', '.join(wrong)}; use "
-        "float32, or another release of OpenVINO"
-    )
+    about, instead = f"OpenVINO {package_version('openvino')}", "use float32, or another release of OpenVINO"
+    try:
+        wrong = wrong_products(_core(), products, _options(dtype, threads, GROUP))
+    except RuntimeError as error:
+        return f"{about} cannot multiply by bfloat16 weights on {_cpu()}: {_message(error)}; {instead}"
+    return f"{about} computes wrong bfloat16 products on {_cpu()}: {', '.join(wrong)}; {instead}" if wrong else ""
 
 
 def _refused(engine: Engine, made: Mapping[str, Any], error: RuntimeError) -> EngineError | TargetError:

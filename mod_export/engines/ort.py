@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import tempfile
+import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -25,6 +26,8 @@ CUDA = "CUDAExecutionProvider"
 NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
 WARNING, ERROR = 2, 3
 """Severities of ONNX Runtime's log; it begins with WARNING."""
+OPENING = threading.Lock()
+"""Held while a CUDA session is opened, because that changes the output and the log of the whole process."""
 KERNEL_TIME = "_kernel_time"
 """Suffix of a kernel's event name in ONNX Runtime's profile."""
 US_PER_MS = 1000
@@ -130,16 +133,18 @@ class OrtCuda(_Ort):
         if weights is None and config.target.ort_cuda.cuda_graph:
             options["enable_cuda_graph"] = "1"
         entries = {"session.disable_cpu_ep_fallback": "1"}
-        missing = load_cuda_libraries()
-        # The CUDA provider warns of every ScatterND, also of those whose indices differ, as a top-k's do.
-        ort.set_default_logger_severity(ERROR)
-        try:
-            session = session_from_onnx(path, file.parent, [(CUDA, options)], threads, entries, weights)
-        except EngineError as error:
-            why = f"{error}{'; ' if missing else ''}{missing}"
-            raise TargetError(f"ort-cuda: no CUDA session on this machine: {why}") from error
-        finally:
-            ort.set_default_logger_severity(WARNING)
+        with OPENING:
+            missing = load_cuda_libraries()
+            # The CUDA provider warns of every ScatterND, also of those whose indices differ, as a top-k's do. The
+            # severity belongs to the process and cannot be asked for, so one that the caller has set is lost.
+            ort.set_default_logger_severity(ERROR)
+            try:
+                session = session_from_onnx(path, file.parent, [(CUDA, options)], threads, entries, weights)
+            except EngineError as error:
+                why = "; ".join(filter(None, [str(error), missing]))
+                raise TargetError(f"ort-cuda: no CUDA session on this machine: {why}") from error
+            finally:
+                ort.set_default_logger_severity(WARNING)
         if CUDA not in session.get_providers():
             raise TargetError(f"ort-cuda: the session runs on {', '.join(session.get_providers())}, not on CUDA")
         return BoundRunner(session, f"{self.name} {engine.path}", threads, "cuda", device)
@@ -150,7 +155,8 @@ def load_cuda_libraries() -> str:
     """Loads the libraries of CUDA and cuDNN that pip installed, which the dynamic linker does not find by itself.
 
     Returns:
-        What ONNX Runtime says about libraries that it cannot load, as one line; empty if it loads all of them.
+        What ONNX Runtime prints about libraries that it cannot load, as one line. It does not name those that it counts
+        as optional, such as cuDNN.
     """
     import onnxruntime as ort
 

@@ -14,7 +14,7 @@ from mod_export.errors import BuildError, EngineError
 from mod_export.pipeline.build import Build, engine_step
 from mod_export.pipeline.roles import WRITING
 from mod_export.rows.base import setting_fields
-from mod_export.types import Engine, Graph, Variant
+from mod_export.types import Engine, Graph, Variant, having
 
 BUILDER_BYTES = 2**30
 """Memory of a vendor's builder, besides the model."""
@@ -56,7 +56,7 @@ def _leave_out_halves(build: Build) -> None:
     writing = [engine for engine in build.engines if engine.writes_text]
     sets = {(engine.target, engine.dtype, engine.model) for engine in writing}
     for target, dtype, model in sorted(sets):
-        group = [engine for engine in writing if (engine.target, engine.dtype, engine.model) == (target, dtype, model)]
+        group = having(writing, target=target, dtype=dtype, model=model)
         for missing in {stages.role for stages in WRITING} - {engine.role for engine in group}:
             for engine in group:
                 why = f"no {missing} engine of {target} {dtype} could be built, and text is written by both together"

@@ -186,6 +186,29 @@ def test_the_page_is_current() -> None:
     assert (NOT_RUN in (DOCS / "guide.md").read_text(encoding="utf-8")) != results.is_file()
 
 
+def test_engines_that_could_not_be_built_leave_gaps_in_the_page() -> None:
+    def row(model: str, ms: float) -> dict[str, Any]:
+        return {"target": "ort-cuda", "dtype": "float16", "bucket": "b1s512", "model": model, "p50_ms": ms}
+
+    def step(name: str, found: dict[str, Any]) -> dict[str, Any]:
+        return {"title": name, "status": "ran", "seconds": 1.0, "reason": "", "found": found}
+
+    both, alone = [row("dense", 3.0), row("mod", 2.0)], [row("dense", 4.0), row("mod", 5.0)]
+    found = {
+        "machine": {"gpu": "A GPU", "architectures": ["sm90"], "cpu": "A CPU", "cores": 2, "torch": "2", "onnxruntime": "1",
+                    "tensorrt": None, "tensorrt_rtx": None},
+        "steps": [
+            step("engines", {"engines": [], "failed": ["ort-cuda | dense: no memory"]}),
+            step("both", {"memory": [], "times": both, "one_by_one": alone}),
+            step("one", {"memory": [], "times": both[1:], "one_by_one": []}),
+        ],
+    }  # fmt: skip
+    lines = page(found).splitlines()
+    assert "| ort-cuda | float16 | b1s512 | 3 | 2 | 1.50 | 4 | 5 |" in lines
+    assert "| ort-cuda | float16 | b1s512 |  | 2 |  |  |  |" in lines
+    assert "| engines | ran, but ort-cuda \\| dense: no memory | 1 |  |" in lines
+
+
 @pytest.fixture
 def on_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run whose steps build for this machine's CPU with the functions that otherwise build for a GPU.

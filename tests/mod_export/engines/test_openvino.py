@@ -7,10 +7,10 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +22,7 @@ from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import openvino as target
 from mod_export.engines import openvino_products
 from mod_export.engines.openvino import OpenVino, OpenVinoRunner
-from mod_export.engines.openvino_products import Product, product_from_json
+from mod_export.engines.openvino_products import Product
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import BindableRunner, EngineJob, Port
 from mod_export.environment import cpu_features
@@ -36,6 +36,9 @@ from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, DType, Engine, Role, Variant
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    import openvino
 
 CONFIG = config_from_toml(None)
 BUCKET = Bucket(2, 16)
@@ -254,70 +257,152 @@ def test_a_router_of_a_bfloat16_engine_can_be_replaced(narrow_root: Path) -> Non
 # Products on a processor that did not judge the engine.
 
 
-@with_bfloat16
-def test_an_engine_names_its_bfloat16_products(narrow_root: Path, root: Path) -> None:
-    header = json.loads((narrow_root / engine_of("bfloat16").path).read_bytes().partition(b"\n")[0])
-    products = [product_from_json(about) for about in header["products"]]
-    # Rows of all tokens and of the selected ones, by the weights of queries (32 x 32) and of the MLP (32 x 48).
-    assert {product.first[-1] for product in products if product.stored} >= {32, 48}
-    assert len(set(products)) == len(products) > 4
-    assert target.wrong_on_this_processor(tuple(products), "bfloat16", 1) == ""
-    header = json.loads((root / engine_of().path).read_bytes().partition(b"\n")[0])
-    assert header["products"] == []
+@pytest.fixture
+def untried() -> Iterator[None]:
+    """Forgets which products were tried, before and after a test that makes some of them wrong."""
+    target.wrong_on_this_processor.cache_clear()
+    yield
+    target.wrong_on_this_processor.cache_clear()
 
 
-def elsewhere(root: Path, folder: Path) -> Path:
+def header_of(path: Path) -> dict[str, Any]:
+    header: dict[str, Any] = json.loads(path.read_bytes().partition(b"\n")[0])
+    return header
+
+
+def elsewhere(root: Path, folder: Path, **about: object) -> Path:
     """Copies the bfloat16 engine as if another processor had built it."""
     shutil.copytree(root, folder)
     path = folder / engine_of("bfloat16").path
     head, _, blob = path.read_bytes().partition(b"\n")
-    path.write_bytes(json.dumps({**json.loads(head), "cpu": "another"}).encode() + b"\n" + blob)
+    path.write_bytes(json.dumps({**json.loads(head), **about}).encode() + b"\n" + blob)
     return folder
 
 
 @with_bfloat16
-def test_products_are_tried_on_another_processor(
-    narrow_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target.wrong_on_this_processor.cache_clear()
-    folder = elsewhere(narrow_root, tmp_path / "moved")
-    with OpenVino().load(folder, engine_of("bfloat16"), CONFIG, 1) as runner:
-        assert runner.run(feeds())["logits"].shape == (2, 16, 40)
-
-    def corrupted(core: Any, product: Product, first: np.ndarray, *others: Any) -> np.ndarray:
-        result = right(core, product, first, *others)
-        return result * 5.5 if product.first[-1] == 48 else result
-
-    # OpenVINO is right on this processor, so the test does to its results what the report saw.
-    right = openvino_products.multiplied
-    monkeypatch.setattr(openvino_products, "multiplied", corrupted)
-    target.wrong_on_this_processor.cache_clear()
-    wrong = r"OpenVINO \S+ computes wrong bfloat16 products on .+: \S*x48 by .*48.* \(off by 450%\).*; use float32, or"
-    with pytest.raises(TargetError, match=rf"^engines/mod-bfloat16\.blob: {wrong} another release of OpenVINO$"):
-        OpenVino().load(folder, engine_of("bfloat16"), CONFIG, 1)
-    OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1).close()
-    (tmp_path / "built/engines").mkdir(parents=True)
-    job = write_graph(tmp_path / "built", make_spec(), BUCKET, OpenVino.limits, "bfloat16")
-    with pytest.raises(EngineError, match=rf"^e\.blob: {wrong} another release of OpenVINO$"):
-        OpenVino().build(job, Variant(dtype="bfloat16"), tmp_path / "built/e.blob", CONFIG)
-    target.wrong_on_this_processor.cache_clear()
+def test_an_engine_names_its_bfloat16_products(narrow_root: Path, root: Path) -> None:
+    products = [Product(**about) for about in header_of(narrow_root / engine_of("bfloat16").path)["products"]]
+    # Both rows of 16 tokens, and the 4 tokens that each routes; the down projection has a depth of 48.
+    assert {(product.rows, product.depth) for product in products} >= {(32, 32), (32, 48), (8, 32), (8, 48)}
+    assert len(set(products)) == len(products)
+    assert target.wrong_on_this_processor(tuple(products), "bfloat16", 1) == ""
+    assert header_of(root / engine_of().path)["products"] == []
 
 
 @with_bfloat16
-@pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("turned", [(False, False), (False, True), (True, False)])
-def test_products_of_every_form_are_right_here(stored: bool, turned: tuple[bool, bool]) -> None:
-    first, second = (2, 3, 24, 40), (40, 56) if stored else (2, 3, 40, 56)
-    both = zip((first, second), turned, strict=True)
-    rows, columns = ((*shape[:-2], shape[-1], shape[-2]) if turn else shape for shape, turn in both)
-    product = Product(rows, columns, turned, stored)
-    assert openvino_products.wrong_products(target._core(), [product], target._options("bfloat16", 1, 128)) == []
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_whole_numbers_are_no_bfloat16_products(dtype: DType, tmp_path: Path) -> None:
+    written(tmp_path, dtype, WIDE)
+    assert header_of(tmp_path / engine_of(dtype).path)["products"] == []
 
 
-def test_how_a_product_is_named() -> None:
-    product = Product((1, 512, 1024), (3072, 1024), (False, True), stored=True)
-    assert str(product) == "1x512x1024 by 3072x1024 transposed"
-    assert product_from_json(json.loads(json.dumps(asdict(product)))) == product
+@with_bfloat16
+@pytest.mark.parametrize(("about", "tried"), [({}, 0), ({"cpu": "another"}, 1), ({"features": ["another"]}, 1)])
+def test_products_are_tried_on_another_processor(
+    about: dict[str, object], tried: int, narrow_root: Path, tmp_path: Path, untried: None
+) -> None:
+    folder = elsewhere(narrow_root, tmp_path / "moved", **about)
+    with OpenVino().load(folder, engine_of("bfloat16"), CONFIG, 1) as runner:
+        assert runner.run(feeds())["logits"].shape == (2, 16, 40)
+    assert target.wrong_on_this_processor.cache_info().currsize == tried
+
+
+@with_bfloat16
+def test_wrong_products_are_refused(
+    narrow_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untried: None
+) -> None:
+    right = openvino_products.multiplied
+
+    def corrupted(compiled: Any, rows_MK: np.ndarray) -> np.ndarray:
+        return right(compiled, rows_MK) * (5.5 if rows_MK.shape == (32, 48) else 1)
+
+    # OpenVINO is right on this processor, so the test does to its results what the report saw.
+    monkeypatch.setattr(openvino_products, "multiplied", corrupted)
+    folder = elsewhere(narrow_root, tmp_path / "moved", cpu="another")
+    wrong = (
+        r"OpenVINO \S+ computes wrong bfloat16 products on [^:]+: 32x48 by 48x32( transposed)? \(off by 450%\); use "
+        r"float32, or another release of OpenVINO$"
+    )
+    with pytest.raises(TargetError, match=rf"^engines/mod-bfloat16\.blob: {wrong}"):
+        OpenVino().load(folder, engine_of("bfloat16"), CONFIG, 1)
+    OpenVino().load(narrow_root, engine_of("bfloat16"), CONFIG, 1).close()
+    job = write_graph(tmp_path, make_spec(), BUCKET, OpenVino.limits, "bfloat16")
+    with pytest.raises(EngineError, match=rf"^e\.blob: {wrong}"):
+        OpenVino().build(job, Variant(dtype="bfloat16"), tmp_path / "e.blob", CONFIG)
+    assert not (tmp_path / "e.blob").exists()
+
+
+@with_bfloat16
+def test_products_that_openvino_cannot_compute(
+    narrow_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, untried: None
+) -> None:
+    def fails(*_: object) -> np.ndarray:
+        raise RuntimeError("Exception from somewhere:\nno kernel")
+
+    monkeypatch.setattr(openvino_products, "multiplied", fails)
+    folder = elsewhere(narrow_root, tmp_path / "moved", cpu="another")
+    message = r"cannot multiply by bfloat16 weights on [^:]+: no kernel; use float32, or another release of OpenVINO$"
+    with pytest.raises(TargetError, match=rf"^engines/mod-bfloat16\.blob: OpenVINO \S+ {message}"):
+        OpenVino().load(folder, engine_of("bfloat16"), CONFIG, 1)
+
+
+@with_bfloat16
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_product_is_tried_in_bfloat16(transposed: bool) -> None:
+    product, options = Product(24, 40, 56, transposed), target._options("bfloat16", 1, target.GROUP)
+    weight_KN = np.ones((40, 56), np.float32)
+    compiled = openvino_products.compiled_product(target._core(), product, weight_KN, options)
+    kernels = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
+    ran = {(str(about["layerType"].value), str(about["runtimePrecision"].value)) for about in kernels}
+    assert ("FullyConnected", "bf16") in ran
+    rows_MK = np.eye(24, 40, dtype=np.float32)
+    np.testing.assert_array_equal(openvino_products.multiplied(compiled, rows_MK), np.ones((24, 56)))
+    assert openvino_products.wrong_products(target._core(), [product], options) == []
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
+def test_a_product_without_any_value_is_wrong(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openvino_products, "multiplied", lambda compiled, rows_MK: np.full((24, 56), value))
+    options = target._options("float32", 1, target.GROUP)
+    (described,) = openvino_products.wrong_products(target._core(), [Product(24, 40, 56, True)], options)
+    assert described.startswith("24x40 by 40x56 transposed (off by ")
+
+
+def model_of(first: Sequence[int], second: np.ndarray, *, turned: bool = False, branch: bool = False) -> openvino.Model:
+    """A bfloat16 product of an input and a weight, if wanted in both branches of an If."""
+    import openvino
+    from openvino import opset13 as operators
+
+    def product(rows: openvino.Node) -> openvino.Node:
+        weight = operators.convert(operators.constant(second), "bf16")
+        return operators.matmul(operators.convert(rows, "bf16"), weight, False, turned)
+
+    rows = operators.parameter(list(first), openvino.Type.f32)
+    if not branch:
+        return openvino.Model([product(rows)], [rows])
+    condition, bodies = operators.parameter([1], openvino.Type.boolean), []
+    chosen = operators.if_op(condition)
+    for place in (chosen.set_then_body, chosen.set_else_body):
+        inner = operators.parameter(list(first), openvino.Type.f32)
+        bodies.append((inner, operators.result(product(inner))))
+        place(openvino.Model([bodies[-1][1]], [inner]))
+    (inside, result), (other_inside, other_result) = bodies
+    chosen.set_input(rows.output(0), inside, other_inside)
+    return openvino.Model([chosen.set_output(result, other_result)], [condition, rows])
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_the_products_of_a_model(branch: bool) -> None:
+    def found(
+        first: Sequence[int], shape: Sequence[int], dtype: type = np.float32, turned: bool = False
+    ) -> list[Product]:
+        return openvino_products.products_of(model_of(first, np.ones(shape, dtype), turned=turned, branch=branch))
+
+    assert found([2, 3, 8], [8, 5]) == [Product(6, 8, 5, transposed=False)]
+    assert found([2, 3, 8], [5, 8], turned=True) == [Product(6, 8, 5, transposed=True)]
+    assert found([4000, 8], [8, 20000]) == [Product(1024, 8, 16384, transposed=False)]
+    assert found([-1, 8], [8, 5]) == found([8], [8, 5]) == found([2, 8], [8]) == found([2, 3, 8], [2, 8, 5]) == []
+    assert found([2, 3, 8], [8, 5], np.int8) == []
 
 
 # Quantized weights.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,27 @@ def test_a_runtime_without_cuda(monkeypatch: pytest.MonkeyPatch, built: Path, co
         OrtCuda().load(built, engine("ort-cuda"), config, 1)
 
 
-def test_cuda_libraries_that_are_missing_are_named_and_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+def test_cuda_libraries_that_are_missing_are_named(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], built: Path, config: BuildConfig
+) -> None:
+    severities: list[int] = []
+    # The build of ONNX Runtime for CPUs neither looks for these libraries nor opens such a session.
+    printed = "Failed to load libcudart.so.13: no file\n\nPlease"
+    monkeypatch.setattr("onnxruntime.preload_dlls", lambda: print(printed))  # noqa: T201
+    monkeypatch.setattr("onnxruntime.get_available_providers", lambda: ["CUDAExecutionProvider"])
+    monkeypatch.setattr("onnxruntime.set_default_logger_severity", severities.append)
+    monkeypatch.setattr("mod_export.engines.ort.session_from_onnx", no_session)
     load_cuda_libraries.cache_clear()
-    missing = load_cuda_libraries()
-    # The build for CPUs has no CUDA libraries to load.
-    assert missing == "" or "Failed to load" in missing
-    assert "\n" not in missing
+    message = "ort-cuda: no CUDA session on this machine: no device; Failed to load libcudart.so.13: no file | Please"
+    with pytest.raises(TargetError, match=f"^{re.escape(message)}$"):
+        OrtCuda().load(built, engine("ort-cuda"), config, 1)
+    load_cuda_libraries.cache_clear()
     assert capfd.readouterr().out == ""
+    assert severities == [3, 2]
+
+
+def no_session(*_: object) -> None:
+    raise EngineError("no device")
 
 
 def test_the_installed_runtime_is_named() -> None:
