@@ -195,8 +195,8 @@ def test_engines_that_could_not_be_built_leave_gaps_in_the_page() -> None:
 
     both, alone = [row("dense", 3.0), row("mod", 2.0)], [row("dense", 4.0), row("mod", 5.0)]
     found = {
-        "machine": {"gpu": "A GPU", "architectures": ["sm90"], "cpu": "A CPU", "cores": 2, "torch": "2", "onnxruntime": "1",
-                    "tensorrt": None, "tensorrt_rtx": None},
+        "machine": {"gpu": "A GPU", "architectures": ["sm90"], "cpu": "A CPU", "cores": 2, "torch": "2",
+                    "onnxruntime": "1", "tensorrt": None, "tensorrt_rtx": None},
         "steps": [
             step("engines", {"engines": [], "failed": ["ort-cuda | dense: no memory"]}),
             step("both", {"memory": [], "times": both, "one_by_one": alone}),
