@@ -545,7 +545,7 @@ def test_an_engine_of_another_machine(copy: Path, changed: bytes) -> None:
     [
         (0, r"mod-float32\.blob: no engine of OpenVINO, or damaged \(.+\); build again"),
         (20, r"mod-float32\.blob: no engine of OpenVINO, or damaged \(.+\); build again"),
-        (400, r"mod-float32\.blob: OpenVINO cannot load it: .+; build again"),
+        (4000, r"mod-float32\.blob: OpenVINO cannot load it: .+; build again"),
     ],
 )
 def test_damaged_engines(copy: Path, keep: int, message: str) -> None:
