@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ SPEC = ModelSpec(
     routing=RoutingSpec(),
 )  # fmt: skip
 """A Llama-like decoder of 40 M parameters, with initial weights; every other block is routed at 12.5 %."""
+DEVICE = Path(__file__).with_name("device.py").resolve()
 SHOWN_LINES = 3
 CONFIG = """\
 buckets = {buckets}
@@ -104,21 +105,15 @@ def steps_of(
         needs=name,
         seconds=90.0,
         files={},
-        command=[
-            sys.executable,
-            str(Path(__file__).with_name("device.py").resolve()),
-            f"../{name}/build",
-            "device.json",
-        ],
+        command=[sys.executable, str(DEVICE), f"../{name}/build", "device.json"],
         collect=found_on_device,
     )
-    judged = Step(
+    judged = replace(
+        engines,
         name=f"{name}-evidence",
         title=f"{title}: judged",
-        target=target,
         needs=name,
         seconds=300.0,
-        files={"config.toml": config},
         command=[*build, f"../{name}/build"],
         collect=lambda folder: found_by_build(folder.parent / name / "build"),
     )

@@ -48,7 +48,7 @@ from mod_export.types import (
     Variant,
     graph_of,
     having,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     import numpy as np
