@@ -1,9 +1,10 @@
 """Every test runs on one thread and starts from the same seed, so that a failure can be reproduced.
 
 The marker `slow` says which tests `make test` leaves out, and `fast("a", "b")` that it leaves out all cases of a test
-but these. `--slice COMMIT` keeps a part of the collected tests. Tests marked `real` need a model from outside the
-project and run only with `--real-model FILE`. Tests marked `triton` need a Triton server and run only with
-`-m triton`, those marked `clients` need programs of another environment and run only with `-m clients`.
+but these. `--commit HASH` draws the third of the corpus that is built, and `--slice` one of five parts of the tests that
+are collected. Tests marked `real` need a model from outside the project and run only with `--real-model FILE`. Tests
+marked `triton` need a Triton server and run only with `-m triton`, those marked `clients` need programs of another
+environment and run only with `-m clients`.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ def _torch_seed_and_threads() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    explained = f"run only one of {SLICES} equal parts of the tests: the one that this hash draws"
-    parser.addoption("--slice", metavar="COMMIT", type=lambda text: int(text, 16), help=explained)
+    drawing = "hash of the commit, which draws tests where only some are run: a third of the corpus, and the slice"
+    parser.addoption("--commit", metavar="HASH", type=lambda text: int(text, 16), help=drawing)
+    parser.addoption("--slice", action="store_true", help=f"run only one of {SLICES} equal parts; needs --commit")
     parser.addoption("--real-model", metavar="FILE.gguf", help="run the tests that need this model, and no others")
     parser.addoption("--real-text", metavar="FILE", help="English text for them; default: the project's own pages")
 
@@ -66,9 +68,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for marker in ("triton", "clients"):
         wanted = config.getoption("markexpr") == marker
         _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker(marker) is not None) == wanted})
-    commit: int | None = config.getoption("--slice")
-    if commit is None:
+    if not config.getoption("--slice"):
         return
+    commit: int | None = config.getoption("--commit")
+    if commit is None:
+        raise pytest.UsageError("--slice needs --commit, which draws the slice")
     # Tests are dealt out in the order of their names, because neighbours take about equally long.
     drawn = set(sorted(item.nodeid for item in items)[commit % SLICES :: SLICES])
     _keep(config, items, drawn)

@@ -22,7 +22,9 @@ def test_fast(): ...
 
 
 def drawn(folder: pytest.Pytester, commit: str) -> list[str]:
-    found = folder.runpytest_inprocess("-m", "slow", "--slice", commit, "--collect-only", "-q", "-p", "no:randomly")
+    found = folder.runpytest_inprocess(
+        "-m", "slow", "--slice", "--commit", commit, "--collect-only", "-q", "-p", "no:randomly"
+    )
     assert found.ret == 0
     return [line for line in found.outlines if "::" in line]
 
@@ -71,8 +73,15 @@ def folder_with_cases(pytester: pytest.Pytester, fast: str) -> None:
     """)
 
 
-def test_what_is_no_hash(pytester: pytest.Pytester) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--commit", "main"], "*argument --commit: invalid *value: 'main'*"),
+        (["--slice"], "*--slice needs --commit, which draws the slice*"),
+    ],
+)
+def test_what_draws_nothing(pytester: pytest.Pytester, arguments: list[str], message: str) -> None:
     pytester.makeconftest(CONFTEST)
-    found = pytester.runpytest_inprocess("--slice", "main")
+    found = pytester.runpytest_inprocess(*arguments)
     assert found.ret == pytest.ExitCode.USAGE_ERROR
-    found.stderr.fnmatch_lines(["*argument --slice: invalid *value: 'main'*"])
+    found.stderr.fnmatch_lines([message])

@@ -24,8 +24,8 @@ largest difference from PyTorch of a value in any output, as a share of the root
 allowed. A plan of TensorRT-RTX (float16, sm89) is built and cannot run without a GPU: parity is that of its graph, on ONNX
 Runtime's kernels.
 
-`make corpus` writes this page, and goes on where it was stopped: `make corpus ARGS="--help"`. `make test-slice` has a part of the
-builds on ort-cpu.
+`make corpus` writes this page, and goes on where it was stopped: `make corpus ARGS="--help"`. `make test-all` builds a third of the
+entries for ort-cpu, another third with each commit.
 
 """  # noqa: E501
 MANNERS = """## Manners

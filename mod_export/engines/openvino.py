@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.engines.openvino_products import Product, products_of, wrong_products
+from mod_export.engines.openvino_products import ProductShape, products_of, wrong_products
 from mod_export.engines.protocol import (
     Arrays,
     EngineBuilder,
@@ -269,14 +269,14 @@ class OpenVino(EngineBuilder):
         # Virtual machines give processors of several generations one name. Engines from before this check name neither
         # instruction sets nor products.
         if (header["cpu"], header.get("features")) != (_cpu(), sorted(cpu_features())):
-            products = tuple(Product(**about) for about in header.get("products", ()))
+            products = tuple(ProductShape(**about) for about in header.get("products", ()))
             if wrong := wrong_on_this_processor(products, engine.dtype, threads):
                 raise TargetError(f"{engine.path}: {wrong}")
         return OpenVinoRunner(model, header["inputs"], header["outputs"], f"{self.name} {engine.path}", threads)
 
 
 @cache
-def wrong_on_this_processor(products: tuple[Product, ...], dtype: DType, threads: int) -> str:
+def wrong_on_this_processor(products: tuple[ProductShape, ...], dtype: DType, threads: int) -> str:
     """Says which bfloat16 products OpenVINO computes wrongly on this processor; empty if it computes all correctly."""
     about, instead = f"OpenVINO {package_version('openvino')}", "use float32, or another release of OpenVINO"
     try:

@@ -30,7 +30,7 @@ HIDES_CONSTANT = ("Convert", "Transpose", "Reshape")
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ProductShape:
     """A product of bfloat16 activations and a bfloat16 weight.
 
     Attributes:
@@ -49,12 +49,12 @@ class Product:
         return f"{self.rows}x{self.depth} by {self.depth}x{self.columns}" + (" transposed" if self.transposed else "")
 
 
-def products_of(model: openvino.Model) -> list[Product]:
+def products_of(model: openvino.Model) -> list[ProductShape]:
     """Returns the different products with bfloat16 weights in a model, in the order of the graph."""
     return list(dict.fromkeys(_products(model)))
 
 
-def _products(model: openvino.Model) -> Iterator[Product]:
+def _products(model: openvino.Model) -> Iterator[ProductShape]:
     for node in model.get_ordered_ops():
         if node.get_type_name() == "If":
             for branch in range(2):
@@ -63,7 +63,7 @@ def _products(model: openvino.Model) -> Iterator[Product]:
             yield product
 
 
-def _product(node: openvino.Node) -> Product | None:
+def _product(node: openvino.Node) -> ProductShape | None:
     """Returns None for anything but bfloat16 rows of a known number times a bfloat16 weight of two axes."""
     shapes = [value.get_partial_shape() for value in node.input_values()]
     about = node.get_attributes()
@@ -76,7 +76,7 @@ def _product(node: openvino.Node) -> Product | None:
         return None
     columns = second[0] if about["transpose_b"] else second[1]
     rows = math.prod(first[:-1])
-    return Product(min(rows, MOST_ROWS), first[-1], min(columns, MOST_COLUMNS), about["transpose_b"])
+    return ProductShape(min(rows, MOST_ROWS), first[-1], min(columns, MOST_COLUMNS), about["transpose_b"])
 
 
 def _is_weight(node: openvino.Node) -> bool:
@@ -85,7 +85,7 @@ def _is_weight(node: openvino.Node) -> bool:
     return bool(node.get_type_name() == "Constant") and not node.get_element_type().is_integral()
 
 
-def wrong_products(core: openvino.Core, products: Iterable[Product], options: Mapping[str, Any]) -> list[str]:
+def wrong_products(core: openvino.Core, products: Iterable[ProductShape], options: Mapping[str, Any]) -> list[str]:
     """Multiplies factors that bfloat16 holds exactly, and describes every product that OpenVINO gets wrong.
 
     Args:
@@ -116,7 +116,7 @@ def wrong_products(core: openvino.Core, products: Iterable[Product], options: Ma
 
 
 def compiled_product(
-    core: openvino.Core, product: Product, weight_KN: np.ndarray, options: Mapping[str, Any]
+    core: openvino.Core, product: ProductShape, weight_KN: np.ndarray, options: Mapping[str, Any]
 ) -> openvino.CompiledModel:
     """Compiles a product with a bfloat16 weight. Its input and output are float32 (rows, depth) and (rows, columns)."""
     import openvino

@@ -1,4 +1,4 @@
-"""Every entry of the corpus routes tokens. Each commit builds some of the entries; `make corpus` builds them all."""
+"""Every entry of the corpus routes tokens. Each commit builds a third of them; `make corpus` builds them all."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def test_the_corpus_is_as_wide_as_it_says() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """With `--slice`, builds a third of the entries, another third with each commit; otherwise builds all of them."""
+    """With `--commit`, builds a third of the entries, another third with each commit; otherwise builds all of them."""
     if "built_name" in metafunc.fixturenames:
-        commit, names = metafunc.config.getoption("--slice"), list(ENTRIES)
+        commit, names = metafunc.config.getoption("--commit"), list(ENTRIES)
         metafunc.parametrize("built_name", names if commit is None else names[(commit >> 16) % THIRDS :: THIRDS])
 
 

@@ -22,7 +22,7 @@ from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import openvino as target
 from mod_export.engines import openvino_products
 from mod_export.engines.openvino import OpenVino, OpenVinoRunner
-from mod_export.engines.openvino_products import Product
+from mod_export.engines.openvino_products import ProductShape
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import BindableRunner, EngineJob, Port
 from mod_export.environment import cpu_features
@@ -281,7 +281,7 @@ def elsewhere(root: Path, folder: Path, **about: object) -> Path:
 
 @with_bfloat16
 def test_an_engine_names_its_bfloat16_products(narrow_root: Path, root: Path) -> None:
-    products = [Product(**about) for about in header_of(narrow_root / engine_of("bfloat16").path)["products"]]
+    products = [ProductShape(**about) for about in header_of(narrow_root / engine_of("bfloat16").path)["products"]]
     # Both rows of 16 tokens, and the 4 tokens that each routes; the down projection has a depth of 48.
     assert {(product.rows, product.depth) for product in products} >= {(32, 32), (32, 48), (8, 32), (8, 48)}
     assert len(set(products)) == len(products)
@@ -349,7 +349,7 @@ def test_products_that_openvino_cannot_compute(
 @with_bfloat16
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_product_is_tried_in_bfloat16(transposed: bool) -> None:
-    product, options = Product(24, 40, 56, transposed), target._options("bfloat16", 1, target.GROUP)
+    product, options = ProductShape(24, 40, 56, transposed), target._options("bfloat16", 1, target.GROUP)
     weight_KN = np.ones((40, 56), np.float32)
     compiled = openvino_products.compiled_product(target._core(), product, weight_KN, options)
     kernels = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
@@ -364,7 +364,7 @@ def test_a_product_is_tried_in_bfloat16(transposed: bool) -> None:
 def test_a_product_without_any_value_is_wrong(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openvino_products, "multiplied", lambda compiled, rows_MK: np.full((24, 56), value))
     options = target._options("float32", 1, target.GROUP)
-    (described,) = openvino_products.wrong_products(target._core(), [Product(24, 40, 56, True)], options)
+    (described,) = openvino_products.wrong_products(target._core(), [ProductShape(24, 40, 56, True)], options)
     assert described.startswith("24x40 by 40x56 transposed (off by ")
 
 
@@ -395,12 +395,12 @@ def model_of(first: Sequence[int], second: np.ndarray, *, turned: bool = False, 
 def test_the_products_of_a_model(branch: bool) -> None:
     def found(
         first: Sequence[int], shape: Sequence[int], dtype: type = np.float32, turned: bool = False
-    ) -> list[Product]:
+    ) -> list[ProductShape]:
         return openvino_products.products_of(model_of(first, np.ones(shape, dtype), turned=turned, branch=branch))
 
-    assert found([2, 3, 8], [8, 5]) == [Product(6, 8, 5, transposed=False)]
-    assert found([2, 3, 8], [5, 8], turned=True) == [Product(6, 8, 5, transposed=True)]
-    assert found([4000, 8], [8, 20000]) == [Product(1024, 8, 16384, transposed=False)]
+    assert found([2, 3, 8], [8, 5]) == [ProductShape(6, 8, 5, transposed=False)]
+    assert found([2, 3, 8], [5, 8], turned=True) == [ProductShape(6, 8, 5, transposed=True)]
+    assert found([4000, 8], [8, 20000]) == [ProductShape(1024, 8, 16384, transposed=False)]
     assert found([-1, 8], [8, 5]) == found([8], [8, 5]) == found([2, 8], [8]) == found([2, 3, 8], [2, 8, 5]) == []
     assert found([2, 3, 8], [8, 5], np.int8) == []
 

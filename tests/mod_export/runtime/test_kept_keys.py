@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from build_folders import Silent
+from build_folders import Silent, once
 from prefix_requests import LARGE, requests, same
 from tiny_models import lively_checkpoint
 from writing import SPEC, WRITING_TOML, eager, prompts_of_lengths
@@ -39,35 +39,44 @@ CHECKPOINTS: dict[str, Checkpoint] = {
 }  # fmt: skip
 
 
+Built = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def keeping(shared_folder: Path, _roofline: None) -> Built:
+    """Returns the read-only build of a checkpoint by its name, which the first test that needs it makes."""
+    return lambda name: once(shared_folder / name, lambda: build_for_both(name, shared_folder / name)) / "build"
+
+
+def build_for_both(name: str, folder: Path) -> None:
+    save_checkpoint(folder / "model.pt", CHECKPOINTS[name])
+    targets = '"ort-cpu", "openvino"'
+    (folder / "c.toml").write_text(WRITING_TOML.replace('"ort-cpu"', targets), encoding="utf-8")
+    models: Callable[..., object] = Request.checkpoint(folder / "model.pt").models
+    report = build(models, config_from_toml(folder / "c.toml"), folder / "build", Silent(), "mod-export build")
+    assert report.verdict.status == "pass", report.verdict.reasons
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.parametrize("target", ["ort-cpu", "openvino"])
-def test_texts_are_those_of_eager(name: str, target: str, tmp_path: Path) -> None:
-    checkpoint = CHECKPOINTS[name]
-    folder = built(checkpoint, target, tmp_path)
-    reference = eager(TransformerModel(checkpoint))
+def test_texts_are_those_of_eager(name: str, target: str, keeping: Built) -> None:
+    reference = eager(TransformerModel(CHECKPOINTS[name]))
     prompts = prompts_of_lengths([3, 9, 16, 21, 30], 4)
-    with load_generator(folder) as generator:
+    with load_generator(keeping(name), target) as generator:
         for batch in ([prompts[0]], prompts[1:4], prompts[4:]):
             for prompt, text in zip(batch, generator.generate(batch, 12, ignore_eos=True), strict=True):
                 assert text.ids == reference.write(prompt, 12)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_prefixes_are_taken_bit_for_bit(name: str, tmp_path: Path) -> None:
-    folder = built(CHECKPOINTS[name], "ort-cpu", tmp_path)
-    taken = 0
-    with load_generator(folder) as generator, load_generator(folder, prefix_cache_bytes=LARGE) as cached:
+def test_prefixes_are_taken_bit_for_bit(name: str, keeping: Built) -> None:
+    folder, taken = keeping(name), 0
+    with (
+        load_generator(folder, "ort-cpu") as generator,
+        load_generator(folder, "ort-cpu", prefix_cache_bytes=LARGE) as cached,
+    ):
         for prompts, new, options in requests(5):
             found = cached.generate(prompts, new, **options)
             assert all(map(same, found, generator.generate(prompts, new, **options)))
             taken += sum(completion.cached for completion in found)
     assert taken > 0
-
-
-def built(checkpoint: Checkpoint, target: str, tmp_path: Path) -> Path:
-    save_checkpoint(tmp_path / "model.pt", checkpoint)
-    (tmp_path / "c.toml").write_text(WRITING_TOML.replace("ort-cpu", target), encoding="utf-8")
-    models: Callable[..., object] = Request.checkpoint(tmp_path / "model.pt").models
-    report = build(models, config_from_toml(tmp_path / "c.toml"), tmp_path / "build", Silent(), "mod-export build")
-    assert report.verdict.status == "pass", report.verdict.reasons
-    return tmp_path / "build"
