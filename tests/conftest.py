@@ -1,10 +1,10 @@
 """Every test runs on one thread and starts from the same seed, so that a failure can be reproduced.
 
 The marker `slow` says which tests `make test` leaves out, and `fast("a", "b")` that it leaves out all cases of a test
-but these. `--commit HASH` draws the third of the corpus that is built, and `--slice` one of five parts of the tests that
-are collected. Tests marked `real` need a model from outside the project and run only with `--real-model FILE`. Tests
-marked `triton` need a Triton server and run only with `-m triton`, those marked `clients` need programs of another
-environment and run only with `-m clients`.
+but these. `--commit HASH` draws the third of the corpus that is built, and `--slice` one of five parts of the collected
+tests. Tests marked `real` need a model from outside the project and run only with `--real-model FILE`. Tests marked
+`triton` need a Triton server and run only with `-m triton`, those marked `clients` need programs of another environment
+and run only with `-m clients`.
 """
 
 from __future__ import annotations
