@@ -1,7 +1,7 @@
 """The configuration: one TOML file becomes one tree of frozen values, and all problems are reported together.
 
-Every tolerance and threshold is defined here or in a file of export_configs/, and nowhere else in the code. The reasons
-for the numbers of default.toml are in docs/evidence.md.
+Gates of parity are in export_configs/, other defaults here; docs/evidence.md has the reasons for the numbers of
+default.toml. A limit that follows from statistics is a constant beside its check.
 """
 
 from __future__ import annotations

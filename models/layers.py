@@ -196,7 +196,7 @@ class GatedMlp(nn.Module):
 Branch = Callable[..., tuple[Tensor, ...]]
 
 
-def either(mark_B: Tensor, run: Branch, other: Branch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def either(mark_B: Tensor, run: Branch, otherwise: Branch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns `run(*inputs)` if any row is marked, else `other(*inputs)`: a condition on the data in a static graph.
 
     A graph holds both branches (ONNX If) and executes one. In eager mode only that one is called. Both must return
@@ -204,6 +204,6 @@ def either(mark_B: Tensor, run: Branch, other: Branch, inputs: tuple[Tensor, ...
     """
     any_row = mark_B.reshape(()) if len(mark_B) == 1 else mark_B.any()
     if torch.compiler.is_compiling():
-        outputs: tuple[Tensor, ...] = torch.cond(any_row, run, other, inputs)
+        outputs: tuple[Tensor, ...] = torch.cond(any_row, run, otherwise, inputs)
         return outputs
-    return run(*inputs) if bool(any_row) else other(*inputs)
+    return run(*inputs) if bool(any_row) else otherwise(*inputs)

@@ -424,10 +424,10 @@ class Transformer(nn.Module):
             std = 0.02 / (2 * self.spec.n_layers) ** 0.5 if output else 0.02
             nn.init.normal_(parameter, std=std, generator=generator)
 
-    def sharing(self, other: Transformer) -> Self:
+    def sharing(self, source: Transformer) -> Self:
         """Makes this model share the weights and tables of another one of the same sizes, and returns this model."""
-        self.load_state_dict(other.state_dict(), assign=True)
-        for name, buffer in other.named_buffers():
+        self.load_state_dict(source.state_dict(), assign=True)
+        for name, buffer in source.named_buffers():
             self.register_buffer(name, buffer, persistent=False)
         return self.eval().requires_grad_(False)
 

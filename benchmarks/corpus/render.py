@@ -16,16 +16,16 @@ SCRATCH = r"/\S*/corpus-\w+/"
 ROOT = re.escape(str(Path(__file__).parents[2])) + "/"
 HEAD = f"""# Corpus
 
-Model classes of packages on PyPI, small and with random weights. Every other block of each, or parts of it, stand in a router
-that selects a quarter of the tokens (`benchmarks/corpus/routers.py`); nothing else of them is changed. Each goes through
+Model classes of packages on PyPI, small and with random weights. In each, every other block, or parts of it, is wrapped
+in a router that selects a quarter of the tokens (`benchmarks/corpus/routers.py`); nothing else of them is changed. Each goes through
 `mod_export.build`: capture, the gates of parity, and engines of ONNX Runtime (`ort-cpu`), OpenVINO and AOTInductor (`inductor`).
-As many routing sites must be found as routers ran. Then the engines run inputs that the build has not seen. A number is the
-largest difference from PyTorch of a value in any output, as a share of the root mean square of that output; {LARGEST_ERROR:g} is
-allowed. A plan of TensorRT-RTX (float16, sm89) is built and cannot run without a GPU: parity is that of its graph, on ONNX
-Runtime's kernels.
+Capture must find one routing site for each router that ran. Then the engines run inputs that the build has not seen. Each
+number is the largest difference of an output value from PyTorch, divided by the root mean square of that output; {LARGEST_ERROR:g} is
+allowed. Plans of TensorRT-RTX (float16, sm89) are built but not run, because that needs a GPU; parity is checked on their
+graphs with ONNX Runtime.
 
 `make corpus` writes this page, and goes on where it was stopped: `make corpus ARGS="--help"`. `make test-all` builds a third of the
-entries for ort-cpu, another third with each commit.
+entries for ort-cpu; which third depends on the commit.
 
 """  # noqa: E501
 MANNERS = """## Manners

@@ -1,8 +1,8 @@
 """The command line: turns arguments into a configuration, and results and errors into text and an exit code.
 
 Results go to stdout, progress and errors to stderr. Exit codes: 0 all gates passed, 1 a bug, 2 usage, configuration or
-unusable input, 3 a stage could not build, 4 built but a gate failed, 130 interrupted, 141 the reader of stdout closed
-the pipe (a shell reports this code for a program that SIGPIPE ended).
+unusable input, 3 nothing could be built, 4 a gate failed or a part could not be built, 130 interrupted, 141 the reader
+of stdout closed the pipe (a shell reports this code for a program that SIGPIPE ended).
 """
 
 from __future__ import annotations

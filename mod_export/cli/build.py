@@ -205,8 +205,8 @@ def _again(request: Request, tokenizer: Path | None) -> str:
     options = [("--baseline", value) for value in request.baseline] + [
         (name, value) for name, value in optional if value is not None
     ]
-    named = [str(part) for option in options for part in option]
-    return shlex.join(["mod-export", "build", *request.sources, *named, "-c", "config.toml", "-o", "BUILD"])
+    arguments = [str(part) for option in options for part in option]
+    return shlex.join(["mod-export", "build", *request.sources, *arguments, "-c", "config.toml", "-o", "BUILD"])
 
 
 @click.command()

@@ -20,12 +20,12 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
     metavar="H",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on; only loopback needs no --api-key-file.",
+    help="Address to listen on; any address but loopback needs --api-key-file.",
 )
 @click.option(
     "--port", metavar="N", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free port."
 )
-@click.option("--name", metavar="NAME", help="Name of the model for clients; default: the checkpoint's.")
+@click.option("--name", metavar="NAME", help="Name of the model for clients; default: that of the checkpoint.")
 @click.option(
     "--rows", metavar="N", type=int, help="Texts that one engine writes at once; default: as many as the engines can."
 )
@@ -51,15 +51,15 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
 )  # fmt: skip
 @click.option(
     "--prefix-cache", "prefix_cache_mib", metavar="MIB", type=click.IntRange(0), default=PREFIX_CACHE_MIB,
-    show_default=True, help="Memory for what texts have read, so that others with the same beginning take it.",
+    show_default=True, help="Memory for beginnings of texts, which later texts reuse; 0 keeps none.",
 )  # fmt: skip
 @click.option(
     "--api-key-file", "key_file", metavar="FILE", type=PATH, help="API keys, one per line; requests must send one."
 )
 @click.option(
     "--allow-origin", "origins", metavar="ORIGIN", multiple=True,
-    help="A web page that may use the server, such as https://chat.example; may be given several times. With API keys "
-    "also * for all.",
+    help="A web page that may use the server, such as https://chat.example; may be given several times. * allows "
+    "every page, and needs --api-key-file.",
 )  # fmt: skip
 @trusted_keys_option
 @click.option(
@@ -80,7 +80,11 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
     help="Form of the log on stderr: lines for people, or an object a line for programs.",
 )  # fmt: skip
 @click.option("--target", metavar="T", help="Target of the engines; default: the fastest here.")
-@click.option("--dtype", metavar="D", help="Dtype of the engines; default: that of the fastest.")
+@click.option(
+    "--dtype",
+    metavar="D",
+    help="Dtype of the engines; default: that of the fastest, or with --target the first that was built.",
+)
 @click.option("--model", type=click.Choice(["mod", "dense"]), default="mod", show_default=True)
 @click.option("--threads", metavar="N", type=int, help="CPU threads of an engine; default: every physical core.")
 @command
@@ -101,7 +105,7 @@ def serve(
 ) -> int:
     """Serve a build folder: OpenAI's API, the Open Inference Protocol, and metrics.
 
-    The first signal ends the server when its texts are done, a second one at once. -v logs every request.
+    At the first signal the server finishes its texts and ends; a second signal ends it at once. -v logs every request.
     """
     from mod_export.serve.server import ServerOptions, read_keys, serve_folder
     from mod_export.serve.service import ServiceOptions

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     type=click.Choice(["python", "onnxruntime", "tensorrt"]),
     default="python",
     show_default=True,
-    help="What runs whole rows: mod-export in the Python backend, or portable graphs or plans in the backend of their "
-    "library, with a router that needs no mod-export.",
+    help="What runs whole rows. python: mod-export in the Python backend; onnxruntime: the portable graphs; tensorrt: "
+    "the plans. For the last two, the container needs no mod-export.",
 )
 @click.option(
     "--name",

@@ -1,4 +1,4 @@
-"""The table of targets. To add an engine, add one file beside this one and one line here."""
+"""The table of targets. docs/architecture.md says what else a new engine needs: options, packages, an extra."""
 
 from __future__ import annotations
 

@@ -105,11 +105,11 @@ def wrong_products(core: openvino.Core, products: Iterable[ProductShape], option
             for shape in ((product.rows, product.depth), (product.depth, product.columns))
         )
         result_MN = multiplied(compiled_product(core, product, weight_KN, options), rows_MK)
-        some = np.linspace(0, product.rows - 1, min(product.rows, COMPARED_ROWS)).astype(int)
-        expected_CN = rows_MK[some] @ weight_KN
+        compared_rows = np.linspace(0, product.rows - 1, min(product.rows, COMPARED_ROWS)).astype(int)
+        expected_CN = rows_MK[compared_rows] @ weight_KN
         # A product that is zero by chance has no error to compare with.
         scale = float(np.sqrt(np.mean(expected_CN**2))) or 1.0
-        error = float(np.sqrt(np.mean((result_MN[some] - expected_CN) ** 2))) / scale
+        error = float(np.sqrt(np.mean((result_MN[compared_rows] - expected_CN) ** 2))) / scale
         if not error <= LARGEST_ERROR:
             described.append(f"{product} (off by {error:.0%})")
     return described

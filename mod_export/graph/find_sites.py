@@ -261,10 +261,10 @@ class _Marker:
         largest = selector.largest if site.order is None else selector.largest == (site.order.start == 0)
         # Right after the selection, and so before all of its readers.
         with graph.inserting_before(selector.node.next):
-            whole = selected = self._again(selector, selector.indices)
+            full_order = selected = self._again(selector, selector.indices)
             if site.order is not None:
                 selected = self._add(
-                    selector, ATEN.slice.Tensor, whole, selector.dim, site.order.start, site.order.stop
+                    selector, ATEN.slice.Tensor, full_order, selector.dim, site.order.start, site.order.stop
                 )
             index = self._rows(selector, selected, shape_of(selected)[selector.dim])
             scores = self._rows(selector, selector.scores, selector.tokens)
@@ -278,7 +278,7 @@ class _Marker:
             marked = self._add(selector, MARKER, index, live, scores, available, positions, name, rule)
             index = self._as_before(selector, self._add(selector, operator.getitem, marked, 0), selected)
             if site.order is not None:
-                index = self._add(selector, REORDERED, whole, index, selector.dim, site.order.start == 0)
+                index = self._add(selector, REORDERED, full_order, index, selector.dim, site.order.start == 0)
             values = self._add(selector, ATEN.gather.default, selector.scores, selector.dim, index)
         for use in users:
             use.replace_input_with(selector.indices, index)

@@ -126,8 +126,8 @@ def base_of_square(value: ir.Value | None) -> ir.Value | None:
     node = made_by(value, "Mul", "Pow")
     if node is None:
         return None
-    x, other = node.inputs
-    return x if (x is other if node.op_type == "Mul" else constant_number(other) == 2) else None
+    x, second = node.inputs
+    return x if (x is second if node.op_type == "Mul" else constant_number(second) == 2) else None
 
 
 def nodes_from_opset(model: ir.Model, opset: int) -> Iterable[ir.Node]:

@@ -506,19 +506,19 @@ def reversed_labels(labels: Tensor, last: int) -> Tensor:
     return torch.where(narrow > 0, last - narrow, 0).expand(labels.shape)
 
 
-def agrees_reversed(result: Any, other: Any, last: int) -> bool:
+def agrees_reversed(result: Any, mirrored_result: Any, last: int) -> bool:
     """Whether an operation did the same with reversed labels, so that it does not depend on their values."""
     if isinstance(result, (tuple, list)):
-        return isinstance(other, (tuple, list)) and all(
-            agrees_reversed(*pair, last) for pair in zip(result, other, strict=True)
+        return isinstance(mirrored_result, (tuple, list)) and all(
+            agrees_reversed(*pair, last) for pair in zip(result, mirrored_result, strict=True)
         )
     if not isinstance(result, Tensor):
         return result is None
-    if not isinstance(other, Tensor) or result.shape != other.shape:
+    if not isinstance(mirrored_result, Tensor) or result.shape != mirrored_result.shape:
         return False
     if result.dtype is torch.bool or result.is_complex():
         return False
-    return _are_same(reversed_labels(result, last), other)
+    return _are_same(reversed_labels(result, last), mirrored_result)
 
 
 def broadcast_labels(labels: Sequence[Tensor], shape: Sequence[int]) -> Tensor | None:

@@ -243,8 +243,8 @@ def searchsorted(
     """The number of boundaries below each value, which is compared with all of them."""
     queries = torch.as_tensor(values, dtype=boundaries.dtype) if not isinstance(values, Tensor) else values
     before = boundaries[None, :] if boundaries.dim() == 1 else boundaries[..., None, :]
-    each = queries[..., None]
-    below = before <= each if right or side == "right" else before < each
+    query_column = queries[..., None]
+    below = before <= query_column if right or side == "right" else before < query_column
     return below.sum(-1).to(torch.int32 if out_int32 else torch.int64)
 
 

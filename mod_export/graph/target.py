@@ -23,7 +23,8 @@ DTYPES: dict[ir.DataType | None, DType] = {
 
 
 def check_limits(model: ir.Model, limits: TargetLimits, dtype: DType) -> None:
-    """Checks a graph against the limits of its target, after it was rewritten. `dtype` only appears in the message.
+    """Checks that a graph is within the limits of its target, before a parser sees it. `dtype` only appears in the
+    message.
 
     Raises:
         LimitError: the graph breaks a limit. The message lists every problem, one per line.

@@ -181,8 +181,8 @@ def _stored_tensors(
             parts = {part: tensors[part] for part in name.split(BELOW)}
             rows = sum(len(part_NK) for part_NK in parts.values())
             shape = (rows, *next(iter(parts.values())).shape[1:])
-            (whole, of_whole), *ranges = quantized_tensors(name, shape, form).items()
-            result[whole] = _Stored(*of_whole, partial(_whole_bytes, parts, form, moments))
+            (quantized_name, quantized_spec), *ranges = quantized_tensors(name, shape, form).items()
+            result[quantized_name] = _Stored(*quantized_spec, partial(_whole_bytes, parts, form, moments))
             for index, (stored, of_range) in enumerate(ranges):
                 result[stored] = _Stored(*of_range, partial(_range_bytes, parts, form, index))
     return result

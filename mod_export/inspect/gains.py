@@ -73,23 +73,23 @@ def _proposed(proposal: Proposal, n_layers: int) -> str:
     return f"{percent_text(proposal.capacity)} in {len(proposal.layers)} of {n_layers} {part_names}{suffix}"
 
 
-def _warnings(found: Sequence[tuple[str, Gain]], machine: Machine, texts: Sequence[int]) -> list[str]:
+def _warnings(named_gains: Sequence[tuple[str, Gain]], machine: Machine, texts: Sequence[int]) -> list[str]:
     """Says where routing cannot pay: in narrow products, and for many texts."""
     lines = []
-    narrow = [name for name, gain in found if gain.slots < machine.fewest_rows]
+    narrow = [name for name, gain in named_gains if gain.slots < machine.fewest_rows]
     if narrow:
         lines.append(
             f"a product of fewer than {machine.fewest_rows:,.0f} rows takes as long as its weights take to be read; "
-            f"in {len(narrow)} of {len(found)} ways a routed product of this prompt is narrower: longer prompts, more "
-            "rows or a larger capacity use the machine better"
+            f"in {len(narrow)} of {len(named_gains)} ways a routed product of this prompt is narrower: longer prompts, "
+            "more rows or a larger capacity use the machine better"
         )
     for n in texts:
-        best = max(gain.texts[n] for _, gain in found)
+        best = max(gain.texts[n] for _, gain in named_gains)
         if best < WORTH:
             lines.append(
                 f"with {_text_head(n)} at once no way gains {percent_text(WORTH - 1)}: some text runs nearly every "
                 "layer, so its weights are read anyway"
             )
-    if max(gain.prefill for _, gain in found) < WORTH:
+    if max(gain.prefill for _, gain in named_gains) < WORTH:
         lines.append(f"for this prompt no way gains {percent_text(WORTH - 1)}")
     return lines

@@ -264,12 +264,12 @@ def _have_rows(reference: Reference, batch: Batch) -> bool:
     return any(array.shape[:2] == shape for array in reference.free(batch).outputs)
 
 
-def _same_elsewhere(reference: Reference, batch: Batch, other: Batch, real_BS: np.ndarray) -> bool:
+def _same_elsewhere(reference: Reference, batch: Batch, changed_batch: Batch, real_BS: np.ndarray) -> bool:
     """Whether both batches give the same bits outside padded rows, given the same routing. The routing is fixed because
     candidates are compared given the same routing, and a router that does not see the mask selects padding too.
     """
     run = reference.free(batch)
-    pairs = zip(run.outputs, reference.forced(other, run.routed).outputs, strict=True)
+    pairs = zip(run.outputs, reference.forced(changed_batch, run.routed).outputs, strict=True)
     return all(_same(before, after, real_BS) for before, after in pairs)
 
 

@@ -156,12 +156,14 @@ def allowance(comparisons: Sequence[Comparison], gate: ParityGate, dtype: DType,
     measured = [comparison.rounding for comparison in comparisons if comparison.rounding is not None]
     coarser = coarser_than_float32(dtype)
     scores, scales = {}, {}
-    for site, many in by_site(comparisons).items():
-        scales[site] = _largest([routing.scale for routing in many])
+    for site, site_results in by_site(comparisons).items():
+        scales[site] = _largest([routing.scale for routing in site_results])
         scores[site] = gate.near_tie * scales[site]
         if measured:
             # No score is more exact than its last digits. Two scores are compared, each with its own error.
-            unit = _largest([*(routing.rounding or 0.0 for routing in many), 2 * ROUNDOFF["float32"] * scales[site]])
+            unit = _largest(
+                [*(routing.rounding or 0.0 for routing in site_results), 2 * ROUNDOFF["float32"] * scales[site]]
+            )
             # np.minimum, unlike min, keeps a NaN.
             scores[site] = float(np.minimum(scores[site], 2 * gate.rounding_error * coarser * unit))
     rounding = _largest([error.max_abs for error in measured]) if measured else None
@@ -209,16 +211,18 @@ def check_coverage(comparisons: Sequence[Comparison], allowed: Allowance) -> Seq
 def check_routing(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
     """Checks that positions are a valid selection, and that every token routed differently is a near-tie."""
     reasons = []
-    for site, many in by_site(comparisons).items():
+    for site, site_results in by_site(comparisons).items():
         kinds = [comparison.kind for comparison in comparisons for routing in comparison.sites if routing.site == site]
-        malformed = [(kind, routing.malformed) for kind, routing in zip(kinds, many, strict=True) if routing.malformed]
+        malformed = [
+            (kind, routing.malformed) for kind, routing in zip(kinds, site_results, strict=True) if routing.malformed
+        ]
         if malformed:
             kind, why = malformed[0]
             reasons.append(f"{kind}: layer {site} routing: {why}{_and_more(len(malformed) - 1)}")
         bound = allowed.scores[site]
         faulty = [
             (max(faults), len(faults), kind)
-            for kind, routing in zip(kinds, many, strict=True)
+            for kind, routing in zip(kinds, site_results, strict=True)
             if (faults := [distance for distance in routing.distances if not distance <= bound])
         ]
         if faulty:
@@ -388,7 +392,7 @@ def judge(
         for name in dict.fromkeys(comparison.output for comparison in comparisons)
     }
     routed = any(comparison.sites for comparison in comparisons)
-    allowances = {name: allowance(some, gate, setting.dtype, routed=routed) for name, some in outputs.items()}
+    allowances = {name: allowance(compared, gate, setting.dtype, routed=routed) for name, compared in outputs.items()}
     reasons = [reason for name in outputs for check in CHECKS for reason in check(outputs[name], allowances[name])]
     first, *other_names = outputs or [""]
     comparisons, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
@@ -396,11 +400,12 @@ def judge(
     judged = quality_inputs(comparisons, allowed)
     shortfalls = [comparison.shortfalls for comparison in judged if comparison.shortfalls is not None]
     nats = divergences_of(comparisons, allowed)
+    kinds = {c.kind for compared in outputs.values() for c in compared if c.tokens or not c.left_out}
     return ParityRow(
         **setting_fields(setting),
         artifact=artifact,
         reference=REFERENCE,
-        inputs=tuple(sorted({c.kind for some in outputs.values() for c in some if c.tokens or not c.left_out})),
+        inputs=tuple(sorted(kinds)),
         tokens=sum(comparison.tokens for comparison in comparisons),
         rounding_tokens=sum(comparison.tokens for comparison in comparisons if comparison.rounding is not None),
         routing=_routing(comparisons, allowed),
@@ -409,7 +414,7 @@ def judge(
         allowed_max_abs=allowed.max_abs,
         # A shortfall of 0 means the same most probable next token.
         next_token_agreement=min(
-            (float(np.mean(some <= 0)) for some in shortfalls), default=None if comparisons else 0.0
+            (float(np.mean(shortfall_N <= 0)) for shortfall_N in shortfalls), default=None if comparisons else 0.0
         ),
         kl=_worst(float(nats_N.mean()) for _, nats_N in nats) if nats or not comparisons else None,
         text=_text(comparisons),
@@ -424,7 +429,7 @@ def judge(
             )
             for name in other_names
         ),
-        left_out=tuple(row for name, some in outputs.items() for row in _left_out(name, some)),
+        left_out=tuple(row for name, compared in outputs.items() for row in _left_out(name, compared)),
         gate=Gate.model_validate(gate.model_dump()),
         passed=not reasons,
         reasons=tuple(dict.fromkeys(reasons)),
@@ -440,12 +445,12 @@ def _left_out(name: str, comparisons: Sequence[Comparison]) -> list[LeftOutRows]
     return [
         LeftOutRows(
             output=name,
-            inputs=tuple(dict.fromkeys(kind for kind, _ in some)),
-            rows=sum(rows for _, rows in some),
+            inputs=tuple(dict.fromkeys(kind for kind, _ in rows_by_kind)),
+            rows=sum(rows for _, rows in rows_by_kind),
             total=total,
             because=because,
         )
-        for because, some in by_cause.items()
+        for because, rows_by_kind in by_cause.items()
     ]
 
 
@@ -467,7 +472,7 @@ def failed_row(reason: str, gate: ParityGate, setting: Setting, artifact: str | 
 
 
 def _routing(comparisons: Sequence[Comparison], allowed: Allowance) -> RoutingAgreement:
-    layers = tuple(_layer(many, allowed) for many in by_site(comparisons).values())
+    layers = tuple(_layer(site_results, allowed) for site_results in by_site(comparisons).values())
     return RoutingAgreement(
         layers=layers,
         routed=sum(layer.routed for layer in layers),
@@ -485,17 +490,17 @@ def _routing(comparisons: Sequence[Comparison], allowed: Allowance) -> RoutingAg
     )
 
 
-def _layer(many: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
-    site = many[0].site
-    distances = [distance for routing in many for distance in routing.distances]
+def _layer(site_results: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
+    site = site_results[0].site
+    distances = [distance for routing in site_results for distance in routing.distances]
     near = sum(distance <= allowed.scores[site] for distance in distances)
-    margin = smallest([routing.min_margin for routing in many if routing.min_margin is not None])
+    margin = smallest([routing.min_margin for routing in site_results if routing.min_margin is not None])
     return LayerAgreement(
         layer=site,
-        k=many[0].k,
-        routed=sum(routing.routed for routing in many),
-        agreed=sum(routing.agreed for routing in many),
-        overflow=sum(routing.overflow for routing in many),
+        k=site_results[0].k,
+        routed=sum(routing.routed for routing in site_results),
+        agreed=sum(routing.agreed for routing in site_results),
+        overflow=sum(routing.overflow for routing in site_results),
         near_ties=near,
         faults=len(distances) - near,
         min_margin=None if margin is None else allowed.share(site, margin),

@@ -454,9 +454,9 @@ def movement(
     several = any(len(choice.origins) > 1 for choice in choices)
     ways = list(itertools.product((1, -1), (False, True) if several else (False,)))
 
-    def nudgers(some: Sequence[Choice]) -> list[Nudger]:
+    def nudgers(nudged: Sequence[Choice]) -> list[Nudger]:
         return [
-            Nudger(some, slack, holder.spread, holder.same, direction, opposed=opposed) for direction, opposed in ways
+            Nudger(nudged, slack, holder.spread, holder.same, direction, opposed=opposed) for direction, opposed in ways
         ]
 
     # The first jump of any run is one of these choices. If there is none, all further runs would repeat this one.
@@ -469,8 +469,8 @@ def movement(
         still = tuple(np.zeros(len(rows(n, output))) for n, output in enumerate(base.outputs))
         return Movement(still, {site: np.zeros(len(judged.score_BS)) for site, judged in base.judged.items()})
 
-    def moved(some: Sequence[Choice]) -> Movement:
-        return _moved(base, [reference.forced(batch, routing, nudger) for nudger in nudgers(some)], rows)
+    def moved(nudged: Sequence[Choice]) -> Movement:
+        return _moved(base, [reference.forced(batch, routing, nudger) for nudger in nudgers(nudged)], rows)
 
     combined = moved(choices)
     if any(nudgers([choice])[0].is_crowded(choice, recorder.values) for choice in jumping):

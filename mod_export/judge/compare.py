@@ -271,10 +271,10 @@ def rms_of_finite(score_L: np.ndarray) -> float:
     return float(np.sqrt(np.mean(finite_L**2))) if len(finite_L) else 0.0
 
 
-def _differences(score_L: np.ndarray, other: np.ndarray | float) -> np.ndarray:
+def _differences(score_L: np.ndarray, compared_L: np.ndarray | float) -> np.ndarray:
     """Returns absolute differences; infinities of the same sign do not differ."""
     with np.errstate(invalid="ignore"):
-        return np.where(score_L == other, 0.0, np.abs(score_L - other))
+        return np.where(score_L == compared_L, 0.0, np.abs(score_L - compared_L))
 
 
 def _edge(rule: str, score_L: np.ndarray, k: int) -> tuple[float, list[float]]:

@@ -39,7 +39,8 @@ from mod_export.rows.base import setting_fields
 from mod_export.rows.correctness import ParityRow
 from mod_export.rows.speed import QualityRow, TextsRow
 from mod_export.runtime.cache import Kept
-from mod_export.runtime.decoder import Decoder, DecodingEngines
+from mod_export.runtime.decoder import Decoder
+from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.logits import negative_log_likelihood
 from mod_export.runtime.prompts import Prompts
 from mod_export.types import PRIMARY, QUANTIZED, TOKEN_INPUTS, Bucket, Engine, Setting, Site, routed_output
@@ -150,8 +151,8 @@ def _texts(
 ) -> list[Batch]:
     """Returns `count` batches of text, empty if the model has none; these are other texts than in `_given_texts`."""
     texts = (text_ids(reference.model, rows, length, config.seed + 1 + i, text_of) for i in range(count))
-    whole = np.full(rows, length, dtype=np.int64)
-    return [Batch.of_tokens("text", text_BS, whole) for text_BS in texts if text_BS is not None]
+    full_lengths = np.full(rows, length, dtype=np.int64)
+    return [Batch.of_tokens("text", text_BS, full_lengths) for text_BS in texts if text_BS is not None]
 
 
 def decoding_parts(
@@ -481,14 +482,14 @@ def quality_of(
         for site, judged in traced.judged.items():
             ran[site] += int((traced.routed[site] >= 0).sum())
             wanted[site] += int(((judged.score_BS > 0) & judged.open_BS).sum())
-    read = ids_NS.size
+    token_count = ids_NS.size
     return QualityRow(
         tokens=tokens,
         window=model.window,
         perplexity=math.exp(nll / tokens),
         own_perplexity=math.exp(own_nll / tokens),
-        wanted={str(site): count / read for site, count in wanted.items()},
-        selected={str(site): count / read for site, count in ran.items()},
+        wanted={str(site): count / token_count for site, count in wanted.items()},
+        selected={str(site): count / token_count for site, count in ran.items()},
         overflow={str(site): max(0, wanted[site] - ran[site]) for site in wanted},
         text="held_out" if held_out else "documentation",
     )

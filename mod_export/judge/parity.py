@@ -351,14 +351,14 @@ class _ForcedRuns:
         last = {site: judged.score_BS.shape[1] - 1 for site, judged in free.judged.items()}
         routing = {site: index_BK.clip(EMPTY, last[site]) for site, index_BK in candidate.items()}
         same = all(np.array_equal(index_BK, free.routed[site]) for site, index_BK in routing.items())
-        chosen = free.routed if same else {**free.routed, **routing}
+        forced_routing = free.routed if same else {**free.routed, **routing}
         self.forced = free if same else reference.forced(batch, routing)
         self._slack = slack
-        self._exact = reference.exact(batch, chosen) if rounding else None
-        self._runs = [self.forced, *(reference.shaken(batch, chosen) if rounding == "shaken" else [])]
+        self._exact = reference.exact(batch, forced_routing) if rounding else None
+        self._runs = [self.forced, *(reference.shaken(batch, forced_routing) if rounding == "shaken" else [])]
         self._padding = padding_of(reference, batch)
         self.tokens = [_compared_tokens(reference, batch, array, self._padding) for array in self.forced.outputs]
-        self._moved = movement(reference, batch, chosen, slack, self.rows)
+        self._moved = movement(reference, batch, forced_routing, slack, self.rows)
 
     def rows(self, n: int, values: np.ndarray) -> np.ndarray:
         """Returns the rows of the n-th output that are compared."""

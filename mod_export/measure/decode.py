@@ -24,7 +24,8 @@ from mod_export.measure.statistics import compare, verdict_of
 from mod_export.rows.base import pair_fields
 from mod_export.rows.speed import Compared, DecodeRow, FirstTokenRow, StepBytes, StepsCompared
 from mod_export.runtime.cache import Kept
-from mod_export.runtime.decoder import Decoder, DecodingEngines
+from mod_export.runtime.decoder import Decoder
+from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.prompts import Prompts
 from mod_export.types import Engine, ModelKind, Site, routed_output
 
@@ -53,7 +54,7 @@ def measure_prompts(decoding: DecodingEngines, engines: Mapping[ModelKind, Engin
     return FirstTokenRow(
         **pair_fields(setting),
         tokens=len(ids_S),
-        ms={kind: float(np.median(some)) for kind, some in samples_ms.items()},
+        ms={kind: float(np.median(step_samples_ms)) for kind, step_samples_ms in samples_ms.items()},
         compared=compared,
     )
 

@@ -114,20 +114,21 @@ def gain_of(
         length: tokens of a text in the cache, for steps.
         texts: numbers of texts that are written at once.
     """
-    read, read_dense = _layers(model, rows, prompt), _layers(dense, rows, prompt)
-    whole, whole_dense = _layers(model, 1, length), _layers(dense, 1, length)
+    prompt_layers, dense_prompt_layers = _layers(model, rows, prompt), _layers(dense, rows, prompt)
+    step_layers, dense_step_layers = _layers(model, 1, length), _layers(dense, 1, length)
     token = _layers(dense, 1, 1)
     steps = {
-        n: _step_seconds(whole_dense, whole_dense, token, machine, n, length)
-        / _step_seconds(whole, whole_dense, token, machine, n, length)
+        n: _step_seconds(dense_step_layers, dense_step_layers, token, machine, n, length)
+        / _step_seconds(step_layers, dense_step_layers, token, machine, n, length)
         for n in texts
     }
-    slots = [k for layer in read for k in layer.selected.values()]
+    slots = [k for layer in prompt_layers for k in layer.selected.values()]
     return Gain(
-        flops=_flops(read_dense) / _flops(read),
-        prefill=_prompt_seconds(read_dense, token, machine, rows) / _prompt_seconds(read, token, machine, rows),
+        flops=_flops(dense_prompt_layers) / _flops(prompt_layers),
+        prefill=_prompt_seconds(dense_prompt_layers, token, machine, rows)
+        / _prompt_seconds(prompt_layers, token, machine, rows),
         texts=steps,
-        cache=sum(layer.kv_bytes for layer in whole) / max(1, sum(layer.kv_bytes for layer in whole_dense)),
+        cache=sum(layer.kv_bytes for layer in step_layers) / max(1, sum(layer.kv_bytes for layer in dense_step_layers)),
         slots=rows * min(slots, default=prompt),
     )
 

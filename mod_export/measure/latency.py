@@ -19,15 +19,8 @@ from mod_export.config import BuildConfig, LatencyOptions
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Arrays, Runner
 from mod_export.errors import EngineError
-from mod_export.measure.sampling import (
-    WARMUP_SHARE,
-    Rounds,
-    Watch,
-    condition_flags,
-    garbage_collector_off,
-    interleaved,
-    planned_looks,
-)
+from mod_export.measure.conditions import Watch, condition_flags
+from mod_export.measure.sampling import WARMUP_SHARE, Rounds, garbage_collector_off, interleaved, planned_looks
 from mod_export.measure.statistics import compare, drift_of, outliers_of, quantile_interval, settled
 from mod_export.rows.base import setting_fields
 from mod_export.rows.speed import LatencyRow, PrecisionRow

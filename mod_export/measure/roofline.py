@@ -29,7 +29,7 @@ from pydantic import TypeAdapter, ValidationError
 from mod_export.environment import cache_folder, package_version
 from mod_export.errors import UsageError
 from mod_export.folder.files import write_whole
-from mod_export.measure.sampling import Watch
+from mod_export.measure.conditions import Watch
 from mod_export.rows.cost import Roofline
 from mod_export.types import DType
 

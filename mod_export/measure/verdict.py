@@ -63,7 +63,7 @@ def speedup_rows(
 ) -> tuple[SpeedupRow, ...]:
     """Returns one row for each setting in which both models were sampled, in the order of `latency`.
 
-    A setting that should have been sampled and was not has no row; `verdict.judge` knows the expected settings.
+    A setting that should have been sampled and was not has no row; `verdict_of_rows` knows the expected settings.
 
     Args:
         latency: rows of both models.
@@ -136,8 +136,8 @@ def _compared(pair: Mapping[ModelKind, LatencyRow], options: LatencyOptions, see
 
 def _predicted(counted: Mapping[ModelKind, CostRow], run: Mapping[ModelKind, int | None]) -> float | None:
     """Returns the FLOP ratio of the graphs that run, else of the portable graphs; None if neither is fully known."""
-    whole = {kind: None if row.not_counted else row.flops for kind, row in counted.items()}
-    for dense, mod in ((known["dense"], known["mod"]) for known in (run, whole)):
+    portable_flops = {kind: None if row.not_counted else row.flops for kind, row in counted.items()}
+    for dense, mod in ((flops_by_kind["dense"], flops_by_kind["mod"]) for flops_by_kind in (run, portable_flops)):
         if dense and mod:
             return dense / mod
     return None
@@ -173,7 +173,7 @@ def _doubt(comparison: SpeedComparison, pair: Mapping[ModelKind, LatencyRow]) ->
 # The verdict
 
 
-def judge(
+def verdict_of_rows(
     expected: Sequence[Setting],
     buckets: Sequence[Bucket],
     *,

@@ -1,7 +1,7 @@
 """The model: the abstract class that every reader of models returns, and that every stage reads.
 
 A model needs `spec`, `weights`, `module` and `skeleton`, and says what it reads. Everything else is optional: for
-something that a model lacks, such as text, a dense baseline or generation, the method returns None.
+something that a model lacks, a method returns None or nothing, or raises ValueError with the reason.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import ABOUT, FailedRow, Result, fields_of_graph, reason_for, sentences
 from mod_export.rows.cost import Work
 from mod_export.rows.speed import StepBytes
-from mod_export.runtime.decoder import DecodingEngines
+from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.runtime.tokenizer import TokenizersFile
 from mod_export.types import (
@@ -297,13 +297,13 @@ class Build:
         """Says whether something with these fields of `ABOUT` failed, in this run or when the folder was built."""
         return reason_for((*self.failed, *self.missing), about) is not None
 
-    def require(self, left: Iterable[HasModel]) -> None:
+    def require(self, remaining: Iterable[HasModel]) -> None:
         """Ends the build if nothing of the model itself is left.
 
         Raises:
             BuildError: the first failure of the model, with further failures in its notes.
         """
-        if not self.failed or any(entry.model == "mod" for entry in left):
+        if not self.failed or any(entry.model == "mod" for entry in remaining):
             return
         first = next((index for index, row in enumerate(self.failed) if row.model != "dense"), 0)
         error = self._errors[first]

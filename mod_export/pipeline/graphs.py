@@ -289,7 +289,7 @@ def _write_weights(build: Build, kind: ModelKind, dtype: DType, forms: Forms = N
     path = build.weights_path(kind, dtype)
 
     tensors = stored_state(build.plan.models[kind])
-    in_int4 = [part for name, some in forms.items() if "int4" in some for part in name.split(BELOW)]
+    in_int4 = [part for name, weight_forms in forms.items() if "int4" in weight_forms for part in name.split(BELOW)]
     few_bits = {name: tuple(tensors[name].shape) for name in in_int4}
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
@@ -297,7 +297,9 @@ def _write_weights(build: Build, kind: ModelKind, dtype: DType, forms: Forms = N
         moments = Calibration(build, kind, few_bits).moments if few_bits else None
         return write_weights(paths[0], tensors, dtype, forms, moments)
 
-    stored = {name: sorted(some) for name, some in sorted(forms.items()) if set(some) != {"float"}}
+    stored = {
+        name: sorted(weight_forms) for name, weight_forms in sorted(forms.items()) if set(weight_forms) != {"float"}
+    }
     inputs = {**build.identity(kind), "dtype": dtype, "forms": stored, **build.versions()}
     if few_bits:
         inputs |= {"text": build.text_inputs, "buckets": [bucket.name for bucket in build.buckets]}

@@ -183,11 +183,11 @@ def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:
     if model.tokens is not None:
         return config.bucket_list(model.tokens.max_positions)
     captured = tuple(model.buckets)
-    wanted = tuple(sorted({Bucket(*pair) for pair in config.buckets})) or captured
-    if missing := [bucket.name for bucket in wanted if bucket not in captured]:
+    requested = tuple(sorted({Bucket(*pair) for pair in config.buckets})) or captured
+    if missing := [bucket.name for bucket in requested if bucket not in captured]:
         known = ", ".join(bucket.name for bucket in captured)
         raise ConfigError([f"buckets: {', '.join(missing)}: {model.name} was captured at {known}; capture it at each"])
-    return wanted
+    return requested
 
 
 def _problems_of_tokenizer(tokenizer: TokenizerFiles, model: Model) -> list[str]:

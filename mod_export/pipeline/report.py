@@ -10,7 +10,7 @@ from mod_export.environment import EXPORTERS, versions
 from mod_export.folder.manifest import Manifest
 from mod_export.folder.programs import PROGRAM
 from mod_export.measure.cost import flops_of
-from mod_export.measure.verdict import DENSE_ITSELF, NO_SITE_TO_COMPARE, NOTHING_COMPARED, judge, speedup_rows
+from mod_export.measure.verdict import DENSE_ITSELF, NO_SITE_TO_COMPARE, NOTHING_COMPARED, speedup_rows, verdict_of_rows
 from mod_export.pipeline.build import Build
 from mod_export.report import render_html
 from mod_export.rows.base import Result
@@ -68,10 +68,10 @@ def compare_with_baseline(build: Build) -> None:
     )
 
 
-def verdict_of(build: Build, *, parity: bool = True, speedup: bool = True) -> Verdict:
+def verdict_of_build(build: Build, *, parity: bool = True, speedup: bool = True) -> Verdict:
     """Returns the verdict over everything that runs here, without parity or speed-up if they were not asked for."""
     engines = build.runnable("forward")
-    return judge(
+    return verdict_of_rows(
         [engine.setting for engine in engines if engine.model == "mod"],
         build.gated_buckets,
         parity=build.rows(ParityRow) if parity else None,
@@ -156,8 +156,8 @@ def completed(build: Build, report: BuildReport, stage: Stage) -> BuildReport:
     The verdict is over all results so far. `stage` describes the run.
     """
     new = {name: tuple(build.rows(kind)) for name, kind in ROWS.items()}
-    known: dict[str, Any] = {name: rows or getattr(report, name) for name, rows in new.items()}
-    ran = {row.target for row in known["parity"]}
+    rows_by_field: dict[str, Any] = {name: rows or getattr(report, name) for name, rows in new.items()}
+    ran = {row.target for row in rows_by_field["parity"]}
     written = report.generation
     if written is not None:
         # A field that this run did not fill keeps its rows.
@@ -165,24 +165,26 @@ def completed(build: Build, report: BuildReport, stage: Stage) -> BuildReport:
         quality = next(iter(build.rows(QualityRow)), written.quality)
         written = written.model_copy(update={**rows, "quality": quality})
     failed = (*report.failed, *build.failed)
-    verdict = judge(
+    verdict = verdict_of_rows(
         [engine.setting for engine in build.runnable("forward") if engine.model == "mod"],
         build.gated_buckets,
-        parity=known["parity"],
-        speedup=known["speedup"],
+        parity=rows_by_field["parity"],
+        speedup=rows_by_field["speedup"],
         min_speedup=build.config.latency.min_speedup,
         kinds=list(build.facts),
-        structure=known["structure"],
-        causality=known["causality"],
+        structure=rows_by_field["structure"],
+        causality=rows_by_field["causality"],
         reads_rows=_reads_rows(build),
         failed=failed,
     )
     return report.model_copy(
         update={
-            **known,
+            **rows_by_field,
             "verdict": verdict,
             "failed": failed,
-            "served": _served(known["parity"], known["latency"], () if written is None else written.decode),
+            "served": _served(
+                rows_by_field["parity"], rows_by_field["latency"], () if written is None else written.decode
+            ),
             "generation": written,
             "environment": build.machine,
             "stages": (*report.stages[:-1], stage, report.stages[-1]),
@@ -217,7 +219,7 @@ def _report(
         command=command,
         rebuild=rebuild,
         capacity=capacity,
-        verdict=verdict_of(build),
+        verdict=verdict_of_build(build),
         not_compared=not_compared(build),
         unfollowed=unfollowed(build),
         model=ReportedModel(

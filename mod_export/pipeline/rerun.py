@@ -25,7 +25,7 @@ from mod_export.pipeline.report import (
     not_compared,
     refused_in,
     texts_of,
-    verdict_of,
+    verdict_of_build,
 )
 from mod_export.rows.base import Result, sentences
 from mod_export.rows.correctness import ParityRow
@@ -88,7 +88,7 @@ def validate_folder(
             raise
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise BuildFolderError(f"{root}: {changed}, so there is no reference ({reason}); build again") from error
-    verdict, notes = verdict_of(build, speedup=False), _notes(build)
+    verdict, notes = verdict_of_build(build, speedup=False), _notes(build)
     if checkpoint is None and config is None and not targets and build.runnable("forward"):
         notes += _complete(build, "validate", begin, {"verified": True, "refused": refused_in(build)})
     return Rerun(rows=build.rows, verdict=verdict, notes=notes)
@@ -112,7 +112,7 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
     benchmark(build)
     profile(build)
     compare_with_baseline(build)
-    verdict = verdict_of(build, parity=False)
+    verdict = verdict_of_build(build, parity=False)
     facts = {"measured": [row.model_dump(mode="json") for row in measured_in(build)]}
     notes = _complete(build, "benchmark", begin, facts) if config is None and not targets else []
     return Rerun(rows=build.rows, verdict=verdict, notes=notes, not_compared=not_compared(build))

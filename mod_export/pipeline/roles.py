@@ -21,7 +21,7 @@ from mod_export.measure.verdict import gate_of
 from mod_export.model.model import GraphSource
 from mod_export.rows.correctness import CausalityRow, ParityRow
 from mod_export.rows.speed import DecodeRow, FirstTokenRow, LatencyRow, TextsRow
-from mod_export.runtime.decoder import DecodingEngines
+from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.types import QUANTIZED, Bucket, Engine, Graph, ModelKind, Outputs, Role, Setting
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from mod_export.rows.report import BuildReport, Stage
 from mod_export.types import ModelKind
 
 Works = tuple[tuple[str, tuple[Callable[[Build], None], ...]], ...]
-ENGINES: Works = (
+BUILDING: Works = (
     ("capture", (capture,)),
     ("onnx", (onnx,)),
     ("passes", (passes,)),
@@ -105,7 +105,7 @@ def build(
             run.step("load", {kind: run.identity(kind) for kind in run.facts}, [], lambda paths: None)
             _keep_tokenizer(run)
             _keep_programs(run)
-        for name, works in (*ENGINES, *(EVIDENCE if evidence else STRUCTURE)):
+        for name, works in (*BUILDING, *(EVIDENCE if evidence else STRUCTURE)):
             with _stage(name, stages, steps, failed, observer):
                 for work in works:
                     work(run)

@@ -37,7 +37,7 @@ from mod_export.report.charts import (
     stretched,
     upright,
 )
-from mod_export.report.summary import Found
+from mod_export.report.summary import SettingResults
 from mod_export.report.wording import (
     agreement_text,
     error_text,
@@ -136,7 +136,7 @@ class LatencyFigure:
         return any(row.flags for row in self.rows)
 
 
-def latency_figures(settings: Iterable[Found]) -> tuple[LatencyFigure, ...]:
+def latency_figures(settings: Iterable[SettingResults]) -> tuple[LatencyFigure, ...]:
     """Returns one figure for each setting that was sampled, the dense model first."""
     return tuple(_latency_figure(entry.setting, rows) for entry in settings if (rows := entry.of(LatencyRow)))
 
@@ -229,7 +229,7 @@ def _edges(count: int) -> Iterable[tuple[int, int]]:
     return itertools.pairwise(count * index // bins for index in range(bins + 1))
 
 
-def step_figure(steps: Found) -> Markup:
+def step_figure(steps: SettingResults) -> Markup:
     """Returns a chart of the time of a step of one decode bucket, and of the time that memory takes for its bytes.
     Empty if steps were not timed.
     """

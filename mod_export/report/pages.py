@@ -39,7 +39,7 @@ def render_html(report: BuildReport) -> str:
 
 def _rendered(report: BuildReport) -> str:
     settings, steps, prompts = (summary.settings_of(report, role) for role in ("forward", "decode", "prefill"))
-    whole, written = summary.parity_of(report, forward=True), summary.parity_of(report, forward=False)
+    whole, written = summary.parity_rows(report, forward=True), summary.parity_rows(report, forward=False)
     totals, generation, alone = summary.gains(report), report.generation, report.not_compared is not None
     timed = tables.timed_columns(report.not_compared)
     return render_page(

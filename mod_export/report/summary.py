@@ -30,7 +30,7 @@ Row = TypeVar("Row", bound=PairRow)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SettingResults:
     """All results of one setting, named after the MoD engine; results that were not measured are None or empty."""
 
     setting: Setting
@@ -95,13 +95,13 @@ class Found:
         return sum(row.identical for row in rows), sum(row.texts for row in rows)
 
 
-def settings_of(report_or_rows: BuildReport | Iterable[PairRow], role: Role) -> tuple[Found, ...]:
+def settings_of(report_or_rows: BuildReport | Iterable[PairRow], role: Role) -> tuple[SettingResults, ...]:
     """Returns every setting of a role that has a row, in the order in which they are first named."""
     grouped: dict[Setting, list[PairRow]] = {}
     for row in _rows(report_or_rows) if isinstance(report_or_rows, BuildReport) else report_or_rows:
         if row.role == role:
             grouped.setdefault(row.setting.of("mod"), []).append(row)
-    return tuple(Found(setting=setting, rows=tuple(rows)) for setting, rows in grouped.items())
+    return tuple(SettingResults(setting=setting, rows=tuple(rows)) for setting, rows in grouped.items())
 
 
 def _rows(report: BuildReport) -> list[PairRow]:
@@ -110,7 +110,7 @@ def _rows(report: BuildReport) -> list[PairRow]:
     return [*whole, *written.decode, *written.texts, *written.first_token]
 
 
-def parity_of(report: BuildReport, *, forward: bool) -> tuple[ParityRow, ...]:
+def parity_rows(report: BuildReport, *, forward: bool) -> tuple[ParityRow, ...]:
     """Returns the rows of engines that read whole texts, or of those that write them."""
     return tuple(row for row in report.parity if row.setting.writes_text is not forward)
 
@@ -136,7 +136,7 @@ class Gains:
 def gains(report: BuildReport) -> Gains:
     """Sums up the results about whole texts on this machine."""
     measured = [row.measured for row in report.speedup]
-    parity = parity_of(report, forward=True)
+    parity = parity_rows(report, forward=True)
     return Gains(
         slowest=min(measured, key=lambda ratio: (not math.isnan(ratio), ratio), default=None),
         fastest=max(measured, default=None),
@@ -264,7 +264,7 @@ class ServingFile:
     target: str | None
     artifact: Artifact
     state: State
-    results: Found | None
+    results: SettingResults | None
 
 
 def deployments(report: BuildReport) -> tuple[ServingFile, ...]:

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mod_export.report.charts import name_of
-from mod_export.report.summary import Found, JudgedPrecision
+from mod_export.report.summary import JudgedPrecision, SettingResults
 from mod_export.report.wording import (
     agreement_text,
     bytes_text,
@@ -181,38 +181,38 @@ def _verdict(verdict: SpeedVerdict) -> Cell:
     return Cell(verdict, state=VERDICTS[verdict])
 
 
-def _judged_speedup(row: Found) -> Cell | None:
+def _judged_speedup(row: SettingResults) -> Cell | None:
     if row.speedup is None:
         return None
     passed = row.speedup.passed
     return Cell(interval_text(row.speedup), state="" if passed is None else "pass" if passed else "fail")
 
 
-def _ms(kind: ModelKind, name: str | None = None) -> Column[Found]:
+def _ms(kind: ModelKind, name: str | None = None) -> Column[SettingResults]:
     return Column(name or f"{name_of(kind)} ms", lambda row: _if_known(row.ms(kind), ms_text))
 
 
-def _rate(kind: ModelKind, name: str | None = None) -> Column[Found]:
+def _rate(kind: ModelKind, name: str | None = None) -> Column[SettingResults]:
     return Column(
         name or f"{name_of(kind)} tok/s",
         lambda row: _if_known(row.step.tokens_per_second.get(kind), "{:,.0f}".format) if row.step else None,
     )
 
 
-def _alone(text: Callable[[LatencyRow], str]) -> Callable[[Found], str | None]:
+def _alone(text: Callable[[LatencyRow], str]) -> Callable[[SettingResults], str | None]:
     """Returns a cell function that shows the latency of the MoD model."""
     return lambda row: text(latency) if (latency := row.latency("mod")) else None
 
 
-def _of_whole_texts(text: Callable[[SpeedupRow], Cell | str | None]) -> Callable[[Found], Cell | str | None]:
+def _of_whole_texts(text: Callable[[SpeedupRow], Cell | str | None]) -> Callable[[SettingResults], Cell | str | None]:
     return lambda row: text(row.speedup) if row.speedup else None
 
 
-def _of_steps(text: Callable[[StepsCompared], str]) -> Callable[[Found], str | None]:
+def _of_steps(text: Callable[[StepsCompared], str]) -> Callable[[SettingResults], str | None]:
     return lambda row: text(row.step.compared) if row.step and row.step.compared else None
 
 
-def _identical(row: Found) -> str | None:
+def _identical(row: SettingResults) -> str | None:
     identical, compared = row.texts
     if not compared:
         return None
@@ -236,28 +236,30 @@ BUCKET: Column[HasSetting] = Column("bucket", lambda row: row.setting.bucket.nam
 DTYPE: Column[HasSetting] = Column("dtype", lambda row: row.setting.dtype, number=False)
 ROLE: Column[HasSetting] = Column("role", lambda row: row.setting.role, number=False)
 MODEL: Column[HasSetting] = Column("model", lambda row: name_of(row.setting.model), number=False)
-PROMPT: Column[Found] = Column("prompt", lambda row: f"{row.setting.bucket.seq:,} tokens", number=False)
+PROMPT: Column[SettingResults] = Column("prompt", lambda row: f"{row.setting.bucket.seq:,} tokens", number=False)
 SETTING = (TARGET, BUCKET, DTYPE)
 PROMPT_SETTING = (TARGET, PROMPT, DTYPE)
 NAMED: Column[HasSetting] = Column("setting", lambda row: str(row.setting), number=False)
 """Replaces SETTING and ROLE on pages."""
-OUTCOME: Column[Found] = Column("parity", lambda row: _outcome(row.parity_passed), number=False)
-JUDGED: tuple[Column[Found], ...] = (
+OUTCOME: Column[SettingResults] = Column("parity", lambda row: _outcome(row.parity_passed), number=False)
+JUDGED: tuple[Column[SettingResults], ...] = (
     OUTCOME,
     Column("routing agreement", lambda row: agreement_text(row.routing) if row.routing else None),
     Column("max error", lambda row: error_text(row.error.max_abs) if row.error else None),
 )
-STEPS_JUDGED: tuple[Column[Found], ...] = (OUTCOME, Column("identical texts", _identical))
+STEPS_JUDGED: tuple[Column[SettingResults], ...] = (OUTCOME, Column("identical texts", _identical))
 TIMES = (_ms("dense"), _ms("mod"))
-SPEEDUP: Column[Found] = Column("speed-up [95 %]", lambda row: interval_text(row.speed) if row.speed else None)
-VERDICT: Column[Found] = Column("verdict", lambda row: _verdict(row.speed.verdict) if row.speed else None, number=False)
-PREDICTED: Column[Found] = Column(
+SPEEDUP: Column[SettingResults] = Column("speed-up [95 %]", lambda row: interval_text(row.speed) if row.speed else None)
+VERDICT: Column[SettingResults] = Column(
+    "verdict", lambda row: _verdict(row.speed.verdict) if row.speed else None, number=False
+)
+PREDICTED: Column[SettingResults] = Column(
     "predicted (FLOPs)", _of_whole_texts(lambda row: _if_known(row.predicted_flops, ratio_text))
 )
-EFFICIENCY: Column[Found] = Column(
+EFFICIENCY: Column[SettingResults] = Column(
     "efficiency", _of_whole_texts(lambda row: _if_known(row.efficiency, "{:.2f}".format))
 )
-COMPARED: tuple[Column[Found], ...] = (
+COMPARED: tuple[Column[SettingResults], ...] = (
     SPEEDUP,
     VERDICT,
     Column("control [99 %]", _of_whole_texts(_control)),
@@ -266,24 +268,26 @@ COMPARED: tuple[Column[Found], ...] = (
     EFFICIENCY,
     Column("gate", _of_whole_texts(_gate), number=False),
 )
-ALONE: tuple[Column[Found], ...] = (
+ALONE: tuple[Column[SettingResults], ...] = (
     Column("ms [95 %]", _alone(lambda row: f"{ms_text(row.p50_ms)} {ci_text(row.p50_ci95)}".rstrip())),
     Column("p90 ms", _alone(lambda row: ms_text(row.p90_ms))),
     Column("p99 ms", _alone(lambda row: ms_text(row.p99_ms))),
 )
-SELECTED: Column[Found] = Column("selected tokens", lambda row: range_text(row.step.selected) if row.step else None)
+SELECTED: Column[SettingResults] = Column(
+    "selected tokens", lambda row: range_text(row.step.selected) if row.step else None
+)
 
 
 class Timed(NamedTuple):
     """The columns about time, and the columns that stand on top of each other on a narrow terminal."""
 
-    whole: tuple[Column[Found], ...]
+    whole: tuple[Column[SettingResults], ...]
     """The columns for whole texts, which follow SETTING and JUDGED."""
-    bench: tuple[Column[Found], ...]
+    bench: tuple[Column[SettingResults], ...]
     """The columns for whole texts in `bench`, which follow SETTING."""
-    steps: tuple[Column[Found], ...]
+    steps: tuple[Column[SettingResults], ...]
     """The columns for steps, which follow SETTING and STEPS_JUDGED."""
-    prompts: tuple[Column[Found], ...]
+    prompts: tuple[Column[SettingResults], ...]
     """The columns for prompts, which follow PROMPT_SETTING and OUTCOME."""
     whole_stacks: Stacks
     steps_stacks: Stacks

@@ -129,7 +129,7 @@ def _report(report: BuildReport, folder: str) -> list[Part]:
 def _conditions(report: BuildReport) -> list[str]:
     """Lists the conditions under which the numbers hold."""
     lines = []
-    parity = summary.parity_of(report, forward=True)
+    parity = summary.parity_rows(report, forward=True)
     if parity:
         kinds = ", ".join(dict.fromkeys(kind for row in parity for kind in row.inputs))
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
@@ -212,7 +212,7 @@ def _generation(report: BuildReport, timed: tables.Timed) -> list[Part]:
     slots = wording.slots_text(generation.capacity or {})
     about = f"  texts of up to {generation.window:,} tokens, prompt and answer; "
     steps, prompts = summary.settings_of(report, "decode"), summary.settings_of(report, "prefill")
-    failed = [row for row in summary.parity_of(report, forward=False) if not row.passed]
+    failed = [row for row in summary.parity_rows(report, forward=False) if not row.passed]
     return sections(
         [(title, (about + (f"slots of a text: {slots}" if slots else "no routed layers"), ""))],
         _fitted((*tables.SETTING, *tables.STEPS_JUDGED, *timed.steps), steps, timed.steps_stacks),
@@ -222,7 +222,7 @@ def _generation(report: BuildReport, timed: tables.Timed) -> list[Part]:
     )
 
 
-def generation_lines(generation: GenerationReport, steps: Sequence[summary.Found]) -> list[str]:
+def generation_lines(generation: GenerationReport, steps: Sequence[summary.SettingResults]) -> list[str]:
     """Lists the conditions of the tables of steps and prompts, and the results about the texts."""
     lines = []
     timed = [entry.step for entry in steps if entry.step]

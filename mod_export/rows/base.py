@@ -46,7 +46,8 @@ class PairRow(Result):
     dtype: DType
     """Dtype in which the weights of the engine are stored."""
     role: Role = "forward"
-    """Task of the engine: `forward` reads whole texts, `prefill` reads a prompt, `decode` adds one token."""
+    """Task of the engine: `forward` reads whole rows, `prefill` a part of a prompt, `decode` one more token of each
+    row."""
     bucket: str
     """Static shape: `b1s512` is one row of 512 tokens. For a decode engine, the second number is the length of its
     cache."""

@@ -190,8 +190,8 @@ class ParityRow(EngineRow):
     inputs: tuple[str, ...]
     """Kinds of input; empty if nothing could be run."""
     tokens: int
-    """Number of tokens whose outputs were compared, over all inputs; fewer for a large model. If the output has no row
-    for each token, the number of its rows."""
+    """Number of tokens whose outputs were compared, over all inputs; fewer for a large model. For an output without a
+    row for each token, this counts its rows."""
     rounding_tokens: int
     """Number of these tokens on which the rounding error was measured."""
     routing: RoutingAgreement
@@ -259,8 +259,8 @@ class CausalityRow(EngineRow):
     statement: str
     """The result in a sentence."""
     declared: bool = False
-    """Whether the spec of the model looks at no later token. A `causal` of `false` is then a fault, and the build
-    fails."""
+    """Whether the model, by its spec, never looks at later tokens. Then `causal` = false is a fault and fails the
+    build."""
 
 
 class MapLayer(Result):
@@ -277,7 +277,7 @@ class MapLayer(Result):
 
 
 class RoutingMap(Result):
-    """The tokens of one row that each routing site selected in the reference: of real text if the model has any."""
+    """The tokens that each routing site of the reference selected in one row of real text, if the model has any."""
 
     bucket: str
     """Bucket of the row; the row fills it."""

@@ -34,9 +34,9 @@ class ReportedModel(Result):
     """The model that was built."""
 
     name: str
-    """Name of the checkpoint."""
+    """Name of the model, from its file or module."""
     architecture: str
-    """Entry point that read the checkpoint."""
+    """Name of the architecture (entry point) that read the checkpoint, or `program` for a captured module."""
     parameters: int
     """Number of weights."""
     checkpoint_sha256: str
@@ -83,7 +83,7 @@ class Artifact(Result):
     sha256: str
     """SHA-256 of the file."""
     role: Role | None
-    """`forward` reads whole texts, `prefill` and `decode` write them; null for weights."""
+    """`forward` reads whole rows, `prefill` and `decode` write text; null for weights."""
 
 
 class Target(Result):
@@ -129,11 +129,11 @@ class BuildReport(Result):
     targets: tuple[Target, ...]
     """Every known target. A target that was built but could not run here has no parity, latency or speed-up row."""
     parity: tuple[ParityRow, ...]
-    """One row for every engine that ran here, in every role, and for every graph that no engine stands for."""
+    """One row for every engine that ran here, in every role, and for every graph that ran in place of an engine."""
     latency: tuple[LatencyRow, ...]
-    """Two rows, MoD and dense, for each setting that ran here; one row if there is no dense baseline."""
+    """Two rows, MoD and dense, for each setting of whole rows that ran here; one row if there is no dense baseline."""
     speedup: tuple[SpeedupRow, ...]
-    """One row for each setting that ran here; none if there is no dense baseline."""
+    """One row for each setting of whole rows that ran here; none if there is no dense baseline."""
     cost: tuple[CostRow, ...]
     """One row for every portable graph of whole rows."""
     served: tuple[ServedEngines, ...] = ()

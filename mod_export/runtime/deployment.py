@@ -107,14 +107,14 @@ def served_engines(
             f"{folder}: holds no {engine_kind} of model {model!r}; expected {' or '.join(map(repr, manifest.models))}"
         )
     runnable = runnable_engines(folder, engines, [target] if target else [], texts=texts, failed=failed)
-    wanted = [engine for engine in runnable if dtype in (None, engine.dtype)]
-    if not wanted:
+    engines_of_dtype = [engine for engine in runnable if dtype in (None, engine.dtype)]
+    if not engines_of_dtype:
         lost = _why_missing(row for row in failed if row.target in (None, target) and row.dtype in (None, dtype))
         names = ", ".join(dict.fromkeys(candidate.target for candidate in runnable))
         raise TargetError(f"{folder}: holds no {dtype} {engine_kind} for {names}{lost}")
-    first = (wanted[0].target, wanted[0].dtype)
-    pair = first if target else fastest_engines(manifest, wanted, texts=texts) or first
-    served = [engine for engine in wanted if (engine.target, engine.dtype) == pair]
+    first = (engines_of_dtype[0].target, engines_of_dtype[0].dtype)
+    pair = first if target else fastest_engines(manifest, engines_of_dtype, texts=texts) or first
+    served = [engine for engine in engines_of_dtype if (engine.target, engine.dtype) == pair]
     missed = [reason for engine in served for reason in manifest.refused.get(engine.path, ())]
     if missed:
         raise TargetError(

@@ -29,13 +29,15 @@ from mod_export.errors import BuildFolderError, EngineError, TooLongError, Usage
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import GenerationFacts, Manifest, open_folder, way_out
 from mod_export.folder.signature import check_signature
-from mod_export.runtime.decoder import Decoder, DecodingEngines
+from mod_export.runtime.decoder import Decoder
+from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.deployment import served_engines, threads_to_use, warn_unverified
 from mod_export.runtime.prefix_cache import PrefixCache
 from mod_export.runtime.prompts import Prompts
 from mod_export.runtime.request import GENERATION_CONFIG, Prompt, RequestReader, defaults_of
-from mod_export.runtime.rows import Completion, Prefix, RowText, TextRows
+from mod_export.runtime.rows import Completion, Prefix, RowText
 from mod_export.runtime.stream import Stream
+from mod_export.runtime.text_rows import TextRows
 from mod_export.runtime.texts import vocabulary_of
 from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable, having
 

@@ -17,9 +17,8 @@ import numpy as np
 from mod_export.engines.protocol import BindableRunner
 from mod_export.errors import EngineError
 from mod_export.runtime.cache import COUNTS, PARTS, CachedBlock, Kept, TextCache, bound_outputs
-from mod_export.types import PRIMARY, TOKEN_INPUTS
+from mod_export.types import PRIMARY, ROUTED, TOKEN_INPUTS
 
-ROUTED = "routed_"
 TOKENS = (*TOKEN_INPUTS, "positions")
 """The inputs that are not the cache."""
 
@@ -78,7 +77,7 @@ class Prompts(TextCache):
         """
         if self.position + len(ids) > self.length:
             raise EngineError(f"{self.position} and {len(ids)} tokens: a row of this cache holds {self.length} tokens")
-        engine = min((engine for engine in self._engines.values() if engine.seq >= len(ids)), key=lambda one: one.seq)
+        engine = self._engines[min(seq for seq in self._engines if seq >= len(ids))]
         outputs = engine.read(ids, self.position)
         if self.overflow_BN is not None:
             ran_BN = outputs["new_counts"] - self.cache[COUNTS]

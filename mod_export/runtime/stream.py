@@ -8,7 +8,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Self
 
-from mod_export.runtime.rows import Piece, RowText, TextRows
+from mod_export.runtime.rows import Piece, RowText
+from mod_export.runtime.text_rows import TextRows
 from mod_export.types import Bucket
 
 

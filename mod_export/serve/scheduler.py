@@ -20,7 +20,8 @@ from typing import NamedTuple, Self
 
 from mod_export.errors import EngineError, ModExportError, UsageError
 from mod_export.runtime.generator import Generator
-from mod_export.runtime.rows import Completion, Piece, RowText, TextRows, Written
+from mod_export.runtime.rows import Completion, Piece, RowText
+from mod_export.runtime.text_rows import TextRows, Written
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S
 from mod_export.types import Bucket
 

@@ -126,9 +126,11 @@ def read_flexidepth(source: Source) -> ForeignModel:
 def _as_family(fields: Mapping[str, Any], family: str, problems: list[str]) -> dict[str, Any]:
     """Fields of config.json that name a family, in place of those of an implementation that extends its classes."""
     kind = str(fields.get("model_type"))
-    other = next((name for name in FAMILIES if name in kind.lower() and name != family), None)
-    if other is not None:
-        problems.append(f"model_type: {shown(kind)} names the family {other}, and the tensors are those of {family}")
+    named_family = next((name for name in FAMILIES if name in kind.lower() and name != family), None)
+    if named_family is not None:
+        problems.append(
+            f"model_type: {shown(kind)} names the family {named_family}, and the tensors are those of {family}"
+        )
     return {"model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 

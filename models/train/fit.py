@@ -95,15 +95,16 @@ def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
             streams = [block(_tokens(dense, x_BSD), Decisions()) for x_BSD in streams]
             continue
         for part in ("attention", "mlp") if routing.parts == "separate" else (routing.parts,):
-            seen = [_part_inputs(block, _tokens(dense, x_BSD), part) for x_BSD in streams]
+            part_inputs = [_part_inputs(block, _tokens(dense, x_BSD), part) for x_BSD in streams]
             if routed.adapter is not None:
-                explained[layer] = _fit_adapter(routed.adapter, seen)
+                explained[layer] = _fit_adapter(routed.adapter, part_inputs)
             if not fits_routers:
                 continue
-            foreseen[routed.site(part)] = _fit_router(routed, part, seen, _slots(model, layer, streams[0]))
+            foreseen[routed.site(part)] = _fit_router(routed, part, part_inputs, _slots(model, layer, streams[0]))
             if routed.adapter is not None:
                 skipped = [
-                    of.at(~_selected(model, routed, part, x_BSD)) for of, x_BSD in zip(seen, streams, strict=True)
+                    of.at(~_selected(model, routed, part, x_BSD))
+                    for of, x_BSD in zip(part_inputs, streams, strict=True)
                 ]
                 explained[layer] = _fit_adapter(routed.adapter, skipped)
         if fits_routers:
@@ -181,15 +182,15 @@ def _part_inputs(block: Block, tokens: Tokens, part: str) -> PartInputs:
     return PartInputs(*(tensor_BSD.flatten(0, 1) for tensor_BSD in parts))
 
 
-def _fit_adapter(adapter: nn.Module, seen: Sequence[PartInputs]) -> float:
+def _fit_adapter(adapter: nn.Module, part_inputs: Sequence[PartInputs]) -> float:
     """Fits W to what the part adds to these tokens. Returns the share of its squared length that W z explains; 1, and W
     stays as it is, if there are no tokens.
     """
     assert isinstance(adapter, LinearAdapter)
-    D = seen[0].adapter_ND.shape[-1]
+    D = part_inputs[0].adapter_ND.shape[-1]
     zz_DD, zy_DD = torch.zeros(2, D, D, dtype=torch.float64)
     yy = 0.0
-    for of in seen:
+    for of in part_inputs:
         # Products of a batch are in float32, and their sum in float64.
         zz_DD += of.adapter_ND.T @ of.adapter_ND
         zy_DD += of.adapter_ND.T @ of.delta_ND
@@ -202,17 +203,17 @@ def _fit_adapter(adapter: nn.Module, seen: Sequence[PartInputs]) -> float:
     return 1 - float(rest) / yy
 
 
-def _fit_router(routed: RoutedBlock, part: str, seen: Sequence[PartInputs], slots: tuple[int, int]) -> float:
+def _fit_router(routed: RoutedBlock, part: str, part_inputs: Sequence[PartInputs], slots: tuple[int, int]) -> float:
     """Fits the router of a part, so that its scores have a standard deviation of 1. Returns the share it explains.
 
     A router with a bias selects by the sign of its score: k of S of the scores are above 0.
     """
     adapter = routed.adapter
-    errors = [of.delta_ND if adapter is None else of.delta_ND - adapter(of.adapter_ND) for of in seen]
+    errors = [of.delta_ND if adapter is None else of.delta_ND - adapter(of.adapter_ND) for of in part_inputs]
     error_N = torch.cat([error_ND.square().sum(-1) for error_ND in errors]).double()
     error_N = error_N.clamp(max=quantile(error_N, CLIPPED))
     error_N -= error_N.mean()
-    x_ND = torch.cat([of.router_ND for of in seen])
+    x_ND = torch.cat([of.router_ND for of in part_inputs])
     x_ND = x_ND - x_ND.mean(0)
     N = len(x_ND)
     xx_DD, xe_D1 = (x_ND.T @ x_ND).double(), (x_ND.T @ error_N[:, None].float()).double()
@@ -222,7 +223,7 @@ def _fit_router(routed: RoutedBlock, part: str, seen: Sequence[PartInputs], slot
     assert isinstance(router, LinearRouter)
     router.projection.weight.copy_(weight_D1.T / (math.sqrt(squares / N) or 1.0))
     if router.projection.bias is not None:
-        score_N = torch.cat([of.router_ND @ router.projection.weight[0] for of in seen])
+        score_N = torch.cat([of.router_ND @ router.projection.weight[0] for of in part_inputs])
         k, S = slots
         router.projection.bias.fill_(-quantile(score_N, 1 - k / S) if k < S else ABOVE_ALL)
     total = float(error_N.square().sum())

@@ -157,17 +157,17 @@ def losses(
     head = next_token_loss(hidden_ND, model.head_weight, target_BS.flatten(), teacher_states, config.distill)
     auxiliary: dict[str, list[Tensor]] = {"predictor": [], "router": [], "balance": []}
     metrics: dict[str, Tensor] = {}
-    for site, seen in decisions.seen.items():
-        selected_BT = _membership(seen)
-        if seen.predictor is not None:
-            logit_BT = seen.predictor(seen.x_BTD.detach())
-            auxiliary["predictor"].append(_cross_entropy(logit_BT, selected_BT, seen.live_BT))
-            metrics[f"predictor_accuracy/{site}"] = _agreement(logit_BT, selected_BT, seen.live_BT)
+    for site, router_inputs in decisions.seen.items():
+        selected_BT = _membership(router_inputs)
+        if router_inputs.predictor is not None:
+            logit_BT = router_inputs.predictor(router_inputs.x_BTD.detach())
+            auxiliary["predictor"].append(_cross_entropy(logit_BT, selected_BT, router_inputs.live_BT))
+            metrics[f"predictor_accuracy/{site}"] = _agreement(logit_BT, selected_BT, router_inputs.live_BT)
         if config.router_loss > 0:
             # The metric exists only with this loss: without it the sign of a score has no meaning.
-            auxiliary["router"].append(_cross_entropy(seen.l_BT, selected_BT, seen.live_BT))
-            metrics[f"router_accuracy/{site}"] = _agreement(seen.l_BT, selected_BT, seen.live_BT)
-    auxiliary["balance"] = [_balance(seen) for seen in decisions.experts.values()]
+            auxiliary["router"].append(_cross_entropy(router_inputs.l_BT, selected_BT, router_inputs.live_BT))
+            metrics[f"router_accuracy/{site}"] = _agreement(router_inputs.l_BT, selected_BT, router_inputs.live_BT)
+    auxiliary["balance"] = [_balance(router_inputs) for router_inputs in decisions.experts.values()]
     metrics |= _overflow(model, decisions.made)
     total = head.objective
     if teacher is not None:

@@ -14,11 +14,11 @@ from typing import Any
 from mod_export.config import BuildConfig, toml_from_config
 from mod_export.folder.manifest import read_manifest
 from mod_export.pipeline.rerun import Rerun
-from mod_export.pipeline.stages import ENGINES, EVIDENCE
+from mod_export.pipeline.stages import BUILDING, EVIDENCE
 from mod_export.rows.correctness import StructureRow
 from mod_export.rows.report import Stage
 
-STAGES = ("load", *(name for name, _ in (*ENGINES, *EVIDENCE)), "report")
+STAGES = ("load", *(name for name, _ in (*BUILDING, *EVIDENCE)), "report")
 ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
 WEIGHTS = "graphs/weights-float32.data"
 DOWN = "layers.2.mlp.down_proj.weight"

@@ -1,8 +1,9 @@
 """The table of graph rewrites, in the order in which they run, and the function that runs them.
 
 A rewrite works on any ONNX graph, ours or a user's. `apply_rewrites` calls it only for targets that need it, checks
-what it promises (`ensures`), and removes unused nodes after it. The caller proves numerically, on the real graph and
-its real weights, that a rewrite kept the results; the tests of the rewrite prove it on small graphs.
+what it promises (`ensures`), and removes unused nodes after it. Where ONNX Runtime can run the graph, the stage
+`passes` compares it with the reference; other graphs are compared by the stage `validate`. The tests of a rewrite use
+small graphs.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def needs_rewrite(limits: TargetLimits, dtype: DType) -> bool:
 
 def stored_forms(model: ir.Model, limits: TargetLimits, dtype: DType) -> dict[str, set[Form]]:
     """Applies every rewrite up to the one that quantizes weights, and returns the forms in which the graph then reads
-    each of its weights. Rewrites before it decide that too: where a part of a graph becomes a branch, its products are
-    no longer computed together with those beside them.
+    each of its weights. Earlier rewrites matter: products that end up in different branches of an If
+    cannot be fused, so their weights are stored apart.
 
     Raises:
         GraphError: a rewrite left a problem that it should remove.

@@ -84,9 +84,9 @@ def _choose(
             masks[mask, n] = _mask(writer, mask, n, L)
     condition: ir.Node | None = None
     for n in reversed(lengths):
-        more = _branch(attention, L, masks[mask, L]) if condition is None else _graph(attention, condition)
-        few = _branch(attention, n, masks[mask, n])
-        condition = _either(attention, conditions[mask, n], few, more)
+        longer_branch = _branch(attention, L, masks[mask, L]) if condition is None else _graph(attention, condition)
+        shorter_branch = _branch(attention, n, masks[mask, n])
+        condition = _either(attention, conditions[mask, n], shorter_branch, longer_branch)
     assert condition is not None
     graph_around(node).insert_before(node, condition)
     writer.replace(condition.outputs[0])
@@ -95,11 +95,11 @@ def _choose(
 def _mask(writer: NodeWriter, mask: ir.Value, n: int, L: int) -> ir.Value:
     """Writes what is added to the scores of T tokens and n slots, float32 (1, 1, T, n + T)."""
     _, _, _, U = static_shape(mask) or (0, 0, 0, 0)
-    seen = mask
+    visible = mask
     if n < L:
         own = writer.op("Slice", mask, [L], [U], [3])
-        seen = own if n == 0 else writer.op("Concat", writer.op("Slice", mask, [0], [n], [3]), own, axis=3)
-    added = writer.op("Where", seen, np.array(0, np.float32), np.array(-math.inf, np.float32))
+        visible = own if n == 0 else writer.op("Concat", writer.op("Slice", mask, [0], [n], [3]), own, axis=3)
+    added = writer.op("Where", visible, np.array(0, np.float32), np.array(-math.inf, np.float32))
     added.meta[LEAVES_A_KEY] = True
     return added
 

@@ -8,11 +8,12 @@ In primitive operators the attention of a step is some twenty nodes, most of whi
 reads every slot of the cache, used or not. `CachedAttention` replaces it by com.microsoft::GroupQueryAttention, which
 reads the slots in use, adds the token's own key and value to them, and writes both into the cache, in place if the
 cache's input and output share their memory. It writes a key and a value for every row, also for rows that keep none. So
-a cache has one slot more than tokens: such rows write to this last slot, and no row that has a token reads it.
+a cache has one extra slot at its end: rows that keep nothing write to it, and no row that has a token reads it.
 
 Then a step's attention is one node that attends and two nodes that rotate, each of a few hundred numbers, so that
-starting nodes and waiting threads take a part of the time. `PackedAttention` lets the operator rotate by tables that it
-indexes with the positions, and read queries, keys and values from one product that makes them (`quantize_weights`).
+starting the nodes and synchronising threads takes a share of the time. `PackedAttention` lets the operator rotate by
+tables that it indexes with the positions, and read queries, keys and values from one product that makes them
+(`quantize_weights`).
 
 Rewrites recognize a cache by the names of inputs and outputs: `keys_<layer>` and `values_<layer>` (B, G, L, E) as
 inputs, `keys_row_<layer>` and `values_row_<layer>` (B, G, E) as outputs of a step, `keys_rows_<layer>` and
@@ -22,7 +23,7 @@ outputs of an engine that updates its cache itself.
 Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
 
 Shape legend: B rows of text, H query heads, G key/value heads, M = H / G, L slots, E head width, P positions of a
-table. `_1` is the one token.
+table. In names of tensors, 1 is a dimension of one token.
 """
 
 from __future__ import annotations
@@ -100,8 +101,8 @@ class _Write(NamedTuple):
 class CacheInPlace:
     """Replaces each output `keys_row_<layer>` by `present_keys_<layer>`, the cache with that row in its slot.
 
-    Every step writes, whether or not the token is kept. If it is not kept, the last slot is written with its own
-    content, since it may be in use. If it is kept, attention's mask hides its slot from the token. So neither write
+    Every step writes, whether or not the token is kept. If it is not kept, the write copies the last slot onto itself,
+    because that slot may be in use. If it is kept, attention's mask hides its slot from the token. So neither write
     changes a number that the step reads, in any order in which an engine reads and writes the same memory.
 
     The writes still wait for the logits, because TensorRT-RTX 1.7.1 otherwise fuses the write of a key with the kernel
@@ -422,9 +423,9 @@ def _attend_in_place(
 def _written_in_each_branch(
     attention: _CachedAttention, present: Sequence[ir.Value], rest: Sequence[ir.Value | np.ndarray], owner: ir.Node
 ) -> Sequence[ir.Value]:
-    """Makes an If return the caches too, whose row is computed outside of it. In its other branch the operator writes
-    the row as well. There the key also serves as the query, because it has the fewest heads that a query can have, and
-    nothing reads the result.
+    """For an If that does not compute the new row itself: makes both of its branches return the updated caches. In its
+    other branch the operator writes the row as well. There the key also serves as the query, because it has the fewest
+    heads that a query can have, and nothing reads the result.
     """
     _, G, _, _ = static_shape(attention.caches[0]) or (0, 0, 0, 0)
     first = len(owner.outputs)

@@ -1,4 +1,5 @@
-"""Replaces LayerNorm and RMSNorm in primitive operators by the norm operator, which computes in float32 in every graph.
+"""Replaces LayerNorm and RMSNorm in primitive operators by LayerNormalization or RMSNormalization, which compute in
+float32 in every graph.
 
 In primitive operators, a norm is up to nine nodes that each read and write the whole tensor, and ONNX Runtime fuses
 only some forms of them. In float16, the square of a number above 255 is infinite, and the norm of its token is 0. The
@@ -68,7 +69,8 @@ class NormOperator:
 
 
 class _Norm(NamedTuple):
-    """A norm of x (..., D) with weight and bias (D,) or None, and its nodes after the root, the last one first.
+    """A norm of x (..., D) with weight and bias (D,) or None, and the nodes behind the square root, from the last to
+    the first.
 
     If it is `centred` by its mean, it is a LayerNorm.
     """
@@ -95,8 +97,8 @@ def _quotient(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
     if not is_standard(node, "Div", "Mul"):
         return
     a, b = node.inputs
-    for value, other in ((a, b),) if node.op_type == "Div" else ((a, b), (b, a)):
-        root = _root(other) if node.op_type == "Div" else _inverse_root(other)
+    for value, divisor in ((a, b),) if node.op_type == "Div" else ((a, b), (b, a)):
+        root = _root(divisor) if node.op_type == "Div" else _inverse_root(divisor)
         if value is not None and root is not None:
             yield value, root
 
@@ -178,21 +180,21 @@ def _same(a: ir.Value, b: ir.Value) -> bool:
 def _with_vector(node: ir.Node, D: int) -> tuple[ir.Value | None, ir.Value | None]:
     """(vector, other input) of a node with one input (D,) and one of another shape."""
     a, b = node.inputs
-    for vector, other in ((a, b), (b, a)):
-        fits = static_shape(vector) == (D,) and static_shape(other) != (D,)
+    for vector, tensor in ((a, b), (b, a)):
+        fits = static_shape(vector) == (D,) and static_shape(tensor) != (D,)
         if vector is not None and vector.dtype == FLOAT and fits:
-            return vector, other
+            return vector, tensor
     return None, None
 
 
 def _followed_by(op_type: str, nodes: list[ir.Node], D: int) -> ir.Value | None:
     """The vector (D,) that the only reader of the first node's result multiplies it by, or adds to it; None if there is
-    none. This reader is put before the other nodes.
+    none. The reader is then inserted at the front of `nodes`, which is changed.
     """
     reader = only_reader(nodes[0].outputs[0])
     if reader is None or not is_standard(reader, op_type):
         return None
-    vector, other = _with_vector(reader, D)
-    if other is nodes[0].outputs[0]:
+    vector, normed = _with_vector(reader, D)
+    if normed is nodes[0].outputs[0]:
         nodes.insert(0, reader)
     return vector if nodes[0] is reader else None

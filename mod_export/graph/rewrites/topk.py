@@ -1,12 +1,12 @@
-"""Writes TopK in the forms that targets can take and that are fast: k alone, thresholds or rounds, and groups.
+"""Rewrites TopK for targets that limit its k or are slow on long axes.
 
 The reference selects by a stable descending sort, the only selection in PyTorch that specifies the order of ties.
 Exported unchanged, it would sort all S scores. ONNX TopK specifies the same order of ties (the lower index first), so
 TopK(k = S) followed by a slice of the first k indices equals TopK(k): `SelectTopk`.
 
-`ThresholdSelection` serves targets whose TopK is limited to a small k. With ties to the earlier token, the k largest
-scores are all scores above tau, the k-th largest value, and as many of the first scores equal to tau as are still
-missing. tau is a value, not a position, so several rounds of TopK can find it, even without a specified order of ties:
+`ThresholdSelection` serves targets whose TopK is limited to a small k. Let tau be the k-th largest score. With ties to
+the earlier token, the selection is every score above tau and, of the scores equal to tau, the earliest ones until there
+are k. tau is a value, not a position, so several rounds of TopK can find it, even without a specified order of ties:
 each round selects at most the limit and hides what it selected. If the order of the scores matters, as for a model
 whose selected tokens stay in that order, the selection is the concatenation of all rounds.
 
@@ -174,8 +174,9 @@ def _selection(node: ir.Node) -> _Selection | None:
 def _select_by_rounds(graph: ir.Graph, node: ir.Node, limits: TargetLimits) -> None:
     """Replaces a TopK by rounds that each select the next best: together they give the same values and indices.
 
-    The scores that a round selected are replaced by the worst number of the dtype. A score that is the worst number
-    itself, such as minus infinity, counts as the next one, so that no round selects its token again.
+    The scores that a round selected are replaced by the worst number of the dtype. So a score that is this number
+    itself, such as minus infinity, is first raised to the number next to it; otherwise a round could select its token
+    again.
     """
     original, limit, k = node.inputs[0], limits.topk_limit or 0, constant_integers(node, 1)
     shape = list(require_static_shape(original, node))

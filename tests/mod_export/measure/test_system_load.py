@@ -10,7 +10,7 @@ import time
 import pytest
 from sample_rows import QUIET, changed
 
-from mod_export.measure.sampling import Watch, condition_flags
+from mod_export.measure.conditions import Watch, condition_flags
 from mod_export.rows.speed import Conditions
 
 BLOCK = bytes(2**20)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from sample_rows import causality_row, parity_row, speedup_row
 
-from mod_export.measure.verdict import judge
+from mod_export.measure.verdict import verdict_of_rows
 from mod_export.rows.base import FailedRow
 from mod_export.rows.correctness import ParityRow
 from mod_export.rows.report import Verdict
@@ -39,13 +39,13 @@ def verdict(
     min_speedup: float = 1.0,
 ) -> Verdict:
     rows = [speedup()] if rows is None else rows
-    return judge(settings, [SMALL, LARGE], parity=judged, speedup=rows, min_speedup=min_speedup)
+    return verdict_of_rows(settings, [SMALL, LARGE], parity=judged, speedup=rows, min_speedup=min_speedup)
 
 
 @pytest.mark.parametrize(("causal", "declared"), [(True, True), (False, False), (False, True)])
 def test_what_is_declared_causal_has_to_be(causal: bool, declared: bool) -> None:
     probed = causality_row(bucket="b1s128", causal=causal, declared=declared, earliest_change=3)
-    found = judge(SETTINGS, [SMALL, LARGE], parity=PARITY, speedup=None, min_speedup=1.0, causality=[probed])
+    found = verdict_of_rows(SETTINGS, [SMALL, LARGE], parity=PARITY, speedup=None, min_speedup=1.0, causality=[probed])
     broken = (
         "ort-cpu b1s128 float32 mod: causality: the spec says that nothing looks ahead, and changing the end of a text "
         "changed logits from position 3 on before the change"
@@ -119,8 +119,8 @@ def test_what_was_expected_and_is_missing_is_a_reason() -> None:
 def test_without_a_baseline_only_the_model_itself_is_expected() -> None:
     mod_rows = [row for row in PARITY if row.model == "mod"]
     judged: dict[str, Any] = {"speedup": [], "min_speedup": 0.0, "kinds": ["mod"]}
-    assert judge(SETTINGS, [SMALL, LARGE], parity=mod_rows, **judged).status == "pass"
-    assert judge(SETTINGS, [SMALL, LARGE], parity=mod_rows[:1], **judged).reasons == (
+    assert verdict_of_rows(SETTINGS, [SMALL, LARGE], parity=mod_rows, **judged).status == "pass"
+    assert verdict_of_rows(SETTINGS, [SMALL, LARGE], parity=mod_rows[:1], **judged).reasons == (
         "ort-cpu b1s512 float32: parity of the mod engine was not checked",
     )
 
@@ -128,7 +128,7 @@ def test_without_a_baseline_only_the_model_itself_is_expected() -> None:
 def test_what_was_not_asked_for_is_not_missed() -> None:
     assert verdict() == Verdict(status="pass", reasons=())
     for parity in (None, PARITY):
-        assert judge(SETTINGS, [SMALL, LARGE], parity=parity, speedup=None, min_speedup=1.0).status == "pass"
+        assert verdict_of_rows(SETTINGS, [SMALL, LARGE], parity=parity, speedup=None, min_speedup=1.0).status == "pass"
     inconclusive = speedup(1.01, None, None, verdict="inconclusive", reason="noise")
     for rows in ([], [inconclusive]):
         assert verdict(rows=rows, min_speedup=0).status == "pass"
@@ -144,20 +144,20 @@ def test_what_failed_is_a_reason_and_what_is_long_missing_is_none() -> None:
     rest = [row for row in PARITY if (row.model, row.bucket) != ("dense", "b1s512")]
     options: dict[str, Any] = {"parity": rest, "speedup": None, "min_speedup": 0.0}
     unjudged = "ort-cpu b1s512 float32: parity of the dense engine was not checked"
-    assert judge(SETTINGS, [SMALL, LARGE], **options).reasons == (unjudged,)
+    assert verdict_of_rows(SETTINGS, [SMALL, LARGE], **options).reasons == (unjudged,)
     reason = "ort-cpu b1s512 float32 dense: could not be built (stage engines): no memory"
-    assert judge(SETTINGS, [SMALL, LARGE], **options, failed=[dense]).reasons == (reason,)
-    assert judge(SETTINGS, [SMALL, LARGE], **options, missing=[dense]).status == "pass"
+    assert verdict_of_rows(SETTINGS, [SMALL, LARGE], **options, failed=[dense]).reasons == (reason,)
+    assert verdict_of_rows(SETTINGS, [SMALL, LARGE], **options, missing=[dense]).status == "pass"
     # An engine that was built but not timed must still be judged.
     timed = lost(target="ort-cpu", dtype="float32", stage="benchmark")
-    assert judge(SETTINGS, [SMALL, LARGE], **options, failed=[timed]).reasons == (
+    assert verdict_of_rows(SETTINGS, [SMALL, LARGE], **options, failed=[timed]).reasons == (
         "ort-cpu float32: could not be timed (stage benchmark): no memory", unjudged
     )  # fmt: skip
 
 
 def test_several_failures_for_one_reason_are_one_reason() -> None:
     failed = [lost(bucket="b1s128"), lost(dtype="int4", reason="no\n memory"), lost(bucket="b1s512", stage="onnx")]
-    found = judge(SETTINGS, [SMALL, LARGE], parity=PARITY, speedup=[], min_speedup=0.0, failed=failed)
+    found = verdict_of_rows(SETTINGS, [SMALL, LARGE], parity=PARITY, speedup=[], min_speedup=0.0, failed=failed)
     assert found.reasons == (
         "b1s128, int4: could not be built (stage engines): no memory",
         "b1s512: could not be built (stage onnx): no memory",
@@ -166,7 +166,7 @@ def test_several_failures_for_one_reason_are_one_reason() -> None:
 
 def test_where_no_engine_reads_whole_rows_that_is_said() -> None:
     steps = parity_row(role="decode", bucket="b1s128", passed=False, reasons=("max abs error 0.1",))
-    found = judge([], [SMALL], parity=[steps], speedup=[], min_speedup=1.0, reads_rows=False, failed=[lost()])
+    found = verdict_of_rows([], [SMALL], parity=[steps], speedup=[], min_speedup=1.0, reads_rows=False, failed=[lost()])
     assert found.reasons[1:] == (
         "no engine that reads whole rows was built, so none of their gates was evaluated",
         "ort-cpu decode b1s128 float32 mod: parity: max abs error 0.1",

@@ -63,7 +63,8 @@ class PlainModel(Model):
         return module.eval()
 
     def skeleton(self, outputs: str = "logits") -> nn.Module:
-        return Plain(self.spec["k"]).eval()
+        with torch.device("meta"):
+            return Plain(self.spec["k"]).eval()
 
 
 class PlainArchitecture(Architecture):

@@ -18,7 +18,8 @@ from mod_export.folder.manifest import open_folder
 from mod_export.model.request import Request
 from mod_export.pipeline.stages import build
 from mod_export.rows.report import BuildReport
-from mod_export.runtime.decoder import Decoder, DecodingEngines
+from mod_export.runtime.decoder import Decoder
+from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.prompts import Prompts
 from mod_export.types import KINDS, QUANTIZED, Bucket, QuantizedDType
 from mod_models.checkpoint import save_checkpoint

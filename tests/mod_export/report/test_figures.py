@@ -32,7 +32,7 @@ from mod_export.report.figures import (
     time_figures,
     token_maps,
 )
-from mod_export.report.summary import Found, settings_of
+from mod_export.report.summary import SettingResults, settings_of
 from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.rows.report import BuildReport
 from mod_export.rows.speed import DecodeRow
@@ -65,7 +65,7 @@ def test_every_number_of_a_speedup_is_drawn_in_order(report: BuildReport) -> Non
 
 def latency_of(*samples_ms: float, median: float | None = None, **fields: Any) -> LatencyFigure:
     row = latency_row(samples_ms, p50_ms=samples_ms[0] if median is None else median, **fields)
-    (figure,) = latency_figures([Found(setting=row.setting, rows=(row,))])
+    (figure,) = latency_figures([SettingResults(setting=row.setting, rows=(row,))])
     return figure
 
 
@@ -127,7 +127,7 @@ def test_samples_without_a_place_are_told_and_not_drawn() -> None:
 
 def test_the_dense_model_comes_first_and_unsampled_settings_are_left_out(report: BuildReport) -> None:
     setting = report.latency[1].setting
-    sampled, empty = (Found(setting=setting, rows=rows) for rows in (report.latency[1::-1], report.parity))
+    sampled, empty = (SettingResults(setting=setting, rows=rows) for rows in (report.latency[1::-1], report.parity))
     (figure,) = latency_figures([sampled, empty])
     assert [row.model for row in figure.rows] == ["dense", "mod"]
 
@@ -143,11 +143,11 @@ def test_steps_stand_beside_what_memory_takes(report: BuildReport) -> None:
         bounds = [mark["x1"] for mark in drawn(chart, "bound")]
         assert bounds[0] / dense == pytest.approx(row.predicted_ms["dense"] / row.ms["dense"], rel=1e-3)
         unknown = changed(row, predicted_ms=None, ms={"mod": math.nan, "dense": 1.0})
-        nothing = step_figure(Found(setting=steps.setting, rows=(unknown,)))
+        nothing = step_figure(SettingResults(setting=steps.setting, rows=(unknown,)))
         assert drawn(nothing, "bound") == drawn(nothing, "bar mod") == []
-        assert step_figure(Found(setting=steps.setting, rows=())) == ""
+        assert step_figure(SettingResults(setting=steps.setting, rows=())) == ""
         alone = step_figure(
-            Found(setting=steps.setting, rows=(changed(row, ms={"mod": row.ms["mod"]}, compared=None),))
+            SettingResults(setting=steps.setting, rows=(changed(row, ms={"mod": row.ms["mod"]}, compared=None),))
         )
         assert (len(drawn(alone, "bar mod")), drawn(alone, "bar dense")) == (1, [])
 

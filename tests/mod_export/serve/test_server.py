@@ -128,9 +128,11 @@ def test_killed_it_starts_again_on_the_same_port(written: Path) -> None:
 
 def test_a_thread_that_has_ended_ends_the_server(written: Path) -> None:
     """A supervisor can then start another server."""
-    broken = (
-        "from mod_export.runtime.rows import TextRows\ndef step(self): raise ZeroDivisionError\nTextRows.step = step"
-    )
+    broken = """
+from mod_export.runtime.text_rows import TextRows
+def step(self): raise ZeroDivisionError
+TextRows.step = step
+"""
     with command(written, code=broken) as (process, url):
         answer = httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S)
         assert answer.status_code == 500
