@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.rivals.cases import KINDS, Case
 from benchmarks.rivals.prepared import prepare
+from benchmarks.rivals.programs import versions
 from benchmarks.rivals.routes import (
     ANCHOR,
     MODELS,
@@ -20,11 +21,11 @@ from benchmarks.rivals.routes import (
     opened,
     write_reference,
 )
-from benchmarks.rivals.turns import RouteError, Worker, opened_workers, other_load, rounds, versions
 from mod_export.environment import describe_machine
 from mod_export.graph.nodes import graph_from_file
 from mod_export.measure.cost import cost_row
 from mod_export.measure.roofline import product
+from mod_export.measure.turns import RouteError, Worker, opened_workers, other_load, rounds
 
 WARMUP, FEWEST_ROUNDS = 1, 5
 REFERENCE = "reference"

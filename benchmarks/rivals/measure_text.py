@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rivals.prepared import prepare
+from benchmarks.rivals.programs import versions
 from benchmarks.rivals.text_models import TextCase, dense_checkpoint
 from benchmarks.rivals.text_routes import BATCHES, MODELS, ROUTES, STEPS, TextRoute, opened
-from benchmarks.rivals.turns import RouteError, Worker, opened_workers, other_load, rounds, versions
 from mod_export.environment import describe_machine
+from mod_export.measure.turns import RouteError, Worker, opened_workers, other_load, rounds
 from mod_models.spec import ModelSpec
 
 WARMUP, FEWEST_ROUNDS = 1, 3

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rivals.turns import done_apart
+from mod_export.measure.turns import Action, RouteError, Worker
 
 Steps = Mapping[str, tuple[str | None, Callable[..., None]]]
 """Name -> (the step that it needs, if any; the function that writes its files, given a subject and the folder)."""
@@ -38,3 +38,23 @@ def prepare(steps: Steps, wanted: Iterable[str], subject: Any, folder: Path) -> 
     for name in wanted:
         do(name)
     return failed
+
+
+def done_apart(log: Path, action: Action, *args: Any) -> str:
+    """Performs an action in its own process. Returns why it failed, or an empty text."""
+    worker = Worker(log, _nothing_first, action)
+    try:
+        worker.opened()
+        worker.ask("do", *args)
+    except RouteError as error:
+        return str(error)
+    finally:
+        worker.close()
+    return ""
+
+
+def _nothing_first(action: Action) -> Mapping[str, Action]:
+    def do(*args: Any) -> None:
+        action(*args)
+
+    return {"do": do}

@@ -28,8 +28,8 @@ from benchmarks.rivals.cases import CASES, SIZES, Case
 from benchmarks.rivals.render import render
 from benchmarks.rivals.routes import PRECISIONS
 from benchmarks.rivals.text_models import TextCase
-from benchmarks.rivals.turns import reason_of
 from mod_export.environment import usable_cores
+from mod_export.measure.turns import reason_of
 
 CASE = re.compile(r"(\w+)-s(\d+)-b(\d+)-v(\d+)")
 SHARES = {"M": 0.125}

@@ -53,8 +53,9 @@ def validate(
 @folder_argument
 @target_option
 @config_option
+@click.option("--rivals", is_flag=True, help="Also time ONNX Runtime, OpenVINO and torch.compile on the same model.")
 @command
-def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbosity: int) -> int:
+def bench(folder: Path, targets: Sequence[str], config_file: Path | None, rivals: bool, verbosity: int) -> int:
     """Measure the latency of a build folder again, against its dense baseline if it has one."""
     from rich.console import Console
 
@@ -62,12 +63,13 @@ def bench(folder: Path, targets: Sequence[str], config_file: Path | None, verbos
     from mod_export.pipeline.rerun import bench_folder
     from mod_export.report.text import render_bench
     from mod_export.rows.base import PairRow
+    from mod_export.rows.speed import RivalRow
 
     config = config_of(config_file) if config_file else None
     with Progress(Console(stderr=True), verbosity) as progress:
         progress.stage_started("bench")
-        timed = bench_folder(folder, config, targets)
+        timed = bench_folder(folder, config, targets, rivals=rivals)
     for note in timed.notes:
         click.echo(f"note: {note}", err=True)
-    click.echo(render_bench(timed.rows(PairRow), timed.verdict, timed.not_compared), nl=False)
+    click.echo(render_bench(timed.rows(PairRow), timed.verdict, timed.not_compared, timed.rows(RivalRow)), nl=False)
     return 0 if timed.verdict.status == "pass" else GATE_FAILED

@@ -27,6 +27,7 @@ from mod_export.pipeline.report import (
     texts_of,
     verdict_of_build,
 )
+from mod_export.pipeline.rivals import measure_rivals
 from mod_export.rows.base import Result, sentences
 from mod_export.rows.correctness import ParityRow
 from mod_export.rows.report import Stage, Verdict, report_from_json
@@ -94,11 +95,12 @@ def validate_folder(
     return Rerun(rows=build.rows, verdict=verdict, notes=notes)
 
 
-def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str]) -> Rerun:
+def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str], *, rivals: bool = False) -> Rerun:
     """Times engines of every role, interleaved with the dense baseline if there is one.
 
     This needs no PyTorch unless an `inductor` engine is run. A folder that was built without evidence has the times in
-    its report afterwards, provided that all of it was timed as it was built.
+    its report afterwards, provided that all of it was timed as it was built. With `rivals`, other programs that run the
+    model are timed beside its engines; their times are in no report, and no verdict depends on them.
 
     Raises:
         BuildFolderError: not a whole build folder, or damaged.
@@ -115,6 +117,8 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str])
     verdict = verdict_of_build(build, parity=False)
     facts = {"measured": [row.model_dump(mode="json") for row in measured_in(build)]}
     notes = _complete(build, "benchmark", begin, facts) if config is None and not targets else []
+    if rivals:
+        build.add(list(measure_rivals(build)))
     return Rerun(rows=build.rows, verdict=verdict, notes=notes, not_compared=not_compared(build))
 
 

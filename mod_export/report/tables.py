@@ -32,7 +32,7 @@ from mod_export.report.wording import (
 )
 from mod_export.rows.base import FailedRow
 from mod_export.rows.correctness import OutputParity, ParityRow, TextQuality
-from mod_export.rows.speed import LatencyRow, SpeedupRow, SpeedVerdict, StepsCompared
+from mod_export.rows.speed import LatencyRow, RivalRow, SpeedupRow, SpeedVerdict, StepsCompared
 from mod_export.types import HasSetting, ModelKind
 
 UNBOUNDED = 100_000
@@ -179,6 +179,12 @@ def _outcome(passed: bool | None) -> Cell | None:
 
 def _verdict(verdict: SpeedVerdict) -> Cell:
     return Cell(verdict, state=VERDICTS[verdict])
+
+
+def _against(row: RivalRow) -> str | None:
+    if row.measured is None or row.ci95 is None:
+        return None
+    return f"{ratio_text(row.measured)} [{row.ci95[0]:.2f}, {row.ci95[1]:.2f}]"
 
 
 def _judged_speedup(row: SettingResults) -> Cell | None:
@@ -380,6 +386,16 @@ PRECISION: tuple[Column[JudgedPrecision], ...] = (
     Column("parity", lambda row: _outcome(row.parity.passed if row.parity else None), number=False),
 )
 PRECISION_STACKS: Stacks = ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10), (11,))
+RIVALS: tuple[Column[RivalRow], ...] = (
+    Column("bucket", lambda row: row.bucket, number=False),
+    Column("model", lambda row: name_of(row.model), number=False),
+    Column("program", lambda row: row.route, number=False),
+    Column("version", lambda row: row.version, number=False),
+    Column("dtype", lambda row: row.dtype, number=False),
+    Column("ms", lambda row: None if row.p50_ms is None else ms_text(row.p50_ms)),
+    Column("rival / ours [95 %]", lambda row: _against(row)),
+    Column("difference", lambda row: None if row.error is None else error_text(row.error)),
+)
 FAILURES: tuple[Column[FailedRow], ...] = (
     Column("what", lambda row: row.what, number=False),
     Column("stage", lambda row: row.stage, number=False),

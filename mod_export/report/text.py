@@ -27,6 +27,7 @@ from mod_export.rows.speed import (
     LatencyRow,
     PrecisionRow,
     QualityRow,
+    RivalRow,
     SpeedupRow,
     TextsRow,
 )
@@ -35,6 +36,7 @@ Row = TypeVar("Row")
 Line = str | tuple[tuple[str, str], ...]
 """A line of text, plain or in pieces, each with its style."""
 Part = Line | tables.ResultTable
+RIVALS_TITLE = "other programs, each in a process of its own, in turns"
 NOT_COMPARED = "not compared: "
 """Prefix of the reason why there is no comparison."""
 
@@ -312,10 +314,13 @@ def render_validation(
     return render_parts([tables.table_of(columns, parity), "", *beside, "", *_outcome(verdict)])
 
 
-def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | None = None) -> str:
+def render_bench(
+    rows: Sequence[PairRow], verdict: Verdict, not_compared: str | None = None, rivals: Sequence[RivalRow] = ()
+) -> str:
     """Returns one line for each comparison of whole texts, reasons and disturbances, the verdict, and other times.
 
-    `not_compared` says why there are no comparisons; then there is one line for each engine.
+    `not_compared` says why there are no comparisons; then there is one line for each engine. `rivals` are other
+    programs that were timed too.
     """
     whole, prompts, steps = (
         [entry for entry in summary.settings_of(rows, role) if entry.ms("mod") is not None]
@@ -335,6 +340,12 @@ def render_bench(rows: Sequence[PairRow], verdict: Verdict, not_compared: str | 
         ("first token", tables.table_of((*tables.PROMPT_SETTING, *timed.prompts), prompts)),
     ):
         parts += ["", title, table] if table.rows else []
+    if rivals:
+        timed_rows = [row for row in rivals if row.reason is None]
+        reasons = dict.fromkeys(f"{row.route}: {row.reason}" for row in rivals if row.reason is not None)
+        busiest = max(row.other_load for row in rivals)
+        load = f"while all of them waited, others took up to {100 * busiest:.0f} % of the machine's CPU time"
+        parts += ["", RIVALS_TITLE, tables.table_of(tables.RIVALS, timed_rows), *reasons, load]
     return render_parts(parts)
 
 

@@ -144,6 +144,41 @@ class PrecisionRow(EngineRow):
     """Verdict that follows from the interval, as for a speed-up."""
 
 
+class RivalRow(Result):
+    """A program that ran a model of whole rows in `bench --rivals`: an engine of the folder, or a rival."""
+
+    bucket: str
+    """Static shape."""
+    model: ModelKind
+    """The model, or its dense baseline."""
+    route: str
+    """Name of the program."""
+    version: str | None
+    """Version of the rival's package; null for engines of the folder."""
+    dtype: DType
+    """Precision of the matrix products."""
+    threads: int
+    """CPU threads; 0: the library chooses."""
+    other_load: float
+    """Share of the machine's CPU time that other processes took while all programs waited, from 0 to 1."""
+    reason: str | None = None
+    """Why it has no times; null if it has."""
+    samples_ms: tuple[float, ...] = ()
+    """Every sample in milliseconds."""
+    p50_ms: float | None = None
+    """Median."""
+    p50_ci95: tuple[float, float] | None = None
+    """95 % interval of the median; null if the samples do not bound it."""
+    against: str | None = None
+    """For a rival, the engine that it is compared with: the fastest of its dtype, or of float32."""
+    measured: float | None = None
+    """Median of the rival divided by that of this engine, from the same rounds: above 1, the engine is faster."""
+    ci95: tuple[float, float] | None = None
+    """95 % interval of `measured`."""
+    error: float | None = None
+    """Root mean square of the difference from the first rival in float32 that ran, as a share of its output's."""
+
+
 class TextsRow(EngineRow):
     """Greedy texts of an engine compared with those of the eager model, from the same prompts."""
 

@@ -20,7 +20,7 @@ from benchmarks.rivals.render import render
 from benchmarks.rivals.routes import PRECISIONS, ROUTES
 from benchmarks.rivals.text_models import TextCase
 from benchmarks.rivals.text_routes import ROUTES as TEXT_ROUTES
-from benchmarks.rivals.turns import RouteError, Worker, opened_workers, rounds
+from mod_export.measure.turns import RouteError, Worker, opened_workers, rounds
 
 CASE = Case("XS", 64, vocab=256)
 TEXT = TextCase("XS", prompt=16, new=8, window=64, judged=32)

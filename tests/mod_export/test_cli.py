@@ -43,7 +43,7 @@ OPTIONS = {
     "sign": ["--key", "--keyless", "--password-file", "folder"],
     "verify": ["--identity", "--issuer", "--key", "folder"],
     "validate": ["--config", "--model", "--target", "-c", "folder"],
-    "bench": ["--config", "--target", "-c", "folder"],
+    "bench": ["--config", "--rivals", "--target", "-c", "folder"],
     "report": ["--format", "folder"],
     "inspect": ["--html", "--text", "path"],
     "plan": ["--bandwidth", "--length", "--machine", "--prompt", "--rows", "--texts", "--tflops", "--weight-bytes",

@@ -14,7 +14,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -115,26 +114,6 @@ def reason_of(error: BaseException) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def done_apart(log: Path, action: Action, *args: Any) -> str:
-    """Performs an action in its own process. Returns why it failed, or an empty text."""
-    worker = Worker(log, _nothing_first, action)
-    try:
-        worker.opened()
-        worker.ask("do", *args)
-    except RouteError as error:
-        return str(error)
-    finally:
-        worker.close()
-    return ""
-
-
-def _nothing_first(action: Action) -> Mapping[str, Action]:
-    def do(*args: Any) -> None:
-        action(*args)
-
-    return {"do": do}
-
-
 @contextlib.contextmanager
 def opened_workers(
     log: Path, openers: Mapping[str, tuple[Opener, Sequence[Any]]]
@@ -182,12 +161,3 @@ def rounds(
 def other_load() -> float:
     """Measures for a second the share of the machine that other processes use while all routes wait."""
     return float(psutil.cpu_percent(interval=1.0)) / 100
-
-
-def versions(packages: Sequence[str]) -> dict[str, str]:
-    """Returns the versions of those packages that are installed."""
-    installed = {}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed[name] = metadata.version(name)
-    return installed

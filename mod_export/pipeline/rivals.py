@@ -1,0 +1,257 @@
+"""Times engines of a folder beside other programs that run the same model: `mod-export bench --rivals`.
+
+A rival gets what the folder gives to anybody: its portable graph, which is standard ONNX with float32 weights, or the
+eager module that is restored from it. Every route has a process of its own, and all take turns on the same inputs,
+because thread pools of several libraries in one process disturb each other.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mod_export.config import BuildConfig
+from mod_export.engines import ENGINES
+from mod_export.environment import package_version
+from mod_export.measure.sampling import RUNS_PER_ROUND
+from mod_export.measure.statistics import quantile_interval, ratio_interval, ratio_of_medians
+from mod_export.measure.turns import RouteError, Worker, opened_workers, other_load, rounds
+from mod_export.pipeline.build import Build
+from mod_export.rows.speed import RivalRow
+from mod_export.types import Bucket, DType, Engine, ModelKind, having, primary_output
+
+Feeds = Mapping[str, np.ndarray]
+Run = Callable[[Feeds], np.ndarray]
+CPU_TARGETS = ("ort-cpu", "openvino", "inductor")
+"""Targets of the engines that are compared: the rivals run on the CPU."""
+WARMUP = 2
+"""Rounds before the first sample."""
+FEWEST_ROUNDS = 8
+"""Rounds that are sampled even if they take longer than `latency.max_seconds`."""
+SECONDS_SHARE = 2 / 3
+"""Share of `latency.max_seconds` for sampling, as for a comparison with the dense baseline."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the process of a route needs to open one model at one bucket.
+
+    Attributes:
+        root: the build folder.
+        graph: path of the portable graph.
+        kind: the model.
+        bucket: the static shape.
+        config: the resolved configuration.
+        feeds: inputs by name.
+    """
+
+    root: Path
+    graph: Path
+    kind: ModelKind
+    bucket: Bucket
+    config: BuildConfig
+    feeds: Feeds
+
+    @property
+    def threads(self) -> int:
+        """CPU threads of every route; 0: its library chooses."""
+        return self.config.latency.threads
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A program that runs the model.
+
+    Attributes:
+        package: the package whose version is shown.
+        dtype: precision of its matrix products.
+        open: opens the model in the process that is timed.
+    """
+
+    package: str
+    dtype: DType
+    open: Callable[[Task], Run]
+
+
+def _onnxruntime(task: Task) -> Run:
+    """Opens the portable graph with ONNX Runtime's defaults, threads aside."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = task.threads
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(task.graph), options, providers=["CPUExecutionProvider"])
+    names = [port.name for port in session.get_inputs()]
+    primary = primary_output([port.name for port in session.get_outputs()])
+    return lambda feeds: np.asarray(session.run([primary], {name: feeds[name] for name in names})[0])
+
+
+def _openvino(precision: str, task: Task) -> Run:
+    """Compiles the portable graph with OpenVINO for latency.
+
+    Raises:
+        RuntimeError: the processor has no instructions for bfloat16, so the hint would change nothing.
+    """
+    import openvino
+
+    core = openvino.Core()
+    if precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
+        raise RuntimeError("OpenVINO names no BF16 among the capabilities of this processor")
+    options: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision, "NUM_STREAMS": 1}
+    if task.threads:
+        options["INFERENCE_NUM_THREADS"] = task.threads
+    compiled = core.compile_model(str(task.graph), "CPU", options)
+    names = [port.get_any_name() for port in compiled.inputs]
+    ports = {port.get_any_name(): port for port in compiled.outputs}
+    primary, request = ports[primary_output(list(ports))], compiled.create_infer_request()
+
+    def run(feeds: Feeds) -> np.ndarray:
+        request.infer({name: feeds[name] for name in names}, share_inputs=True)
+        return np.asarray(request.get_tensor(primary).data)
+
+    return run
+
+
+def _torch(task: Task) -> Run:
+    """Compiles the eager module with torch.compile, with frozen weights, so that Inductor may pack them."""
+    import torch
+    from torch._inductor import config as inductor
+
+    inductor.freezing = True
+    if task.threads:
+        torch.set_num_threads(task.threads)
+    module = Build.open(task.root, None, (), verify=False).model(task.kind).module(task.config.returned)
+    compiled = torch.compile(module, dynamic=False)
+
+    def run(feeds: Feeds) -> np.ndarray:
+        with torch.no_grad():
+            return np.asarray(compiled(*map(torch.from_numpy, feeds.values()))[0].float().numpy())
+
+    return run
+
+
+RIVALS: dict[str, Rival] = {
+    "onnxruntime": Rival("onnxruntime", "float32", _onnxruntime),
+    "openvino": Rival("openvino", "float32", partial(_openvino, "f32")),
+    "torch.compile": Rival("torch", "float32", _torch),
+    "openvino, hint bf16": Rival("openvino", "bfloat16", partial(_openvino, "bf16")),
+}
+"""Name of the route -> program."""
+
+
+def opened(open_model: Callable[[Task], Run], task: Task) -> dict[str, Callable[[], Any]]:
+    """Opens a route and runs it once, in the process that is timed; returns what that process can be asked for."""
+    run = open_model(task)
+    first = np.array(run(task.feeds), dtype=np.float32)
+
+    def times() -> list[float]:
+        taken = []
+        for _ in range(RUNS_PER_ROUND):
+            begin = time.perf_counter()
+            run(task.feeds)
+            taken.append(1e3 * (time.perf_counter() - begin))
+        return taken
+
+    return {"first": lambda: first, "times": times}
+
+
+def _engine(engine: Engine, task: Task) -> Run:
+    """Opens an engine of the folder."""
+    # The process ends with its route, so nothing closes the runner.
+    runner = ENGINES[engine.target].load(task.root, engine, task.config, task.threads).__enter__()
+    primary = primary_output(runner.outputs)
+    return lambda feeds: runner.run({name: feeds[name] for name in runner.inputs}, [primary])[primary]
+
+
+def measure_rivals(build: Build) -> Iterator[RivalRow]:
+    """Times every runnable engine of whole rows beside every rival, for each bucket and model."""
+    engines = [engine for engine in build.runnable("forward") if engine.target in CPU_TARGETS]
+    for graph in having(build.graphs, role="forward", target=None):
+        own = having(engines, model=graph.model, bucket=graph.bucket)
+        if own:
+            feeds = build.feeds(graph.bucket)
+            task = Task(build.root, build.root / graph.path, graph.model, graph.bucket, build.config, feeds)
+            yield from _rows(own, task)
+
+
+def _rows(engines: Sequence[Engine], task: Task) -> list[RivalRow]:
+    ours = {f"mod-export, {engine.target} {engine.dtype}": engine for engine in engines}
+    dtypes = {name: engine.dtype for name, engine in ours.items()}
+    dtypes |= {name: rival.dtype for name, rival in RIVALS.items()}
+    opening: dict[str, Callable[[Task], Run]] = {name: partial(_engine, engine) for name, engine in ours.items()}
+    opening |= {name: rival.open for name, rival in RIVALS.items()}
+    with tempfile.TemporaryDirectory(prefix="mod-export-rivals-") as scratch:
+        openers = {name: (opened, (open_model, task)) for name, open_model in opening.items()}
+        with opened_workers(Path(scratch) / "log", openers) as (workers, failed):
+            busy = other_load()
+            turns = {name: partial(worker.ask, "times") for name, worker in workers.items()}
+            taken, failed_later = rounds(turns, WARMUP, FEWEST_ROUNDS, SECONDS_SHARE * task.config.latency.max_seconds)
+            samples = {name: np.array([times for _, times in results]) for name, results in taken.items()}
+            errors = _errors({name: worker for name, worker in workers.items() if name in samples})
+    reasons = failed | failed_later
+    return [
+        RivalRow(
+            bucket=task.bucket.name,
+            model=task.kind,
+            route=name,
+            version=None if name in ours else package_version(RIVALS[name].package),
+            dtype=dtype,
+            threads=task.threads,
+            other_load=busy,
+            reason=reasons.get(name),
+            error=errors.get(name),
+            **(_numbers(name, dtype, samples, ours, task.config) if name in samples else {}),
+        )
+        for name, dtype in dtypes.items()
+    ]
+
+
+def _errors(workers: Mapping[str, Worker]) -> dict[str, float]:
+    """Returns for each route the root mean square of its difference from the first float32 rival that ran, as a share
+    of the root mean square of what that rival returned.
+    """
+    outputs = {}
+    for name, worker in workers.items():
+        try:
+            outputs[name] = np.asarray(worker.ask("first")[1], dtype=np.float64)
+        except RouteError:
+            continue
+    reference = next((outputs[name] for name in RIVALS if name in outputs), None)
+    if reference is None:
+        return {}
+    scale = float(np.sqrt((reference**2).mean())) or 1.0
+    return {name: float(np.sqrt(((output - reference) ** 2).mean())) / scale for name, output in outputs.items()}
+
+
+def _numbers(
+    name: str, dtype: DType, samples: Mapping[str, np.ndarray], ours: Mapping[str, Engine], config: BuildConfig
+) -> dict[str, Any]:
+    """Returns the median of a route, and for a rival how many times as long it takes as our fastest engine of its
+    dtype, or of float32 if there is none of its dtype.
+    """
+    samples_ms = samples[name].reshape(-1)
+    numbers = {
+        "p50_ms": float(np.median(samples_ms)),
+        "p50_ci95": quantile_interval(samples_ms, 0.5),
+        "samples_ms": tuple(samples_ms.tolist()),
+    }
+    measured = {other: engine.dtype for other, engine in ours.items() if other in samples}
+    alike = [other for other, own_dtype in measured.items() if own_dtype == dtype]
+    alike = alike or [other for other, own_dtype in measured.items() if own_dtype == "float32"]
+    if name in ours or not alike:
+        return numbers
+    fastest = min(alike, key=lambda other: float(np.median(samples[other])))
+    return numbers | {
+        "against": fastest,
+        "measured": ratio_of_medians(samples[name], samples[fastest]),
+        "ci95": ratio_interval(
+            samples[name], samples[fastest], confidence=0.95, resamples=config.latency.bootstrap, seed=config.seed
+        ),
+    }
