@@ -30,8 +30,8 @@ from mod_models.transformer import Transformer, weight_shapes
 
 ARCHITECTURE = "mod_transformer"
 ROUTES = re.compile(r"layers\.\d+\.((mlp_)?(router|predictor)|adapter)\.")
-"""Names of the weights that decide which tokens skip a block, or that skipped tokens run. The dense baseline keeps the
-routers of experts.
+"""Names of the weights that the dense baseline leaves out: those that decide which tokens skip a block, and those of
+adapters. It keeps the routers of experts.
 """
 FORMAT_VERSION = 1
 DECLARE = (
@@ -180,7 +180,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
 def read_plain(path: Path, what: str = "model.pt", way_out: str = DECLARE) -> Mapping[Any, Any]:
     """Reads a table of plain data and tensors that `torch.save` wrote, without running code from the file.
 
-    Error messages name `what` the file should be and end with the advice `way_out`.
+    In error messages, `what` names the expected kind of file, and `way_out` is the advice for a file of another kind.
 
     Raises:
         CheckpointError: the file is anything else.

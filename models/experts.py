@@ -82,7 +82,9 @@ class Experts(nn.Module):
 
 
 def _margins(logits_BTM: Tensor, sorted_BTM: Tensor, chosen_BTM: Tensor, top_k: int) -> Tensor:
-    """Margins of experts: chosen logit - largest logit not chosen (> 0); other logit - smallest chosen logit (<= 0)."""
+    """Returns the margin of each expert. That of a chosen one is its logit minus the largest logit not chosen (> 0);
+    that of any other is its logit minus the smallest chosen logit (<= 0).
+    """
     last, next_ = sorted_BTM[..., top_k - 1 : top_k], sorted_BTM[..., top_k : top_k + 1]
     return torch.where(chosen_BTM, (logits_BTM - next_).clamp(min=SMALLEST), logits_BTM - last)
 

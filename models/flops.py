@@ -1,14 +1,14 @@
 """Costs of a model, calculated from its spec: FLOPs, weights, keys and values of each layer and each part.
 
 Only matrix products count, two FLOPs for each multiply-add, like `torch.utils.flop_counter` on the eager model and
-`mod_export.measure.cost` on the exported graph. For a batch of B rows of S positions, in a layer in whose attention A
-tokens of a row have a query and K a key, and whose MLP sees M (S if the part is not routed, k if it is; K is S if
-skipped tokens keep their keys and values):
+`mod_export.measure.cost` on the exported graph. The table is for a batch of B rows of S positions, in a layer in which
+A tokens of a row have a query, K have a key, and M run the MLP. Each of these numbers is k if its part is routed, else
+S; but K is S if skipped tokens keep their keys and values.
 
     attention_projections  4 B D E (H A + G K)      queries and outputs of H heads, keys and values of G, E wide
     attention              4 B H E A K              scores and their product with values, hidden ones included
     mlp                    6 B M D F                gate, up and down
-    adapter                2 B S D D                linear; computed for every token, as skipped ones are not counted
+    adapter                2 B S D D                linear; it runs for every token: which skip depends on the data
                            4 B S D F'               bottleneck, F' wide
                            6 B S D F'               gated
     experts                6 B N C D F              in place of mlp: N experts of C slots each, empty slots included
@@ -20,8 +20,8 @@ skipped tokens keep their keys and values):
 
 Attention counts as the full rectangle although it is causal, as in both counters. `needed_flops` leaves out the
 2 B H E A (K - 1) that the mask hides if selected tokens are spread evenly over the row. A router counts if the eager
-model runs it. An exported graph lacks a router whose score is not used: a predictor or noise decides, and the gate is
-`ones` or the combine rule has no gate.
+model runs it. An exported graph lacks a router whose score is not used, because a predictor or noise decides and
+the gate is `ones` or the combine rule has no gate.
 
 Shape legend: B batch, S positions, D model width, H query heads, G key/value heads, E head width, F MLP width,
 V vocabulary, h hidden width of a router.

@@ -197,7 +197,7 @@ Branch = Callable[..., tuple[Tensor, ...]]
 
 
 def either(mark_B: Tensor, run: Branch, otherwise: Branch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Returns `run(*inputs)` if any row is marked, else `other(*inputs)`: a condition on the data in a static graph.
+    """Returns `run(*inputs)` if any row is marked, else `otherwise(*inputs)`: a condition on data in a static graph.
 
     A graph holds both branches (ONNX If) and executes one. In eager mode only that one is called. Both must return
     tensors of the same shapes, dtypes and strides, and must not return their inputs.

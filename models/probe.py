@@ -1,4 +1,4 @@
-"""Measures the cost of skipping layers of a dense model (`python -m mod_models.probe`), a ranking for `train --route`.
+"""Measures what skipping layers of a dense model costs (`python -m mod_models.probe`): a ranking for `train --route`.
 
 For one layer at a time, a random share of the tokens skips the layer, only its attention or only its MLP, as in a
 routed model before training. No other token sees a skipped one in that layer. The cost is the rise of the held-out

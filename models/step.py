@@ -103,7 +103,7 @@ def step_outputs(spec: ModelSpec) -> list[str]:
 
 
 ROOM, MOST = 1.5, 0.75
-"""A routed layer has narrow slots for ROOM times its share of the tokens, but at most for the share MOST of them."""
+"""The narrow slots of a routed layer suffice for ROOM times its share of the tokens, but at most for the share MOST."""
 
 
 def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, int]:
@@ -113,7 +113,7 @@ def narrow_slots(spec: ModelSpec, seq: int, window: int) -> dict[int, int]:
     have a slot for every token. But only about the same share runs as in the window. Layers with experts are left out.
     """
     in_window = spec.k_of_layer(window)
-    # The last layer computes one token only, except for attention that is routed apart.
+    # The last layer computes only one token of each row, unless attention and MLP have routers of their own.
     apart = spec.routing is not None and spec.routing.parts == "separate"
     slots = {
         layer: math.ceil(min(ROOM * in_window[layer] / window, MOST) * seq)
@@ -375,7 +375,7 @@ def routed_one(
 
     def run(*args: Tensor) -> tuple[Tensor, ...]:
         row_R, (x_B1D, g_B11) = decision.index_R, args[:2]
-        # Behind its condition, the part of a single row runs only if that row runs, and needs no other value.
+        # With a single row and a condition, this branch is taken only if that row runs: the other value is not needed.
         left_B1D = x_B1D if skip and row_R is None and len(x_B1D) == 1 else left(x_B1D, g_B11)
         if row_R is None:
             return _part(block, part, left_B1D, args, len(past_tensors))

@@ -217,7 +217,7 @@ class RoutedBlock(Block):
         block_BTD: Tensor,
         index_B1: Tensor,
     ) -> Tensor:
-        """Like `_routed`, for one token of each row, (B, 1, D). It comes after all tokens that are selected."""
+        """Like `_routed`, for one token of each row, (B, 1, D). No selected token may come after it."""
         B, T, D = tokens.x_BTD.shape
         row_B = tokens.rows(index_B1)
         if k == 0:

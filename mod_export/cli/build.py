@@ -175,8 +175,8 @@ def build_and_show(
 
 
 def _tokenizer_of(source: str, named: Path | None) -> TokenizerFiles | None:
-    """Reads the tokenizer that the user named, or else the tokenizer in the GGUF file or in the folder of the model or
-    of model.pt, where training leaves it. What the model itself says about the ends of texts also applies to a named
+    """Reads the tokenizer that the user named, or else the one in the GGUF file, in the model's folder, or beside
+    model.pt, where training leaves it. What the model itself says about the ends of texts also applies to a named
     tokenizer.
     """
     from mod_export.model.checkpoint import companions_in, is_gguf

@@ -78,7 +78,7 @@ def _core() -> openvino.Core:
 
 
 def _message(error: BaseException) -> str:
-    """Returns OpenVINO's error message without locations in its sources, which is the last line."""
+    """Returns the last line of OpenVINO's error: the message, without locations in OpenVINO's sources."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 

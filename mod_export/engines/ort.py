@@ -135,8 +135,8 @@ class OrtCuda(_Ort):
         entries = {"session.disable_cpu_ep_fallback": "1"}
         with OPENING:
             missing = load_cuda_libraries()
-            # The CUDA provider warns of every ScatterND, also of those whose indices differ, as a top-k's do. The
-            # severity belongs to the process and cannot be asked for, so one that the caller has set is lost.
+            # The CUDA provider warns about every ScatterND, even if its indices all differ, as those of a top-k do. The
+            # severity of the log belongs to the process and cannot be read, so one that the caller has set is lost.
             ort.set_default_logger_severity(ERROR)
             try:
                 session = session_from_onnx(path, file.parent, [(CUDA, options)], threads, entries, weights)

@@ -4,8 +4,9 @@ weights once, and allocate intermediate values from one arena.
 Kernels multiply by a packed copy of a weight, in the order in which the processor reads it. Each session of the Python
 interface packs its own copy, so four buckets need four times the memory. Here all sessions on one weights file share
 their packed weights (OrtPrepackedWeightsContainer): with 159 MB of weights, a further bucket takes 3 MB or 2 %. Weights
-that are packed in advance and stored in a file would count once in each session, and fit one kind of processor. After
-packing, the pages of the mapped file are released. They are read again only if a kernel looks up rows in the file.
+that are packed in advance and stored in a file would take memory in each session, and fit only one kind of processor.
+After packing, the pages of the mapped file are released. They are read again only if a kernel looks up rows in the
+file.
 """
 
 from __future__ import annotations

@@ -232,9 +232,10 @@ class EngineProfiler(Protocol):
     def profile(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, feeds: Arrays, runs: int
     ) -> Profile:
-        """Profiles an engine that is opened as by `EngineBuilder.load`, separately from the session that is timed.
+        """Profiles an engine, opened as `EngineBuilder.load` opens it, but separately from the one that is timed.
 
-        Feeds that the engine has no input for are ignored. `runs` is the number of counted runs; one more comes before.
+        Feeds that the engine has no input for are ignored. `runs` is the number of runs that count; one more run comes
+        before them.
 
         Raises:
             TargetError: this machine cannot run the engine.

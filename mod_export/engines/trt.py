@@ -31,9 +31,9 @@ ALIASED = "get_aliased_input_tensor"
 """A method of ICudaEngine since TensorRT 10.15."""
 PROBE_SECONDS = 120
 SAVED_POSITIONS = 4096
-"""A TopK in groups must spare this many positions of an axis to pay. A TopK takes 51 us for 24,000 positions, whatever
-k is (ultralytics/ultralytics#25666), so these positions take 9 us. Groups cost one more TopK, an addition and a gather:
-small kernels of 2 to 3 us each. Not measured by us.
+"""A TopK in groups pays off if it saves at least this many positions of an axis. A TopK takes 51 us for 24,000
+positions, whatever k is (ultralytics/ultralytics#25666), so these positions take 9 us. Groups cost one more TopK, an
+addition and a gather: small kernels of 2 to 3 us each. We have not measured this.
 """
 LIMITS = TargetLimits(
     name="TensorRT",
@@ -159,7 +159,7 @@ class TensorRTRunner(EngineRunner):
 
 
 def _updated_input(cuda_engine: Any, output: str) -> str | None:
-    """Returns the input whose memory an output shares; None if no input does. In TensorRT 10.14 no input ever does."""
+    """Returns the input whose memory an output shares; None if there is none, as always before TensorRT 10.15."""
     ask = getattr(cuda_engine, ALIASED, None)
     source: str | None = ask(output) if ask else None
     return source

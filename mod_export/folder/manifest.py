@@ -47,7 +47,7 @@ class ModelFacts(_Facts):
 
     Attributes:
         checkpoint_sha256: hash of the checkpoint file, or of the files of the checkpoint folder.
-        spec: the spec as plain data, with a capacity that was replaced.
+        spec: the spec as plain data; a capacity that replaced the model's own is already in it.
         vocab_size: vocabulary size of a model of token ids, else None.
         weights: the folder's float32 weights file.
         tensors: names of this model's tensors in that file.

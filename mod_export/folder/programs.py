@@ -14,8 +14,8 @@ from mod_export.types import Bucket, ModelKind
 PROGRAM = "program"
 """Architecture of a model that was captured (`model/programs.py`); no package provides it."""
 ARRAYS = ("samples", "constants")
-"""Archives of arrays. In `samples`, `b1s512/ids.0` is the input `ids` of the first sample of that bucket. In
-`constants` are the values that graphs read beside weights and inputs; `b1s512.name` if buckets differ."""
+"""Archives of arrays. In `samples`, `b1s512/ids.0` is the input `ids` of the first sample of that bucket. `constants`
+holds the values that graphs read besides weights and inputs; one that differs between buckets is `b1s512.name`."""
 
 
 def program_files(kind: ModelKind, buckets: Iterable[str]) -> list[str]:

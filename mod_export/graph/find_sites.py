@@ -52,7 +52,8 @@ class FoundSite:
         flow: what the program does with its tokens; if `order` is given, `flow.selector.indices` holds all T indices.
         order: the slice of the T sorted indices that is selected; None unless several parts of a sort are used.
         outer: the site whose selected tokens it selects from; None if it selects from the whole row.
-        table: the node that holds the positions of those tokens, in the row if `of_row`, else in the tokens of `outer`.
+        table: the node that says where those tokens are: as positions in the row if `of_row`, else as numbers among the
+            tokens of `outer`.
     """
 
     flow: Flow
@@ -83,7 +84,7 @@ def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[F
 
 
 def _part_that_runs(flow: Flow) -> slice | None:
-    """The end of a complete order whose tokens alone go through products; None if there is no such end."""
+    """The end of a complete order, first or last, for whose tokens alone products run; None if there is none."""
     order_T = flow.index_BK[:1].flatten().tolist()
     parts = [tokens for tokens in flow.sets_computed() if len(tokens) < len(order_T)]
     if len(parts) != 1:

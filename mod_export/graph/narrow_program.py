@@ -121,7 +121,8 @@ def _read_by(product: fx.Node) -> set[fx.Node]:
 
 
 def _deciding(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
-    """The nodes that lead to selections alone, and the nearest products above the scores, if these are narrow enough.
+    """The nodes that lead to nothing but selections, and the nearest products that scores are computed from, if they
+    compute at most MOST_SCORES numbers per token; also products that read the same router weights again.
 
     `weights` are the names of the placeholders that hold weights.
     """

@@ -131,7 +131,7 @@ def base_of_square(value: ir.Value | None) -> ir.Value | None:
 
 
 def nodes_from_opset(model: ir.Model, opset: int) -> Iterable[ir.Node]:
-    """The nodes of a graph, those of branches too; none if its opset is older and lacks the operator to be written."""
+    """The nodes of a graph and its branches; none if its opset is below `opset` and lacks the operator to write."""
     return model.graph.all_nodes() if model.opset_imports.get("", 0) >= opset else ()
 
 
@@ -291,8 +291,8 @@ class NodeWriter:
     def ops(
         self, op_type: str, like: int | Sequence[ir.Value], *inputs: Input, domain: str = "", **attributes: Any
     ) -> Sequence[ir.Value]:
-        """Writes a node with one output for each value of `like`, in its dtype and shape; or a standard node with this
-        number of outputs, whose dtypes and shapes are inferred.
+        """Writes a node with one output for each value in `like`, in the dtype and shape of that value. If `like` is a
+        number, writes a standard node with that many outputs, and infers their dtypes and shapes.
         """
         if isinstance(like, int):
             values = self._values(op_type, inputs, domain, attributes, like)

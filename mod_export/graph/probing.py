@@ -246,7 +246,7 @@ class Known:
                 self._values[base], self._behind[base] = whole, sources
 
     def _weighted(self, node: fx.Node) -> Any:
-        """One-hot rows or a mask after a product with unknown gates, which count as 1; None for any other operation."""
+        """One-hot rows or a mask that unknown gates multiply, with 1 for the gates; None for any other operation."""
         if not any(_is_mask(self.value(source)) for source in node.all_input_nodes):
             return None
         with_ones, with_twos = self.run(node, {}, 1.0), self.run(node, {}, 2.0)
@@ -426,8 +426,8 @@ def tokens_at(
 
 
 def _shifts(held_P: Tensor, placed_K: Tensor, tokens: int, layout: Layout) -> list[int]:
-    """Returns the possible differences between a token's place and its number, because further tokens may stand before
-    all of them.
+    """Returns the possible differences between a token's place and its number: further tokens, such as a class token,
+    may stand before all of them.
     """
     result = [0]
     if layout.places > tokens and not layout.one_row:

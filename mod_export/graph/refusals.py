@@ -267,9 +267,9 @@ def _own_error(module: torch.nn.Module, example: Sequence[torch.Tensor]) -> Exce
 
 
 def _line_of(lines: Sequence[_Line], packages: Collection[str]) -> _Line | None:
-    """The innermost line of the model's own code, or else of any package; `lines` begin with the outermost one. The
-    model's own code is not installed, or is in one of `packages`, which define the model's classes. Packages that these
-    call, such as einops, do not count.
+    """The innermost line of the model's own code, or else of any package; `lines` begin with the outermost one. A line
+    is the model's own if its file is in no installed package, or in one of `packages`, which define the model's
+    classes. Packages that these call, such as einops, do not count.
     """
     foreign = [line for line in lines if _is_foreign(line.file)]
     own_lines = [line for line in foreign if _package_of(line.file) in {None, *packages}]

@@ -240,7 +240,7 @@ def searchsorted(
     side: str | None = None,
     sorter: Tensor | None = None,
 ) -> Tensor:
-    """The number of boundaries below each value, which is compared with all of them."""
+    """The number of boundaries below each value, or not above it with `right`; a value is compared with all of them."""
     queries = torch.as_tensor(values, dtype=boundaries.dtype) if not isinstance(values, Tensor) else values
     before = boundaries[None, :] if boundaries.dim() == 1 else boundaries[..., None, :]
     query_column = queries[..., None]

@@ -248,7 +248,9 @@ def _followed(
 
 
 def _outer(selector: Selector, before: Sequence[Flow]) -> tuple[Flow, Tensor] | None:
-    """The latest flow whose selected tokens have one score each here, and the numbers (B, T) of these tokens there."""
+    """The latest flow of `before` whose selected tokens have one score each in `selector`, and the numbers (B, T) of
+    these tokens in that flow; None if there is no such flow.
+    """
     for flow in reversed(before):
         if selector.scores not in flow.between:
             continue

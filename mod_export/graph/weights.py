@@ -90,8 +90,8 @@ class WeightsFile:
         return cls(path.name, entries)
 
     def quantized_bytes(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Weight -> bytes of its integers and scales, for the weights of `tensors` that this file quantizes. If it has
-        both forms of int8, the one in blocks counts.
+        """Weight -> bytes of its integers and scales, for the weights of `tensors` that this file quantizes. If it
+        has a weight in several forms, the last by name counts, such as `int8_blocks` instead of `int8`.
         """
         sizes: dict[str, int] = {}
         for name, forms in forms_of(self.entries).items():
@@ -137,7 +137,7 @@ def is_of_quantized(name: str) -> bool:
 
 
 def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
-    """Weight -> the forms in which the tensors of these names, of a file or a graph, store it by itself."""
+    """Weight -> the forms in which it is stored by itself, according to the names of the tensors of a file or graph."""
     result: dict[str, set[Form]] = {}
     for stored in names:
         name, _, kind = stored.rpartition(".")

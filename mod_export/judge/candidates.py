@@ -1,7 +1,8 @@
 """The candidates: every engine that runs here, and every graph that ONNX Runtime's CPU kernels can run in its place.
 
-A plan for a GPU that is not here cannot be run, but the graph that it was built from can. A portable graph is an
-artefact of its own. A graph with the same bytes as an engine that is judged is not run twice.
+A plan for a GPU that is not here cannot be run, but the graph that it was built from can. A portable graph of whole
+rows is judged too, because it can be used without an engine. A graph with the same bytes as a judged engine is not run
+again.
 """
 
 from __future__ import annotations

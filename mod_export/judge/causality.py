@@ -5,12 +5,12 @@ before the replaced part are compared. They must not change in a model that gene
 whole sequence changes them by construction: a later token can take the slot of an earlier one.
 
 **Padding**, in models of other inputs than token ids. The content of a padded position is meaningless, and engines may
-differ there. Under an additive mask of the smallest number, for example, a row may be masked as a whole; it is then
+differ there. With an additive mask of the smallest number, for example, a whole row may be masked; its softmax is then
 uniform in one dtype and NaN in another. A mask alone proves nothing. So a position counts as padding only if all of
 this holds for the batch, on the reference:
 
-* an input says so: it has two values, one for each token that counts and one for each that does not, or it masks the
-  position for every query;
+* an input says so: it has exactly two values, one for tokens that count and one for the others; if it has a row for
+  each query, it hides the position from every query;
 * the content of the position does not matter: with other content there and the same routing, every other row of every
   output keeps its bits;
 * the mask is the cause: if it says that these positions count, other content there changes other rows.
@@ -100,7 +100,8 @@ def probe_causality(
     tolerance: float,
     seed: int,
 ) -> CausalityRow:
-    """Replaces several endings of a batch of full rows by those of other inputs.
+    """Replaces the ends of full rows by those of another input, from several positions on, and reports whether the
+    output before them changes.
 
     Args:
         runner: the engine.
@@ -109,7 +110,7 @@ def probe_causality(
         setting: setting of the engine.
         suffixes: endings to try; fewer if the bucket is short.
         tolerance: change of a logit that rounding can explain.
-        seed: seed of the other inputs.
+        seed: the seeds after this one are tried for the other input.
 
     Raises:
         EngineError: the engine cannot be run.
@@ -213,7 +214,8 @@ def declared_padding(reference: Reference, batch: Batch) -> Padding | None:
 
 
 def _readings(array: np.ndarray, batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields the possible readings of a mask: bool (B, S), the tokens that count, and the mask if all tokens count.
+    """Yields for each possible reading of a mask: bool (B, S), True for tokens that count, and the mask as it would be
+    if all tokens counted.
 
     0 and False hide tokens in most masks, and keep them in some (`key_padding_mask` of torch.nn). Both readings are
     tried, in this order.

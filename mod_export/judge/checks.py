@@ -6,8 +6,9 @@ candidate has an error of the same size, whatever the order in which it sums. Fo
 their unit roundoff (Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 2.2: errors are linear in it
 to first order).
 
-Each check reads all comparisons of one candidate and its allowance, and returns its reasons to fail, none if it passes.
-Every condition is written so that a NaN fails it: `not value <= limit`, never `value > limit`.
+Each check reads the comparisons of one output on all inputs, and the allowance of this output. It returns its reasons
+to fail, none if it passes. Every condition is written so that a NaN fails it: `not value <= limit`, never
+`value > limit`.
 """
 
 from __future__ import annotations
@@ -118,7 +119,8 @@ class Allowance:
     Attributes:
         gate: the gate of the configuration.
         max_abs: largest error of a value.
-        rms: root mean square of the errors; None if no rounding error was measured, or for fewer than FEWEST_LOGITS.
+        rms: root mean square of the errors; None if no rounding error was measured, or if fewer than FEWEST_LOGITS
+            values were compared.
         scores: site -> largest distance from the edge of the selection, in the units of the scores, at which a token
             that only one side selects is a near-tie.
         scales: site -> largest root mean square of a row's scores; the report states distances as shares of it.

@@ -130,7 +130,7 @@ class Choice:
 
     @property
     def dim(self) -> int | None:
-        """The dimension along which entries compete, None if all of them do, and -1 if none do."""
+        """The dimension along which entries compete; None if all entries of the tensor compete, -1 if none do."""
         if self.contest is None:
             return -1
         dim = argument_of(self.contest, "dim")
@@ -242,8 +242,9 @@ class Recorder:
 
 
 class Holder:
-    """Imposes the outcomes of one run on another. Given the `values` that were read in the first run, it also finds for
-    each the largest difference beyond one rounding of the number itself (`spread`), and the equal entries (`same`).
+    """Imposes the outcomes of one run on others. Given the `values` that choices read in the first run, it also finds
+    for each of them the largest difference beyond one rounding of the number itself (`spread`), and which entries are
+    equal in all runs (`same`).
     """
 
     def __init__(self, choices: Sequence[Choice], outcomes: Outcomes, values: Mapping[str, Any] | None = None) -> None:
@@ -424,14 +425,14 @@ def _contestants(value: Tensor, dim: int | None) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Movement:
-    """How far the reference moves when its discrete choices are pushed across edges that are close.
+    """How far the results of the reference move when discrete choices that are close to a jump are made to jump.
 
     Attributes:
         outputs: for each output float64 (R,), the largest change of a value in each compared row; infinite if a value
             becomes NaN.
         scores: site -> float64 (B,), the largest change of a score in each row; infinite if the tokens that can be
             selected change.
-        told: the operation that decides, and its place; empty if nothing moves.
+        told: the operation that decides, and its place; empty if no choice jumps.
     """
 
     outputs: tuple[np.ndarray, ...]
@@ -442,7 +443,7 @@ class Movement:
 def movement(
     reference: Reference, batch: Batch, routing: Mapping[Site, np.ndarray], slack: Slack, rows: Rows
 ) -> Movement | None:
-    """Measures the movement on one batch with the given selections; None for a program without such choices."""
+    """Measures the movement on one batch, given the selections; None if the program makes no other discrete choices."""
     choices = reference.choices(batch.bucket)
     if not choices:
         return None
@@ -459,7 +460,8 @@ def movement(
             Nudger(nudged, slack, holder.spread, holder.same, direction, opposed=opposed) for direction, opposed in ways
         ]
 
-    # The first jump of any run is one of these choices. If there is none, all further runs would repeat this one.
+    # Until a choice jumps, all values of a run are those of `base`, so the first choice to jump is in `jumping`. If
+    # that is empty, every further run would repeat `base`.
     jumping = [
         choice
         for choice in choices

@@ -30,7 +30,7 @@ ROUNDOFF: dict[DType, float] = {
 
 
 def error_between(candidate_NV: np.ndarray, reference_NV: np.ndarray) -> ErrorNumbers:
-    """Returns the elementwise error of N rows, such as the logits of real tokens, in float64; zeros without values."""
+    """Returns the elementwise error of N rows, such as logits of real tokens, in float64; 0 if there are no values."""
     largest, total, squares, scale, count = 0.0, 0.0, 0.0, 0.0, reference_NV.size
     for rows in _blocks(reference_NV):
         reference = reference_NV[rows].astype(np.float64)
@@ -291,7 +291,9 @@ def _edge(rule: str, score_L: np.ndarray, k: int) -> tuple[float, list[float]]:
 def _flipped(
     rule: str, score_L: np.ndarray, open_L: np.ndarray, wanted_W: np.ndarray, got_G: np.ndarray, k: int
 ) -> np.ndarray:
-    """Returns the open tokens that only one side selects, except those that lost their slot to an earlier token."""
+    """Returns the places in `open_L` of the tokens that only one side selects, except those that lost their slot to an
+    earlier token.
+    """
     is_selected = np.isin(open_L, got_G)
     if rule != FIRST_COME:
         return np.flatnonzero(is_selected != np.isin(open_L, wanted_W))

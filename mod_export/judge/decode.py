@@ -1,5 +1,5 @@
-"""Judges prefill and decode engines: on given texts like any other engine, and on the texts that they write themselves;
-and the quality that a model loses when it decides one token at a time.
+"""Judges prefill and decode engines, on given texts like any other engine and on the texts that they write themselves,
+and measures the quality that a model loses when it decides one token at a time.
 
 A decode bucket and the prefill buckets together become a runner, (input_ids (B, S), lengths (B,)) -> logits and the
 positions that ran, so that parity can judge them. The text is given and not written: its beginning is read as a prompt,
@@ -54,13 +54,13 @@ FULL_ROWS = ("text", "random")
 TEXT_TOKENS = 1024
 """Tokens of text on which engines with integer weights are judged."""
 LEAST_PROMPTS = 4
-"""Least number of further prompts for such engines, if there is enough text: each prompt has one next token."""
+"""Least number of further prompts for such engines, if there is enough text: each gives one next token to judge."""
 NARROW_TOKENS = 200
-"""New tokens that such engines write for each text."""
+"""Least number of new tokens that engines with integer weights write for each text, if the cache has room."""
 PROMPT_TOKENS = 32
 """Tokens of the prompts that engines and eager model both continue."""
 SINGLE = 2
-"""Least cost of a token that the eager model reads alone, in tokens of a whole row: it reads every weight."""
+"""Least cost of a token that the eager model reads alone, relative to one in a whole row: it reads every weight."""
 
 
 def parity_of_runs(
@@ -115,8 +115,9 @@ def prompt_parts(
 ) -> Runs:
     """Returns the runs by which a prefill engine is judged, each with its texts.
 
-    The first run reads prompts of every kind that it can read at once. The second one, if the cache has room, reads
-    prompts of which even the longest engine reads a whole part, one that continues it, and one that is padded.
+    The first run reads prompts of every kind, each at once. The second one, if the cache has room, reads prompts so
+    long that even the longest engine reads them in up to three parts: a whole one, a whole one that continues it, and a
+    padded one.
     """
     bucket = engine.bucket
     capacity = reference.k_by_layer(bucket)
@@ -138,7 +139,9 @@ def prompt_parts(
 def _text_parts(
     prompts: Prompts, decoder: Decoder, reference: Reference, config: BuildConfig, text_of: TextOf | None
 ) -> Runs:
-    """Returns enough text, read token by token, to tell perplexity and next tokens apart by a percent."""
+    """Returns a run that reads text token by token, enough of it to show a change of a percent in perplexity or in next
+    tokens.
+    """
     length = min(decoder.length, -(-TEXT_TOKENS // decoder.batch))
     bucket = Bucket(decoder.batch, length)
     runner = TokenByToken(prompts, decoder, reference.k_by_layer(bucket), in_turns=config.generation.slots == "fair")
@@ -165,10 +168,10 @@ def decoding_parts(
 ) -> Runs:
     """Returns the runs by which a decode engine is judged, each with its texts.
 
-    The first run reads texts of every kind in every row token by token, as many tokens as the configuration says. Then
-    each prefill bucket has a run with a prompt that fills it and some tokens on the cache that it leaves; and there is
-    one with a prompt that leaves room for some tokens only, up to the last slot. For a large model, the first texts are
-    shorter, and the prompts use the last row only.
+    The first run reads texts of every kind token by token, in every row, as many tokens as the configuration says. Then
+    each prefill bucket has a run with a prompt that fills it, and some tokens on the cache that the prompt leaves. One
+    more run has a prompt that leaves room for these tokens only, so that they fill the cache to its end. For a large
+    model, the first texts are shorter, and texts after a prompt use the last row only.
     """
     in_turns = config.generation.slots == "fair"
     most = affordable_tokens(reference.model)
@@ -223,8 +226,8 @@ class PromptRunner(_Borrowed):
     """A prefill engine as a runner of `outputs = "last"`, which reads prompts of any length in parts."""
 
     def __init__(self, prompts: Prompts, capacity: Mapping[Site, int]) -> None:
-        """`capacity` is, for each routing site, the tokens of a prompt that it selects, in the order of the engine's
-        columns.
+        """`capacity` maps each routing site to the number of tokens of a prompt that it selects, in the order of the
+        engine's columns.
         """
         self._prompts, self._capacity = prompts, capacity
         self.outputs = (PRIMARY["last"], *map(routed_output, capacity))
@@ -260,7 +263,7 @@ class TokenByToken(_Borrowed):
         *,
         in_turns: bool = False,
     ) -> None:
-        """The texts have the length that `capacity` is counted for, and occupy the last of the decoder's rows.
+        """The texts have the length for which `capacity` was counted, and occupy the last rows of the decoder.
 
         Args:
             prompts: reads prompts.

@@ -170,7 +170,7 @@ def _every_id(rng: np.random.Generator, bucket: Bucket, model: Model) -> list[np
 
 
 def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model: Model) -> list[np.ndarray]:
-    """Returns lengths around which a selection of k tokens behaves differently, and others, in batches of the bucket.
+    """Returns lengths around which a selection of k tokens behaves differently, and others: int64 (B,) for each batch.
 
     The first lengths are k - 1 and k + 1. Then come one token, all but one, k, half and a sixteenth of the bucket, and
     at least two random lengths. A large model gets only the first of these.

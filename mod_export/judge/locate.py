@@ -74,10 +74,10 @@ def locate_in_graph(root: Path, path: str, fresh: bytes, batches: Sequence[Batch
 
 
 def _rewired(ours: ir.Node, theirs: ir.Node, known: Collection[str]) -> tuple[str, str]:
-    """Describes the wrong value that a node reads, empty if there is none, and names the module to blame.
+    """Returns a description of the wrong value that a node reads, empty if there is none, and the module to blame.
 
-    If the wrong value exists in the sound graph too, the module that computes the right value is left out and is to
-    blame. Otherwise it is the module of the node itself.
+    If the wrong value exists in the sound graph too, the wrong graph bypasses the module that computes the right value,
+    so that module is to blame. Otherwise it is the module of the node itself.
     """
     for actual, expected in zip(ours.inputs, theirs.inputs, strict=False):
         if actual is None or expected is None or actual.name == expected.name:
@@ -139,7 +139,7 @@ def locate_against_reference(
 ) -> Located | None:
     """Compares an ONNX file of the build folder with the reference, batch by batch until one shows a wrong node.
 
-    None if no value that both name is off, or if memory has no room for the values.
+    None if no value that has the same name in both is off, or if memory has no room for the values.
 
     Raises:
         BuildError: the graph cannot be made or run.
@@ -208,7 +208,9 @@ def _off(actual: np.ndarray, expected: np.ndarray, exact: np.ndarray, slack: Sla
 def _located(
     ours: ir.Node, theirs: torch.fx.Node, names: Sequence[str], batch: Batch, off: float, allowed: float
 ) -> Located | None:
-    """Returns None if equal names mean different things: the operation does not depend on what the node reads."""
+    """Describes a node with a wrong value. None if its name means something else in the program: the operation of this
+    name does not depend on the values that the node reads.
+    """
     shared = set(names)
     above, passed = _above(theirs, lambda node: list(node.all_input_nodes), lambda node: {node.name} & shared)
     before, _ = _above(
@@ -284,7 +286,9 @@ def first_faulty_layer(
 def _first_maker(
     outputs: Iterable[N], inputs_of: Callable[[N], Sequence[N]], has: Mapping[N, bool], order: Sequence[N]
 ) -> N | None:
-    """Returns the first node behind `outputs` that has the property and reads no node that has it; else None."""
+    """Returns the first node, by `order`, from which a property (`has`) spreads to `outputs`: it has the property and
+    reads no node that has it. None if no output has the property.
+    """
     todo = [n for n in outputs if has.get(n)]
     visited, makers = set(todo), set[N]()
     while todo:

@@ -10,10 +10,10 @@ The output of a model of token ids is turned into logits, so that the same numbe
 token, `last` for the logits of each row's last real token, and `none` for hidden states after the final norm, which
 the reference's own head turns into logits. For any other model all outputs are compared, each by itself.
 
-Ties are judged apart. If scores are exactly equal, the earlier token gets the slot, in every engine. Equal tokens
+Ties are judged separately. If scores are exactly equal, the earlier token gets the slot, in every engine. Equal tokens
 seldom have bit-equal scores, because kernels sum different rows in different orders. A router with all weights zero
 makes scores equal everywhere. Then every site that ranks tokens must select the first k real tokens of its row,
-whatever the text. Where tokens choose, the rule for ties alone decides the selection.
+whatever the text. Where tokens choose experts, the rule for ties alone decides which experts they choose.
 
 Shape legend: B batch, S sequence, V vocabulary, D model width, N the tokens that are compared.
 """
@@ -225,8 +225,8 @@ def judge_runner(
     setting: Setting,
     artifact: str | None = None,
 ) -> ParityRow:
-    """Runs a candidate in one or more ways, each on its own inputs, and judges it. Before it fails, rounding is
-    measured on all inputs, then in several runs.
+    """Runs a candidate in one or more ways, each on its own inputs, and judges it. Before it fails by a limit that
+    depends on rounding, rounding is measured on all inputs, and then in several runs.
 
     Raises:
         EngineError: the candidate cannot be run on these inputs.
@@ -329,7 +329,7 @@ def _compare(
 
 
 class _ForcedRuns:
-    """Runs of the reference on one batch with a candidate's routing, and the rows of the outputs that they decide.
+    """Runs of the reference on one batch with a candidate's routing, and the rows of its outputs that can be compared.
 
     Attributes:
         forced: the float32 run.
@@ -365,8 +365,8 @@ class _ForcedRuns:
         return _rows(values, self.tokens[n])
 
     def rounding_error(self, n: int) -> ErrorNumbers | None:
-        """Returns the error of the n-th output, where each element is that of the float32 run farthest from float64;
-        None if it is not measured.
+        """Returns the rounding error of the n-th output, with each element from the float32 run that is farthest from
+        float64; for floats at least the error of rounding each value once. None if it is not measured.
         """
         if self._exact is None:
             return None
@@ -542,9 +542,9 @@ def _ties(
 
 
 def zeroed_routers(model: Model, seq: int) -> Iterator[dict[str, np.ndarray]]:
-    """Yields zeros, float32, for every weight of routers that select some of `seq` tokens: idle routers are in no
-    graph. Then, if there are other routers too, yields zeros for the routers of experts alone: zeros in front of
-    experts may let no token reach them.
+    """Yields float32 zeros for the weights of all routers that select any of `seq` tokens: idle routers are in no
+    graph. If only some of these routers serve experts, then yields zeros for those alone, because zeros in the others
+    may let no token reach the experts.
     """
     active = {site for site, k in (model.k_by_layer(seq) or {}).items() if k}
     deciding = {name: sites for name, sites in model.router_weights().items() if active.intersection(sites)}

@@ -41,9 +41,11 @@ KEPT_BYTES = 2**29
 FLOAT64_BYTES = 8
 SHAKEN = 2
 RUNS_OF_CHECK = 4
-"""Runs of one check: captured program and module, on two samples each. A large model runs only the padded sample."""
+"""Runs of one check: captured program and module, on two samples each. A large model runs only the second sample, which
+is padded in a model of token ids.
+"""
 MOST_MAPPED_TOKENS = 1024
-"""Longest row of a routing map: a person reads no longer ones."""
+"""Longest row that gets a routing map: nobody would read a longer map."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,8 +81,8 @@ class _Wide:
 
 
 class KeptRuns:
-    """Keeps the latest runs of one or more references, as far as they fit. A run depends on batch and routing only,
-    and the next target asks for the same runs.
+    """Keeps the latest runs of one or more references, as many as fit. Runs do not depend on the target, so the next
+    target asks for the same ones.
     """
 
     def __init__(self, room: int = KEPT_BYTES) -> None:
@@ -302,8 +304,8 @@ class Reference:
         return self._run(batch, routing, "float32", around)
 
     def exact(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> Traced | None:
-        """Like `forced`, but in float64, with the outcomes of other discrete choices as in float32. None if memory has
-        no room for that. `around` replaces the wrapper of operations that imposes these outcomes.
+        """Like `forced`, but in float64. Discrete choices other than routing sites get the outcomes of the float32 run,
+        unless `around` replaces the wrapper of operations that imposes them. None if memory has no room for the run.
         """
         return self._run(batch, routing, "float64", around) if self._programs.has_room else None
 
@@ -421,9 +423,10 @@ def _digest(batch: Batch, routing: Mapping[Site, np.ndarray], dtype: str) -> str
 
 
 def routing_map(reference: Reference, bucket: Bucket, batches: Sequence[Batch]) -> RoutingMap | None:
-    """Shows which tokens each routing site selects in the first row of the first batch of text, or of any kind.
+    """Shows which tokens each routing site selects in the first row of the first batch of text, or else of the first
+    batch.
 
-    None if nothing is routed, or if the row is too long to be read.
+    None if nothing is routed, if there is no batch, or if the row is too long to be read.
     """
     if bucket.seq > MOST_MAPPED_TOKENS or not batches:
         return None

@@ -2,7 +2,8 @@
 
 One element of one weight can be wrong by a percent and move no logit by more than rounding. So weights are judged by
 their bytes and not by their effect. The bytes of each tensor are compared with the fingerprint of the checkpoint's own
-tensor, which was taken when the folder was built; each reference of a graph with the tensor's place in that file.
+tensor, which was taken when the folder was built. Each reference to a weight in a graph is compared with the place of
+that tensor in its weights file.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def structure_of_export(root: Path, path: str, fresh: bytes) -> StructureRow:
 
 
 def _entries(proto: onnx.ModelProto) -> dict[str, tuple[str, ir.Node | None]]:
-    """Lists everything a graph holds: its place -> (its content, the node if it is one)."""
+    """Returns everything that a graph holds, as place -> (content, and the node if it is one)."""
     model = ir.from_proto(proto)
     entries: dict[str, tuple[str, ir.Node | None]] = {"opset": (str(dict(model.opset_imports)), None)}
     for value in (*proto.graph.input, *proto.graph.output):

@@ -17,7 +17,7 @@ definitions of the operators (https://onnx.ai/onnx/operators):
                             operands, if at least one label that both have is summed away. A label that only one of them
                             has and that is not needed later is summed before. Other cases only move, add or scale.
 
-Integer operations count like float operations. Work beside the products (biases, activations, the interpolation of
+Integer operations count like float operations. Work besides the products (biases, activations, the interpolation of
 DeformConv, zero points) is not counted.
 
 **The bytes** of a node are those that must pass between memory and processor: its inputs, weights included, and its
@@ -285,7 +285,7 @@ class AttentionSizes(NamedTuple):
     scores: int
     """B H Tq Tk, with the keys of the past."""
     needed: int
-    """Scores that a causal mask does not hide: T (T + 1) / 2 of T T for T queries of T keys."""
+    """Scores that a causal mask does not hide: for T queries and T keys, T (T + 1) / 2 of T T in each head of a row."""
     widths: int
     """Width of a query's head plus that of a value's head."""
 
@@ -584,7 +584,7 @@ def part_of_kernel(kernel: Kernel, part_of_node: Mapping[str, str]) -> str:
     # A generated kernel reads the weights of norms and tables, which do not identify it.
     if kernel.weights and not kernel.name.startswith(GENERATED):
         return _part_of_weight(kernel.weights)
-    # Names of nodes that may be in a fused node, longest first: a/b for `a/b/Fusion/`, a for `fused a`.
+    # Node names with which the name of a fused node may begin, longest first: a/b for `a/b/Fusion/`, a for `fused a`.
     words = kernel.name.removeprefix("fused ").strip("/").split("/")
     for length in range(len(words), 0, -1):
         if "/".join(words[:length]) in part_of_node:

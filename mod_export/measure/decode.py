@@ -32,7 +32,7 @@ from mod_export.types import Engine, ModelKind, Site, routed_output
 VISITS, LEAST_VISITS = 5, 2
 """Visits of each position, and the least number of visits for the slowest engines."""
 ORDER: tuple[ModelKind, ...] = ("dense", "mod")
-"""Order of the columns of samples, as far as there are both models."""
+"""Order of the columns of samples; without a dense baseline, there is only the model's column."""
 RESAMPLES = 2000
 
 

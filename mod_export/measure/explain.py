@@ -85,7 +85,9 @@ def _of_flops(bucket: Bucket, dense: CostRow, mod: CostRow, k_by_layer: Mapping[
 
 
 def _of_parts(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> list[str]:
-    """Names the part whose time is farthest above the share of the dense baseline's time that its FLOPs would leave."""
+    """Names the part that takes the most time beyond what its FLOPs suggest: its time in the dense baseline, scaled by
+    the ratio of its FLOPs in the two models.
+    """
     worst = ("", 0.0, 0.0, 0.0)
     for part, row in mod.items():
         baseline = dense.get(part)

@@ -169,8 +169,8 @@ def _step_seconds(
 ) -> float:
     """Returns the time of a step that reads one token of each text. Layers are those of one row of `length` tokens.
 
-    The share of a part's FLOPs that a routed layer keeps tells which share of it always runs (a) and which runs for
-    routed tokens (1 - a): it is a + (1 - a) c.
+    Of a part's FLOPs, a routed layer keeps the share a + (1 - a) c, where a is the share of the part that always runs,
+    1 - a the share that runs for routed tokens only, and c the capacity. So a follows from the FLOPs that it keeps.
     """
     total = 0.0
     for layer, dense_layer, token_layer in zip(layers, dense, token, strict=True):
@@ -178,7 +178,7 @@ def _step_seconds(
         for part, flops in layer.flops.items():
             in_dense = dense_layer.flops.get(part)
             if in_dense is None:
-                # Routers score every token. Adapters run for skipped tokens, and are counted for every one.
+                # Routers score every token. Adapters run only for skipped tokens, but `flops` counts every token.
                 skipped = 1 - capacity if part == "adapter" else 1.0
                 executed = 1 - capacity**texts if part == "adapter" else 1.0
                 total += machine.seconds(

@@ -75,7 +75,7 @@ def part_rows(
 
 
 def can_profile(engine: Engine) -> bool:
-    """Whether engines of this target have rows in the cost model."""
+    """Whether an engine's target has a profiler, so that the engine has rows in the cost model."""
     return isinstance(ENGINES[engine.target], EngineProfiler)
 
 

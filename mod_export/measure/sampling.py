@@ -33,7 +33,7 @@ WARMUP_SHARE = 1 / 3
 
 
 class Rounds:
-    """Runs rounds of `runs`, one run for each engine, in an order that is drawn with `seed`, and keeps every sample."""
+    """Runs rounds of `runs`, one function for each engine, in orders drawn with `seed`, and keeps the samples."""
 
     def __init__(self, runs: Sequence[Callable[[], object]], seed: int) -> None:
         self._runs, self._seed = runs, seed
@@ -140,7 +140,7 @@ def garbage_collector_off() -> Iterator[None]:
 
 
 def run_orders(count: int, seed: int) -> Iterator[tuple[int, ...]]:
-    """Yields endless orders of the numbers below `count`, balanced over every `balanced_rounds(count)` orders.
+    """Yields orders of the numbers below `count` without end; every block of `balanced_rounds(count)` is balanced.
 
     A block is a Williams design (Experimental designs balanced for the estimation of residual effects of treatments,
     1949): over its orders, every number has every position equally often, and is followed by every other number equally

@@ -1,4 +1,4 @@
-"""Runs each route in its own process; the processes take turns.
+"""Runs each route, that is, one way to run a model, in its own process; the processes take turns.
 
 Thread pools of several libraries in one process disturb each other: on two threads, a median was off by a factor of
 two. A process that waits for its turn sleeps. A pause before each turn lets the pool that ran last go to sleep too.

@@ -110,7 +110,7 @@ class Architecture(ABC):
             base: the model that `source` is an adapter of, if the files of the adapter do not say where that model is.
 
         Returns:
-            The model; None if this architecture converts nothing.
+            The description of the model; None if this architecture converts nothing.
 
         Raises:
             ValueError: the model cannot be converted, or cannot be written there; the message is for the user.

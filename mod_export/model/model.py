@@ -248,8 +248,8 @@ class Model(ABC):
         raise ValueError(f"that of {self.name} cannot be changed without training")
 
     def routed(self, layers: Sequence[int], parts: str, capacity: float, keys_values: str) -> Model | None:
-        """Returns this dense model with these layers routed, for its costs: it has no weights of routers. None if the
-        model cannot be routed, or its costs cannot be calculated.
+        """Returns this dense model with these layers routed, only to calculate its costs: it need not have weights.
+        None if the model cannot be routed, or its costs cannot be calculated.
 
         Args:
             layers: numbers of the layers, ascending.
@@ -390,8 +390,8 @@ def tokens_sample(vocab_size: int, bucket: Bucket, seed: int) -> dict[str, np.nd
 
 
 def stored_state(model: Model) -> dict[str, torch.Tensor]:
-    """State dict without building the module: weights as the checkpoint stores them, except float64, which becomes
-    float32, and the other buffers.
+    """Returns the state dict without building the module with its weights: the weights as the checkpoint stores them,
+    except float64, which becomes float32; and the other buffers.
 
     Raises:
         CheckpointError: the module has a parameter that the checkpoint holds nothing for.

@@ -115,7 +115,7 @@ def attributes_read(module: nn.Module, run: Callable[[], Sequence[torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class _AttributeValue:
-    """An attribute: its holder, its name in messages, and its number; for a container, its size and its numbers."""
+    """An attribute: its holder, its name in messages, and its value: a number, or a container's size and numbers."""
 
     holder: Any
     name: str

@@ -26,7 +26,7 @@ ADAPTER = ("adapter_model.safetensors", "adapter_model.bin")
 OF_TEXTS = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "generation_config.json", "chat_template.jinja",
 )  # fmt: skip
-"""Files beside the weights that say what texts the ids represent."""
+"""Files beside the weights that are about text: tokenizer, settings of generation, chat template."""
 POINTER = b"version https://git-lfs.github.com/spec/"
 PAGES = (b"<!doctype html", b"<html")
 OLD_LLAMA_CPP = (b"lmgg", b"fmgg", b"tjgg", b"algg")

@@ -63,7 +63,7 @@ NUMBERS = ("Infinity", "NaN")
 WIDEST = 16
 """Bytes of a complex128 number, the widest dtype."""
 LARGEST = 2**38
-"""Largest allowed value in a graph, in bytes. No machine holds 256 GiB, and a file of a few lines can ask for it."""
+"""Bytes of the largest tensor that a graph may compute, 256 GiB: a file of a few lines can ask for any size."""
 UNSAFE_SAMPLES = "its sample inputs are more than plain tensors, and could run code; export it with tensors as inputs"
 DYNAMIC = (
     "has a dynamic size, and a k such as int(c * T) was fixed at the length of the example; export it at one length, "

@@ -310,7 +310,8 @@ def _cleans(tokenizer: PreTrainedTokenizerBase, backend: Any) -> bool:
 
 def _generation_of(folder: Path) -> dict[str, Any] | None:
     """Returns the generation settings of a folder: generation_config.json, or else, in a folder of transformers, what
-    config.json says. There `eos_token_id` is always given, if only as null: then texts have no end.
+    config.json says; None if there are none. In a folder of transformers, `eos_token_id` is always among them; if it is
+    null, texts have no end.
     """
     settings, config = _read_json(folder / GENERATION_CONFIG), _read_json(folder / CONFIG)
     if config is None or not _is_published(config):
@@ -343,7 +344,7 @@ def _usable(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _whole(value: Any) -> Any:
-    """A number without a fraction as an int."""
+    """Returns a number without a fraction as an int, and any other value unchanged."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -49,7 +49,9 @@ META = torch.device("meta")
 DECIDES = re.compile(r"layers\.(\d+)\.(experts\.)?(mlp_)?(router|predictor)\.")
 """Names of the weights that compute scores. Groups: layer, `experts.`, `mlp_` (second router of the layer), kind."""
 PART = re.compile(r"layers\.(\d+)\.(attention_norm|attention|mlp_norm|mlp|experts|adapter)\.")
-"""Weights of a block that a step reads only if the block runs, or if it does not, unlike the router and predictor."""
+"""Names of the weights that a step reads only if their part runs (adapters: only if it is skipped), unlike those of
+routers and predictors. Groups: layer, part.
+"""
 OF_KEYS_VALUES = re.compile(r"layers\.\d+\.(attention_norm|attention\.([kv]_proj|k_norm))\.")
 TIMED_SPEC = ModelSpec(
     vocab_size=8192,

@@ -28,7 +28,7 @@ OTHER_TEXT = 10_000
 
 
 class Calibration:
-    """Second moments of one model's weights. Weights are asked for in ascending order of their names."""
+    """Second moments of the inputs of one model's weights, which must be asked for in ascending order of names."""
 
     def __init__(self, build: Build, kind: ModelKind, shapes: Mapping[str, Sequence[int]]) -> None:
         """`shapes` gives the shape (N, K) of each weight that will be asked for."""
@@ -84,7 +84,7 @@ class Calibration:
             last = None
 
     def _longest(self) -> Graph:
-        """Returns a forward graph as long as the longest prompt, because short rows hold mostly first tokens."""
+        """Returns the longest graph of rows or prompts as a forward graph: short rows hold only beginnings of texts."""
         graphs = [graph for graph in self._build.graphs if graph.model == self._kind and graph.target is None]
         longest = max((graph for graph in graphs if graph.role != "decode"), key=lambda graph: graph.bucket.seq)
         return replace(longest, role="forward", outputs=self._build.config.returned)

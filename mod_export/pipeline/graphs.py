@@ -243,7 +243,7 @@ def _bytes(model: ir.Model) -> bytes:
 
 
 def save_graph(build: Build, model: ir.Model, graph: Graph, destination: Path) -> None:
-    """Binds the weights, checks the graph with onnx.checker beside its weights, and writes it."""
+    """Binds the weights, checks the graph with onnx.checker in the folder of its weights, and writes it."""
     _bind(build, model, graph)
     data = _bytes(model)
     # External data must lie beside the graph, so the check runs on a copy there.
@@ -293,7 +293,7 @@ def _write_weights(build: Build, kind: ModelKind, dtype: DType, forms: Forms = N
     few_bits = {name: tuple(tensors[name].shape) for name in in_int4}
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
-        # Digests are taken from the tensors in memory, so that they prove the file and do not repeat it.
+        # Digests are taken from the tensors in memory: those of the file itself would match even a file that is wrong.
         moments = Calibration(build, kind, few_bits).moments if few_bits else None
         return write_weights(paths[0], tensors, dtype, forms, moments)
 

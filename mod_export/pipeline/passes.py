@@ -146,7 +146,7 @@ def _is_proven(builder: EngineBuilder, graph: Graph) -> bool:
 
 
 def _attention_bytes(model: ir.Model) -> int:
-    """Largest memory of one attention of a graph that holds all scores and probabilities in float32."""
+    """Returns the bytes that a graph's largest attention needs if it holds all scores and probabilities in float32."""
     sizes = [0]
     for node in model.graph.all_nodes():
         if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:

@@ -51,9 +51,10 @@ class Plan:
         buckets: shapes of the forward graphs, ascending.
         graphs: the portable graph of every model, role and bucket. Every stage loops over this table.
         targets: the targets to build, by name.
-        availability: of every known target, whether it is built or not.
+        availability: every known target, requested or not -> what this machine can do with it.
         generation: the models that write text, or the reason why there are none.
-        tokenizer: the files of a tokenizer, or what a model without one says about text; None if it says nothing.
+        tokenizer: the files of a tokenizer; for a model without one, the files that say where texts end or give a chat
+            template, or None if it has no such files.
     """
 
     model: Model
@@ -204,8 +205,8 @@ def _problems_of_tokenizer(tokenizer: TokenizerFiles, model: Model) -> list[str]
         if not tokenizer.has_vocabulary:
             return []
         file = TokenizersFile(tokenizer_path)
-    # Fine-tuned models often have a token for padding that was added later and that no weight belongs to. It is refused
-    # if a prompt holds it.
+    # Fine-tuned models often have a padding token that was added later and has no weights. A prompt that contains it is
+    # refused.
     if file.base_size <= model.tokens.vocab_size:
         return []
     return [f"{path}: has ids up to {file.base_size - 1}, and the model {model.tokens.vocab_size} ids; name its own"]

@@ -125,7 +125,7 @@ def write_report(
     *,
     verified: bool,
 ) -> BuildReport:
-    """Judges, writes report.json and report.html, and closes the build folder.
+    """Gives the verdict, writes report.json and report.html, and closes the build folder.
 
     Engines that were not judged or timed miss their gates. A folder that is not `verified` is completed later, by
     `completed`.

@@ -55,8 +55,8 @@ def _checkpoint_weights(folder: FinishedFolder, kind: ModelKind, checkpoint: Pat
             f"{checkpoint}: is not the checkpoint that {folder.root} was built from (SHA-256 "
             f"{model.origin.checkpoint_sha256[:12]}, expected {expected[:12]})"
         )
-    # The spec is the folder's all the same: its capacity may differ from the checkpoint's own.
-    # A model that skips no block may be its own baseline.
+    # Only weights are returned: the spec stays that of the folder, whose capacity may differ from the checkpoint's own.
+    # A model that skips no block has no dense form, but may have been named as its own baseline.
     built = model if kind == "mod" else model.dense() or model
     return built.weights
 

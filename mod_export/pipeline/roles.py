@@ -59,7 +59,7 @@ class RoleStages(ABC):
 
     @abstractmethod
     def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
-        """Returns the options that parity depends on beside its gate, as inputs of a step."""
+        """Returns the options that parity depends on besides its gate, as inputs of a step."""
 
     @abstractmethod
     def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
@@ -152,7 +152,7 @@ class WritingRole(RoleStages):
         """Returns the function that opens the runs by which an engine is judged."""
 
     def beside(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
-        """Returns what results about an engine depend on beside the engine: how the eager model selects."""
+        """Returns what results about an engine depend on besides the engine: how the eager model selects."""
         generation = build.config.generation.model_dump(include={"window", "slack", "slots"})
         return {"generation": generation | build.text_inputs}
 
@@ -263,7 +263,7 @@ class DecodeRole(WritingRole):
         facts, config = build.generation, build.config
         assert isinstance(facts, GenerationFacts)
         decoding = build.decoding_engines()
-        # Prefill engines read the texts at whose positions steps are timed, and the longest sets the texts' length.
+        # Prefill engines read the texts at whose positions steps are timed, so the times depend on these engines too.
         readers = [engine for kind in engines for engine in decoding.prefills(kind, setting.target, setting.dtype)]
         prompts = [build.hash_of(engine.path) for engine in readers]
 

@@ -2,7 +2,8 @@
 
 load > capture > onnx > passes > engines > validate > benchmark > profile > report
 
-Without evidence a build ends after the engines, with the structure of their files in place of validation.
+Without evidence, a build ends after the engines, and a check of the structure of its files takes the place of
+validation.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def build(
 ) -> BuildReport:
     """Runs every stage and writes the report.
 
-    A failure does not end the build: it becomes a row of `report.failed`, and the next run tries that part again. Only
-    if a stage leaves nothing of the model itself, the build ends; finished steps stay, and the next run resumes there.
+    A failure does not end the build: it becomes a row of `report.failed`, and the next run tries that part again. The
+    build ends only if a stage leaves nothing of the model itself; finished steps stay, and the next run resumes there.
 
     Args:
         load: returns the model and, if it is not the model's own, the dense baseline.
@@ -86,9 +87,9 @@ def build(
         capacity: the capacity that replaced the model's own, for the report.
         tokenizer: the tokenizer of a model whose ids are not bytes.
         rebuild: the command that builds the same with the resolved configuration, for the report.
-        evidence: False ends the build after the engines, when the structure of their files was checked. The manifest
-            then says that nothing was verified. `validate_folder` and `bench_folder` complete such a folder, and so
-            does the same build with evidence.
+        evidence: False ends the build after the engines, once the structure of its files has been checked. The
+            manifest then says that nothing was verified. `validate_folder` and `bench_folder` complete such a folder,
+            and so does the same build with evidence.
 
     Raises:
         ModExportError: nothing could be built, or the request cannot be met; its notes name the stages that were done.

@@ -58,7 +58,7 @@ MOST_BINS = 200
 """Largest number of bins. With more samples than this, only the smallest and the largest sample of each bin are
 drawn."""
 NARROWEST, WIDEST = 0.05, 0.5
-"""Least and greatest distance from the median, as shares of it, that the drawing in order shows."""
+"""Distance from the median, as a share of it, that the chart of samples in order shows at least, and at most."""
 MOST_TOKENS = 512
 """Largest number of tokens that the page shows; report.json has all of them."""
 SHADES = 4
@@ -428,8 +428,8 @@ def _positions_lane(layer: MapLayer, count: int) -> Lane:
 
 
 def executed_figure(generation: GenerationReport) -> Markup:
-    """Returns a chart of the shares of tokens that each routed layer ran and that overflowed, beside the share of its
-    slots.
+    """Returns a chart of each routed layer: the share of the tokens that it ran, the share that overflowed, and the
+    share that its slots allow.
 
     Empty if no text was read, or if only experts are routed.
     """

@@ -199,7 +199,7 @@ class GenerationVerdict:
 
 
 def samplings(report: BuildReport) -> tuple[GenerationVerdict, ...]:
-    """Returns one entry for each model of the build. It may be used only if no engine of it was seen to look ahead.
+    """Returns for each model of the build whether it may generate text: it may if no tested engine of it looks ahead.
 
     Empty if the models do not read tokens.
     """

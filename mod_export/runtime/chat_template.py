@@ -21,7 +21,7 @@ from mod_export.runtime.template_process import NoTextError, TooSlowTextError, r
 
 TEMPLATE = "chat_template.jinja"
 DEFAULT, WITH_TOOLS = "default", "tool_use"
-"""Names of the templates that are used without tools and, if there is one of its own, with tools."""
+"""Names of the template that is used by default, and of the one that is used with tools if the model has it."""
 NO_TEMPLATE = (
     "this model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); give plain "
     "prompts, or add the template beside its tokenizer.json and build again"

@@ -31,7 +31,7 @@ MOST_BYTES = 1 << 30
 MOST_STATES = 20_000
 """Limit of the states of a lexer, each of 1 to 2 kB (llguidance's own limit is 250,000)."""
 MOST_SYMBOLS = 65_525
-"""Limit of llguidance, which ends in an assertion."""
+"""Limit of llguidance for the symbols of a grammar. With more, one of its assertions fails."""
 RETRY_S = 5
 
 

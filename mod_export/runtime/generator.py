@@ -51,8 +51,8 @@ def load_generator(
     prefix_cache_bytes: int = 0,
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> Generator:
-    """Opens a build folder for writing text. Takes the arguments of `load`, and the memory for what texts have read, so
-    that later texts with the same beginning need not read it again (`PrefixCache`); 0 keeps nothing.
+    """Opens a build folder for writing text. Takes the arguments of `load`, and `prefix_cache_bytes`, the memory of a
+    `PrefixCache`, from which later texts take what texts with the same beginning have read; 0 keeps nothing.
 
     Raises:
         BuildFolderError: the folder is not a complete build folder, a file is damaged, the folder is not signed by the

@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 SPACE = " ?"
-"""White space between the parts of JSON (regular expression). Weak models would fill the window with more of it."""
+"""White space between the parts of JSON (regular expression). If more were allowed, weak models would fill the window
+with it.
+"""
 ESCAPES = 'nrbtf\\"'
-"""Letters after a backslash in JSON strings. With `u`, a text could write a key of the schema in a second way, as
-`"\\u0061"` for `"a"`, whose value would not follow the schema.
+"""Characters that may follow a backslash in JSON strings. With `u`, a text could write a key of the schema in a second
+way, such as `"\\u0061"` for `"a"`, and the value of that key would not follow the schema.
 """
 OPTIONS = {"whitespace_pattern": SPACE, "json_allowed_escapes": ESCAPES}
 KEPT = 16

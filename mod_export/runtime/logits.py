@@ -1,8 +1,8 @@
 """Chooses the next token from logits, greedily or by sampling, and computes how probable a text is.
 
-Each draw takes exactly one number from the random generator of its row. So the same seed, row and logits give the same
-tokens, independent of the other rows in the batch. Tokens are ranked by their logits, and among equal logits the lower
-id comes first, so the result does not depend on a library's sort order.
+Each draw takes one number from the random generator of its row, and a greedy choice takes none. So the same seed, row
+and logits give the same tokens, independent of the other rows in the batch. Tokens are ranked by their logits, and
+among equal logits the lower id comes first, so the result does not depend on a library's sort order.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class PrefixCache:
         return self._nodes.get(key) or self._add(key, None, 0, None)
 
     def chain(self, begin: Node, parts: Iterable[Sequence[int]], alternatives: int | None = None) -> list[Node]:
-        """Returns a node and as many blocks after it as hold the parts of a text.
+        """Returns the node `begin` and the kept blocks after it that hold the first parts of a text.
 
         Args:
             begin: where the text begins.

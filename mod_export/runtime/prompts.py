@@ -2,7 +2,7 @@
 
 A prompt is read from its beginning. The engine that reads the most tokens reads parts of it as long as enough tokens
 are left, then the next smaller engine, and so on. The engine that reads the fewest tokens pads the rest. A larger
-engine pads the rest if the smaller ones would compute just as many tokens. So two prompts with the same beginning read
+engine pads the rest if the smaller ones would compute no fewer tokens. So two prompts with the same beginning read
 it in the same parts, up to the last whole part of the longest engine, and with results that are equal bit for bit.
 
 Shape legend: S tokens that an engine reads, V vocabulary, N routing sites. There is one row.

@@ -2,9 +2,9 @@ r"""Checks JSON schemas for parts that llguidance would silently turn into a gra
 refused, or rewritten so that no such text is possible.
 
 Texts hold no control characters except \b, \t, \n, \f and \r, because JSON has a single way to write these. llguidance
-leaves the others out of `const`, `enum` and `pattern`, so `"a\u0007b"` would become `"ab"`. It lets quotes and
-backslashes match a class of characters that has all control characters but not these two, such as `[^"]`. And it counts
-a key that it writes twice as two properties.
+leaves the others out of `const`, `enum` and `pattern`, so `"a\u0007b"` would become `"ab"`. If a class of characters
+has control characters but lacks the quote or the backslash, such as `[^"]`, it lets the missing one match too. And it
+counts a key that it writes twice as two properties.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Writes texts in the rows of decoders. One step reads one part of one prompt, and one token of every other text.
 
 When a text ends, another can begin in its row while the others continue (continuous batching), so no text waits for
-the longest one. The output of a text depends on its own request alone: it has its own cache and random numbers. The
-caller decides which text begins when: a stream (`stream.py`) has a fixed list of texts, a server takes requests as they
-arrive.
+the longest one. A text has its own cache and random numbers, so its output depends on its own request alone, except
+where texts compete for the slots of a step (`generation.slots = "fair"`). The caller decides which text begins when: a
+stream (`stream.py`) has a fixed list of texts, a server takes requests as they arrive.
 
 If there are several decoders, the smallest one with a row for every text runs the steps. So a single text is written at
 the speed of an engine for one text.
@@ -326,7 +326,7 @@ class TextRows:
             yield from self._rest(text)
 
     def _ends_whole(self, text: RowText) -> bool:
-        """Ends a text that is over with its last token. Returns whether it is over and not cut by a stop string."""
+        """Ends a text that its last token completes. Returns whether it has ended, other than at a stop string."""
         if text.stops.stopped is not None:
             self._finish(text, "stop", text.stops.stopped)
             return False

@@ -247,8 +247,8 @@ def cleaned(text: str) -> str:
 def certain_length(text: str) -> int:
     """Returns the length of the beginning of a text that `cleaned` changes in the same way whatever follows it.
 
-    Every pattern begins with a space. So what follows can only reach back to a space among the last few characters, and
-    from there to earlier spaces that are as near, because patterns overlap.
+    Every pattern begins with a space. So what follows can change the text only from a space among the last few
+    characters on, or, because patterns overlap, from an earlier space that is as near to that one.
     """
     cut = len(text)
     while (space := text.find(" ", max(0, cut - REACH), cut)) >= 0:

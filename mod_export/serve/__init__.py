@@ -14,4 +14,4 @@ KEEP_ALIVE_S = 75.0
 connections for less, 5 to 60 seconds, so it is they who close them, and no request meets a connection that is closing.
 """
 PREFIX_CACHE_MIB = 256
-"""Memory for what texts have read."""
+"""Memory, in MiB, for what texts have read, so that later texts with the same beginning need not read it again."""

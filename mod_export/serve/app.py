@@ -31,7 +31,7 @@ NOT_HERE = tuple(
 )  # fmt: skip
 """Addresses of OpenAI's API, and of servers like this one, that no model here could answer."""
 HEALTH = ("/health", "/v2/health")
-"""For supervisors: the names that Kubernetes' users expect, and those of the Open Inference Protocol."""
+"""Prefixes of the addresses that supervisors ask: the usual one with Kubernetes, and the Open Inference Protocol's."""
 
 
 def create_app(

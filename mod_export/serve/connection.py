@@ -133,8 +133,8 @@ class Connection(HttpToolsProtocol):
             self.send_400_response(why)
 
     def _limit_time(self) -> None:
-        """Limits the time of a head, and of the rest of a body whose request was answered already. uvicorn limits the
-        time between two requests, but only from an answer on: not after such a body.
+        """Limits the time of a head, and of the rest of a body whose request was answered already. uvicorn starts its
+        limit of the time between two requests only when it answers, so it is started here after such a body.
         """
         if self._idle and (self._in_head or self._in_body or self._bytes_of_head):
             self._limit_head()

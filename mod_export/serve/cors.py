@@ -21,7 +21,7 @@ from mod_export.errors import UsageError
 from mod_export.serve.endpoint import foreign_page
 
 ANY, OPAQUE = "*", "null"
-"""Every origin; and what browsers send for pages without one, such as local files and sandboxed frames."""
+"""`*` stands for every origin; browsers send `null` for pages without one, such as local files and sandboxed frames."""
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 IMPLIED_PORTS = ("http://", ":80"), ("https://", ":443")
 METHODS = ("GET", "HEAD", "POST")

@@ -33,7 +33,8 @@ BODY_S = 30.0
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"PK\x03\x04": "zip"}
 """First bytes of compressed bodies -> the format."""
 DISCARDED = 8
-"""A body that is too large is read up to this multiple of the limit: clients see no response while they send."""
+"""A body that is too large is read up to this multiple of the limit, because clients see no response while they send.
+"""
 
 FIELD = re.compile(r"([^:\s]+): ")
 """The field that a message begins with."""

@@ -1,4 +1,4 @@
-"""The application of one open build folder, which closes when its current requests are answered.
+"""The application of one open build folder, which can be closed while it answers requests: it finishes them first.
 
 A server that takes a new version of its folder, and a replica of Ray Serve that opens another model, both close a
 folder while requests for it are being answered.
@@ -22,7 +22,7 @@ from mod_export.serve.service import Service, ServiceOptions, open_service
 
 
 class OpenFolder:
-    """The application of an open build folder, which closes after its current requests are answered.
+    """The application of an open build folder; `close` waits for its current requests.
 
     Attributes:
         service: the service behind the application.

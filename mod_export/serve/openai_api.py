@@ -44,7 +44,7 @@ CHARACTERS_OF_A_TOKEN = 32
 """A prompt with more characters than this per token of the window is refused: tokenising it delays all other texts."""
 DRAWN_SEEDS = 2**31
 LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
-"""Characters that JSON texts may hold, and with which lines end in Unicode -> their escapes. Clients that split streams
+"""Characters that may stand unescaped in JSON but end a line in Unicode -> their escapes. Clients that split streams
 into lines with str.splitlines would cut an event there.
 """
 BLIND = (

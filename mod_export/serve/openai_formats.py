@@ -227,9 +227,9 @@ class Message(Sent):
         return (self.refusal if self.content is None else self.content) or ""
 
     def for_template(self, template: ChatTemplate) -> Json:
-        """Returns the message as it was sent, but for what this template does not know: the role `developer`, OpenAI's
-        new name since o1, becomes `system`, the parts of a content become one text, and the arguments of calls, which
-        are a JSON text in OpenAI's API, become an object. Refusals become content, which templates read.
+        """Returns the message as it was sent, except for what this template does not know: the role `developer`,
+        OpenAI's name of `system` since o1, becomes `system`; a list of parts becomes one text; and the arguments of
+        calls, a JSON text in OpenAI's API, become an object. Refusals become content, which every template reads.
         """
         changed: Json = {}
         if self.content is None and self.refusal:
@@ -246,12 +246,12 @@ class Message(Sent):
 
 
 def _with_text(part: Json) -> Json:
-    """Returns a part of a content with a refusal as text, or else as it is."""
+    """Returns a part of a message: as a part of type text if it is a refusal, otherwise unchanged."""
     return {"type": "text", "text": part["refusal"]} if part["type"] == "refusal" else part
 
 
 def _with_object(call: Json) -> Json:
-    """Returns a call with its arguments as an object, or as it is if they are the text of no JSON object."""
+    """Returns a call with its arguments as an object; unchanged if they are not the text of a JSON object."""
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"]) if isinstance(function["arguments"], str) else None

@@ -270,7 +270,7 @@ def _generated(models: Iterable[type[BaseModel]]) -> dict[str, Json]:
 
 
 def _without_null(schema: Json) -> Json:
-    """A field of an answer whose default is None may be missing, but it is never null."""
+    """Returns a schema without null for fields whose default is None: they may be missing, but are never null."""
     for name, item in schema.get("properties", {}).items():
         if "default" in item and item.pop("default") is None:
             (schema["properties"][name],) = (choice for choice in item["anyOf"] if choice != {"type": "null"})

@@ -66,7 +66,8 @@ class Arguments(BaseModel):
             commas or as a list. `*` means any, and needs API keys or `hosts=*`.
         trusted_keys: public keys, each a PEM file at this path on every node, separated by commas or as a list; every
             folder must be signed by the owner of one.
-        name: see `ServiceOptions`, also for `rows`, `max_queue`, `max_wait_s`, `target`, `dtype` and `model`.
+        name: see `ServiceOptions`, also for `rows`, `max_queue`, `max_wait_s`, `target`, `dtype`, `model` and
+            `prefix_cache_mib`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

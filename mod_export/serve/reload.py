@@ -4,8 +4,8 @@ The new version is opened beside the old one. When it can answer, new requests g
 last request is answered. For a while both are in memory. A version that cannot be opened is logged, and the old one
 stays.
 
-A version is complete when it appears: a symbolic link that is switched, or a folder that is renamed into place. Files
-of a folder that is being served must not be overwritten, because engines read their weights from them.
+A version has to be complete when it appears: switch a symbolic link, or rename a folder into place. Files of a folder
+that is being served must not be overwritten, because engines read their weights from them.
 """
 
 from __future__ import annotations

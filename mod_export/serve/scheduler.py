@@ -162,8 +162,8 @@ class Scheduler:
         Args:
             generator: writes the texts; the scheduler must be its only user.
             rows: number of texts written at once, all by one engine, so the number of other texts does not change even
-                the last bit of a text's logits. None uses the largest decode bucket, and the smallest for a text that
-                is alone.
+                the last bit of a text's logits. None uses the smallest decode bucket while its rows are enough, and
+                then the largest.
             max_queue: how many texts may wait for a row.
             max_wait_s: how many seconds a request may wait for its first row.
             observers: receive events.

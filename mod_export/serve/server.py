@@ -42,7 +42,7 @@ STALLED_MS = 60_000
 WATCH_S = 1.0
 LEAST_SHUTDOWN_S = 1
 REPLACED_S = 86_400.0
-"""How many seconds requests have to finish after a new version has replaced their folder: as long as any takes."""
+"""Seconds that requests have to finish after a new version has replaced their folder: a day, enough for any text."""
 BROKEN = 1
 
 

@@ -69,7 +69,7 @@ class ToolAnswer(ChatAnswer):
 
 
 def _finish(done: Completion, *, called: bool) -> str:
-    """Returns how an answer ended: with its calls only if the text ended by itself and was not cut, even by a stop
-    string.
+    """Returns the reason why an answer ended: "tool_calls" if it has calls and its text ended by itself, neither at its
+    limit nor at a stop string; otherwise the reason why the text ended.
     """
     return "tool_calls" if called and done.finish == "stop" and not isinstance(done.stop, str) else done.finish

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a span for each request, and below it one for each text with where its time went.
+"""OpenTelemetry traces: a span for each request, and below it a span for each text, which shows where its time went.
 
     POST /v1/completions        the request (kind SERVER), part of the client's trace if it sends `traceparent`
       text                      from the request to the last token
@@ -51,7 +51,7 @@ def request_span(scope: Scope) -> Iterator[Span]:
 
 
 def name_request(method: str, route: str) -> None:
-    """Names the current request after the route that answers it, which has fewer values than the path."""
+    """Names the current request after the route that answers it, because there are fewer routes than paths."""
     span = trace.get_current_span()
     span.update_name(f"{method} {route}")
     span.set_attribute("http.route", route)

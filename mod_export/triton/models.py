@@ -157,7 +157,7 @@ def _folder_model(request: RepositoryRequest) -> TritonModel:
 
 
 def text_model(request: RepositoryRequest) -> TritonModel | Unavailable:
-    """Returns a model that writes text with the engines of `mod_export.load_generator`, or the reason why it cannot."""
+    """Returns a model that writes text with the engines of `mod_export.load_generator`, or why there is none."""
     manifest = request.manifest
     if isinstance(manifest.generation, Unavailable):
         return manifest.generation

@@ -30,10 +30,10 @@ from mod_models.convert.implementation_source import (
 from mod_models.spec import shown
 
 FLEXIDEPTH_FIELDS = ("router_", "proj_")
-"""How the names of FlexiDepth's own fields begin; the tensors show the widths that they declare."""
+"""Prefixes of FlexiDepth's own fields, which are not read: the tensors show the widths that they declare."""
 FLEXIDEPTH_ROUTER: Mapping[str, str] = {"hidden.weight": "router_enc.weight", "norm.weight": "router_norm.weight"}
 FLEXIDEPTH_ADAPTER: Mapping[str, str] = {"gate_proj": "gate_proj", "up_proj": "down_proj", "down_proj": "up_proj"}
-"""Our projection of the adapter -> FlexiDepth's, which is named by the width that it makes."""
+"""Our projection of the adapter -> FlexiDepth's. Its `down_proj` leads to the small width, its `up_proj` back."""
 FLEXIDEPTH_OWN = (
     *(f"router.router_{layer}.weight" for layer in ("enc", "norm", "dec", "head")),
     *(f"router_proj.{layer}.weight" for layer in FLEXIDEPTH_ADAPTER.values()),
@@ -61,15 +61,16 @@ P_MOD_FIELDS = (
     "freeze_mm_mlp_adapter", "image_", "max_num_patches", "mm_", "mod_", "tokenizer_model_max_length",
     "tokenizer_padding_side", "tune_mm_mlp_adapter", "unfreeze_mm_vision_tower", "use_mm_proj",
 )  # fmt: skip
-"""Beginnings of fields about images, about the routing of their tokens, and about training."""
+"""Prefixes of fields about images, about the routing of their tokens, and about training, which are not read."""
 
 
 def read_flexidepth(source: Source) -> ForeignModel:
     """Reads FlexiDepth (arXiv 2503.23798), `modeling_ddllama.py` of xuan-luo/FlexiDepth-Llama-3-8B-Instruct.
 
-    The router reads the norm of the stream: head(dec(tanh(rmsnorm(enc(h))))), without biases. With w = sigmoid(l),
-    tokens with w > 0.5 run, x + A + w M; others become x + (1 - w) times an adapter of the MLP's norm. Attention sees
-    the keys and values of all tokens. Dec and head are one layer here, because nothing stands between them.
+    The router computes l = head(dec(tanh(rmsnorm(enc(h))))), without biases, from the normed stream h. With
+    w = sigmoid(l), tokens with w > 0.5 run and become x + A + w M. Others become x + (1 - w) adapter(norm(x)), with the
+    norm of the MLP. Attention sees the keys and values of all tokens. Dec and head become one layer here, because no
+    activation stands between them.
     """
     layers = source.numbers(MODEL_LAYERS, ".router.router_enc.weight")
     fields = {name: value for name, value in source.fields(CONFIG).items() if not name.startswith(FLEXIDEPTH_FIELDS)}
@@ -124,7 +125,9 @@ def read_flexidepth(source: Source) -> ForeignModel:
 
 
 def _as_family(fields: Mapping[str, Any], family: str, problems: list[str]) -> dict[str, Any]:
-    """Fields of config.json that name a family, in place of those of an implementation that extends its classes."""
+    """Returns the fields of config.json that name a family, to replace those of an implementation that extends its
+    classes. A `model_type` that names another family becomes a problem.
+    """
     kind = str(fields.get("model_type"))
     named_family = next((name for name in FAMILIES if name in kind.lower() and name != family), None)
     if named_family is not None:
@@ -151,10 +154,11 @@ def _check_dec(source: Source, layers: Collection[int], hidden: int) -> None:
 
 
 def read_skipgpt(source: Source) -> ForeignModel:
-    """Reads EIT-NLP/SkipGPT, `router_attn_mlp.py`: Llama, and a state_dict that `torch_save.py` writes.
+    """Reads EIT-NLP/SkipGPT, `router_attn_mlp.py`: a Llama model whose state_dict `torch_save.py` wrote.
 
-    Each layer is wrapped as `block` beside two routers, Linear - ReLU - Linear(2), of attention and of the MLP. Both
-    read the stream that the layer gets. A token of class 0 runs, x + A or x + M, and attention sees all tokens.
+    Each layer is wrapped as `block` beside two routers, Linear - ReLU - Linear(2): one of attention, one of the MLP.
+    Both read the stream that the layer gets. A token of class 0 runs the part and becomes x + A or x + M. Attention
+    sees all tokens.
     """
     layers = source.numbers(MODEL_LAYERS, ".router_attention.hidden_layer.weight")
     capacity = source.unlimited_capacity()
@@ -197,7 +201,7 @@ def read_skipgpt(source: Source) -> ForeignModel:
 def read_mindskip(source: Source) -> ForeignModel:
     """Reads CASE-Lab-UMD/Router-Tuning-Mixture-of-Depths (arXiv 2410.13184), `utils/model/model_patch.py`.
 
-    Where `is_mod` is true, a Linear(D, 1) without a bias reads the norm of the stream that the layer gets, and tokens
+    Where `is_mod` is true, a Linear(D, 1) without a bias reads the normed stream that the layer gets, and tokens
     with sigmoid(l) >= `threshold` run what `granularity` names. Attention sees the keys and values of all tokens.
     """
     config = source.fields(CONFIG)

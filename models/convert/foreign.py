@@ -40,7 +40,7 @@ class TensorRows(Protocol):
         """A dtype that a checkpoint can hold: floating-point of 16, 32 or 64 bits."""
 
     def rows(self, start: int, stop: int) -> Tensor:
-        """Reads rows [start, stop). The result can be a mapping, whose pages stay in memory as long as the result."""
+        """Reads rows [start, stop). If the result is mapped from the file, its pages stay in memory while it exists."""
 
 
 class StoredTensor(TensorRows, Protocol):
@@ -165,7 +165,7 @@ class Place(NamedTuple):
 
 
 Find = Callable[[str, tuple[int, ...]], Place | Derived]
-"""(name, shape) of one of our tensors -> its place in another format, or the tensor itself if it stands nowhere."""
+"""(name, shape) of one of our tensors -> its place in another format, or the tensor itself if the format has none."""
 
 
 class LocatedTensors(NamedTuple):
@@ -173,7 +173,7 @@ class LocatedTensors(NamedTuple):
 
     Attributes:
         parts: state_dict name -> source.
-        problems: why other tensors of ours have none.
+        problems: for each of our other tensors, why no source was found.
         unused: names of tensors of the other format that no source uses.
     """
 

@@ -254,7 +254,9 @@ class _File:
 
 
 def _types() -> tuple[Callable[[int], tuple[int, int] | None], Callable[[int], str]]:
-    """Returns two functions of a type's number: (elements, bytes) of its block, or None if it is unknown; its name."""
+    """Returns two functions that take the number of a type. The first returns (elements, bytes) of its block, or None
+    if the type is unknown; the second returns its name.
+    """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     sizes = {kind.value: size for kind, size in GGML_QUANT_SIZES.items()}

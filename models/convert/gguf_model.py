@@ -81,7 +81,7 @@ OTHERS: Mapping[str, str] = {
 }
 """`general.type` or `general.architecture` of a file that holds no model -> what it holds."""
 PART_OF = re.compile(r"(.*)-\d{5}-of-(\d{5})\.gguf")
-"""Name of one of several files of a model. Groups: the name of all, and how many there are."""
+"""Name of one of several files of a model. Groups: the beginning that all names share, and how many files there are."""
 FACTORS = "rope_freqs.weight"
 LLAMA_3 = (4.0, 8192)
 """high_freq_factor and original_positions of every Llama 3.x, for tensors that do not determine them."""

@@ -120,7 +120,7 @@ SENTENCEPIECE = ("llama", "phi3")
 """Architectures whose SentencePiece vocabulary is merged in the order of its scores. Gemma uses another order."""
 PHI_3 = ("phi-3", "phi3")
 KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
-"""Tokens of Phi-3 after which spaces stay. After all others that are matched in texts as they are, they are removed."""
+"""Tokens of Phi-3 after which spaces are kept. After any other special or user-defined token, spaces are removed."""
 
 
 class _NotConvertibleError(Exception):

@@ -1,7 +1,7 @@
 """Reads a folder from `save_pretrained` of transformers: config.json, weights, and the files of a tokenizer.
 
-Each family of models is a `Family`: the defaults of transformers for missing fields, the differences of its spec from
-Llama's, and its names of tensors. Facts are from transformers 5 (`models/<name>/configuration_*.py`, `modeling_*.py`).
+Each family of models is a `Family`: the defaults of transformers for missing fields, and how its spec and its tensors
+differ from Llama's. Facts are from transformers 5 (`models/<name>/configuration_*.py`, `modeling_*.py`).
 """
 
 from __future__ import annotations

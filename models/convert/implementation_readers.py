@@ -1,8 +1,8 @@
-"""Readers of models that public implementations of Mixture-of-Depths wrote, with selected tokens that see each other.
+"""Readers of public implementations of Mixture-of-Depths in which selected tokens see only each other.
 
 Two implementations add routers to the layers of a transformers model, whose dense model is a family of
 `hugging_face.py`: astramind and dlo. Three have Llama's blocks and their own names of tensors: ohara, sramshetty and
-D-LLM. The last two are based on Meta's Llama 2: params.json, and state_dicts in .pth files. These three rotate
+D-LLM. The last two are based on Meta's Llama 2: params.json, and state_dicts in .pth files. All three rotate pairs of
 neighbouring rows of queries and keys.
 """
 
@@ -163,7 +163,9 @@ def _with_linear_routers(
     said: list[str],
     wrapper: str = "",
 ) -> ForeignModel:
-    """Builds a dense model with a linear router in each routed layer, `router` with the number of the layer."""
+    """Builds a dense model with a linear router in each routed layer. `router` is the name of a layer's router, with
+    `{}` for the number of the layer.
+    """
     own = {f"{router.format(layer)}.{ending}" for layer in routing["layers"] for ending in ("weight", "bias")}
 
     def find(name: str, shape: tuple[int, ...]) -> Place:
@@ -251,8 +253,8 @@ def read_sramshetty(source: Source) -> ForeignModel:
     """Reads sramshetty/mixture-of-depths, `mixture_of_depths/routing_transformer.py` at commit 57cc382, in training.
 
     All layers whose number is not a multiple of `router_skip_blocks` share one router, which is saved again in each.
-    The k = min(S, capacity) best tokens run at positions 0 to k - 1. sigmoid(l) weighs the MLP, and x + A + g M is
-    added to x.
+    The k = min(S, capacity) best tokens run at positions 0 to k - 1. With g = sigmoid(l), which weighs the MLP,
+    x + A + g M is added to x.
     """
     config = Config(source.fields(PARAMS), SRAMSHETTY_DEFAULTS)
     config.only("routing", (1, True))
@@ -295,7 +297,7 @@ def read_d_llm(source: Source) -> ForeignModel:
     """Reads Jyk-122/D-LLM, `llama/model.py`: Llama 2 in one .pth, routers and LoRA in another (`checkpoint-N.pth`).
 
     From layer `dynamic_start_layer` on, the router is Linear(D, H) - RMSNorm - SiLU - Linear(H, 2). A token runs if
-    class 1 is as probable as class 0 or more, or if it is one of the first `dynamic_reserve_initials`. No token
+    class 1 is at least as probable as class 0, or if it is one of the first `dynamic_reserve_initials`. No token
     attends to a skipped one.
     """
     config = Config(source.fields(PARAMS), D_LLM_DEFAULTS)
@@ -379,7 +381,9 @@ def _meta_find(spec: ModelSpec, name: str, shape: tuple[int, ...]) -> Place:
 
 
 def _order_of(inner: str, spec: ModelSpec) -> Callable[[TensorRows], TensorRows]:
-    """Returns the reordering of rows that queries and keys need: the first half of a head, then the second."""
+    """Returns a function that brings rows into our order. For queries and keys it puts the first half of each head
+    before the second; other tensors stay as they are.
+    """
     if inner in ("attention.q_proj", "attention.k_proj"):
         return partial(halves_of_heads, d_head=spec.d_head)
     return lambda tensor: tensor
@@ -410,7 +414,7 @@ def _lora(source: Source, spec: ModelSpec) -> dict[str, tuple[FileTensor, FileTe
 
 
 def _check_copies(source: Source, name: str, copies: list[str]) -> None:
-    """Refuses copies of one tensor of the implementation that differ in this folder."""
+    """Refuses a folder whose copies of a tensor differ, although the implementation has only one such tensor."""
     present = [copy for copy in (name, *copies) if copy in source.tensors]
     first = source.tensors.get(present[0]) if present else None
     if first is None or not isinstance(first.stored, torch.dtype):

@@ -1,6 +1,6 @@
 """Merges a LoRA adapter of PEFT into the folder of the model that it was trained for, tensor by tensor.
 
-An adapter is a folder of adapter_config.json and adapter_model.safetensors. Of a matrix W it holds A and B, and the
+An adapter is a folder of adapter_config.json and adapter_model.safetensors. For a matrix W it holds A and B, and the
 adapted model computes with W + scale * B @ A (Hu et al., arXiv 2106.09685); scale is alpha / r, or alpha / sqrt(r) for
 rsLoRA (arXiv 2312.03732). It can also replace whole tensors: biases, embeddings and `modules_to_save`. The sum is
 computed in float32 when the rows are read, and has the dtype of W, as after `merge_and_unload` of PEFT.
@@ -42,7 +42,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 GENERATION_CONFIG = "generation_config.json"
 OF_TEXTS = (GENERATION_CONFIG, "chat_template.jinja")
-"""Files that say how texts are written with the tokenizer of a model."""
+"""Files about how a model writes texts. Those of an adapter count only if its tokenizer is beside them."""
 LORA = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(?:\.weight)?")
 REPLACED = re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.(?P<kind>weight|bias)")
 REPEATED = re.compile(r"\)[*+{]")
@@ -205,9 +205,9 @@ def read_adapter(path: Path, base: Path | None, max_positions: int | None, ignor
             for file in companions_of(path)
             if file.name in OF_TEXTS
         )
-    # PEFT itself reads no such file of an adapter. If the adapter has this file and a tokenizer, the training saved
-    # both because the texts of the adapted model end in another way, so the file counts. Otherwise the file of the base
-    # model stays.
+    # PEFT itself reads no such file of an adapter. But if training saved a tokenizer with the adapter, the texts of the
+    # adapted model may end in another way. So the adapter's files count, and of the base model's only a
+    # generation_config.json that the adapter lacks. Without that tokenizer, the base model's files stay.
     companions = {file.name: file for file in model.companions if not has_tokenizer or file.name == GENERATION_CONFIG}
     companions |= {file.name: file for file in companions_of(path)} if has_tokenizer else {}
     return replace(

@@ -69,7 +69,7 @@ def tensors_of_folder(folder: Path) -> dict[str, FileTensor]:
     """Name -> tensor, for all tensors of a model: in one file, in the shards of an index, or in shards without one.
 
     As in transformers, the index only says which shards there are. A tensor that only the index names, or only a shard
-    holds, is no error here: some tools leave tensors that follow from others out of the shards but not of the index.
+    holds, is no error here: some tools drop derived tensors from the shards and leave their names in the index.
 
     Raises:
         CheckpointError: there are no weights, a shard is missing or damaged, two shards hold one tensor, or a pickle

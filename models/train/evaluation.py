@@ -35,7 +35,9 @@ def rows_at(text: TokenizedText, config: TrainConfig, seed: int, workers: Worker
 
 
 def parts(ids_BS1: Tensor, config: TrainConfig) -> tuple[Tensor, ...]:
-    """Splits rows into portions of `micro_batch` rows, which are computed at once."""
+    """Splits rows into portions of `micro_batch` rows, each of which is computed at once. If that is 0, there is one
+    portion.
+    """
     return torch.split(ids_BS1, config.micro_batch or len(ids_BS1))
 
 

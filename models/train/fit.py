@@ -60,8 +60,8 @@ class Fitted(NamedTuple):
 
     Attributes:
         checkpoint: the given one with the weights of its adapters and routers replaced.
-        explained: routed layer -> share of the squared length of what its skipped tokens miss that W z explains; empty
-            without adapters.
+        explained: routed layer -> how much W z explains of what its skipped tokens miss, as a share of the squared
+            length; empty without adapters.
         foreseen: routing site -> share of the variance of the clipped squared errors that a router's score explains.
     """
 
@@ -204,9 +204,9 @@ def _fit_adapter(adapter: nn.Module, part_inputs: Sequence[PartInputs]) -> float
 
 
 def _fit_router(routed: RoutedBlock, part: str, part_inputs: Sequence[PartInputs], slots: tuple[int, int]) -> float:
-    """Fits the router of a part, so that its scores have a standard deviation of 1. Returns the share it explains.
+    """Fits the router of a part, so that its scores have a standard deviation of 1. Returns its `Fitted.foreseen`.
 
-    A router with a bias selects by the sign of its score: k of S of the scores are above 0.
+    A router with a bias selects by the sign of its score, so its bias leaves the share k / S of the scores above 0.
     """
     adapter = routed.adapter
     errors = [of.delta_ND if adapter is None else of.delta_ND - adapter(of.adapter_ND) for of in part_inputs]

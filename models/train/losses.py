@@ -225,7 +225,9 @@ def _membership(seen: RouterInputs) -> Tensor:
 
 
 def _mean(value_BT: Tensor, live_BT: Tensor) -> Tensor:
-    """Mean over live tokens. All rows have equally many, so the mean of two halves of a batch is that of the batch."""
+    """Returns the mean over live tokens. All rows have the same number of them, so the mean of two halves of a batch is
+    that of the batch.
+    """
     return torch.where(live_BT, value_BT, 0).sum() / live_BT.sum().clamp(min=1)
 
 

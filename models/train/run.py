@@ -1,7 +1,7 @@
 """A training run in one of its processes: the loop over steps, one step, one evaluation, and the saved state.
 
-Every batch is a function of (seed, step), so a resumed run gets the batches of an uninterrupted run, and two processes
-get those of one process.
+Every batch is a function of (seed, step), so a resumed run gets the batches of an uninterrupted run, and several
+processes together get those of one process.
 
 state.pt does not depend on the number of processes or on sharding: it holds whole tensors by the name of their
 parameter. They are gathered one at a time, so a model that only fits on several devices can be saved, and another
