@@ -131,6 +131,8 @@ floors: install
 pythons: install
 	$(BIN)/python -m benchmarks.pythons.run $(ARGS)
 
+# The hundreds of processes that tests start need not compile the sources again.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/pytest --numprocesses 2 --dist worksteal
 COMMIT := $$(git rev-parse HEAD)
 

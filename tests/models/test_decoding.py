@@ -59,6 +59,10 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
             torch.testing.assert_close(stepped, prefilled, rtol=0, atol=1e-9)
 
 
+@pytest.mark.fast(
+    "0-dense", "0-predictor", "2-predictor", "2-threshold", "2-MLP routed", "0-experts in routed blocks",
+    "2-keys and values kept, adapter", "2-routed apart by predictors",
+)  # fmt: skip
 @each_kind
 @pytest.mark.parametrize("narrow", [0, 2])
 def test_every_size_of_parts_gives_the_same(name: str, narrow: int) -> None:

@@ -95,6 +95,7 @@ def test_two_processes_take_the_steps_of_one(one: Path, in_halves: Path, two: Pa
         assert (left["total_loss"], left["gradient_norm"]) == (right["total_loss"], right["gradient_norm"])
 
 
+@pytest.mark.fast("ddp")
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_portions_on_two_processes(one: Path, two: Path, parallel: str) -> None:
     assert_same_curve(one, two / f"rows-alone-{parallel}")

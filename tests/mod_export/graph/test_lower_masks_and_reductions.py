@@ -225,6 +225,10 @@ def test_every_reduction_of_what_is_scattered(case: str) -> None:
     check(Calling(function), inputs)
 
 
+@pytest.mark.fast(
+    "median", "searchsorted", "cumprod", "logsigmoid", "distances", "put", "scattered and multiplied",
+    "a convolution in three dimensions", "losses of logits", "logcumsumexp",
+)  # fmt: skip
 @pytest.mark.parametrize("case", REDUCED)
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter with Tensor src is deprecated:UserWarning")
 def test_what_onnx_has_no_operator_for(case: str) -> None:

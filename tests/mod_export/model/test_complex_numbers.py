@@ -166,6 +166,10 @@ MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions of complex numbers (B, S, WIDTH)."""
 
 
+@pytest.mark.fast(
+    "times complex numbers", "quotient", "matrix product", "slices with steps", "written in place",
+    "half a Fourier transform", "a new tensor", "real part alone",
+)  # fmt: skip
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
 def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: str) -> None:

@@ -64,7 +64,8 @@ def test_what_was_published_is_refused(name: str) -> None:
         prove_static(original_of(name, model_of(name)), examples, "mine")
 
 
-@pytest.mark.parametrize("seq", [S, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.fast(*(f"{name}-{S}" for name in ("ohara", "nanochat", "d_llm", "recursions", "skipgpt", "epfml")))
+@pytest.mark.parametrize("seq", [S, 32])
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_sites_are_found_and_onnx_runtime_computes_the_same(name: str, seq: int) -> None:
     model, manner = model_of(name), PUBLISHED[name]
