@@ -11,11 +11,12 @@ from command_line import invoke
 from mod_export.pipeline import rivals
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.rerun import bench_folder
-from mod_export.pipeline.rivals import RIVALS, measure_rivals
+from mod_export.pipeline.rivals import RIVALS, Task, measure_rivals
 from mod_export.report.text import render_bench
 from mod_export.rows.base import PairRow
 from mod_export.rows.report import Verdict
 from mod_export.rows.speed import RivalRow
+from mod_export.types import Bucket
 
 QUICK = ("onnxruntime", "openvino")
 NO_BF16 = "RuntimeError: OpenVINO names no BF16 among the capabilities of this processor"
@@ -60,6 +61,17 @@ def test_what_cannot_run_is_a_reason(small_copy: Path, monkeypatch: pytest.Monke
         assert f"{row.route}: {row.reason}" in text.splitlines()
     # The engine does not need that graph.
     assert sum(row.p50_ms is not None for row in rows) == 4
+
+
+def test_a_hint_that_would_change_nothing_is_refused(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the answer of OpenVINO about the processor is replaced: this one may have the instructions."""
+    import openvino
+
+    monkeypatch.setattr(openvino.Core, "get_property", lambda core, device, name: ["FP32", "INT8"])
+    build = Build.open(small, None, (), verify=False)
+    task = Task(small, small / "graphs" / "mod-b1s16.onnx", "mod", Bucket(1, 16), build.config, {})
+    with pytest.raises(RuntimeError, match="OpenVINO names no BF16 among the capabilities of this processor"):
+        RIVALS["openvino, hint bf16"].open(task)
 
 
 @pytest.mark.slow
