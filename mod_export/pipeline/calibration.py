@@ -17,6 +17,7 @@ from mod_export.graph.sites import SiteRun, run_sites
 from mod_export.judge.inputs import Batch, prompts_of
 from mod_export.judge.reference import tensors_of
 from mod_export.pipeline.build import Build
+from mod_export.pipeline.roles import ROLES
 from mod_export.types import Graph, ModelKind
 
 TOKENS = 8192
@@ -86,7 +87,7 @@ class Calibration:
     def _longest(self) -> Graph:
         """Returns the longest graph of rows or prompts as a forward graph: short rows hold only beginnings of texts."""
         graphs = [graph for graph in self._build.graphs if graph.model == self._kind and graph.target is None]
-        longest = max((graph for graph in graphs if graph.role != "decode"), key=lambda graph: graph.bucket.seq)
+        longest = max((graph for graph in graphs if ROLES[graph.role].reads_rows), key=lambda graph: graph.bucket.seq)
         return replace(longest, role="forward", outputs=self._build.config.returned)
 
     def _batches(self, graph: Graph) -> Iterator[Batch]:

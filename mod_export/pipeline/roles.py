@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mod_export.config import BuildConfig, GenerationOptions
@@ -37,9 +38,15 @@ OpenRuns: TypeAlias = "Callable[[DecodingEngines, Engine, Reference, TextOf | No
 
 
 class RoleStages(ABC):
-    """The parts of the stages that depend on the role of a graph or engine."""
+    """The parts of the stages that depend on the role of a graph or engine.
+
+    Attributes:
+        role: the role.
+        reads_rows: whether a graph reads several tokens of a row at once.
+    """
 
     role: Role
+    reads_rows = True
 
     @abstractmethod
     def outputs(self, config: BuildConfig) -> Outputs:
@@ -56,6 +63,10 @@ class RoleStages(ABC):
     @abstractmethod
     def reference(self, build: Build, kind: ModelKind) -> Reference:
         """Returns the eager model that graphs of this role are judged by."""
+
+    def can_be_judged(self, candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
+        """Says whether a graph can be run in place of an engine, with these other graphs."""
+        return True
 
     @abstractmethod
     def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
@@ -213,6 +224,7 @@ class DecodeRole(WritingRole):
     """Graphs that add one token to each text: parity of every step, whole texts, time of a step."""
 
     role = "decode"
+    reads_rows = False
 
     def buckets(self, options: GenerationOptions, window: int) -> list[Bucket]:
         return sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))
@@ -229,6 +241,11 @@ class DecodeRole(WritingRole):
             # Both forms decide alike, so the programs and runs of whole rows can be used here too.
             return build.reference(kind).returning("logits")
         return Reference(build.generating(kind).whole_rows, kept=build.kept_runs)
+
+    def can_be_judged(self, candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
+        # A step is judged after a prompt, so it needs a graph that reads prompts, and that one may have failed.
+        reader = replace(candidate.setting, role="prefill")
+        return any(replace(other.setting, bucket=reader.bucket) == reader for other in candidates)
 
     def beside(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
         # Steps are judged after prompts, so the engines that read these count as well.

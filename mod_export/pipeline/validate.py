@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 
 from mod_export.errors import BuildError, BuildFolderError, GraphError
@@ -28,11 +27,9 @@ from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import fields_of_graph, setting_fields
 from mod_export.rows.correctness import ParityRow, RoutingMap, StructureRow
 from mod_export.rows.speed import QualityRow
-from mod_export.types import DTYPES, KINDS, Bucket, Graph, Setting, Unavailable, having
+from mod_export.types import DTYPES, KINDS, Bucket, Graph, Unavailable, having
 
 QUALITY_TEXTS = 4
-NO_BUCKET = Bucket(0, 0)
-"""Stands for any bucket."""
 
 
 def validate(build: Build) -> None:
@@ -145,14 +142,7 @@ def _candidates(build: Build) -> list[Candidate]:
     if build.targets:
         return engines
     graphs = candidates_from_graphs(build.graphs, engines, build.weights_path, build.hash_of)
-    # A step is judged after a prompt, so it needs a graph that reads prompts, and that one may have failed.
-    reads = {replace(graph.setting, bucket=NO_BUCKET) for graph in graphs if graph.setting.role == "prefill"}
-    return [*engines, *(graph for graph in graphs if graph.setting.role != "decode" or _prompts_of(graph) in reads)]
-
-
-def _prompts_of(step: Candidate) -> Setting:
-    """Returns the setting of the prefill graphs, of any length, that read prompts for a decode graph."""
-    return replace(step.setting, role="prefill", bucket=NO_BUCKET)
+    return [*engines, *(graph for graph in graphs if ROLES[graph.setting.role].can_be_judged(graph, graphs))]
 
 
 def _parity(build: Build, candidate: Candidate, candidates: Sequence[Candidate], *, is_changed: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from mod_export.types import Bucket, DType, Graph, ModelKind, Role, Setting
+from mod_export.types import Bucket, DType, Graph, ModelKind, Role, Setting, writes_text
 
 ABOUT = ("target", "dtype", "model", "role", "bucket")
 """Fields of a failure that say what it is about."""
@@ -109,7 +109,7 @@ class FailedRow(Result):
     @property
     def what(self) -> str:
         """Short name of what failed: tensorrt-rtx b1s512 float16 sm89 mod."""
-        role = None if self.role == "forward" else self.role
+        role = self.role if self.role is not None and writes_text(self.role) else None
         parts = (self.target, role, self.bucket, self.dtype, self.arch, self.model)
         return " ".join(part for part in parts if part is not None)
 
