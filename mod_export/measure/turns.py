@@ -56,7 +56,10 @@ class Worker:
         Raises:
             RouteError: the action failed.
         """
-        self._pipe.send((name, args))
+        try:
+            self._pipe.send((name, args))
+        except OSError as error:
+            raise self._ended() from error
         seconds, value = self._answer()
         return seconds, value
 
@@ -64,11 +67,14 @@ class Worker:
         try:
             failed, value = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
-            self._process.join()
-            raise RouteError(f"its process ended with code {self._process.exitcode}") from error
+            raise self._ended() from error
         if failed:
             raise RouteError(value)
         return value
+
+    def _ended(self) -> RouteError:
+        self._process.join()
+        return RouteError(f"its process ended with code {self._process.exitcode}")
 
     def close(self) -> None:
         """Ends the process."""
@@ -123,13 +129,12 @@ def opened_workers(
     failed: dict[str, str] = {}
     try:
         for name, (opener, args) in openers.items():
-            worker = Worker(log, opener, *args)
+            workers[name] = worker = Worker(log, opener, *args)
             try:
                 worker.opened()
-                workers[name] = worker
             except RouteError as error:
                 failed[name] = str(error)
-                worker.close()
+                workers.pop(name).close()
         yield workers, failed
     finally:
         for worker in workers.values():
@@ -147,6 +152,8 @@ def rounds(
     rng, deadline, done = np.random.default_rng(0), float("inf"), 0
     while done < warmup + fewest or time.perf_counter() < deadline:
         keys = [key for key in turns if key not in failed]
+        if not keys:
+            break
         for index in rng.permutation(len(keys)):
             key = keys[index]
             try:

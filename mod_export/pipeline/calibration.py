@@ -87,7 +87,8 @@ class Calibration:
     def _longest(self) -> Graph:
         """Returns the longest graph of rows or prompts as a forward graph: short rows hold only beginnings of texts."""
         graphs = [graph for graph in self._build.graphs if graph.model == self._kind and graph.target is None]
-        longest = max((graph for graph in graphs if ROLES[graph.role].reads_rows), key=lambda graph: graph.bucket.seq)
+        reading = [graph for graph in graphs if ROLES[graph.role].reads_several_tokens]
+        longest = max(reading, key=lambda graph: graph.bucket.seq)
         return replace(longest, role="forward", outputs=self._build.config.returned)
 
     def _batches(self, graph: Graph) -> Iterator[Batch]:

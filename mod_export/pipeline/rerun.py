@@ -27,7 +27,7 @@ from mod_export.pipeline.report import (
     texts_of,
     verdict_of_build,
 )
-from mod_export.pipeline.rivals import measure_rivals
+from mod_export.pipeline.rivals import CPU_TARGETS, measure_rivals
 from mod_export.rows.base import Result, sentences
 from mod_export.rows.correctness import ParityRow
 from mod_export.rows.report import Stage, Verdict, report_from_json
@@ -118,7 +118,10 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str],
     facts = {"measured": [row.model_dump(mode="json") for row in measured_in(build)]}
     notes = _complete(build, "benchmark", begin, facts) if config is None and not targets else []
     if rivals:
-        build.add(list(measure_rivals(build)))
+        timed = list(measure_rivals(build))
+        build.add(timed)
+        if not timed:
+            notes = [*notes, f"no rivals were timed: no engine of {', '.join(CPU_TARGETS)} reads whole rows here"]
     return Rerun(rows=build.rows, verdict=verdict, notes=notes, not_compared=not_compared(build))
 
 

@@ -7,6 +7,7 @@ because thread pools of several libraries in one process disturb each other.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,7 @@ class Task:
         graph: path of the portable graph.
         kind: the model.
         bucket: the static shape.
+        inputs: names of the inputs, in the order of the module's arguments.
         config: the resolved configuration.
         feeds: inputs by name.
     """
@@ -56,6 +58,7 @@ class Task:
     graph: Path
     kind: ModelKind
     bucket: Bucket
+    inputs: tuple[str, ...]
     config: BuildConfig
     feeds: Feeds
 
@@ -132,7 +135,7 @@ def _torch(task: Task) -> Run:
 
     def run(feeds: Feeds) -> np.ndarray:
         with torch.no_grad():
-            return np.asarray(compiled(*map(torch.from_numpy, feeds.values()))[0].float().numpy())
+            return np.asarray(compiled(*(torch.from_numpy(feeds[name]) for name in task.inputs))[0].float().numpy())
 
     return run
 
@@ -146,7 +149,7 @@ RIVALS: dict[str, Rival] = {
 """Name of the route -> program."""
 
 
-def opened(open_model: Callable[[Task], Run], task: Task) -> dict[str, Callable[[], Any]]:
+def open_route(open_model: Callable[[Task], Run], task: Task) -> dict[str, Callable[[], Any]]:
     """Opens a route and runs it once, in the process that is timed; returns what that process can be asked for."""
     run = open_model(task)
     first = np.array(run(task.feeds), dtype=np.float32)
@@ -177,7 +180,9 @@ def measure_rivals(build: Build) -> Iterator[RivalRow]:
         own = having(engines, model=graph.model, bucket=graph.bucket)
         if own:
             feeds = build.feeds(graph.bucket)
-            task = Task(build.root, build.root / graph.path, graph.model, graph.bucket, build.config, feeds)
+            task = Task(
+                build.root, build.root / graph.path, graph.model, graph.bucket, tuple(graph.inputs), build.config, feeds
+            )
             yield from _rows(own, task)
 
 
@@ -188,7 +193,7 @@ def _rows(engines: Sequence[Engine], task: Task) -> list[RivalRow]:
     opening: dict[str, Callable[[Task], Run]] = {name: partial(_engine, engine) for name, engine in ours.items()}
     opening |= {name: rival.open for name, rival in RIVALS.items()}
     with tempfile.TemporaryDirectory(prefix="mod-export-rivals-") as scratch:
-        openers = {name: (opened, (open_model, task)) for name, open_model in opening.items()}
+        openers = {name: (open_route, (open_model, task)) for name, open_model in opening.items()}
         with opened_workers(Path(scratch) / "log", openers) as (workers, failed):
             busy = other_load()
             turns = {name: partial(worker.ask, "times") for name, worker in workers.items()}
@@ -215,19 +220,32 @@ def _rows(engines: Sequence[Engine], task: Task) -> list[RivalRow]:
 
 def _errors(workers: Mapping[str, Worker]) -> dict[str, float]:
     """Returns for each route the root mean square of its difference from the first float32 rival that ran, as a share
-    of the root mean square of what that rival returned.
+    of the root mean square of what that rival returned; NaN if the shapes or the infinities differ.
     """
-    outputs = {}
-    for name, worker in workers.items():
+    reference: np.ndarray | None = None
+    errors: dict[str, float] = {}
+    # That rival comes first, and only one other output is in memory at a time.
+    exact = [name for name, rival in RIVALS.items() if rival.dtype == "float32" and name in workers]
+    for name in [*exact, *(name for name in workers if name not in exact)]:
         try:
-            outputs[name] = np.asarray(worker.ask("first")[1], dtype=np.float64)
+            output = workers[name].ask("first")[1]
         except RouteError:
             continue
-    reference = next((outputs[name] for name in RIVALS if name in outputs), None)
-    if reference is None:
-        return {}
-    scale = float(np.sqrt((reference**2).mean())) or 1.0
-    return {name: float(np.sqrt(((output - reference) ** 2).mean())) / scale for name, output in outputs.items()}
+        if reference is None:
+            if name not in exact:
+                return {}
+            reference = output
+        errors[name] = _distance(output, reference)
+    return errors
+
+
+def _distance(output: np.ndarray, reference: np.ndarray) -> float:
+    finite = np.isfinite(reference)
+    if output.shape != reference.shape or not np.array_equal(finite, np.isfinite(output)):
+        return math.nan
+    difference = output[finite] - reference[finite]
+    scale = float(np.mean(reference[finite] ** 2, dtype=np.float64)) if difference.size else 0.0
+    return math.sqrt(float(np.mean(difference**2, dtype=np.float64)) / scale) if scale else 0.0
 
 
 def _numbers(

@@ -42,11 +42,11 @@ class RoleStages(ABC):
 
     Attributes:
         role: the role.
-        reads_rows: whether a graph reads several tokens of a row at once.
+        reads_several_tokens: whether a graph reads several tokens of a row at once.
     """
 
     role: Role
-    reads_rows = True
+    reads_several_tokens = True
 
     @abstractmethod
     def outputs(self, config: BuildConfig) -> Outputs:
@@ -224,7 +224,7 @@ class DecodeRole(WritingRole):
     """Graphs that add one token to each text: parity of every step, whole texts, time of a step."""
 
     role = "decode"
-    reads_rows = False
+    reads_several_tokens = False
 
     def buckets(self, options: GenerationOptions, window: int) -> list[Bucket]:
         return sorted(Bucket(batch, cache) for batch in options.batches for cache in options.cache_lengths(window))

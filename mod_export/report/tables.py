@@ -386,7 +386,7 @@ PRECISION: tuple[Column[JudgedPrecision], ...] = (
     Column("parity", lambda row: _outcome(row.parity.passed if row.parity else None), number=False),
 )
 PRECISION_STACKS: Stacks = ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10), (11,))
-RIVALS: tuple[Column[RivalRow], ...] = (
+RIVAL_COLUMNS: tuple[Column[RivalRow], ...] = (
     Column("bucket", lambda row: row.bucket, number=False),
     Column("model", lambda row: name_of(row.model), number=False),
     Column("program", lambda row: row.route, number=False),

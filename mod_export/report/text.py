@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mod_export.report import summary, tables, wording
-from mod_export.report.charts import MODELS
+from mod_export.report.charts import MODELS, name_of
 from mod_export.rows.base import PairRow
 from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
 from mod_export.rows.report import BuildReport, Target, Verdict
@@ -342,10 +342,13 @@ def render_bench(
         parts += ["", title, table] if table.rows else []
     if rivals:
         timed_rows = [row for row in rivals if row.reason is None]
-        reasons = dict.fromkeys(f"{row.route}: {row.reason}" for row in rivals if row.reason is not None)
+        reasons = [
+            f"{row.bucket} {name_of(row.model)} {row.route}: {row.reason}" for row in rivals if row.reason is not None
+        ]
+
         busiest = max(row.other_load for row in rivals)
         load = f"while all of them waited, others took up to {100 * busiest:.0f} % of the machine's CPU time"
-        parts += ["", RIVALS_TITLE, tables.table_of(tables.RIVALS, timed_rows), *reasons, load]
+        parts += ["", RIVALS_TITLE, tables.table_of(tables.RIVAL_COLUMNS, timed_rows), *reasons, load]
     return render_parts(parts)
 
 

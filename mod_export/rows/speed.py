@@ -145,7 +145,7 @@ class PrecisionRow(EngineRow):
 
 
 class RivalRow(Result):
-    """A program that ran a model of whole rows in `bench --rivals`: an engine of the folder, or a rival."""
+    """A program that was to run a model of whole rows in `bench --rivals`: an engine of the folder, or a rival."""
 
     bucket: str
     """Static shape."""
@@ -170,7 +170,8 @@ class RivalRow(Result):
     p50_ci95: tuple[float, float] | None = None
     """95 % interval of the median; null if the samples do not bound it."""
     against: str | None = None
-    """For a rival, the engine that it is compared with: the fastest of its dtype, or of float32."""
+    """For a rival, the engine that it is compared with: the fastest in these samples of its dtype, or else of float32;
+    null if the folder has neither."""
     measured: float | None = None
     """Median of the rival divided by that of this engine, from the same rounds: above 1, the engine is faster."""
     ci95: tuple[float, float] | None = None

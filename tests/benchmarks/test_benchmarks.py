@@ -5,6 +5,8 @@ Rivals that only `make bench` installs are measured if they are installed; other
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,25 @@ def test_a_worker_that_dies_is_a_reason(tmp_path: Path) -> None:
     with pytest.raises(RouteError, match="its process ended with code 3"):
         worker.ask("exit")
     worker.close()
+
+
+def test_a_worker_that_was_killed_while_it_waited_is_a_reason(tmp_path: Path) -> None:
+    worker = Worker(tmp_path / "log", doubles, 0)
+    worker.opened()
+    assert worker._process.pid
+    os.kill(worker._process.pid, signal.SIGKILL)
+    worker._process.join()
+    with pytest.raises(RouteError, match="its process ended with code -9"):
+        worker.ask("double", 4)
+    worker.close()
+
+
+def test_rounds_end_when_every_route_has_failed() -> None:
+    def turn() -> tuple[float, int]:
+        raise RouteError("out of memory")
+
+    assert rounds({"one": turn}, 0, 1, 3600.0) == ({}, {"one": "out of memory"})
+    assert rounds({}, 0, 1, 3600.0) == ({}, {})
 
 
 def test_a_route_that_fails_in_a_later_round_leaves_the_others_their_times() -> None:

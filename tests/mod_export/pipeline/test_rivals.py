@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from command_line import invoke
+import torch
+from command_line import FEW_SAMPLES, invoke
+from torch import nn
 
+import mod_export
 from mod_export.pipeline import rivals
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.rerun import bench_folder
-from mod_export.pipeline.rivals import RIVALS, Task, measure_rivals
+from mod_export.pipeline.rivals import RIVALS, Task, _distance, measure_rivals
 from mod_export.report.text import render_bench
 from mod_export.rows.base import PairRow
 from mod_export.rows.report import Verdict
@@ -20,6 +23,20 @@ from mod_export.types import Bucket
 
 QUICK = ("onnxruntime", "openvino")
 NO_BF16 = "RuntimeError: OpenVINO names no BF16 among the capabilities of this processor"
+
+
+class Weighted(nn.Module):
+    """A quarter of the tokens gets a product, and a second input weighs all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.block = nn.Linear(8, 1), nn.Linear(8, 8)
+
+    def forward(self, stream: torch.Tensor, about: torch.Tensor) -> torch.Tensor:
+        scores = self.router(stream)[..., 0]
+        index = scores.topk(4, dim=1).indices[..., None].expand(-1, -1, 8)
+        chosen = stream.gather(1, index)
+        return stream.scatter(1, index, chosen + self.block(chosen)) * about[..., None]
 
 
 def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -58,7 +75,7 @@ def test_what_cannot_run_is_a_reason(small_copy: Path, monkeypatch: pytest.Monke
     text = render_bench([], Verdict(status="pass", reasons=()), "no baseline", rows)
     for row in failed:
         assert row.reason
-        assert f"{row.route}: {row.reason}" in text.splitlines()
+        assert f"b1s16 MoD {row.route}: {row.reason}" in text.splitlines()
     # The engine does not need that graph.
     assert sum(row.p50_ms is not None for row in rows) == 4
 
@@ -69,9 +86,46 @@ def test_a_hint_that_would_change_nothing_is_refused(small: Path, monkeypatch: p
 
     monkeypatch.setattr(openvino.Core, "get_property", lambda core, device, name: ["FP32", "INT8"])
     build = Build.open(small, None, (), verify=False)
-    task = Task(small, small / "graphs" / "mod-b1s16.onnx", "mod", Bucket(1, 16), build.config, {})
+    task = Task(small, small / "graphs" / "mod-b1s16.onnx", "mod", Bucket(1, 16), (), build.config, {})
     with pytest.raises(RuntimeError, match="OpenVINO names no BF16 among the capabilities of this processor"):
         RIVALS["openvino, hint bf16"].open(task)
+
+
+def test_a_module_with_two_inputs_and_no_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs reach the module in the order of its arguments, which is not that of the alphabet."""
+    only(monkeypatch, "onnxruntime", "torch.compile")
+    torch.manual_seed(0)
+    (tmp_path / "c.toml").write_text(FEW_SAMPLES, encoding="utf-8")
+    mod_export.build(
+        Weighted(),
+        inputs=lambda batch, seq: {"stream": torch.randn(batch, seq, 8), "about": torch.randn(batch, seq)},
+        buckets=[(1, 16)],
+        targets="ort-cpu",
+        out=tmp_path / "out",
+        config=tmp_path / "c.toml",
+        name="weighted",
+        verbosity=-1,
+    )
+    rows = list(measure_rivals(Build.open(tmp_path / "out", None, (), verify=False)))
+    assert [(row.model, row.route, row.reason) for row in rows] == [
+        ("mod", route, None) for route in ("mod-export, ort-cpu float32", "onnxruntime", "torch.compile")
+    ]
+    assert all(row.error is not None and row.error < 1e-5 for row in rows)
+
+
+def test_a_folder_without_engines_of_the_cpu_says_so(small_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rivals, "CPU_TARGETS", ("openvino", "inductor"))
+    timed = bench_folder(small_copy, None, (), rivals=True)
+    assert timed.rows(RivalRow) == []
+    assert any(note.startswith("no rivals were timed: no engine of ort-cpu, openvino") for note in timed.notes)
+
+
+def test_an_output_of_another_kind_has_no_distance() -> None:
+    reference = np.array([1.0, -np.inf, 3.0], dtype=np.float32)
+    assert _distance(reference, reference) == 0
+    assert _distance(reference + np.float32(0.5), reference) == pytest.approx(0.5 / np.sqrt(5))
+    assert np.isnan(_distance(reference[:2], reference))
+    assert np.isnan(_distance(np.array([1.0, 2.0, 3.0], dtype=np.float32), reference))
 
 
 @pytest.mark.slow
@@ -84,7 +138,7 @@ def test_the_command_times_every_program(small: Path, monkeypatch: pytest.Monkey
     for kind in ("MoD", "dense"):
         for name, rival in RIVALS.items():
             line = [line for line in lines if f"{kind}  " in line and f" {name}  " in line and rival.dtype in line]
-            assert line or f"{name}: {NO_BF16}" in lines, (kind, name)
+            assert line or f"b1s16 {kind} {name}: {NO_BF16}" in lines, (kind, name)
 
 
 def test_without_the_option_nothing_else_runs(small: Path) -> None:
