@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from benchmarks.rivals.cases import KINDS, Case, checkpoints
+from mod_export.measure.other_programs import Run, compile_module
+from mod_export.types import TOKEN_INPUTS
 from mod_models import transformer
 
-Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 INT4_GROUP = {"matmul_nbits": 32, "nncf": 64}
 """Weights that share a scale: for ONNX Runtime, the size with the fastest kernels; for NNCF, whose default is 128, the
 largest size that divides every width here."""
@@ -113,74 +114,15 @@ def write_quantized(case: Case, folder: Path) -> None:
         ov.save_model(quantized, folder / f"{kind}.int8.xml", compress_to_fp16=False)
 
 
-def onnx_runtime(path: Path, threads: int) -> Run:
-    """Opens a graph with ONNX Runtime. Thread settings aside, it uses the defaults."""
-    import onnxruntime as ort
-
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.force_spinning_stop", "1")
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = [item.name for item in session.get_inputs()]
-    primary = session.get_outputs()[0].name
-
-    def run(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-        logits: np.ndarray = session.run([primary], {key: value for key, value in feeds.items() if key in names})[0]
-        return logits
-
-    return run
-
-
-def openvino(precision: str, path: Path, threads: int, group: int | None = None) -> Run:
-    """Opens a graph with OpenVINO's CPU plug-in, set for latency, with a precision hint. With compressed weights,
-    `group` activations of a token share a scale.
-
-    Raises:
-        RuntimeError: the processor has no instructions for bfloat16, so the hint would change nothing.
-    """
-    import openvino as ov
-
-    options = {
-        "INFERENCE_NUM_THREADS": threads,
-        "PERFORMANCE_HINT": "LATENCY",
-        "NUM_STREAMS": 1,
-        "INFERENCE_PRECISION_HINT": precision,
-    }
-    if group is not None:
-        options["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = group
-    core = ov.Core()
-    if precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        raise RuntimeError("OpenVINO names no BF16 among the capabilities of this processor")
-    compiled = core.compile_model(path, "CPU", options)
-    names = [port.get_any_name() for port in compiled.inputs]
-    primary = next(port for port in compiled.outputs if "logits" in port.get_names())
-    request = compiled.create_infer_request()
-
-    def run(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-        request.infer({key: value for key, value in feeds.items() if key in names}, share_inputs=True)
-        logits: np.ndarray = request.get_tensor(primary).data
-        return logits
-
-    return run
-
-
 def compiled_torch(dtype: str, folder: Path, kind: str, threads: int) -> Run:
-    """Compiles the eager model with torch.compile and frozen weights, so that Inductor may pack them."""
-    from torch._inductor import config as inductor
+    """Compiles the eager model with torch.compile, in this dtype and with the selection of public implementations."""
+    run = compile_module(checkpoints(folder)[kind].module().to(getattr(torch, dtype)), TOKEN_INPUTS, threads)
 
-    inductor.freezing = True
-    torch.set_num_threads(threads)
-    module = checkpoints(folder)[kind].module().to(getattr(torch, dtype))
-    compiled = torch.compile(module, dynamic=False)
+    def run_with_topk(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
+        with topk_selects():
+            return run(feeds)
 
-    def run(feeds: Mapping[str, np.ndarray]) -> np.ndarray:
-        with torch.no_grad(), topk_selects():
-            logits: np.ndarray = compiled(*(torch.from_numpy(array) for array in feeds.values()))[0].float().numpy()
-        return logits
-
-    return run
+    return run_with_topk
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,9 @@ from benchmarks.rivals import programs
 from benchmarks.rivals.cases import KINDS, Case, case_of, checkpoints, write_models
 from mod_export import load
 from mod_export.config import TargetOptions
+from mod_export.measure.other_programs import Run, open_onnxruntime, open_openvino
 from mod_export.types import ModelKind
 
-Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 Opened = Callable[[Path, str, int], Run]
 """(folder of the case, kind, threads) -> function that runs a batch."""
 PRECISIONS = ("float32", "bfloat16", "int8", "int4")
@@ -110,12 +110,12 @@ def _built(folder: Path, target: str, dtype: str) -> Path:
 
 
 def _hinted(folder: Path, kind: str, threads: int) -> Run:
-    return programs.openvino("bf16", graph_of_ours(folder, kind, case_of(folder)), threads)
+    return open_openvino(graph_of_ours(folder, kind, case_of(folder)), threads, "bf16")
 
 
 def _compressed(precision: str, folder: Path, kind: str, threads: int) -> Run:
     path = folder / f"{kind}.{precision}-weights.xml"
-    return programs.openvino("bf16", path, threads, programs.OPENVINO_GROUP[precision])
+    return open_openvino(path, threads, "bf16", programs.OPENVINO_GROUP[precision])
 
 
 def _file(open_file: Callable[[Path, int], Run], name: str, folder: Path, kind: str, threads: int) -> Run:
@@ -145,20 +145,20 @@ ROUTES: tuple[Route, ...] = (
         for target in TARGETS
         if dtype in our_dtypes(target)
     ),
-    Route("ONNX Runtime", "float32", PLAIN, partial(_file, programs.onnx_runtime, "{kind}.plain.onnx")),
-    Route("OpenVINO", "float32", PLAIN, partial(_file, partial(programs.openvino, "f32"), "{kind}.plain.onnx")),
+    Route("ONNX Runtime", "float32", PLAIN, partial(_file, open_onnxruntime, "{kind}.plain.onnx")),
+    Route("OpenVINO", "float32", PLAIN, partial(_file, partial(open_openvino, precision="f32"), "{kind}.plain.onnx")),
     Route("torch.compile", "float32", MODELS, partial(programs.compiled_torch, "float32")),
-    Route("OpenVINO", "bfloat16", PLAIN, partial(_file, partial(programs.openvino, "bf16"), "{kind}.plain.onnx")),
+    Route("OpenVINO", "bfloat16", PLAIN, partial(_file, partial(open_openvino, precision="bf16"), "{kind}.plain.onnx")),
     Route("OpenVINO, our graph", "bfloat16", PORTABLE, _hinted),
     Route("torch.compile", "bfloat16", MODELS, partial(programs.compiled_torch, "bfloat16")),
     Route("ONNX Runtime, dynamic", "int8", "quantize_dynamic",
-          partial(_file, programs.onnx_runtime, "{kind}.dynamic-int8.onnx")),
+          partial(_file, open_onnxruntime, "{kind}.dynamic-int8.onnx")),
     Route("OpenVINO, weights", "int8", "nncf-int8-weights",
           partial(_compressed, "int8")),
     Route("OpenVINO, quantized", "int8", "nncf-int8",
-          partial(_file, partial(programs.openvino, "bf16"), "{kind}.int8.xml")),
+          partial(_file, partial(open_openvino, precision="bf16"), "{kind}.int8.xml")),
     Route("ONNX Runtime, MatMulNBits", "int4", "matmul_nbits",
-          partial(_file, programs.onnx_runtime, "{kind}.nbits-int4.onnx")),
+          partial(_file, open_onnxruntime, "{kind}.nbits-int4.onnx")),
     Route("OpenVINO, weights", "int4", "nncf-int4-weights",
           partial(_compressed, "int4")),
 )  # fmt: skip

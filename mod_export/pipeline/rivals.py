@@ -21,6 +21,7 @@ import numpy as np
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.environment import package_version
+from mod_export.measure.other_programs import Run, compile_module, open_onnxruntime, open_openvino
 from mod_export.measure.sampling import RUNS_PER_ROUND
 from mod_export.measure.statistics import quantile_interval, ratio_interval, ratio_of_medians
 from mod_export.measure.turns import RouteError, Worker, opened_workers, other_load, rounds
@@ -29,7 +30,6 @@ from mod_export.rows.speed import RivalRow
 from mod_export.types import Bucket, DType, Engine, ModelKind, having, primary_output
 
 Feeds = Mapping[str, np.ndarray]
-Run = Callable[[Feeds], np.ndarray]
 CPU_TARGETS = ("ort-cpu", "openvino", "inductor")
 """Targets of the engines that are compared: the rivals run on the CPU."""
 WARMUP = 2
@@ -84,66 +84,23 @@ class Rival:
 
 
 def _onnxruntime(task: Task) -> Run:
-    """Opens the portable graph with ONNX Runtime's defaults, threads aside."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = task.threads
-    options.log_severity_level = 3
-    session = onnxruntime.InferenceSession(str(task.graph), options, providers=["CPUExecutionProvider"])
-    names = [port.name for port in session.get_inputs()]
-    primary = primary_output([port.name for port in session.get_outputs()])
-    return lambda feeds: np.asarray(session.run([primary], {name: feeds[name] for name in names})[0])
+    return open_onnxruntime(task.graph, task.threads)
 
 
 def _openvino(precision: str, task: Task) -> Run:
-    """Compiles the portable graph with OpenVINO for latency.
-
-    Raises:
-        RuntimeError: the processor has no instructions for bfloat16, so the hint would change nothing.
-    """
-    import openvino
-
-    core = openvino.Core()
-    if precision == "bf16" and "BF16" not in core.get_property("CPU", "OPTIMIZATION_CAPABILITIES"):
-        raise RuntimeError("OpenVINO names no BF16 among the capabilities of this processor")
-    options: dict[str, Any] = {"PERFORMANCE_HINT": "LATENCY", "INFERENCE_PRECISION_HINT": precision, "NUM_STREAMS": 1}
-    if task.threads:
-        options["INFERENCE_NUM_THREADS"] = task.threads
-    compiled = core.compile_model(str(task.graph), "CPU", options)
-    names = [port.get_any_name() for port in compiled.inputs]
-    ports = {port.get_any_name(): port for port in compiled.outputs}
-    primary, request = ports[primary_output(list(ports))], compiled.create_infer_request()
-
-    def run(feeds: Feeds) -> np.ndarray:
-        request.infer({name: feeds[name] for name in names}, share_inputs=True)
-        return np.asarray(request.get_tensor(primary).data)
-
-    return run
+    return open_openvino(task.graph, task.threads, precision)
 
 
-def _torch(task: Task) -> Run:
-    """Compiles the eager module with torch.compile, with frozen weights, so that Inductor may pack them."""
-    import torch
-    from torch._inductor import config as inductor
-
-    inductor.freezing = True
-    if task.threads:
-        torch.set_num_threads(task.threads)
+def _compiled(task: Task) -> Run:
+    """Compiles the eager module that is restored from the folder."""
     module = Build.open(task.root, None, (), verify=False).model(task.kind).module(task.config.returned)
-    compiled = torch.compile(module, dynamic=False)
-
-    def run(feeds: Feeds) -> np.ndarray:
-        with torch.no_grad():
-            return np.asarray(compiled(*(torch.from_numpy(feeds[name]) for name in task.inputs))[0].float().numpy())
-
-    return run
+    return compile_module(module, task.inputs, task.threads)
 
 
 RIVALS: dict[str, Rival] = {
     "onnxruntime": Rival("onnxruntime", "float32", _onnxruntime),
     "openvino": Rival("openvino", "float32", partial(_openvino, "f32")),
-    "torch.compile": Rival("torch", "float32", _torch),
+    "torch.compile": Rival("torch", "float32", _compiled),
     "openvino, hint bf16": Rival("openvino", "bfloat16", partial(_openvino, "bf16")),
 }
 """Name of the route -> program."""
@@ -205,7 +162,7 @@ def _rows(engines: Sequence[Engine], task: Task) -> list[RivalRow]:
         RivalRow(
             bucket=task.bucket.name,
             model=task.kind,
-            route=name,
+            program=name,
             version=None if name in ours else package_version(RIVALS[name].package),
             dtype=dtype,
             threads=task.threads,

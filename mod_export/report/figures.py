@@ -55,8 +55,7 @@ from mod_export.types import ModelKind, Setting, Site, is_expert
 STRIP_PLACES = 500
 """Number of places on an axis. Samples at the same place are drawn as one line."""
 MOST_BINS = 200
-"""Largest number of bins. With more samples than this, only the smallest and the largest sample of each bin are
-drawn."""
+"""Largest number of bins. With more samples, only the smallest and the largest sample of each bin are drawn."""
 NARROWEST, WIDEST = 0.05, 0.5
 """Distance from the median, as a share of it, that the chart of samples in order shows at least, and at most."""
 MOST_TOKENS = 512
@@ -230,9 +229,7 @@ def _edges(count: int) -> Iterable[tuple[int, int]]:
 
 
 def step_figure(steps: SettingResults) -> Markup:
-    """Returns a chart of the time of a step of one decode bucket, and of the time that memory takes for its bytes.
-    Empty if steps were not timed.
-    """
+    """Returns a chart of a step's time in a decode bucket and of memory's time for its bytes; empty if not timed."""
     row, bucket = steps.written, steps.setting.bucket
     if not isinstance(row, DecodeRow):
         return Markup()

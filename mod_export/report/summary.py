@@ -111,7 +111,7 @@ def _rows(report: BuildReport) -> list[PairRow]:
 
 
 def parity_rows(report: BuildReport, *, forward: bool) -> tuple[ParityRow, ...]:
-    """Returns the rows of engines that read whole texts, or of those that write them."""
+    """Returns the rows of engines that read whole rows, or of those that write them."""
     return tuple(row for row in report.parity if row.setting.writes_text is not forward)
 
 

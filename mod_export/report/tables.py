@@ -27,6 +27,7 @@ from mod_export.report.wording import (
     interval_text,
     ms_text,
     range_text,
+    ratio_and_interval,
     ratio_text,
     share_text,
 )
@@ -182,9 +183,7 @@ def _verdict(verdict: SpeedVerdict) -> Cell:
 
 
 def _against(row: RivalRow) -> str | None:
-    if row.measured is None or row.ci95 is None:
-        return None
-    return f"{ratio_text(row.measured)} [{row.ci95[0]:.2f}, {row.ci95[1]:.2f}]"
+    return None if row.measured is None or row.ci95 is None else ratio_and_interval(row.measured, row.ci95)
 
 
 def _judged_speedup(row: SettingResults) -> Cell | None:
@@ -210,7 +209,7 @@ def _alone(text: Callable[[LatencyRow], str]) -> Callable[[SettingResults], str 
     return lambda row: text(latency) if (latency := row.latency("mod")) else None
 
 
-def _of_whole_texts(text: Callable[[SpeedupRow], Cell | str | None]) -> Callable[[SettingResults], Cell | str | None]:
+def _of_whole_rows(text: Callable[[SpeedupRow], Cell | str | None]) -> Callable[[SettingResults], Cell | str | None]:
     return lambda row: text(row.speedup) if row.speedup else None
 
 
@@ -260,19 +259,19 @@ VERDICT: Column[SettingResults] = Column(
     "verdict", lambda row: _verdict(row.speed.verdict) if row.speed else None, number=False
 )
 PREDICTED: Column[SettingResults] = Column(
-    "predicted (FLOPs)", _of_whole_texts(lambda row: _if_known(row.predicted_flops, ratio_text))
+    "predicted (FLOPs)", _of_whole_rows(lambda row: _if_known(row.predicted_flops, ratio_text))
 )
 EFFICIENCY: Column[SettingResults] = Column(
-    "efficiency", _of_whole_texts(lambda row: _if_known(row.efficiency, "{:.2f}".format))
+    "efficiency", _of_whole_rows(lambda row: _if_known(row.efficiency, "{:.2f}".format))
 )
 COMPARED: tuple[Column[SettingResults], ...] = (
     SPEEDUP,
     VERDICT,
-    Column("control [99 %]", _of_whole_texts(_control)),
+    Column("control [99 %]", _of_whole_rows(_control)),
     PREDICTED,
-    Column("predicted (roofline)", _of_whole_texts(lambda row: _if_known(row.predicted_roofline, ratio_text))),
+    Column("predicted (roofline)", _of_whole_rows(lambda row: _if_known(row.predicted_roofline, ratio_text))),
     EFFICIENCY,
-    Column("gate", _of_whole_texts(_gate), number=False),
+    Column("gate", _of_whole_rows(_gate), number=False),
 )
 ALONE: tuple[Column[SettingResults], ...] = (
     Column("ms [95 %]", _alone(lambda row: f"{ms_text(row.p50_ms)} {ci_text(row.p50_ci95)}".rstrip())),
@@ -288,9 +287,9 @@ class Timed(NamedTuple):
     """The columns about time, and the columns that stand on top of each other on a narrow terminal."""
 
     whole: tuple[Column[SettingResults], ...]
-    """The columns for whole texts, which follow SETTING and JUDGED."""
+    """The columns for whole rows, which follow SETTING and JUDGED."""
     bench: tuple[Column[SettingResults], ...]
-    """The columns for whole texts in `bench`, which follow SETTING."""
+    """The columns for whole rows in `bench`, which follow SETTING."""
     steps: tuple[Column[SettingResults], ...]
     """The columns for steps, which follow SETTING and STEPS_JUDGED."""
     prompts: tuple[Column[SettingResults], ...]
@@ -389,11 +388,11 @@ PRECISION_STACKS: Stacks = ((0, 1, 2), (3, 4, 5), (6, 7), (8, 9, 10), (11,))
 RIVAL_COLUMNS: tuple[Column[RivalRow], ...] = (
     Column("bucket", lambda row: row.bucket, number=False),
     Column("model", lambda row: name_of(row.model), number=False),
-    Column("program", lambda row: row.route, number=False),
+    Column("program", lambda row: row.program, number=False),
     Column("version", lambda row: row.version, number=False),
     Column("dtype", lambda row: row.dtype, number=False),
     Column("ms", lambda row: None if row.p50_ms is None else ms_text(row.p50_ms)),
-    Column("rival / ours [95 %]", lambda row: _against(row)),
+    Column("rival / ours [95 %]", _against),
     Column("difference", lambda row: None if row.error is None else error_text(row.error)),
 )
 FAILURES: tuple[Column[FailedRow], ...] = (

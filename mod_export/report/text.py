@@ -36,9 +36,9 @@ Row = TypeVar("Row")
 Line = str | tuple[tuple[str, str], ...]
 """A line of text, plain or in pieces, each with its style."""
 Part = Line | tables.ResultTable
-RIVALS_TITLE = "other programs, each in a process of its own, in turns"
 NOT_COMPARED = "not compared: "
 """Prefix of the reason why there is no comparison."""
+RIVALS_TITLE = "other programs, each in a process of its own, in turns"
 
 
 def print_report(report: BuildReport, folder: str, file: IO[str] | None = None) -> None:
@@ -317,7 +317,7 @@ def render_validation(
 def render_bench(
     rows: Sequence[PairRow], verdict: Verdict, not_compared: str | None = None, rivals: Sequence[RivalRow] = ()
 ) -> str:
-    """Returns one line for each comparison of whole texts, reasons and disturbances, the verdict, and other times.
+    """Returns one line for each comparison of whole rows, reasons and disturbances, the verdict, and other times.
 
     `not_compared` says why there are no comparisons; then there is one line for each engine. `rivals` are other
     programs that were timed too.
@@ -343,9 +343,8 @@ def render_bench(
     if rivals:
         timed_rows = [row for row in rivals if row.reason is None]
         reasons = [
-            f"{row.bucket} {name_of(row.model)} {row.route}: {row.reason}" for row in rivals if row.reason is not None
+            f"{row.bucket} {name_of(row.model)} {row.program}: {row.reason}" for row in rivals if row.reason is not None
         ]
-
         busiest = max(row.other_load for row in rivals)
         load = f"while all of them waited, others took up to {100 * busiest:.0f} % of the machine's CPU time"
         parts += ["", RIVALS_TITLE, tables.table_of(tables.RIVAL_COLUMNS, timed_rows), *reasons, load]

@@ -30,7 +30,12 @@ def ratio_text(ratio: float) -> str:
 
 def interval_text(row: SpeedupRow | Compared | PrecisionRow) -> str:
     """Formats a speed-up with its interval: 1.68x [1.66, 1.69]."""
-    return f"{ratio_text(row.measured)} [{row.ci95[0]:.2f}, {row.ci95[1]:.2f}]"
+    return ratio_and_interval(row.measured, row.ci95)
+
+
+def ratio_and_interval(ratio: float, ci95: tuple[float, float]) -> str:
+    """Formats a factor with its interval, like `interval_text`."""
+    return f"{ratio_text(ratio)} [{ci95[0]:.2f}, {ci95[1]:.2f}]"
 
 
 def ci_text(interval: tuple[float, float] | None) -> str:

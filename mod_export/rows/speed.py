@@ -151,7 +151,7 @@ class RivalRow(Result):
     """Static shape."""
     model: ModelKind
     """The model, or its dense baseline."""
-    route: str
+    program: str
     """Name of the program."""
     version: str | None
     """Version of the rival's package; null for engines of the folder."""

@@ -48,7 +48,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_programs_are_compared_with_the_engine_of_their_dtype(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, *QUICK)
     rows = list(measure_rivals(Build.open(small, None, (), verify=False)))
-    assert [(row.model, row.route) for row in rows] == [
+    assert [(row.model, row.program) for row in rows] == [
         (kind, route) for kind in ("mod", "dense") for route in ("mod-export, ort-cpu float32", *QUICK)
     ]
     for row in rows:
@@ -71,11 +71,11 @@ def test_what_cannot_run_is_a_reason(small_copy: Path, monkeypatch: pytest.Monke
     (small_copy / "graphs" / "mod-b1s16.onnx").write_bytes(b"not a graph")
     rows = list(measure_rivals(Build.open(small_copy, None, (), verify=False)))
     failed = [row for row in rows if row.p50_ms is None]
-    assert [(row.model, row.route) for row in failed] == [("mod", name) for name in QUICK]
+    assert [(row.model, row.program) for row in failed] == [("mod", name) for name in QUICK]
     text = render_bench([], Verdict(status="pass", reasons=()), "no baseline", rows)
     for row in failed:
         assert row.reason
-        assert f"b1s16 MoD {row.route}: {row.reason}" in text.splitlines()
+        assert f"b1s16 MoD {row.program}: {row.reason}" in text.splitlines()
     # The engine does not need that graph.
     assert sum(row.p50_ms is not None for row in rows) == 4
 
@@ -107,7 +107,7 @@ def test_a_module_with_two_inputs_and_no_baseline(tmp_path: Path, monkeypatch: p
         verbosity=-1,
     )
     rows = list(measure_rivals(Build.open(tmp_path / "out", None, (), verify=False)))
-    assert [(row.model, row.route, row.reason) for row in rows] == [
+    assert [(row.model, row.program, row.reason) for row in rows] == [
         ("mod", route, None) for route in ("mod-export, ort-cpu float32", "onnxruntime", "torch.compile")
     ]
     assert all(row.error is not None and row.error < 1e-5 for row in rows)
@@ -130,8 +130,7 @@ def test_an_output_of_another_kind_has_no_distance() -> None:
 
 @pytest.mark.slow
 def test_the_command_times_every_program(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rivals, "FEWEST_ROUNDS", 2)
-    monkeypatch.setattr(rivals, "SECONDS_SHARE", 0.0)
+    only(monkeypatch, *RIVALS)
     found = invoke("bench", small, "--rivals")
     assert found.exit_code == 0, found.stderr
     lines = found.stdout.splitlines()

@@ -45,7 +45,12 @@ Built = Callable[[str], Path]
 @pytest.fixture(scope="session")
 def keeping(shared_folder: Path, _roofline: None) -> Built:
     """Returns the read-only build of a checkpoint by its name, which the first test that needs it makes."""
-    return lambda name: once(shared_folder / name, lambda: build_for_both(name, shared_folder / name)) / "build"
+
+    def made(name: str) -> Path:
+        folder = shared_folder / f"keeps {name}"
+        return once(folder, lambda: build_for_both(name, folder)) / "build"
+
+    return made
 
 
 def build_for_both(name: str, folder: Path) -> None:
