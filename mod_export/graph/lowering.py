@@ -6,6 +6,7 @@
   each query. Keys and values have as many rows as queries, and as many heads or a number that divides it.
 * An LSTM with projections becomes its steps, because ONNX has no such LSTM.
 * `hstack` and similar operators become `cat`, as in torch itself.
+* `to(dtype)` becomes a cast, or nothing.
 * Operations on masks, reductions, scatters and numeric functions become functions of `replacements.py`.
 
 The graph that PyTorch runs as the reference keeps the operators of the model.
@@ -49,8 +50,14 @@ PRODUCTS: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
 """Operator -> product that it adds to beta times a tensor. If beta is 0, that tensor may hold anything, even NaN."""
 
 
-def lower(graph: fx.Graph) -> None:
-    """Replaces such operators in the graph of a captured program, in place."""
+def lower(module: fx.GraphModule) -> None:
+    """Replaces such operators in a captured program and in the branches of its conditions, in place."""
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            _lower(part.graph)
+
+
+def _lower(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is ATEN.einsum.default:
             # torch decomposes other equations itself when it runs below autograd.
@@ -63,6 +70,20 @@ def lower(graph: fx.Graph) -> None:
             replace_by(graph, node, REPLACEMENTS[node.target])
         elif node.target in LOWERED and (function := LOWERED[node.target](node)) is not None:
             replace_by(graph, node, function)
+    for node in list(graph.nodes):  # Of replacements as well.
+        if node.target is ATEN.to.dtype:
+            _replace_cast(graph, node)
+
+
+def _replace_cast(graph: fx.Graph, node: fx.Node) -> None:
+    source: Any = node.args[0]
+    dtype = argument_of(node, "dtype")
+    if source.meta["val"].dtype == dtype:
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+    else:
+        # The same node, so that its value keeps its name.
+        node.target, node.args, node.kwargs = ATEN._to_copy.default, (source,), {"dtype": dtype}
 
 
 def _replace_kth(graph: fx.Graph, node: fx.Node) -> None:

@@ -9,6 +9,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,8 @@ def _mish(self: Any) -> Any:
     return op.Mul(self, op.Tanh(op.Softplus(self)))
 
 
+FAILURES = (torch.onnx.errors.OnnxExporterError, RuntimeError)
+"""What torch's exporter raises."""
 OPERATOR = re.compile(
     r"No ONNX function found for <OpOverload\(op='(?P<name>[\w.]+)', overload='(?P<overload>\w+)'"
     r"|target=torch\.ops\.(?P<target>\w+\.\w+)\."
@@ -145,21 +148,29 @@ def onnx_from_captured(
     Raises:
         GraphError: the exporter failed, or the graph is not standard ONNX.
     """
-    lower(captured.program.graph)
+    program = captured.program
+    lower(program.graph_module)
+    translate = partial(
+        torch.onnx.export,
+        program,
+        dynamo=True,
+        opset_version=OPSET,
+        optimize=False,
+        custom_translation_table=TRANSLATIONS,
+        input_names=list(inputs),
+        output_names=[*outputs, *captured.routed],
+        verbose=False,
+    )
     with _quiet(), _translations_found_once():
         try:
-            exported = torch.onnx.export(
-                captured.program,
-                dynamo=True,
-                opset_version=OPSET,
-                optimize=False,
-                custom_translation_table=TRANSLATIONS,
-                input_names=list(inputs),
-                output_names=[*outputs, *captured.routed],
-                verbose=False,
-            )
-        except (torch.onnx.errors.OnnxExporterError, RuntimeError) as error:
-            raise GraphError(_untranslated(error, captured.program)) from error
+            with _decomposed_if_needed(program):
+                exported = translate()
+        except FAILURES:
+            # A few operators have no translation and are in no table of decompositions: tracing decomposes them.
+            try:
+                exported = translate()
+            except FAILURES as error:
+                raise GraphError(_untranslated(error, program)) from error
     assert exported is not None
     model = exported.model
     model.ir_version = IR_VERSION
@@ -261,6 +272,33 @@ def _quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _decomposed_if_needed(program: torch.export.ExportedProgram) -> Iterator[None]:
+    """Within this context, a program decomposes itself only if it has an operator to decompose.
+
+    torch's exporter asks every program for that, and the program traces itself again, which takes more than a third of
+    an export. Most programs then have the same operators as before.
+    """
+    trace: Callable[[Mapping[Any, Any]], torch.export.ExportedProgram] = program.run_decompositions
+
+    def run_decompositions(table: Mapping[Any, Any]) -> torch.export.ExportedProgram:
+        graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+        targets = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
+        operators = [target for target in targets if isinstance(target, torch._ops.OpOverload)]
+        # The exporter finds outputs by the names in the signature, and lowering may have replaced their nodes.
+        outputs: Any = program.graph.output_node().args[0]
+        is_renamed = [node.name for node in outputs] != [out.arg.name for out in program.graph_signature.output_specs]
+        if is_renamed or any(operator in table or operator._schema.is_mutable for operator in operators):
+            return trace(table)
+        return program
+
+    program.run_decompositions = run_decompositions  # It is put back below.
+    try:
+        yield
+    finally:
+        del program.run_decompositions
 
 
 @contextlib.contextmanager

@@ -337,6 +337,11 @@ def _rrelu(x: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, *_training: An
     return result
 
 
+def _subtracted_from(x: Tensor, other: float, alpha: float = 1) -> Tensor:
+    dtype = x.dtype if x.is_floating_point() or isinstance(other, int) else torch.float32
+    return torch.sub(torch.full((), other, dtype=dtype, device=x.device), x, alpha=alpha)
+
+
 def _copied(x: Tensor, source: Tensor, *_blocking: Any) -> Tensor:
     return source.to(x.dtype).expand(x.shape)
 
@@ -366,5 +371,9 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     ATEN.hypot.default: _hypot,
     ATEN.fmax.default: _fmax,
     ATEN.fmin.default: _fmin,
+    ATEN.rsub.Scalar: _subtracted_from,
+    ATEN.__and__.Tensor: torch.bitwise_and,
+    ATEN.__or__.Tensor: torch.bitwise_or,
+    ATEN.__xor__.Tensor: torch.bitwise_xor,
 }
 """Operator -> function that computes the same, for operators that are replaced wherever they stand."""

@@ -68,7 +68,7 @@ def check(module: nn.Module, inputs: Sequence[Tensor], calls: int) -> None:
     """Checks that the lowered program computes the same, and that its ONNX graph has no Einsum."""
     capture: Captured = captured(module, inputs, "test")
     before = capture.program.graph_module(*inputs)[0]
-    lower(capture.program.graph)
+    lower(capture.program.graph_module)
     capture.program.graph_module.recompile()
     torch.testing.assert_close(capture.program.graph_module(*inputs)[0], before)
     assert sum(node.op == "call_function" for node in capture.program.graph.nodes) >= calls
@@ -120,3 +120,17 @@ class Kth(nn.Module):
 @pytest.mark.parametrize("k", [1, 3, 4, 7])
 def test_the_kth_value_is_that_of_a_top_k(k: int, keepdim: bool) -> None:
     check(Kth(k, keepdim=keepdim), [torch.randn(2, 7, 3)], 2)
+
+
+class Branches(nn.Module):
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        def product(x: Tensor, weight: Tensor) -> Tensor:
+            return torch.einsum("bd,de->be", x, weight)
+
+        return torch.cond(x.sum() > 0, product, lambda x, _: (1 - x).to(torch.float64).to(torch.float32), (x, weight))
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_branches_of_conditions_are_lowered_as_well(sign: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    check(Branches(), [sign * torch.rand(3, 4, generator=generator), torch.rand(4, 4, generator=generator)], 1)

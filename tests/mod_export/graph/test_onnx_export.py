@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +202,39 @@ def test_the_table_of_translations_is_made_once_and_left_as_it_was(monkeypatch: 
     monkeypatch.setattr(onnx_export, "_TRANSLATIONS", {})
     exported_tanh()
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("function", "traces"),
+    [
+        (lambda ids, _: (1 - ids.to(torch.float32).softmax(-1)).reshape(-1, 2) * 2, 0),
+        (lambda ids, _: ids.float().square(), 1),  # It has a decomposition and no translation.
+        (lambda ids, _: ids.float().movedim(0, 1) * 2, 1),  # It has neither, and only the trace decomposes it.
+        (lambda ids, _: ids.float().clone().add_(1), 1),  # It writes into its argument.
+        (lambda ids, _: torch.einsum("a,b->ab", ids[0].float(), ids[0].float()), 1),  # Lowering replaced the output.
+    ],
+    ids=["nothing", "a decomposition", "no translation", "in place", "the output"],
+)
+def test_a_program_is_traced_again_only_to_decompose_it(
+    function: Callable[..., Tensor], traces: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    traced: list[object] = []
+    original = torch.export.ExportedProgram.run_decompositions
+
+    def counted(program: torch.export.ExportedProgram, *table: Any) -> torch.export.ExportedProgram:
+        traced.append(program)
+        return original(program, *table)
+
+    program = captured_module(Does(function), Bucket(1, 4), "mod")
+    monkeypatch.setattr(torch.export.ExportedProgram, "run_decompositions", counted)
+    model = onnx_from_captured(program, {}, TOKEN_INPUTS, ["logits"])
+    assert len(traced) == traces
+    assert "run_decompositions" not in vars(program.program)
+    ids_BS = np.array([[3, 1, 2, 5]])
+    feeds = {"input_ids": ids_BS, "lengths": np.array([4])}
+    (logits,) = runner_of(save(model, {}, tmp_path)).run(feeds).values()
+    expected = function(torch.from_numpy(ids_BS), None).numpy()
+    np.testing.assert_allclose(logits, expected, rtol=1e-6)
 
 
 def test_an_operator_without_a_translation_is_named() -> None:
