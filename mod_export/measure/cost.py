@@ -585,7 +585,8 @@ def part_of_kernel(kernel: Kernel, part_of_node: Mapping[str, str]) -> str:
     if kernel.weights and not kernel.name.startswith(GENERATED):
         return _part_of_weight(kernel.weights)
     # Node names with which the name of a fused node may begin, longest first: a/b for `a/b/Fusion/`, a for `fused a`.
-    words = kernel.name.removeprefix("fused ").strip("/").split("/")
+    # ONNX Runtime adds a suffix to the name of a Reshape that takes in those after it.
+    words = kernel.name.removeprefix("fused ").removesuffix("_new_reshape").strip("/").split("/")
     for length in range(len(words), 0, -1):
         if "/".join(words[:length]) in part_of_node:
             return part_of_node["/".join(words[:length])]

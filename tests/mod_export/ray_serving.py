@@ -121,11 +121,11 @@ class OnRay:
 
 
 @contextlib.contextmanager
-def ray_serve() -> Iterator[OnRay]:
-    """Runs Ray Serve during the `with` block."""
+def ray_serve(environment: Mapping[str, str] = MappingProxyType({})) -> Iterator[OnRay]:
+    """Runs Ray Serve during the `with` block, with these environment variables beside those that tests need."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), socket.socket() as found:
         warnings.simplefilter("ignore")
-        for name, value in ENVIRONMENT.items():
+        for name, value in {**ENVIRONMENT, **environment}.items():
             patch.setenv(name, value)
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
