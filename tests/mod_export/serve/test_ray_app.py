@@ -133,7 +133,7 @@ def test_a_replica_that_ends_is_replaced(running: Application) -> None:
 
 @pytest.mark.slow
 def test_a_replica_that_is_killed_is_replaced(running: Application) -> None:
-    """With SIGKILL, as by Ray's memory monitor and by the kernel when memory is short. No request hangs."""
+    """With SIGKILL, as by the kernel when memory is short. No request hangs."""
     (replica,) = running.replicas()
     before = running.complete(8, model=NAME).choices[0].text
     process = inside(replica, lambda _: os.getpid())
