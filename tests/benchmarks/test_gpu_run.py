@@ -87,7 +87,9 @@ def test_why_a_step_is_not_run() -> None:
         ("import os; print('before'); os.abort()", 60, "signal SIGABRT: "),
         ("raise SystemExit('no such thing')", 60, "exit 1: no such thing"),
         ("pass", 60, "what it left cannot be read: FileNotFoundError: "),
-        ("import time; print('begun'); time.sleep(60)", 3, "stopped after 3 s: begun"),
+        pytest.param(
+            "import time; print('begun'); time.sleep(60)", 3, "stopped after 3 s: begun", marks=pytest.mark.slow
+        ),
     ],
     ids=["crash", "error", "nothing left", "too long"],
 )
@@ -143,6 +145,7 @@ def test_a_target_whose_probe_dies_does_not_end_the_run(monkeypatch: pytest.Monk
     assert found.reason == "the probe failed: KeyError: 'no such target'"
 
 
+@pytest.mark.slow
 def test_a_target_whose_probe_dies_leaves_the_others_available() -> None:
     found = run_gpu.availability_of_all({"no such target", "ort-cpu"})
     assert list(found) == ["no such target", "ort-cpu"]

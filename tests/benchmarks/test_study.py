@@ -43,10 +43,12 @@ def test_names_have_folders_of_their_own(tmp_path: Path) -> None:
     assert len({folder_of(tmp_path, studied, seed) for studied in STUDIED for seed in SEEDS}) == 2 * len(STUDIED)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_repeated(results: Path) -> None:
     assert train_one(results, "dense", 0, SMALL) == "dense, seed 0: done before"
 
 
+@pytest.mark.slow
 def test_what_is_measured(results: Path) -> None:
     runs = read_runs(results)
     assert list(runs) == list(NAMES)
@@ -63,6 +65,7 @@ def test_what_is_measured(results: Path) -> None:
     assert 0 < mod["curve"][-1]["bits_per_byte"] < 8.5
 
 
+@pytest.mark.slow
 def test_the_model_that_is_measured_is_the_one_that_was_trained(results: Path) -> None:
     studied = next(one for one in STUDIED if one.name == "MoD 12.5 %")
     model = trained_model(folder_of(results, studied, 0), studied.spec, "predictor")

@@ -133,6 +133,7 @@ def save_program(path: Path, module: nn.Module, batch: int, seq: int) -> str:
     return path.name
 
 
+@pytest.mark.slow
 def test_attention_under_a_mask_in_a_buffer_becomes_the_operator(tmp_path: Path, toml: Path) -> None:
     """The mask is stored as a weight of no engine: the operator is causal by its attribute."""
     mod_export.build(made(Buffered), lambda batch, seq: torch.randn(batch, seq, D), [(1, 16)], out="built", config=toml)
@@ -175,6 +176,7 @@ def test_programs_with_a_baseline_and_samples(tmp_path: Path, toml: Path) -> Non
     assert not list((tmp_path / "built/programs").glob("dense-*"))
 
 
+@pytest.mark.slow
 def test_a_factory_is_its_own_baseline(tmp_path: Path, toml: Path) -> None:
     (tmp_path / "maker.py").write_text(MAKER, encoding="utf-8")
     found = invoke("build", "maker.py:make", "--buckets", "1x16", "-c", toml)
@@ -216,6 +218,7 @@ class Overflowing(nn.Module):
         return logits.masked_fill(torch.arange(40) >= 37, -torch.inf)
 
 
+@pytest.mark.slow
 def test_logits_that_are_excluded_and_a_model_that_overflows(tmp_path: Path) -> None:
     def build(squares: int) -> BuildReport:
         torch.manual_seed(0)

@@ -87,6 +87,7 @@ def test_what_can_be_read_is_judged(copied: Path) -> None:
     assert found.stdout.endswith("FAIL\n")
 
 
+@pytest.mark.slow
 def test_other_bugs_are_not_blamed_on_the_folder(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise ZeroDivisionError("a bug")

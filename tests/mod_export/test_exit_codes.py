@@ -143,6 +143,7 @@ def test_2_a_name_that_is_too_long(line: str) -> None:
     assert re.search(r"\nError: Invalid value for .*x: File name too long\n$", found.stderr)
 
 
+@pytest.mark.slow
 def test_3_a_stage_could_not_build(faulty: list[tuple[int, str, str]]) -> None:
     code, stdout, stderr = faulty[1]
     assert (code, stdout) == (3, "")

@@ -35,7 +35,7 @@ def without(modules: Iterable[str]) -> str:
     return f"sys.modules.update(dict.fromkeys({list(modules)}))"
 
 
-@pytest.mark.fast("torch", "onnxruntime", "model_signing", "uvicorn", "gguf")
+@pytest.mark.fast("torch", "onnxruntime", "model_signing", "uvicorn")
 @pytest.mark.parametrize("absent", NEEDS, ids=lambda absent: absent[0])
 def test_a_missing_extra_is_named(absent: tuple[str, ...], small_folder: Path, tmp_path: Path) -> None:
     extra, lines = NEEDS[absent]

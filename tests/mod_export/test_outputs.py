@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from mod_export.rows.report import BuildReport
 from mod_export.types import Outputs
 
 SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 12, 16)}
-Returning = dict[Outputs, tuple[Path, BuildReport]]
+Returning = Callable[[Outputs], tuple[Path, BuildReport]]
 
 
 def build_of(checkpoint: Path, config: BuildConfig, root: Path, **fields: Any) -> BuildReport:
@@ -36,15 +38,19 @@ def build_of(checkpoint: Path, config: BuildConfig, root: Path, **fields: Any) -
 
 @pytest.fixture(scope="module")
 def builds(small_folder: Path, config: BuildConfig, tmp_path_factory: pytest.TempPathFactory) -> Returning:
-    """Build folder and report by kind of output."""
-    roots: dict[Outputs, Path] = {outputs: tmp_path_factory.mktemp("returning") / outputs for outputs in SHAPES}
-    path = small_folder / "small.pt"
-    return {outputs: (root, build_of(path, config, root, outputs=outputs)) for outputs, root in roots.items()}
+    """Function that returns build folder and report of a kind of output; the first call builds them."""
+
+    @functools.cache
+    def made(outputs: Outputs) -> tuple[Path, BuildReport]:
+        root = tmp_path_factory.mktemp("returning") / outputs
+        return root, build_of(small_folder / "small.pt", config, root, outputs=outputs)
+
+    return made
 
 
-@pytest.fixture(params=list(SHAPES))
+@pytest.fixture(params=["last", pytest.param("none", marks=pytest.mark.slow)])
 def returning(request: pytest.FixtureRequest, builds: Returning) -> tuple[Outputs, Path, BuildReport]:
-    return request.param, *builds[request.param]
+    return request.param, *builds(request.param)
 
 
 def test_a_build_is_judged_by_what_it_returns(returning: tuple[Outputs, Path, BuildReport]) -> None:
@@ -90,11 +96,12 @@ def test_what_was_not_probed_is_not_said_to_be_causal(returning: tuple[Outputs, 
     assert ("It was not probed." in render_html(report)) == (outputs == "last")
 
 
+@pytest.mark.slow
 def test_a_fault_in_what_is_returned_is_found(builds: Returning, tmp_path: Path) -> None:
     """The engine is replaced by one with another kind of output."""
-    root = shutil.copytree(builds["last"][0], tmp_path / "faulty")
+    root = shutil.copytree(builds("last")[0], tmp_path / "faulty")
     path = "engines/ort-cpu/mod-b2s16-float32.onnx"
-    shutil.copy(builds["none"][0] / path, root / path)
+    shutil.copy(builds("none")[0] / path, root / path)
     found = validate_folder(root, None, ["ort-cpu"])
     assert found.verdict.status == "fail"
     assert any("the engine gives no last_logits, expected" in reason for reason in found.verdict.reasons)

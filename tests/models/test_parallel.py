@@ -82,6 +82,7 @@ def in_halves(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_processes_take_the_steps_of_one(one: Path, in_halves: Path, two: Path, parallel: str) -> None:
     """They agree bit for bit with one process that adds up both halves, because a sum of two has only one order."""
@@ -95,12 +96,13 @@ def test_two_processes_take_the_steps_of_one(one: Path, in_halves: Path, two: Pa
         assert (left["total_loss"], left["gradient_norm"]) == (right["total_loss"], right["gradient_norm"])
 
 
-@pytest.mark.fast("ddp")
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_portions_on_two_processes(one: Path, two: Path, parallel: str) -> None:
     assert_same_curve(one, two / f"rows-alone-{parallel}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_retrofit_on_two_processes(two: Path, tmp_path: Path, parallel: str) -> None:
     begin, settings = retrofit(SPEC, CONFIG)
@@ -116,6 +118,7 @@ def test_a_retrofit_on_two_processes(two: Path, tmp_path: Path, parallel: str) -
             assert torch.equal(theirs["model"][name], begin.weights[name]), name
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_two(one: Path, two: Path) -> None:
     assert state(two / "fsdp-half")["step"] == 7
     list(train(SPEC, CONFIG, two / "fsdp-half"))
@@ -123,11 +126,13 @@ def test_one_process_goes_on_from_two(one: Path, two: Path) -> None:
     assert_same_state(one, two / "fsdp-half")
 
 
+@pytest.mark.slow
 def test_two_processes_go_on_from_one(one: Path, two: Path) -> None:
     assert_same_curve(one, two / "one-half")
     assert_same_state(one, two / "one-half")
 
 
+@pytest.mark.slow
 def test_a_process_holds_its_share(two: Path) -> None:
     sizes = [parameter.numel() for parameter in Transformer(SPEC).parameters()]
     first, second = (json.loads((two / f"held-{rank}.json").read_text()) for rank in (0, 1))
@@ -135,6 +140,7 @@ def test_a_process_holds_its_share(two: Path) -> None:
     assert sum(first) < 0.55 * sum(sizes)
 
 
+@pytest.mark.slow
 def test_sharded_bfloat16(two: Path, tmp_path: Path) -> None:
     list(train(SPEC, dataclasses.replace(CONFIG, precision="bfloat16"), tmp_path))
     for left, right in zip(rows(tmp_path), rows(two / "bfloat16"), strict=True):
@@ -142,6 +148,7 @@ def test_sharded_bfloat16(two: Path, tmp_path: Path) -> None:
     assert all(tensor.dtype == torch.float32 for tensor in state(two / "bfloat16")["model"].values())
 
 
+@pytest.mark.slow
 def test_what_several_processes_may_not_ask_for(two: Path) -> None:
     """Every process raises the same error, so none waits for another."""
     first, second = (json.loads((two / f"refused-{rank}.json").read_text()) for rank in (0, 1))

@@ -258,6 +258,7 @@ def test_routers_have_a_rate_of_their_own(dense: Checkpoint, tmp_path: Path) -> 
         assert torch.equal(tensor, begin.weights[name]) == (ROUTES.match(name) is None), name
 
 
+@pytest.mark.slow
 def test_routers_alone_learn_to_select(tmp_path: Path) -> None:
     """With all else frozen and half of the tokens in each layer, the learnt choice beats the arbitrary one."""
     dense_config = TrainConfig(

@@ -251,6 +251,7 @@ def running(tmp_path: Path, spec_file: Path) -> Iterator[tuple[subprocess.Popen[
         process.kill()
 
 
+@pytest.mark.slow
 def test_interrupted_from_the_keyboard(running: tuple[subprocess.Popen[str], list[str]]) -> None:
     process, command = running
     assert process.stdout.readline().startswith("step 5/100000000  loss ")

@@ -74,6 +74,7 @@ def feeds(seed: int = 0) -> dict[str, np.ndarray]:
     return {"input_ids": np.random.default_rng(seed).integers(0, 256, (2, 24)), "lengths": np.array([24, 24])}
 
 
+@pytest.mark.slow
 def test_bfloat16_meets_its_gates(root: Path, loaded: TransformerModel) -> None:
     with Inductor().load(root, ENGINE, CONFIG, 1) as runner:
         comparison = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1), SLACK)
@@ -83,6 +84,7 @@ def test_bfloat16_meets_its_gates(root: Path, loaded: TransformerModel) -> None:
         assert runner.run(feeds())["logits"].dtype == np.float32
 
 
+@pytest.mark.slow
 def test_a_package_reads_products_in_16_bits_and_the_rest_in_float32(root: Path) -> None:
     _, metadata, tensors = Inductor().opened(root, ENGINE, None, "cpu")
     dtypes = {name: str(tensor.dtype) for name, tensor in tensors.items()}
@@ -94,6 +96,7 @@ def test_a_package_reads_products_in_16_bits_and_the_rest_in_float32(root: Path)
     assert torch.equal(tensors["layers.0.router.projection.weight"], wide["layers.0.router.projection.weight"])
 
 
+@pytest.mark.slow
 def test_weights_that_replace_others_are_cast_to_the_packages_type(root: Path) -> None:
     name = "layers.0.mlp.up_proj.weight"
     zeros = {name: np.zeros((24, 16), np.float32), "no such weight": np.zeros(1, np.float32)}
@@ -112,6 +115,7 @@ def cuda_runner(root: Path, *, cuda_graph: bool) -> Iterator[CudaRunner]:
         yield runner
 
 
+@pytest.mark.slow
 def test_the_runner_gives_what_the_processors_runner_gives(root: Path) -> None:
     with Inductor().load(root, ENGINE, CONFIG, 1) as plain, cuda_runner(root, cuda_graph=False) as runner:
         assert (runner.inputs, runner.outputs) == (plain.inputs, plain.outputs)
@@ -165,6 +169,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, runner: CudaRunner, *, fails: boo
     return graphs
 
 
+@pytest.mark.slow
 def test_a_run_is_recorded_once_and_replayed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Inductor().load(root, ENGINE, CONFIG, 1) as plain, cuda_runner(root, cuda_graph=True) as runner:
         graphs = recording(monkeypatch, runner)
@@ -173,6 +178,7 @@ def test_a_run_is_recorded_once_and_replayed(root: Path, monkeypatch: pytest.Mon
         assert [graph.replays for graph in graphs] == [3]
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_recorded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with cuda_runner(root, cuda_graph=True) as runner:
         recording(monkeypatch, runner, fails=True)
@@ -184,6 +190,7 @@ def test_a_run_that_cannot_be_recorded(root: Path, monkeypatch: pytest.MonkeyPat
             runner.run(feeds())
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_is_an_error_of_ours(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with cuda_runner(root, cuda_graph=False) as runner:
 

@@ -127,7 +127,7 @@ def test_a_builder_that_dies_is_an_error(
     ("body", "problem"),
     [
         ("import os\nos._exit(7)", "the probe of crashing failed: crashing: the probe process died (exit 7): "),
-        ("import time\ntime.sleep(60)", "timed out after 2 seconds"),
+        pytest.param("import time\ntime.sleep(60)", "timed out after 2 seconds", marks=pytest.mark.slow),
         ("import no_such_library", "crashing cannot be loaded: No module named 'no_such_library'"),
     ],
     ids=["dies", "hangs", "cannot be loaded"],

@@ -43,16 +43,15 @@ SPECIAL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_rtx
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("a step that skips", "bfloat16"),
-        *(pytest.param(kind, dtype, marks=pytest.mark.slow) for kind, dtype in (
-            ("a step without conditions", "float16"), ("a short prompt", "float16"),
-            ("a step that skips", "float32"), ("a step that skips", "float16"), ("a prompt", "float32"),
-            ("a short prompt", "float32"), ("a short prompt", "bfloat16"),
-            ("normed heads", "float16"), ("a prompt with biases", "bfloat16"))),
+        ("a step without conditions", "float16"), ("a short prompt", "float16"), ("a step that skips", "bfloat16"),
+        ("a step that skips", "float32"), ("a step that skips", "float16"), ("a prompt", "float32"),
+        ("a short prompt", "float32"), ("a short prompt", "bfloat16"), ("normed heads", "float16"),
+        ("a prompt with biases", "bfloat16"),
     ],
 )  # fmt: skip
 def test_builds_the_graphs_of_models_that_write_text(tmp_path: Path, kind: str, dtype: DType) -> None:

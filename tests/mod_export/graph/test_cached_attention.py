@@ -125,7 +125,7 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int, width: 
     assert kept[False] > 0
 
 
-@pytest.mark.fast("predictor-fair")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "slots"), [("dense", "all"), ("predictor", "fair")])
 def test_what_the_operator_does_not_do_stays(name: str, slots: str) -> None:
     """Heads are too narrow for it, or some rows have no slot in a layer, so that its caches are gathered."""

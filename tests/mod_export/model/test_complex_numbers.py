@@ -83,6 +83,7 @@ class Weighed(Rotated):
         return (turns.to(torch.complex64) * scale).index_select(0, index.flatten()).view(B, -1, 1, WIDTH)
 
 
+@pytest.mark.fast("Rotated", "Gathered")
 @pytest.mark.parametrize("kind", [Rotated, Gathered, Exponential, Weighed])
 def test_what_is_captured_computes_what_the_module_does(kind: type[Rotated]) -> None:
     torch.manual_seed(0)

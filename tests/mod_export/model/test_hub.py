@@ -112,6 +112,7 @@ def test_a_model_of_pickles_and_a_file(endpoint: str, tmp_path: Path) -> None:
     assert name_of(Path(file)) == "some.gguf"
 
 
+@pytest.mark.fast("adapter-safetensors")
 @pytest.mark.parametrize(("name", "suffix"), [("adapter", "safetensors"), ("old-adapter", "bin")])
 def test_an_adapter(name: str, suffix: str, endpoint: str, tmp_path: Path) -> None:
     Hub.sent.clear()

@@ -103,6 +103,7 @@ def test_tied_weights_are_one_and_buffers_keep_their_dtypes() -> None:
     assert loaded.module().get_buffer("position_ids").dtype == torch.int64
 
 
+@pytest.mark.slow
 def test_the_same_module_is_the_same_model() -> None:
     first, second = (model_from_module(made("index_put"), token_ids, [SHORT], "mine") for _ in range(2))
     assert first.origin.checkpoint_sha256 == second.origin.checkpoint_sha256

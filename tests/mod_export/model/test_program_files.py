@@ -57,7 +57,7 @@ CASES: dict[str, tuple[Any, Any, list[Bucket], torch.dtype]] = {
 }
 
 
-@pytest.mark.fast("ids and mask", "embeddings", "bfloat16")
+@pytest.mark.fast("embeddings", "bfloat16")
 @pytest.mark.parametrize("case", CASES)
 def test_a_restored_model_gives_the_same_graphs(case: str, tmp_path: Path) -> None:
     kind, inputs, buckets, dtype = CASES[case]

@@ -46,6 +46,7 @@ def masked(tmp_path: Path) -> list[Path]:
     return [saved(tmp_path / f"mine-{seq}.pt2", module, masked_inputs(2, seq)) for seq in (16, 8)]
 
 
+@pytest.mark.slow
 def test_files_are_the_same_model_as_the_module(masked: list[Path]) -> None:
     model = model_from_pt2(masked)
     direct = loaded(model_from_module(made(Masked), masked_inputs, [SHORT, LONG], "mine"))

@@ -129,6 +129,7 @@ def test_a_speed_up_that_nothing_could_show_is_not_promised(
     assert validate_folder(root, config_from_toml(demanding), ()).verdict.status == "pass"
 
 
+@pytest.mark.fast("full")
 @pytest.mark.parametrize("name", ["dense", "full"])
 def test_with_a_baseline_it_is_compared(folder: Path, tmp_path: Path, name: str) -> None:
     """The baseline is another model, or the same module with every token selected."""

@@ -103,7 +103,9 @@ def test_every_weight_is_packed_once(written: Path) -> None:
     [
         ({"compared_texts": 0}, set()),
         # Decode engines continue from what prefill engines read.
-        ({"prompts": (16,)}, steps("parity", DECODES) | TEXTS | SPEED | {"structure"}),
+        pytest.param(
+            {"prompts": (16,)}, steps("parity", DECODES) | TEXTS | SPEED | {"structure"}, marks=pytest.mark.slow
+        ),
         pytest.param({"judged_tokens": 20}, PARITY, marks=pytest.mark.slow),
         pytest.param({"compared_tokens": 9}, TEXTS, marks=pytest.mark.slow),
         ({"measured_tokens": 6}, SPEED),

@@ -84,6 +84,7 @@ def report_of(root: Path) -> BuildReport:
     return report_from_json(found.stdout)
 
 
+@pytest.mark.fast("order0")
 @pytest.mark.parametrize("order", [("validate", "bench"), ("bench", "validate")])
 def test_its_report_says_what_is_missing_and_is_completed(root: Path, order: tuple[str, str]) -> None:
     def missing() -> set[str]:
@@ -148,6 +149,7 @@ def test_validate_verifies_it(root: Path) -> None:
     assert bench_folder(root, None, ()).rows(SpeedupRow)
 
 
+@pytest.mark.slow
 def test_validate_with_other_gates_or_a_part_verifies_nothing(root: Path, tmp_path: Path) -> None:
     other = toml_file(tmp_path, TOML)
     for arguments in (("-c", other), ("--target", "ort-cpu")):

@@ -135,6 +135,7 @@ def test_what_is_there_is_served_judged_and_timed(four_bits: tuple[Path, BuildRe
     )
 
 
+@pytest.mark.slow
 def test_the_next_build_tries_again_what_failed_and_nothing_else(
     four_bits: tuple[Path, BuildReport], tmp_path: Path
 ) -> None:

@@ -151,6 +151,7 @@ def test_a_changed_weight_is_given_away_by_its_fingerprint(moved: Path) -> None:
     assert all(row.passed for row in found.rows(ParityRow))
 
 
+@pytest.mark.slow
 def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(moved: Path, built_from: Path) -> None:
     change_weight(moved, 50.0, sign=False)
     found = validate_folder(moved, None, ["ort-cpu"], built_from)
@@ -162,6 +163,7 @@ def test_with_the_checkpoint_a_changed_weight_is_seen_in_the_logits_too(moved: P
     assert sorted(looked) == ["graphs/weights-baseline-float32.data", WEIGHTS, WEIGHTS]
 
 
+@pytest.mark.slow
 def test_the_folder_says_which_capacity(moved: Path, built_from: Path) -> None:
     """A sweep builds a checkpoint at capacities that differ from its own."""
 
@@ -233,6 +235,7 @@ def test_weights_and_fingerprints_changed_together_are_found_with_the_checkpoint
     assert f"{WEIGHTS}: {DOWN}: not the checkpoint's values" in found.verdict.reasons
 
 
+@pytest.mark.slow
 def test_engines_and_graphs_that_nothing_was_run_of_are_said(moved: Path) -> None:
     """A bfloat16 graph has no kernels on a CPU, so a note lists it."""
     half = "graphs/mod-b2s16.tensorrt-rtx.bfloat16.onnx"

@@ -91,6 +91,7 @@ def test_a_hint_that_would_change_nothing_is_refused(small: Path, monkeypatch: p
         RIVALS["openvino, hint bf16"].open(task)
 
 
+@pytest.mark.slow
 def test_a_module_with_two_inputs_and_no_baseline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs reach the module in the order of its arguments, which is not that of the alphabet."""
     only(monkeypatch, "onnxruntime", "torch.compile")

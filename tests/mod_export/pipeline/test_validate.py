@@ -71,6 +71,7 @@ def test_what_was_found_is_found_again_without_looking(context: Build) -> None:
     assert [layer.layer for layer in context.rows(RoutingMap)[0].layers] == [1, 3]
 
 
+@pytest.mark.slow
 def test_an_engine_that_cannot_be_run_is_a_result(asked_again: Build) -> None:
     """If the stage failed, there would be no report, and no results of the other engines."""
     (asked_again.root / ENGINE).write_bytes(b"")

@@ -202,7 +202,7 @@ def test_models_without_values_are_refused_in_the_same_words(name: str) -> None:
     assert {message_of(name, way, "meta") for way in BOTH} == {message_of(name, proof)}
 
 
-@pytest.mark.fast("SkippedLayer-export")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), [("SkippedLayer", export), ("WrongShapes", proof)])
 def test_nothing_but_the_message_is_written(name: str, way: Way) -> None:
     """Runs in its own process, because pytest installs its own handlers for log records."""

@@ -88,7 +88,7 @@ def test_a_head_that_does_not_come_ends_the_connection(server: Server, begun: by
     assert 0.9 * HEAD_S <= time.monotonic() - begun_s < KEEP_ALIVE_S / 2
 
 
-@pytest.mark.fast("after an answer")
+@pytest.mark.slow
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("body", [b"", b"a" * 99], ids=["after an answer", "after the body of a refused request"])
 def test_an_idle_connection_waits_longer_than_for_a_head(written: Path, body: bytes) -> None:

@@ -120,6 +120,7 @@ def test_a_text_ends_on_the_version_on_which_it_began(link: Link, again: Path, t
         assert "info: again: serves a new version: writes " in log_of(process)
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_over_many_versions(link: Link, written: Path, again: Path) -> None:
     statuses: list[int] = []
     stop = threading.Event()
@@ -208,6 +209,7 @@ def test_a_bug_in_a_new_version_ends_no_text(link: Link, again: Path) -> None:
     assert "ZeroDivisionError: a bug" in output
 
 
+@pytest.mark.slow
 def test_a_signal_to_end_lets_the_texts_of_both_versions_finish(link: Link, again: Path, tmp_path: Path) -> None:
     go = tmp_path / "go"
     with command(link.path, "--reload", code=STEPS.format(held=OF_BOTH, go=str(go))) as (process, url):

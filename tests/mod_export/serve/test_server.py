@@ -88,6 +88,7 @@ def _ignoring(url: str, body: object) -> None:
         httpx2.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
 
 
+@pytest.mark.slow
 def test_how_long_an_idle_connection_lives(written: Path) -> None:
     with command(written, "--keep-alive", "1.5") as (_, url), socket.socket() as connection:
         connection.settimeout(PATIENCE_S)
@@ -112,6 +113,7 @@ def test_what_takes_longer_than_it_may_is_cut(written: Path) -> None:
         assert (found[0].status_code, found[0].json()["error"]["code"]) == (503, "shutting_down")
 
 
+@pytest.mark.slow
 def test_killed_it_starts_again_on_the_same_port(written: Path) -> None:
     with command(written, code=SLOW_STEPS.format(seconds=0.1)) as (process, url):
         thread = threading.Thread(target=lambda: _ignoring(url, LONG))

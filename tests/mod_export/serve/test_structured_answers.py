@@ -205,6 +205,7 @@ def test_a_missing_package_is_named(written: Path, monkeypatch: pytest.MonkeyPat
         assert refusal(server, "completions", body) == (message, "response_format")
 
 
+@pytest.mark.slow
 def test_grammars_that_take_long_delay_only_grammars(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than a pool has threads."""
     monkeypatch.setattr(compiling, "COMPILE_S", 6.0)

@@ -121,6 +121,7 @@ supervisor._Worker.wait = started
         assert ("Fatal Python error: Segmentation fault" in log) == (number == signal.SIGSEGV)
 
 
+@pytest.mark.slow
 def test_a_signal_lets_texts_finish(written: Path, slow: Callable[[float], None]) -> None:
     slow(0.05)
     with command(written, "--supervise") as (process, url):
@@ -232,6 +233,7 @@ def test_it_needs_a_folder_for_its_socket(written: Path, tmp_path: Path, monkeyp
         serve_folder(written, ServiceOptions(), supervised)
 
 
+@pytest.mark.slow
 def test_a_new_version_is_taken_by_the_worker(written: Path, tmp_path: Path) -> None:
     link = tmp_path / "current"
     link.symlink_to(written)
