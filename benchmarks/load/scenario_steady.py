@@ -20,8 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 TOKENS = 64
 PROMPTS = 16
-MEASURE_S = 20.0
-SHARE = 0.8
+MEASURE_S = 30.0
+SHARE = 0.6
+"""Offered load as a share of the capacity. A core of a shared machine may lose a quarter of its speed within an hour, and
+beyond the capacity requests are refused; `scenario_overload.py` is about that.
+"""
 MOST_RSS_GROWTH = 0.05
 MOST_MORE_DESCRIPTORS = 12
 """Allowed growth of a tenth's mean. Requests arrive at random, so the number under way varies."""
@@ -30,7 +33,7 @@ END_S = 90.0
 
 
 async def steady(setting: Setting) -> list[Check]:
-    """Poisson arrivals at 80 % of the measured capacity of the server."""
+    """Poisson arrivals at a share of the measured capacity of the server."""
     if not setting.locust.exists():
         raise RuntimeError(f"{setting.locust}: not there; `make load` installs it, or name it with --locust")
     payloads = [greedy(prompt, TOKENS) for prompt in prompts(PROMPTS, 64, setting.seed)]

@@ -25,7 +25,7 @@ from mod_export.rows.speed import (
 )
 from mod_export.types import KINDS, Bucket, ModelKind, Role, Setting, having
 
-State = Literal["passed", "failed", "not run here", "portable"]
+State = Literal["passed", "failed", "not judged", "portable"]
 Row = TypeVar("Row", bound=PairRow)
 
 
@@ -268,7 +268,7 @@ class ServingFile:
 
 
 def deployments(report: BuildReport) -> tuple[ServingFile, ...]:
-    """Returns the files to deploy: engines that ran here, engines for other machines, then portable graphs."""
+    """Returns the files to deploy: engines that were judged here, other engines, then portable graphs."""
     passed = {row.artifact: row.passed for row in report.parity if row.model == "mod" and row.artifact is not None}
     # ONNX Runtime often runs the very bytes of the portable graph, so results for one hold for the other.
     by_bytes = {item.sha256: passed[item.path] for item in report.artifacts if item.path in passed}
@@ -279,12 +279,12 @@ def deployments(report: BuildReport) -> tuple[ServingFile, ...]:
         if artifact.model != "mod" or artifact.kind == "weights" or (artifact.kind == "graph" and artifact.target):
             continue
         if artifact.kind == "engine":
-            state = states.get(passed.get(artifact.path), "not run here")
-            results = None if state == "not run here" else by_setting.get(_setting(artifact))
+            state = states.get(passed.get(artifact.path), "not judged")
+            results = None if state == "not judged" else by_setting.get(_setting(artifact))
         else:
             state, results = states.get(by_bytes.get(artifact.sha256), "portable"), None
         listed.append(ServingFile(target=artifact.target, artifact=artifact, state=state, results=results))
-    order = {"passed": 0, "failed": 0, "not run here": 1, "portable": 2}
+    order = {"passed": 0, "failed": 0, "not judged": 1, "portable": 2}
     return tuple(sorted(listed, key=lambda item: (item.target is None, order[item.state], item.target or "")))
 
 

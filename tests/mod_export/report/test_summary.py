@@ -97,13 +97,13 @@ def test_what_is_deployed_is_the_model_and_not_its_dense_baseline(failed_report:
         ("inductor", "b1s512"): "failed",
         ("ort-cpu", "b1s128"): "passed",
         ("ort-cpu", "b1s512"): "passed",
-        ("tensorrt-rtx", "b1s128"): "not run here",
-        ("tensorrt-rtx", "b1s512"): "not run here",
+        ("tensorrt-rtx", "b1s128"): "not judged",
+        ("tensorrt-rtx", "b1s512"): "not judged",
         (None, "b1s128"): "portable",
         (None, "b1s512"): "portable",
     }
     states = [item.state for item in found]
-    assert states.index("not run here") > states.index("failed")
+    assert states.index("not judged") > states.index("failed")
     assert states[-2:] == ["portable", "portable"]
 
 
@@ -113,7 +113,7 @@ def test_a_graph_is_judged_by_its_path_or_with_the_engine_that_it_is(report: Bui
     judged = changed(report.parity[0], artifact=graph.path, target="graph", passed=False)
     found = {item.artifact.path: item.state for item in deployments(changed(report, parity=(judged,)))}
     assert (found[graph.path], found["graphs/mod-b1s512.onnx"], found[engine.path]) == (
-        "failed", "portable", "not run here",
+        "failed", "portable", "not judged",
     )  # fmt: skip
     # The graph of a target is an intermediate file, and nothing to deploy.
     of_target = changed(graph, target="tensorrt-rtx", path="graphs/tensorrt-rtx/mod.onnx")
@@ -130,7 +130,7 @@ def test_an_engine_is_judged_and_timed_by_the_rows_of_its_role(report: BuildRepo
     other = changed(decode, path="engines/ort-cpu/mod-decode-b1s256-float32.onnx")
     found = deployments(changed(report, artifacts=(engine, decode, other)))
     assert [(item.state, item.results and item.results.speed) for item in found] == [
-        ("passed", report.speedup[1]), ("passed", report.generation.decode[0].compared), ("not run here", None),
+        ("passed", report.speedup[1]), ("passed", report.generation.decode[0].compared), ("not judged", None),
     ]  # fmt: skip
 
 
