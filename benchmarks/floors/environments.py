@@ -35,6 +35,7 @@ min_speedup = 0.0
 window = 32
 batches = [1]
 """
+SITE = "import sysconfig; print(sysconfig.get_path('purelib'))"
 SERVE = """
 import sys, numpy as np, mod_export
 folder, out, ids = sys.argv[1], sys.argv[2], [int(one) for one in sys.argv[3].split(",")]
@@ -86,6 +87,26 @@ def environment_with(
     wanted = f"{wheel}[{extras}]" if extras else wheel
     checked(python, "-m", "pip", "install", "-q", *options, wanted, *pins, cwd=folder)
     return python
+
+
+def environment_over(base: Path, folder: Path, pins: Sequence[str], constraints: Path | None) -> Path:
+    """Makes an environment with these requirements in front of all packages of another environment, given by its
+    Python. `constraints` pins the versions of what the requirements need. Returns the environment's Python.
+    """
+    checked(base, "-m", "venv", folder, cwd=folder.parent)
+    python = folder / "bin" / "python"
+    own, below = (Path(checked(path, "-c", SITE, cwd=folder).strip()) for path in (python, base))
+    # Python appends the paths in such a file to its own, so packages of this environment are found first.
+    (own / "below.pth").write_text(f"{below}\n", encoding="utf-8")
+    options = [] if constraints is None else ["--constraint", constraints]
+    checked(python, "-m", "pip", "install", "-q", *options, *pins, cwd=folder)
+    return python
+
+
+def tests_alone(tests: Path, folder: Path) -> tuple[object, ...]:
+    """Returns the arguments of a Python that run tests away from the sources, so that the wheel is what is imported."""
+    options = ("-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-c", ROOT / "pyproject.toml")
+    return ("-m", "pytest", *options, "--rootdir", folder, "--confcutdir", tests, tests)
 
 
 def tiny_build(folder: Path) -> Path:

@@ -1,11 +1,11 @@
-"""Installs the lowest version of every declared range, each in an environment of its own, and builds or serves there.
+"""Installs the lowest version of every declared range, each in an environment of its own, and builds, serves or tests.
 
-    make floors            # by hand, after a change of pyproject.toml's ranges; its table goes into docs/LOG.md
+    make floors            # by hand, after a change of pyproject.toml's ranges; what it finds goes into docs/LOG.md
     .venv/bin/python -m benchmarks.floors.run onnxruntime onnx      # some of them
 
-Everything else has the versions of constraints.txt. Packages of the [build] extra build the tiny model; those of
-[convert] and [openvino] pass the tests that use them; all others serve the model from a folder that was built with the
-pinned versions, and must give the same logits.
+Everything else has the versions of constraints.txt. Packages of the [build] extra build the tiny model. Packages that
+TESTS names pass those tests. Those of [serve] pass the tests of tests/deployment, where a server answers. All others
+serve the model from a folder that was built with the pinned versions, and must give the same logits.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections.abc import Callable, Container, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -25,10 +27,12 @@ from benchmarks.floors.environments import (
     ROOT,
     build,
     checked,
+    environment_over,
     environment_with,
     logits_here,
     run,
     serve,
+    tests_alone,
     tiny_build,
     tiny_checkpoint,
     wheel_of,
@@ -36,8 +40,24 @@ from benchmarks.floors.environments import (
 
 SERVED_WITH = ("ort", "generate")
 EXTRAS = (
-    "", "build", "ort", "ort-gpu", "openvino", "generate", "structured", "convert", "tensorrt", "tensorrt-rtx",
+    "", "build", "ort", "ort-gpu", "openvino", "generate", "structured", "convert", "train", "sign", "serve", "traces",
+    "ray", "tensorrt", "tensorrt-rtx",
 )  # fmt: skip
+TESTED_WITH = (
+    "build",
+    "dev",
+    "ort",
+    "openvino",
+    "structured",
+    "convert",
+    "train",
+    "sign",
+    "serve",
+    "traces",
+    "ray-serve",
+)
+"""Extras of the environment in which tests run."""
+DEPLOYMENT = ROOT / "tests" / "deployment"
 LEFT_OUT = {
     "torch": "no CPU build of the floor is on PyPI, and that for CUDA takes 3 GB",
     "onnxruntime-gpu": "the same library as onnxruntime; the floor is the same",
@@ -47,13 +67,25 @@ LEFT_OUT = {
     "tensorrt-rtx": "needs a GPU to run",
 }
 TOLERANCE = 1e-4
+TOKENIZER_FILES = "tests/mod_export/model/test_tokenizer_files.py"
+SIGNATURE = "tests/mod_export/folder/test_signature.py"
+TRACES = "tests/mod_export/serve/test_traces.py"
+OPENTELEMETRY = {"opentelemetry-api", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"}
+TOGETHER = (OPENTELEMETRY, {"protobuf", "sentencepiece"})
+"""Packages whose lowest releases work with the lowest ones of each other only."""
 TESTS = {
     "gguf": ("tests/models/test_convert_gguf.py", "tests/models/test_convert_gguf_tokenizer.py"),
     "huggingface_hub": ("tests/mod_export/model/test_hub.py",),
     "llguidance": ("tests/mod_export/runtime/test_grammar.py",),
     "openvino": ("tests/mod_export/engines/test_openvino.py",),
+    **dict.fromkeys(("protobuf", "sentencepiece", "tiktoken", "transformers"), (TOKENIZER_FILES,)),
+    "pyarrow": ("tests/models/test_documents.py",),
+    "tensorboard": ("tests/models/test_train_log.py",),
+    **dict.fromkeys(("model-signing", "pyopenssl"), (SIGNATURE,)),
+    **dict.fromkeys(OPENTELEMETRY, (TRACES,)),
+    "ray": ("tests/mod_export/sweep/test_cluster.py",),
 }
-"""Test files for each package of [convert], [openvino] and [structured]."""
+"""Package -> files of tests that use it."""
 
 
 def declared() -> dict[str, tuple[str, str]]:
@@ -76,26 +108,47 @@ def lowest(name: str, specifier: str) -> str | None:
     return str(min(inside)) if inside else None
 
 
-def constraints_without(name: str, folder: Path) -> Path:
-    """Writes the pinned versions of all packages but `name` to a file, and returns its path."""
+def constraints_without(names: Container[str], folder: Path) -> Path:
+    """Writes the pinned versions of all packages but these to a file, and returns its path."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    kept = [line for line in lines.splitlines() if line.partition("==")[0] != name]
+    kept = [line for line in lines.splitlines() if line.partition("==")[0] not in names]
     path = folder / "constraints.txt"
     path.write_text("\n".join(kept) + "\n", encoding="utf-8")
     return path
 
 
-def check(name: str, floor: str, extra: str, wheel: Path, built: Path, folder: Path) -> str:
-    """Returns the result for one floor: `serves`, `builds and serves`, `passes its tests`, or a line why it fails."""
+def check(
+    name: str, floors: Mapping[str, str], extra: str, wheel: Path, built: Path, tested: Path, folder: Path
+) -> str:
+    """Returns the result for one floor: `passes its tests`, `builds and serves`, `serves`, or a line why it fails.
+
+    Args:
+        name: the package.
+        floors: the version of the package, and of those that go with it.
+        extra: the extra of mod-export that asks for it.
+        wheel: mod-export's wheel.
+        built: a finished build folder of the pinned versions.
+        tested: the Python of an environment in which all tests can run with the pinned versions.
+        folder: an empty folder.
+    """
     folder.mkdir()
-    constraints = constraints_without(name, folder)
+    pins, constraints = [f"{item}=={version}" for item, version in floors.items()], constraints_without(floors, folder)
     builds = extra == "build"
-    extras = ",".join((*("build",) * builds, *("build", extra, "dev") * (name in TESTS), *SERVED_WITH))
     try:
-        python = environment_with(folder / "venv", wheel, extras, [f"{name}=={floor}"], constraints)
+        if name in TESTS or builds:
+            python = _with_constraints(partial(environment_over, tested, folder / "venv", pins), constraints)
+        else:
+            extras = ",".join((*SERVED_WITH, *("serve",) * (extra == "serve")))
+            make = partial(environment_with, folder / "venv", wheel, extras, [*pins, "pytest"])
+            python = _with_constraints(make, constraints)
         if name in TESTS:
-            checked(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS[name], cwd=ROOT)
+            # The lowest release may use what newer ones of other packages warn about.
+            options = ("-q", "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning", "-m", "not slow")
+            checked(python, "-m", "pytest", *options, *TESTS[name], cwd=ROOT)
             return "passes its tests"
+        if extra == "serve":
+            checked(python, *tests_alone(DEPLOYMENT, folder), cwd=folder)
+            return "passes the tests of a server"
         if builds:
             checkpoint, config = tiny_checkpoint(folder / "model")
             built = folder / "built"
@@ -106,6 +159,18 @@ def check(name: str, floor: str, extra: str, wheel: Path, built: Path, folder: P
     if not error <= TOLERANCE:
         return f"FAILS: logits differ by {error:.1e}, expected at most {TOLERANCE:.0e}"
     return "builds and serves" if builds else "serves"
+
+
+def _with_constraints(make: Callable[[Path | None], Path], constraints: Path) -> Path:
+    """Makes an environment with the pinned versions of all other packages, or with any versions of them if a pinned one
+    does not go with the floor.
+    """
+    try:
+        return make(constraints)
+    except RuntimeError as failure:
+        if "ResolutionImpossible" not in str(failure):
+            raise
+        return make(None)
 
 
 def main(names: list[str]) -> int:
@@ -119,6 +184,7 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as temporary:
         root = Path(temporary)
         wheel, built = wheel_of(root / "wheel"), tiny_build(root / "model")
+        tested = environment_with(root / "tested", wheel, ",".join(TESTED_WITH), [], ROOT / "constraints.txt")
         for name in names or ranges:
             extra, specifier = ranges[name]
             begin = time.perf_counter()
@@ -128,7 +194,11 @@ def main(names: list[str]) -> int:
             elif floor is None:
                 result = "FAILS: PyPI has no release in this range for this machine"
             else:
-                result = check(name, floor, extra, wheel, built, root / name)
+                group = next((names for names in TOGETHER if name in names), {name})
+                floors = {
+                    item: floor if item == name else lowest(item, ranges[item][1]) or "" for item in sorted(group)
+                }
+                result = check(name, floors, extra, wheel, built, tested, root / name)
             failed += result.startswith("FAILS")
             about = f"{name:<20} {specifier:<10} {floor or '-':<10}"
             print(f"{about} {result}  ({time.perf_counter() - begin:.0f} s)", flush=True)

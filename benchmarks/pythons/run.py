@@ -33,6 +33,7 @@ from benchmarks.floors.environments import (
     checked,
     environment_with,
     run,
+    tests_alone,
     tiny_checkpoint,
     wheel_of,
 )
@@ -124,15 +125,10 @@ def tested(python: Path, folder: Path, wheel: Path, built: Path) -> str:
     reason = why_no_torch(python, folder / "probe")
     extras, pins = (SERVED_WITH, ["pytest"]) if reason else (f"build,{SERVED_WITH},dev", [])
     inside = environment_with(folder / "venv", wheel, extras, pins, CONSTRAINTS, python)
-    pytest = (inside, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     if not reason:
-        output = checked(*pytest, "--numprocesses", "2", "--dist", "worksteal", "-m", "not slow", cwd=ROOT)
-        return f"fast tests: {_last(output)}"
-    alone = ("--confcutdir", ROOT / "tests" / "deployment", ROOT / "tests" / "deployment")
-    # Away from the sources, so that the wheel is what is imported.
-    output = checked(
-        *pytest, "-o", "pythonpath=", "--rootdir", folder, "-c", ROOT / "pyproject.toml", *alone, cwd=folder
-    )
+        options = ("-q", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "worksteal", "-m", "not slow")
+        return f"fast tests: {_last(checked(inside, '-m', 'pytest', *options, cwd=ROOT))}"
+    output = checked(inside, *tests_alone(ROOT / "tests" / "deployment", folder), cwd=folder)
     return f"as a server: {_last(output)}; {runs_elsewhere(inside, built, folder)} (no fast tests: {reason})"
 
 

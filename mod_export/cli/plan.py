@@ -9,7 +9,7 @@ import click
 from mod_export.cli.boundary import SOURCE, command
 
 
-class Numbers(click.ParamType[tuple[int, ...]]):
+class Numbers(click.ParamType):  # type: ignore[type-arg]  # It has a parameter since click 8.4 only.
     """Whole numbers of at least 1, with commas between them."""
 
     name = "N,N,..."

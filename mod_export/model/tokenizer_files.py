@@ -10,6 +10,7 @@ tokenizer.json that holds everything, and a tokenizer_config.json with the few f
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import shutil
 import tempfile
@@ -219,8 +220,7 @@ def _load(path: Path, copy: Path) -> PreTrainedTokenizerBase:
         if damaged := next(filter(None, map(what_file, files)), ""):
             raise UsageError(damaged) from error
         reason = first_line(error).replace(str(copy), str(path))
-        missing = [name for name in READERS if find_spec(name) is None and not (copy / TOKENIZER).is_file()]
-        hint = f"; it may need {' and '.join(missing)}: pip install 'mod-export[convert]'" if missing else ""
+        hint = "" if (copy / TOKENIZER).is_file() else _hint_about_readers()
         raise UsageError(f"{path}: transformers cannot read this tokenizer ({reason}){hint}") from error
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise UsageError(
@@ -228,6 +228,19 @@ def _load(path: Path, copy: Path) -> PreTrainedTokenizerBase:
             f"tokenizer.json is needed"
         )
     return tokenizer
+
+
+def _hint_about_readers() -> str:
+    """Says which package that reads tokenizers is missing or does not work; empty if all of them do."""
+    missing = [name for name in READERS if find_spec(name) is None]
+    if missing:
+        return f"; it may need {' and '.join(missing)}: pip install 'mod-export[convert]'"
+    try:
+        # sentencepiece needs the protobuf that it was generated with, or a newer one, and does not declare it.
+        importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    except Exception as error:  # protobuf has errors of its own.
+        return f"; sentencepiece does not work here ({first_line(error)}): pip install --upgrade protobuf sentencepiece"
+    return ""
 
 
 def _contents(path: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

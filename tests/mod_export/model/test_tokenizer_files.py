@@ -368,6 +368,15 @@ def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         read_tokenizer(tmp_path / "folder")
 
 
+def test_a_reader_that_does_not_work_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if sentencepiece had been generated for a newer protobuf than the one installed."""
+    MANNERS["sentencepiece BPE"](tmp_path / "folder")
+    monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
+    expected = r"\(.+\); sentencepiece does not work here \(.+\): pip install --upgrade protobuf sentencepiece$"
+    with pytest.raises(UsageError, match=expected):
+        read_tokenizer(tmp_path / "folder")
+
+
 def code_llama(folder: Path) -> None:
     write_folder(folder, "llama2", tokenizer_class="CodeLlamaTokenizer")
     tokenizer = Tokenizer.from_file(str(folder / TOKENIZER))
