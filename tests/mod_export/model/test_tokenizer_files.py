@@ -371,6 +371,8 @@ def test_a_missing_reader_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_reader_that_does_not_work_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if sentencepiece had been generated for a newer protobuf than the one installed."""
     MANNERS["sentencepiece BPE"](tmp_path / "folder")
+    # If transformers has imported it, the package has it as an attribute.
+    monkeypatch.delattr(sentencepiece, "sentencepiece_model_pb2", raising=False)
     monkeypatch.setitem(sys.modules, "sentencepiece.sentencepiece_model_pb2", None)
     expected = r"\(.+\); sentencepiece does not work here \(.+\): pip install --upgrade protobuf sentencepiece$"
     with pytest.raises(UsageError, match=expected):
