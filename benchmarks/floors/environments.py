@@ -103,8 +103,8 @@ def environment_over(base: Path, folder: Path, pins: Sequence[str], constraints:
     return python
 
 
-def tests_alone(tests: Path, folder: Path) -> tuple[object, ...]:
-    """Returns the arguments of a Python that run tests away from the sources, so that the wheel is what is imported."""
+def alone_with_pytest(tests: Path, folder: Path) -> tuple[object, ...]:
+    """Returns arguments of a Python: they run tests away from the sources, so that the wheel is what is imported."""
     options = ("-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "-c", ROOT / "pyproject.toml")
     return ("-m", "pytest", *options, "--rootdir", folder, "--confcutdir", tests, tests)
 

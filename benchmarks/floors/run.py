@@ -25,6 +25,7 @@ from packaging.version import Version
 
 from benchmarks.floors.environments import (
     ROOT,
+    alone_with_pytest,
     build,
     checked,
     environment_over,
@@ -32,7 +33,6 @@ from benchmarks.floors.environments import (
     logits_here,
     run,
     serve,
-    tests_alone,
     tiny_build,
     tiny_checkpoint,
     wheel_of,
@@ -147,7 +147,7 @@ def check(
             checked(python, "-m", "pytest", *options, *TESTS[name], cwd=ROOT)
             return "passes its tests"
         if extra == "serve":
-            checked(python, *tests_alone(DEPLOYMENT, folder), cwd=folder)
+            checked(python, *alone_with_pytest(DEPLOYMENT, folder), cwd=folder)
             return "passes the tests of a server"
         if builds:
             checkpoint, config = tiny_checkpoint(folder / "model")

@@ -29,11 +29,11 @@ from benchmarks.floors.environments import (
     CONFIG,
     IDS,
     ROOT,
+    alone_with_pytest,
     build,
     checked,
     environment_with,
     run,
-    tests_alone,
     tiny_checkpoint,
     wheel_of,
 )
@@ -128,7 +128,7 @@ def tested(python: Path, folder: Path, wheel: Path, built: Path) -> str:
     if not reason:
         options = ("-q", "-p", "no:cacheprovider", "--numprocesses", "2", "--dist", "worksteal", "-m", "not slow")
         return f"fast tests: {_last(checked(inside, '-m', 'pytest', *options, cwd=ROOT))}"
-    output = checked(inside, *tests_alone(ROOT / "tests" / "deployment", folder), cwd=folder)
+    output = checked(inside, *alone_with_pytest(ROOT / "tests" / "deployment", folder), cwd=folder)
     return f"as a server: {_last(output)}; {runs_elsewhere(inside, built, folder)} (no fast tests: {reason})"
 
 

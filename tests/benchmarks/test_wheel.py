@@ -12,12 +12,12 @@ import pytest
 
 from benchmarks.floors.environments import (
     ROOT,
+    alone_with_pytest,
     checked,
     environment_with,
     logits_here,
     run,
     serve,
-    tests_alone,
     tiny_build,
     tiny_checkpoint,
     wheel_of,
@@ -75,7 +75,7 @@ def test_a_wheel_as_in_the_image_serves_and_is_small(tmp_path: Path, wheel: Path
     installed = [path for path in (tmp_path / "venv").rglob("*") if path.is_file() and "pip" not in path.parts]
     assert sum(path.stat().st_size for path in installed) < IMAGE_BYTES - BASE_IMAGE_BYTES
     checked(python, "-m", "pip", "install", "-q", "--constraint", CONSTRAINTS, "pytest", cwd=tmp_path)
-    shown = checked(python, *tests_alone(KEPT, tmp_path), cwd=tmp_path)
+    shown = checked(python, *alone_with_pytest(KEPT, tmp_path), cwd=tmp_path)
     assert re.search(r"^\d+ passed in ", shown, re.MULTILINE)
 
 
