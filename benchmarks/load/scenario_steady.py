@@ -22,7 +22,7 @@ TOKENS = 64
 PROMPTS = 16
 MEASURE_S = 30.0
 SHARE = 0.6
-"""Offered load as a share of the capacity. A core of a shared machine may lose a quarter of its speed within an hour,
+"""Offered load as a share of the capacity. A core of a shared machine may lose a fifth of its speed within an hour,
 and beyond the capacity requests are refused; `scenario_overload.py` is about that.
 """
 MOST_RSS_GROWTH = 0.05
