@@ -78,7 +78,7 @@ def _lower(graph: fx.Graph) -> None:
 def _replace_cast(graph: fx.Graph, node: fx.Node) -> None:
     source: Any = node.args[0]
     dtype = argument_of(node, "dtype")
-    if source.meta["val"].dtype == dtype:
+    if source.meta["val"].dtype == dtype and not argument_of(node, "copy"):
         node.replace_all_uses_with(source)
         graph.erase_node(node)
     else:

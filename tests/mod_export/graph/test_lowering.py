@@ -122,6 +122,17 @@ def test_the_kth_value_is_that_of_a_top_k(k: int, keepdim: bool) -> None:
     check(Kth(k, keepdim=keepdim), [torch.randn(2, 7, 3)], 2)
 
 
+class Copied(nn.Module):
+    """Writes into a copy, which must not be the original."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.float32, copy=True).add_(1) * x
+
+
+def test_a_copy_stays_one() -> None:
+    check(Copied(), [torch.rand(3, 4)], 2)
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         def product(x: Tensor, weight: Tensor) -> Tensor:
