@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import re
 import socket
 import sys
@@ -44,6 +45,7 @@ ENVIRONMENT = MappingProxyType(
         "RAY_SERVE_PROXY_PREFER_LOCAL_AZ_ROUTING": "0",
     }
 )
+NAME = "tiny"
 PROMPT = [7, 3, 200, 41, 5]
 STEP_S = 0.1
 PATIENCE_S = 60.0
@@ -180,6 +182,27 @@ def slow(replica: Any, folder: int = 0, step_s: float = STEP_S) -> Iterator[None
         yield
     finally:
         inside(replica, end)
+
+
+def kill_while_it_writes(
+    running: Application, rows: int, kill: Callable[[Any], object], step_s: float = STEP_S
+) -> None:
+    """Kills the only replica, of `rows` rows, while it writes texts. No request may hang, and another replica must
+    write the same text as before.
+    """
+    before = running.complete(8, model=NAME).choices[0].text
+    (replica,) = running.replicas()
+    process = inside(replica, lambda _: os.getpid())
+    with contextlib.suppress(ray.exceptions.RayError), slow(replica, step_s=step_s):
+        with asking(lambda: running.post({"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}), 2) as answers:
+            until(lambda: running.metric("busy_rows") == rows)
+            kill(replica)
+        assert len(answers) == 2
+        assert {status for status, _, _ in answers} <= {500, 503}
+    until(lambda: running.post({"prompt": PROMPT})[0] == 200)
+    assert running.complete(8, model=NAME).choices[0].text == before
+    (replica,) = running.replicas()
+    assert inside(replica, lambda _: os.getpid()) != process
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 from ray_serving import (
+    NAME,
     PATIENCE_S,
     PROMPT,
     STEP_S,
@@ -24,6 +24,7 @@ from ray_serving import (
     OnRay,
     asking,
     inside,
+    kill_while_it_writes,
     ray,
     ray_serve,
     serve,
@@ -34,7 +35,6 @@ from ray_serving import (
 import mod_export
 from mod_export.serve.ray_app import BESIDE_TEXTS
 
-NAME = "tiny"
 ROWS, QUEUE = 3, 2
 
 
@@ -133,20 +133,12 @@ def test_a_replica_that_ends_is_replaced(running: Application) -> None:
 
 @pytest.mark.slow
 def test_a_replica_that_is_killed_is_replaced(running: Application) -> None:
-    """With SIGKILL, as by the kernel when memory is short. No request hangs."""
-    (replica,) = running.replicas()
-    before = running.complete(8, model=NAME).choices[0].text
-    process = inside(replica, lambda _: os.getpid())
-    with contextlib.suppress(ray.exceptions.RayActorError), slow(replica):
-        with asking(lambda: running.post({"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}), 2) as answers:
-            until(lambda: running.metric("busy_rows") == ROWS)
-            os.kill(process, signal.SIGKILL)
-        assert len(answers) == 2
-        assert {status for status, _, _ in answers} <= {500, 503}
-    until(lambda: running.post({"prompt": PROMPT})[0] == 200)
-    assert running.complete(8, model=NAME).choices[0].text == before
-    (replica,) = running.replicas()
-    assert inside(replica, lambda _: os.getpid()) != process
+    """With SIGKILL, as by the kernel when memory is short."""
+
+    def kill(replica: Any) -> None:
+        os.kill(inside(replica, lambda _: os.getpid()), signal.SIGKILL)
+
+    kill_while_it_writes(running, ROWS, kill)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,12 +10,11 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from ray_serving import PROMPT, asking, inside, ray, ray_serve, slow, until
+from ray_serving import NAME, inside, kill_while_it_writes, ray, ray_serve
 
 ROOM = 4 * 2**30
 """Bytes that may be used beyond those in use now, before the monitor kills a worker."""
 PIECE = 64 * 2**20
-NAME = "tiny"
 ROWS = 3
 
 
@@ -43,17 +40,9 @@ def test_a_replica_that_takes_too_much_memory_is_killed_and_replaced(written: Pa
         ray_serve(environment) as on_ray,
         on_ray.application(folder=written, name=NAME, rows=ROWS, max_queue=2) as running,
     ):
-        before = running.complete(8, model=NAME).choices[0].text
-        (replica,) = running.replicas()
-        process = inside(replica, lambda _: os.getpid())
-        with contextlib.suppress(ray.exceptions.RayError), slow(replica, step_s=1.0):
-            with asking(lambda: running.post({"prompt": PROMPT, "max_tokens": 40, "ignore_eos": True}), 2) as answers:
-                until(lambda: running.metric("busy_rows") == ROWS)
-                with pytest.raises(ray.exceptions.RayError, match=r"(?i)low on memory|out of memory|oom"):
-                    inside(replica, _fill)
-            assert len(answers) == 2
-            assert {status for status, _, _ in answers} <= {500, 503}
-        until(lambda: running.post({"prompt": PROMPT})[0] == 200)
-        assert running.complete(8, model=NAME).choices[0].text == before
-        (replica,) = running.replicas()
-        assert inside(replica, lambda _: os.getpid()) != process
+
+        def kill(replica: Any) -> None:
+            with pytest.raises(ray.exceptions.RayError, match=r"(?i)low on memory|out of memory|oom"):
+                inside(replica, _fill)
+
+        kill_while_it_writes(running, ROWS, kill, step_s=1.0)
