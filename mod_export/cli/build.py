@@ -217,7 +217,11 @@ def _again(request: Request, tokenizer: Path | None) -> str:
     "--batch", "batches", metavar="B,...", multiple=True, help="Numbers of rows; default: the configuration's."
 )
 @click.option(
-    "--target", "targets", metavar="T,...", multiple=True, help="Targets; default: the first that can run here."
+    "--target",
+    "targets",
+    metavar="T,...",
+    multiple=True,
+    help="Targets; default: the configuration's, or the first that can run here.",
 )
 @config_option
 @click.option("-o", "--out", metavar="DIR", type=PATH, help="Folder of the sweep; default build/NAME-sweep.")

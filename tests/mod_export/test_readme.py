@@ -109,7 +109,7 @@ def test_configurations_in_the_pages_are_valid(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "text.md").read_text(encoding="utf-8")
     indented = re.findall(r"^    \[generation\]\n(?:    .+\n)+", text, re.MULTILINE)
     blocks = [*re.findall(r"```toml\n(.*?)```", README + GUIDE, re.DOTALL), *map(textwrap.dedent, indented)]
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     for block in blocks:
         (tmp_path / "c.toml").write_text(block, encoding="utf-8")
         config_from_toml(tmp_path / "c.toml")
