@@ -16,6 +16,9 @@ import torch
 pytest_plugins = ["pytester"]
 SLICES = 5
 """Number of parts that `--slice` divides tests into. One part of the slow tests takes about 5 minutes on two cores."""
+SLOWEST_FOLDER = "writing_folder"
+"""The shared build that takes longest. Test files that need it come first, so the worker that begins in the middle of
+the tests seldom waits for it."""
 
 # A busy machine must not fail a test: neither a time limit of an example, nor one of making examples.
 hypothesis.settings.register_profile(
@@ -68,6 +71,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for marker in ("triton", "clients"):
         wanted = config.getoption("markexpr") == marker
         _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker(marker) is not None) == wanted})
+    waiting = {item.path for item in items if SLOWEST_FOLDER in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in waiting)
     if not config.getoption("--slice"):
         return
     commit: int | None = config.getoption("--commit")
