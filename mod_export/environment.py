@@ -41,7 +41,7 @@ PACKAGES = {
     "polygraphy": ("polygraphy",),
 }
 EXPORTERS = ("mod_export", "torch", "onnx", "onnx_ir", "onnxscript")
-"""Packages that an exported graph depends on, beside the model."""
+"""Packages that an exported graph depends on, besides the model."""
 EXTRAS = {
     "build": ("torch", "onnx", "onnx_ir", "onnxscript", "safetensors"),
     "ort": ("onnxruntime",),

@@ -181,7 +181,7 @@ class TargetLimits:
         cache_update: whether a decode graph updates its cache itself, with TensorScatter.
         query_blocks: (T, b) for every number of tokens T whose causal attention is computed in blocks of b queries.
         query_block: b for every T, if it need not be measured.
-        late_masks: whether masks are computed when the graph runs; the engine would store them as constants.
+        late_masks: whether masks are computed when the graph runs; otherwise the engine would store them as constants.
         grouped_rows: whether queries that share keys are multiplied as rows of one matrix.
         one_type_norms: whether RMSNormalization computes in float32 whatever its `stash_type`, and is a single kernel
             only if `stash_type` is the type of its input.
@@ -253,7 +253,7 @@ class Graph:
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it reads integers (B, S), and its first result is for each token, (B, S, ...), or the last one."""
+        """Whether the graph reads integers (B, S), and its first result is for each token, (B, S, ...), or the last."""
         rows = (self.bucket.batch, self.bucket.seq)
         ids = any(dtype.startswith("int") and shape == rows for dtype, shape in self.inputs.values())
         first = next(iter(self.results.values()), ())

@@ -130,7 +130,8 @@ class RoutingSpec:
         skipped_result: the new value of a skipped token x: `identity` x; `scaled` g x, with its own gate g (p-MoD,
             arXiv 2412.04449); `adapter` x + h adapter(norm(x)), with the norm of the MLP.
         adapter: the layer that skipped tokens run instead: `linear` (D -> D), `bottleneck` (D -> adapter_hidden -> D),
-            or `gated`, an MLP as in the block, adapter_hidden wide. All have the spec's activation and no bias.
+            or `gated`, an MLP as in the block, adapter_hidden wide. All but `linear` have the spec's
+            activation; none has a bias.
         adapter_hidden: width of the hidden layer of the `bottleneck` and `gated` adapters.
         adapter_gate: h: `ones` 1; `rest` 1 - g.
         selection: `topk`, the k largest scores of the row's real tokens, ties to the earlier token (expert choice);
@@ -196,7 +197,7 @@ class ExpertsSpec:
         capacity_factor: slots of an expert, as a multiple of top_k * T / n_experts, the fair share of T tokens.
         fixed_places: slots of an expert instead of that share, one number for each layer with experts. Like the
             capacity rule `absolute`, they do not grow with the row, and are at most T. Empty for the share.
-        noop_experts: number of additional experts that do nothing; a token that chooses one is skipped.
+        noop_experts: number of additional experts that do nothing; a token that chooses only such experts is skipped.
     """
 
     layers: EveryNth | tuple[int, ...] = EveryNth(every=1, offset=0)

@@ -3,7 +3,7 @@
 `selection.py` selects the tokens.
 
 Shape legend: B batch, S sequence, T tokens that a block is given, K slots, D model width, P positions that have rotary
-tables, E half a head's width there. `_BK1` is for broadcasting.
+tables, E head width (E / 2 in these tables). `_BK1` is for broadcasting.
 All shapes are static: k is a Python int, fixed by the spec and the sequence length before tracing, so the graph has no
 data-dependent size. Scores and gates are computed in float32, even in 16-bit models.
 """

@@ -1,7 +1,7 @@
 """Selection of the tokens of a block that get its k slots, by one of two rules.
 
 Shape legend: B batch, S positions of a row, T tokens that the block is given, K slots, D model width, E half a head's
-width, R = B * T rows of the flattened stream, N = B * K rows of it. `...` is (B,) for tokens, and (B, N) for the N
+width here, R = B * T rows of the flattened stream, N = B * K rows of it. `...` is (B,) for tokens, and (B, N) for the N
 experts of a block, which select at the same time.
 
 Both rules return the slots of selected tokens first, in the order of the sequence, and then empty slots, which hold

@@ -1,9 +1,8 @@
 """The spec: everything about a model except its weights, as plain data.
 
 Routing semantics (router, gate, combine, selection with its capacity, positions, routed parts and layers) and experts
-are declarations. Every declared name is an entry of a table in `routing.py`, `selection.py` or `experts.py`, so a
-published model is one combination of names, and an exporter never has to guess. This module does not import torch, so a
-spec can be read anywhere.
+are declarations. Every declared name is one of those in `declarations.py`, so a published model is one combination of
+names, and an exporter never has to guess. This module does not import torch, so a spec can be read anywhere.
 """
 
 from __future__ import annotations

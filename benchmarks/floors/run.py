@@ -72,7 +72,7 @@ SIGNATURE = "tests/mod_export/folder/test_signature.py"
 TRACES = "tests/mod_export/serve/test_traces.py"
 OPENTELEMETRY = {"opentelemetry-api", "opentelemetry-exporter-otlp-proto-http", "opentelemetry-sdk"}
 TOGETHER = (OPENTELEMETRY, {"protobuf", "sentencepiece"})
-"""Packages whose lowest releases work with the lowest ones of each other only."""
+"""Groups of packages whose lowest releases work only with each other."""
 TESTS = {
     "gguf": ("tests/models/test_convert_gguf.py", "tests/models/test_convert_gguf_tokenizer.py"),
     "huggingface_hub": ("tests/mod_export/model/test_hub.py",),
@@ -120,7 +120,7 @@ def constraints_without(names: Container[str], folder: Path) -> Path:
 def check(
     name: str, floors: Mapping[str, str], extra: str, wheel: Path, built: Path, tested: Path, folder: Path
 ) -> str:
-    """Returns the result for one floor: `passes its tests`, `builds and serves`, `serves`, or a line why it fails.
+    """Returns the result for one floor: what worked, such as `builds and serves`, or a line that says why it fails.
 
     Args:
         name: the package.

@@ -1,8 +1,8 @@
-"""Inputs that know their format: each is a right one with a few values replaced, such as a length, a path or a type.
+"""Inputs in the format of a reader: each is a valid one with a few values replaced, such as a length, a path or a type.
 
 A fuzzer that changes bytes seldom gets past the syntax. Here a tree is parsed, changed and written again, a header's
-numbers are set to their limits, and pickles and templates are made of what attackers use. Every case has a number and
-a seed, and so can be made again.
+numbers are set to their limits, and pickles and templates are made of what attackers use. A number and a seed
+determine a case, so it can be made again.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What reads bytes of strangers, as functions that a fuzzer can call: each reads one input, or refuses it.
+"""Readers of untrusted bytes, as functions that a fuzzer can call: each reads one input, or refuses it.
 
-A reader may raise what its callers turn into a sentence, and nothing else. Where a format protects itself with
-checksums or nested archives, the input is what lies inside, and the reader here wraps it; a fuzzer could not get past
-them. `tests/fuzz/inputs/NAME/` has inputs of each, with which fuzzing begins, and among them what was found before.
+A reader may only raise errors that its callers turn into a sentence. A fuzzer could not get past checksums or nested
+archives, so where a format has them, the input is what lies inside, and the reader here wraps it. Fuzzing begins with
+the inputs in `tests/fuzz/inputs/NAME/`, among them what was found before.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ CONVERSATION = [{"role": "user", "content": "Hello"}, {"role": "assistant", "con
 
 
 class UnusableError(Exception):
-    """An input that its wrapping cannot hold, such as what is no JSON where JSON is wrapped; of no interest."""
+    """An input that cannot be wrapped, such as one that is no JSON where JSON is wrapped. It counts as refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Something that reads bytes of strangers.
+    """A reader of untrusted bytes.
 
     Attributes:
-        read: reads an input; the folder is empty, and for files that the input is written to.
+        read: (input, empty folder) -> anything. The folder is for files that the input is written to.
         refusals: errors by which it refuses an input.
         longest: bytes of the longest input.
     """
@@ -96,7 +96,7 @@ def _index(content: bytes, folder: Path) -> None:
 
 
 def _hugging_face(content: bytes, folder: Path) -> None:
-    """A config.json beside weights that cannot fit it; whatever the config is, that is the end."""
+    """Reads a config.json beside weights that cannot fit it, so that every config is refused in the end."""
     save_file({"model.embed_tokens.weight": torch.zeros(8, 4)}, folder / "model.safetensors")
     (folder / "config.json").write_bytes(content)
     model_from_checkpoint(folder)

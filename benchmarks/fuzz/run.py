@@ -1,13 +1,13 @@
-"""Fuzzes what reads bytes of strangers, guided by the branches that it takes (atheris, which is libFuzzer for Python).
+"""Fuzzes readers of untrusted bytes, guided by the branches that they take (atheris, which is libFuzzer for Python).
 
     make fuzz                                        # all readers, a minute each
     make fuzz ARGS="--seconds 600 gguf pt2"          # some of them for longer
-    make fuzz ARGS="--seconds 60 --drawn $(git rev-parse HEAD)"     # one reader, another with each commit
-    make fuzz ARGS="--cases 200"                     # instead, 200 inputs of each that know their format (`cases.py`)
+    make fuzz ARGS="--seconds 60 --drawn $(git rev-parse HEAD)"     # one reader, which the commit draws
+    make fuzz ARGS="--cases 200"                     # instead, 200 inputs of each in its format (`cases.py`)
 
-A finding is an error that is no refusal, or a read of more than 10 seconds or 1 GiB of memory; with cases also a file
-outside that is touched, or a process that is started. It is written to tests/fuzz/inputs/, where it becomes a test.
-Exit code 1 if there is one.
+A finding is an error that is no refusal, or a read that takes more than 10 seconds or 1 GiB of memory; with cases also
+every event that `watch.py` reports. A finding is written to tests/fuzz/inputs/, where it becomes a test. The exit code
+is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ BRANCHES = re.compile(r"cov: (\d+)")
 
 
 class Round(NamedTuple):
-    """What fuzzing of a reader came to.
+    """Result of fuzzing one reader.
 
     Attributes:
         executed: number of inputs.
         branches: branches of the project's code that were taken.
-        finding: the input that was found, beside those that are kept; None if there is none.
+        finding: file of the input that was found, which is kept beside the others; None if there is none.
         output: what the fuzzer wrote.
     """
 

@@ -1,8 +1,8 @@
 """Lets a reader read cases while Python's audit events are watched: `python -m benchmarks.fuzz.watch NAME COUNT SEED`.
 
-Prints one line of JSON: how many cases were taken, the slowest, and the problems. Events that are problems: a file
-outside the folder of the case is written or removed, the file that cases name outside is opened, a process is started,
-or a connection is made (https://docs.python.org/3/library/audit_events.html).
+Prints one line of JSON: how many cases were not refused, the seconds of the slowest, and the problems. An event is a
+problem if a file outside the case's folder is written or removed, the file outside that cases name is opened, a process
+is started, or a connection is made (https://docs.python.org/3/library/audit_events.html).
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def availability_of(name: str) -> Availability:
-    """Runs in its own process, because a vendor's library of a wrong version can crash it."""
+    """Asks a target what it can do here. A vendor's library of a wrong version can crash the process."""
     return ENGINES[name].availability()
 
 

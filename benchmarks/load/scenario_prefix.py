@@ -1,4 +1,4 @@
-"""Requests that begin alike, with what earlier requests have read and without it: the same texts, in less time."""
+"""Requests that begin alike, with and without the prefix cache, which must give the same texts in less time."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ async def prefix(setting: Setting) -> list[Check]:
 async def scored(client: openai.AsyncOpenAI, seed: int) -> list[Any]:
     """Scores the endings of one context, one request each."""
     context, *endings = prompts(CHOICES + 1, CONTEXT, seed)
-    found = []
+    logprobs = []
     for ending in endings:
         answer = await client.completions.create(
             model=None, prompt=context + ending[:ENDING], max_tokens=1, echo=True, logprobs=1, temperature=0
         )
-        found.append(answer.choices[0].logprobs)
-    return found
+        logprobs.append(answer.choices[0].logprobs)
+    return logprobs
 
 
 async def chosen(client: openai.AsyncOpenAI, seed: int) -> list[Any]:

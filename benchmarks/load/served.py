@@ -189,7 +189,7 @@ class ServerProcess:
         return [equal("exit code after SIGTERM", await self.ended(), 0), self.log_check()]
 
     def log_check(self) -> Check:
-        """Checks that the log has only the lines that tell the address of the server."""
+        """Checks that nothing follows the first lines of the log, which tell the address of the server."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
         odd = [line for line in lines[BANNER_LINES:] if line.strip()]
         return holds("lines in the log", not odd, f"{len(odd)}: {odd[-1][:120]}" if odd else "none", "none")

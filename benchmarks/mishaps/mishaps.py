@@ -22,7 +22,7 @@ from pathlib import Path
 
 POLL_S = 0.001
 EARLIEST = 0.02
-"""Share of the command's time before which it is not killed: it is importing."""
+"""The command is not killed before this share of its time has passed: until then it imports modules."""
 PATIENCE_S = 600.0
 PAGE = 4096
 PLENTY = "2G"
@@ -145,14 +145,14 @@ class FullDisk(Mishap):
 
 
 class FailingRename(Mishap):
-    """A rename that fails, or that seems to: the server of a network file system may have done it."""
+    """A rename that fails, or that seems to fail although the server of a network file system has done it."""
 
     needs_shim = of_writers = True
 
     def __init__(self, chance: random.Random, alone: Undisturbed) -> None:
         super().__init__(chance, alone)
         self._number, self._done = chance.randrange(alone.renames), chance.random() < 0.5
-        # The client asks again, and the second time the source is not there.
+        # After such a rename the client asks again, and this time the source is not there.
         self._error = errno.ENOENT if self._done else chance.choice(RENAME_ERRORS)
 
     def within(self) -> None:

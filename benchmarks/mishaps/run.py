@@ -3,10 +3,10 @@
     make mishaps                                          # 30 of each kind to each command, an hour
     make mishaps ARGS="--count 500 --kind kill build"
 
-A command runs, and something happens to it (`mishaps.py`). Then whatever has its final name must be whole, and unless
-the command was killed it must have said in a sentence what went wrong. It is started again, again disturbed or not,
-until it ends by itself; then its result must equal that of an undisturbed run, and it begins anew in an empty folder.
-Processes are forked from one that has imported PyTorch, so that mishaps fall into the work and not into imports.
+A command runs, and something happens to it (`mishaps.py`). Then every file under its final name must be whole, and a
+command that failed without being killed must have said in a sentence what went wrong. It is started again, disturbed
+or not, until it ends by itself. Its result must equal that of an undisturbed run. Then all begins anew, in an empty
+folder. Processes are forked from one that has imported PyTorch, so that mishaps fall into the work, not into imports.
 
 The tool starts itself again in a mount namespace (`unshare`, for small disks) and with a library that is compiled first
 (`cc`, for renames and clocks), if the kinds that were asked for need them.
@@ -42,7 +42,7 @@ ALREADY = "MISHAPS_STARTED"
 
 @dataclass
 class Tally:
-    """What the mishaps of a kind came to for a command.
+    """Results of the mishaps of one kind to one command.
 
     Attributes:
         mishaps: number of mishaps that happened before the command had ended.

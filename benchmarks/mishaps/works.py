@@ -67,7 +67,7 @@ class Work(ABC):
 
     @abstractmethod
     def arguments(self, out: Path) -> list[str]:
-        """Returns the program, `mod-export` or `train`, and its arguments."""
+        """Returns the program (`mod-export`, `train` or `serve-and-ask`) and its arguments."""
 
     @abstractmethod
     def check(self, out: Path) -> None:

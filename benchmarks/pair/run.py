@@ -2,8 +2,8 @@
 
     python -m benchmarks.pair.run [--tokens N] [--width D] [--layers N] [--vocabulary V] [--seeds N] ...
 
-The models of `make study` stop long before they are trained. These two go on until a parameter has seen about ten
-tokens, with tokens of a vocabulary of their own. The text is the Python source of the standard library and of packages
+The models of `make study` stop long before they are fully trained. These two read about ten tokens for each parameter,
+in a vocabulary of their own. The text is the Python source of the standard library and of packages
 that every developer of this project has installed, so nothing is downloaded. A run that was stopped continues.
 """
 

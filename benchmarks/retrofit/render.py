@@ -90,7 +90,7 @@ def _left(row: Mapping[str, Any]) -> str:
 
 
 def _kind(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """What has a colour of its own in the figure."""
+    """Returns what decides the colour of a row in the figure."""
     return row["parts"], _left(row), row["routers"]
 
 

@@ -97,15 +97,15 @@ GRID = (
     Way("mlp", "cheapest:{half}", 0.5),
     Way("block", "deepest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
 )
-"""Ways in the order of their training: first the dense controls and what compares with them, for a run that is stopped.
+"""Ways in the order of their training. Controls, and ways to compare with them, come first, in case the run is stopped.
 """
 
 
 def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
-    """Every way has the same budget and the same batches.
+    """Returns the settings of a way. Every way has the same budget and the same batches.
 
-    All but the dense model itself learn from it as given. Only a model that routes has a capacity and predictors, and
-    only routers that learn begin with all tokens.
+    All ways but `DENSE` are distilled from the unchanged dense model. Only a model that routes has predictors to
+    calibrate, and only routers that learn begin at capacity 1.
     """
     return TrainConfig(
         steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
@@ -160,7 +160,7 @@ def folder_name(way: Way, seed: int) -> str:
 def started(
     way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainConfig, corpus: Corpus
 ) -> tuple[Checkpoint, float | None]:
-    """Returns the weights that a way starts from, and their held-out perplexity if that is the point of them."""
+    """Returns the weights that a way starts from, and their held-out perplexity if a fit or a removal made them."""
     if way == DENSE:
         return dense, None
     if way.parts == "removed":

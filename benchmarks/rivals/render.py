@@ -285,7 +285,7 @@ def _of_kinds(cell: Found, ratio: Callable[[Found, str], tuple[float, str] | Non
 
 def _ratio(cell: Found, kind: str, worse: float = math.inf, summary: Summary = medians) -> tuple[float, str] | None:
     """Returns the time of our fastest route divided by that of the fastest rival, and the rival's name. A rival's error
-    must be at most `worse` times ours.
+    must be at most `worse` times ours, or at most ROUNDING.
     """
     ours = fastest(cell, kind, ours=True, summary=summary)
     if ours is None:

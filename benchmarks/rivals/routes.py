@@ -181,8 +181,8 @@ def opened(route: Route, case: Case, folder: Path, threads: int) -> dict[str, Ca
 
 def compared(found_BSV: np.ndarray, expected_BSV: np.ndarray) -> dict[str, float]:
     """Returns `agreement`, the share of tokens after which the same token is the most probable, and `error`, the root
-    mean square of the logits' error over that of the logits. The tenth of the tokens with the largest errors does not
-    count, because two router scores within rounding of each other may select another token.
+    mean square of the logits' error over that of the logits. `error` leaves out the tenth of the tokens with the
+    largest errors, because two router scores within rounding of each other may select another token.
     """
     same_BS = found_BSV.argmax(-1) == expected_BSV.argmax(-1)
     square_BS = np.square(found_BSV.astype(np.float64) - expected_BSV).mean(-1)

@@ -1,9 +1,9 @@
 """torch.compile, packaged ahead of time by AOTInductor: native code for this machine, without weights.
 
 A package contains code only. It gets its weights when it is loaded, so all buckets share one weights file on disk and,
-memory-mapped, in memory. In a 16-bit package only matrix products and their weights have 16 bits; all other weights
-come from the float32 file. A package includes its C++ source, which is a sequence of calls without branches: the i-th
-call that the profiler sees is the i-th call of the source, which says what weights it reads.
+memory-mapped, in memory. In a 16-bit package only matrix products, their weights and tables of embeddings have 16 bits;
+all other weights come from the float32 file. A package includes its C++ source, which is a sequence of calls without
+branches: the i-th call that the profiler sees is the i-th call of the source, which says what weights it reads.
 """
 
 from __future__ import annotations

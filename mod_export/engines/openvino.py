@@ -226,8 +226,8 @@ class OpenVino(EngineBuilder):
         from mod_export.graph.nodes import graph_from_file
 
         graph = job.root / job.graph.path
-        names = graph_from_file(graph).graph
-        in_blocks = any(node.op_type == "MatMulNBits" for node in names.all_nodes())
+        onnx_graph = graph_from_file(graph).graph
+        in_blocks = any(node.op_type == "MatMulNBits" for node in onnx_graph.all_nodes())
         group = _group(job.graph, in_blocks)
         try:
             products = products_of(_core().read_model(str(graph)))
@@ -243,8 +243,8 @@ class OpenVino(EngineBuilder):
             "graph": job.graph.path,
             "group": group,
             "products": [asdict(product) for product in products],
-            "inputs": [value.name for value in names.inputs],
-            "outputs": [value.name for value in names.outputs],
+            "inputs": [value.name for value in onnx_graph.inputs],
+            "outputs": [value.name for value in onnx_graph.outputs],
         }
         destination.write_bytes(json.dumps(header).encode() + b"\n" + blob)
 

@@ -24,7 +24,7 @@ MOST_ROWS, MOST_COLUMNS = 1024, 16384
 COMPARED_ROWS = 8
 LARGEST_ERROR = 0.05
 """Largest root mean square of the error, relative to that of the product. Rounding each element to bfloat16 gives at
-most 0.002. The best of the wrong products in the report had a cosine of 0.65 with the right one: at least 0.76.
+most 0.002. The best wrong product in the report had a cosine of 0.65 with the right one: an error of at least 0.76.
 """
 HIDES_CONSTANT = ("Convert", "Transpose", "Reshape")
 

@@ -127,8 +127,8 @@ class OrtCuda(_Ort):
             raise TargetError(f"ort-cuda: {NO_CUDA}")
         path, file = _paths(root, engine)
         device = config.target.ort_cuda.device
-        # TF32 rounds float32 products to 10 bits, which no float32 parity gate would pass. Probes with replaced weights
-        # run once, so recording a CUDA graph for them would only cost time.
+        # TF32 rounds factors of float32 products to 10 bits, which no float32 parity gate would pass. Probes with
+        # replaced weights run once, so recording a CUDA graph for them would only cost time.
         options = {"device_id": str(device), "use_tf32": "0"}
         if weights is None and config.target.ort_cuda.cuda_graph:
             options["enable_cuda_graph"] = "1"

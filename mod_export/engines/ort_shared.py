@@ -1,5 +1,5 @@
-"""Sessions of ONNX Runtime on the CPU that share memory: all buckets of a model map their weights file once, pack the
-weights once, and allocate intermediate values from one arena.
+"""Sessions of ONNX Runtime on the CPU that share memory: all buckets of a model map their weights file once, keep one
+packed copy of the weights, and allocate intermediate values from one arena.
 
 Kernels multiply by a packed copy of a weight, in the order in which the processor reads it. Each session of the Python
 interface packs its own copy, so four buckets need four times the memory. Here all sessions on one weights file share

@@ -49,7 +49,7 @@ LIMITS = TargetLimits(
 )
 """The limits of both libraries; their parsers come from the same code.
 
-If becomes a conditional layer that executes only one branch. TensorScatter (opset 24) becomes a layer that updates a
+`If` becomes a conditional layer that executes only one branch. TensorScatter (opset 24) becomes a layer that updates a
 cache in place, since TensorRT 10.15. It must be outside of branches, and lead from an input to an output ("The cache
 tensor must be a network input"). Axes other than -2 and the mode `circular` are refused.
 """

@@ -1,4 +1,5 @@
-"""Builds one TensorRT or TensorRT-RTX engine in a process of its own, through Polygraphy.
+"""Builds one TensorRT or TensorRT-RTX engine, or says what the library offers, in a process of its own, through
+Polygraphy.
 
     python -m mod_export.engines.trt_worker < job.json > result.json
 

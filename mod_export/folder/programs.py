@@ -34,8 +34,8 @@ def arrays_file(kind: ModelKind, name: str) -> str:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes an npz for `numpy.load`. `numpy.savez` does not fit: it takes names as keyword arguments, some of which
-    are its own, and writes the time of day.
+    """Writes an npz for `numpy.load`. `numpy.savez` does not fit: it takes names as keyword arguments, which can clash
+    with its own, and writes the time of day.
     """
     with zipfile.ZipFile(path, "w") as archive:
         for name, array in arrays.items():

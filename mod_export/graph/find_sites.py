@@ -84,7 +84,7 @@ def judged_selections(program: ExportedProgram) -> tuple[list[FoundSite], list[F
 
 
 def _part_that_runs(flow: Flow) -> slice | None:
-    """The end of a complete order, first or last, for whose tokens alone products run; None if there is none."""
+    """The first or last part of a complete order, if products run on its tokens alone; else None."""
     order_T = flow.index_BK[:1].flatten().tolist()
     parts = [tokens for tokens in flow.sets_computed() if len(tokens) < len(order_T)]
     if len(parts) != 1:
@@ -175,7 +175,7 @@ def selectors(graph: fx.Graph) -> Iterator[Selector]:
 
 
 def _only_part(indices: Sequence[fx.Node]) -> fx.Node | None:
-    """The only part of a sort's indices that is used, or None. Nodes that take this part again are replaced by one."""
+    """The only part of a sort's indices that is used, or None. Other nodes that take this part are replaced by it."""
     parts = [use for node in indices for use in node.users]
     if not parts or any((node.target, node.args[1:]) != (parts[0].target, parts[0].args[1:]) for node in parts):
         return None

@@ -3,7 +3,7 @@
 * `einsum` becomes matrix products, because it hides attention and weights from the rewrites.
 * The k-th value of a row becomes the last value of a top-k: ONNX has no operator for it.
 * Attention of any rank becomes attention of four dimensions, the only rank that is exported. Its mask has a row for
-  each query. Keys and values have as many rows as queries, and as many heads or a number that divides it.
+  each query. Keys and values have as many rows as queries, and as many heads or a divisor of that number.
 * An LSTM with projections becomes its steps, because ONNX has no such LSTM.
 * `hstack` and similar operators become `cat`, as in torch itself.
 * `to(dtype)` becomes a cast, or nothing.
@@ -70,7 +70,7 @@ def _lower(graph: fx.Graph) -> None:
             replace_by(graph, node, REPLACEMENTS[node.target])
         elif node.target in LOWERED and (function := LOWERED[node.target](node)) is not None:
             replace_by(graph, node, function)
-    for node in list(graph.nodes):  # Of replacements as well.
+    for node in list(graph.nodes):  # Replacements contain casts too.
         if node.target is ATEN.to.dtype:
             _replace_cast(graph, node)
 

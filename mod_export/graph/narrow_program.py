@@ -4,7 +4,7 @@ Products take most of a model's time, and weights are most of what it reads. Eve
 float32, the residual stream too: a compiler that fuses it with the casts reads and writes no more bytes. Products that
 lead to a selection stay in float32 as well, because rounded scores select other tokens.
 
-A weight that only such products and embeddings read is stored in 16 bits. Any other operand is cast where it is
+A weight that only converted products and embeddings read is stored in 16 bits. Any other operand is cast where it is
 multiplied. A mask that is added to scores is clamped to the range of the 16 bits, because a row of nothing but minus
 infinity has no softmax. No value between products changes its dtype, so the rest of the program stays as it is.
 Products in the branches of conditions stay in float32.

@@ -303,7 +303,7 @@ def _decomposed_if_needed(program: torch.export.ExportedProgram) -> Iterator[Non
 
 @contextlib.contextmanager
 def _translations_found_once() -> Iterator[None]:
-    """Within this context, torch's exporter gets a copy of its table of translations, which is made once per process.
+    """Within this context, torch's exporter copies a table of translations that is made once per process.
 
     For every export torch parses the source of five hundred functions again, a quarter of the time of a small graph.
     The table depends on the opset and on the operators that are registered; our translations are added to the copy. The

@@ -157,7 +157,9 @@ def is_among(values: Tensor, others: Tensor) -> bool:
 
 
 def narrowest(tensor: Tensor) -> Tensor:
-    """The same elements, with size 1 in all dimensions along which they do not differ."""
+    """The same elements, with size 1 in all dimensions along which they do not differ; of a large tensor, along which
+    its first, last and some other slices do not.
+    """
     for dim in range(tensor.dim() - 1, -1, -1):
         if tensor.shape[dim] > 1:
             first = tensor.narrow(dim, 0, 1)

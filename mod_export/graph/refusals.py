@@ -181,7 +181,7 @@ def refuse_dynamic(graph: fx.Graph, where: str) -> None:
     """
     origins: dict[str, tuple[fx.Node, _Line | None]] = {}
     for node in graph.nodes:
-        # What is computed from such a size has one as well, so only the first node is reported.
+        # What is computed from such a size or number depends on the data too; only the first node is reported.
         if _depends(node) and not any(_depends(source) for source in node.all_input_nodes):
             line = _line_of_node(node)
             origins.setdefault(str(line), (node, line))

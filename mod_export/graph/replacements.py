@@ -1,10 +1,10 @@
-"""Computes what operators without a good ONNX form compute, with operators that have one. `lowering.py` uses them.
+"""Expresses operators without a good ONNX form by operators that have one, for `lowering.py`.
 
 * Masks: the number of true entries is unknown when a graph is exported, so a graph of fixed sizes cannot hold their
   indices. It needs no indices if only the masked entries change: `where` picks them, and a cumulative sum numbers them.
 * Scatters: ONNX's ScatterElements needs an index for each element, has no mean, and always includes the old element in
   a reduction.
-* Reductions: median, cumprod, cdist and searchsorted have no translation. The one of embedding_bag has sizes that
+* Reductions: median, cumprod, cdist and searchsorted have no translation. That of embedding_bag has sizes that
   depend on the data.
 * Numeric functions: torch.onnx writes textbook formulas. `log(1 + x)` is 0 if x is below half a unit in the last place
   of 1, and `log(exp(a) + exp(b))` is infinite from 89 on. PyTorch avoids both. The forms of log1p and expm1 are those
@@ -292,8 +292,8 @@ def _logaddexp(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _logaddexp2(x: Tensor, y: Tensor) -> Tensor:
-    largest, turns = torch.maximum(x, y), math.log(2)
-    added = _log_of_one_and(-(x - y).abs() * turns) / turns
+    largest, log_2 = torch.maximum(x, y), math.log(2)
+    added = _log_of_one_and(-(x - y).abs() * log_2) / log_2
     return torch.where(x == y, largest + 1, largest + added)
 
 

@@ -3,7 +3,7 @@
 int8   q (K, N) = round(w / scale), scale (N,) = largest |w_2i| + |w_2i+1| of the column / 127. Processors without VNNI
        multiply two neighbours by unsigned bytes and add the products in 16 bits, where they saturate beyond 32,767
        (Intel, vpmaddubsw). With this scale two neighbours add up to at most 128, and 255 x 128 fits. So the same
-       artefact gives the same numbers everywhere, with a third of a bit more than the usual seven.
+       file gives the same numbers everywhere, and keeps a third of a bit more than the usual seven bits.
 int4   q (N, K / 32, 16), two numbers to a byte, the first in the low half; scale (N, K / 32) and zero point
        (N, K / 64), packed likewise; w = scale (q - zero). The range covers zero and all numbers of the block. It is
        then multiplied by the factor of SHARES with the least squared error: most weights are far smaller than the

@@ -456,11 +456,11 @@ class _Follower:
         if isinstance(result, (tuple, list)):
             several = [labels_of(item) if isinstance(item, Tensor) else None for item in result]
             return several if any(has_tokens(item) for item in several) else None
-        whole = labels_of(result) if isinstance(result, Tensor) else None
-        if whole is None or not has_tokens(whole):
+        result_labels = labels_of(result) if isinstance(result, Tensor) else None
+        if result_labels is None or not has_tokens(result_labels):
             return None
-        known = torch.cat([narrowest(tensor).flatten() for tensor in labels.values()])
-        return whole if is_among(whole, known) else None
+        input_labels = torch.cat([narrowest(tensor).flatten() for tensor in labels.values()])
+        return result_labels if is_among(result_labels, input_labels) else None
 
 
 def _is_of_one_row(node: fx.Node, rows: int) -> bool:

@@ -1,5 +1,5 @@
-"""Describes a program of `torch.export.save` as text: inputs, outputs, FLOPs, and for each routing site k, its share of
-the FLOPs and the order in which its tokens run.
+"""Describes a program of `torch.export.save` as text: inputs, outputs, FLOPs, and of each routing site its k, its
+share of the FLOPs, and the order in which its tokens run.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _site_lines(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> list[
 
 
 def _shares_of_flops(program: ExportedProgram, flops: Mapping[fx.Node, int]) -> list[float]:
-    """Returns the share of all FLOPs spent on selected tokens at every site, in the order of `routing_sites`."""
+    """Returns for each site the share of all FLOPs that its selected tokens take, in the order of `routing_sites`."""
     total = max(1, sum(flops.values()))
     markers = [node for node in program.graph.nodes if node.op == "call_function" and node.target is MARKER]
     selectors = [selector for node in markers if (selector := _selector(node)) is not None]

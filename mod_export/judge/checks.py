@@ -51,7 +51,7 @@ MANY_POSITIONS = 1000
 DEVIATIONS = 2.0
 """A shortfall of up to this many standard deviations counts as chance."""
 Missed = TypeVar("Missed", tuple[float, str], tuple[float, int, str])
-"""A number that misses its limit, and the kind of input."""
+"""A number that misses its limit, for routing also the count of such numbers, and the kind of input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +279,7 @@ def check_next_token(comparisons: Sequence[Comparison], allowed: Allowance) -> S
             return []
         agrees = np.concatenate(shortfalls) <= allowed.next_token_slack
         positions, agreed, how = len(agrees), int(agrees.sum()), f"agree{given(allowed)}"
-    # In fewer bits some tokens differ, and how many are among these positions is partly chance.
+    # With fewer bits some next tokens differ, and it is partly chance how many do at these positions.
     luck = allowed.narrow and _is_chance(agreed, positions, least)
     if not (luck or agreed / positions >= least):
         return [f"next token: {agreed / positions:.4%} {how}, at least {least:.4%} must"]
@@ -303,7 +303,7 @@ def check_divergence(comparisons: Sequence[Comparison], allowed: Allowance) -> S
     missed = [
         (float(nats_N.mean()), kind)
         for kind, nats_N in divergences_of(comparisons, allowed)
-        # The margin is two standard deviations of the mean: a few tokens make up most of it.
+        # The margin is two standard deviations of the mean, because a few tokens make up most of the mean.
         if not nats_N.mean() - (2 * nats_N.std() / math.sqrt(len(nats_N)) if allowed.quantized else 0.0)
         <= allowed.gate.max_kl
     ]

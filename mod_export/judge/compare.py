@@ -213,7 +213,8 @@ def routing_of_site(
 
     Args:
         site: the site, for the result.
-        candidate_BK: int64, the candidate's selection; surplus slots hold positions that cannot be selected.
+        candidate_BK: int64, the candidate's selection; surplus slots are EMPTY or, unless the rule is `first_come`,
+            hold positions that cannot be selected.
         judged: the reference's scores, float32, computed with the candidate's routing at all sites.
         exact_BS: float64, the same scores of the same model in float64.
         rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by default.

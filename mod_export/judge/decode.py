@@ -60,7 +60,7 @@ NARROW_TOKENS = 200
 PROMPT_TOKENS = 32
 """Tokens of the prompts that engines and eager model both continue."""
 SINGLE = 2
-"""Least cost of a token that the eager model reads alone, relative to one in a whole row: it reads every weight."""
+"""Least cost of a token read alone by the eager model, relative to one in a whole row: all weights are read for it."""
 
 
 def parity_of_runs(
@@ -152,7 +152,7 @@ def _text_parts(
 def _texts(
     reference: Reference, rows: int, length: int, count: int, config: BuildConfig, text_of: TextOf | None
 ) -> list[Batch]:
-    """Returns `count` batches of text, empty if the model has none; these are other texts than in `_given_texts`."""
+    """Returns `count` batches of text, none if there is no text; the texts differ from those of `_given_texts`."""
     texts = (text_ids(reference.model, rows, length, config.seed + 1 + i, text_of) for i in range(count))
     full_lengths = np.full(rows, length, dtype=np.int64)
     return [Batch.of_tokens("text", text_BS, full_lengths) for text_BS in texts if text_BS is not None]
@@ -200,7 +200,7 @@ def decoding_parts(
 def _given_texts(
     reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int, text_of: TextOf | None
 ) -> list[Batch]:
-    """Returns a batch of every kind; a large model gets no `ties`, on which its graphs of whole rows are judged."""
+    """Returns a batch of every kind; a large model gets no `ties`: its graphs of whole rows are judged on them."""
     batches = one_of_each_kind(parity_batches(reference.model, bucket, ks, seed, 1, text_of=text_of))
     if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.model):
         return batches

@@ -252,6 +252,7 @@ def _batch_of_rows(samples: Sequence[Mapping[str, np.ndarray]], rows: Sequence[i
 
 def _margins(judged: Judged, k: int) -> list[float]:
     """Returns (k-th score - next score) / |k-th score| of each row, infinite if a coarser float would not swap the two.
+    The divisor of a k-th score near 0 is a share of the root mean square.
 
     If the first k tokens above 0 are selected: the smallest |score| of the row, as a share of its root mean square.
 

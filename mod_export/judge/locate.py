@@ -12,8 +12,8 @@ If the values inside an engine cannot be read, the fault is searched by depth: z
 depth, in the engine and in the reference, and bisection finds the layer with which the fault appears.
 
 The search for the first NaN starts at outputs that are NaN and goes back through inputs that are NaN too. A node that
-returns NaN but reads none makes it. In the reference, if this node reads an infinity, its origin is found in the same
-way.
+returns NaN but reads none makes it. In the reference, if this node reads an infinity, the infinity's origin is found in
+the same way.
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def locate_against_reference(
 ) -> Located | None:
     """Compares an ONNX file of the build folder with the reference, batch by batch until one shows a wrong node.
 
-    None if no value that has the same name in both is off, or if memory has no room for the values.
+    None if rounding explains all differences of values with the same name, if the first wrong value means something
+    else in the program, or if memory has no room for the values.
 
     Raises:
         BuildError: the graph cannot be made or run.

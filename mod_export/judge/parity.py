@@ -400,7 +400,7 @@ class _ForcedRuns:
         return tuple(left_out)
 
     def selection(self, site: Site, index_BK: np.ndarray) -> SiteRouting:
-        """Compares the candidate's selection at a site; rows whose scores choices move too far are left out."""
+        """Compares the candidate's selection at a site; rows in which choices move the scores too far are left out."""
         judged = self.forced.judged[site]
         exact_BS = None if self._exact is None else self._exact.judged[site].score_BS
         scores = [run.judged[site].score_BS for run in self._runs]
@@ -543,7 +543,7 @@ def _ties(
 
 def zeroed_routers(model: Model, seq: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields float32 zeros for the weights of all routers that select any of `seq` tokens: idle routers are in no
-    graph. If only some of these routers serve experts, then yields zeros for those alone, because zeros in the others
+    graph. If only some of these routers serve experts, also yields zeros for those alone, because zeros in the others
     may let no token reach the experts.
     """
     active = {site for site, k in (model.k_by_layer(seq) or {}).items() if k}

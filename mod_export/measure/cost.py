@@ -21,8 +21,8 @@ Integer operations count like float operations. Work besides the products (biase
 DeformConv, zero points) is not counted.
 
 **The bytes** of a node are those that must pass between memory and processor: its inputs, weights included, and its
-outputs, each value once. Constants that a runtime folds while loading cost nothing. Exceptions, because kernels do less
-or more than that:
+outputs, each value once. Constants that a runtime folds while loading cost nothing. Some operators have kernels that
+move less or more than that:
 
     views (Reshape, Squeeze ...)    move nothing
     Gather, GatherElements, Slice   read only the data that they gather
@@ -159,7 +159,7 @@ def cost_row(model: ir.Model, kind: ModelKind, bucket: Bucket) -> CostRow:
 
 
 class _NodeCost(NamedTuple):
-    """Cost of a node: `part` is the part of its FLOPs, `hidden` the FLOPs of scores that a causal mask hides."""
+    """Cost of a node: its FLOPs count for `part`, and `hidden` are the FLOPs of scores that a causal mask hides."""
 
     part: str
     flops: int
@@ -224,7 +224,7 @@ def work_of_graph(model: ir.Model, where: str, *, whole_scores: bool) -> tuple[W
         whole_scores: whether the engine holds all scores of an attention in memory (`TargetLimits.whole_scores`).
 
     Returns:
-        Groups of nodes with equal work, in the order of the graph. Nodes that cannot be counted have no work.
+        Groups of nodes with equal work, in the order of the graph. Nodes that cannot be counted have 0 FLOPs and bytes.
     """
     nodes: dict[tuple[str, int, int, int, bool], list[str]] = defaultdict(list)
     for node, part in parts_of_nodes(model.graph).items():
@@ -497,7 +497,7 @@ def _source_names(values: Sequence[ir.Value | None]) -> Iterator[str]:
 
 
 def parts_of_nodes(graph: ir.Graph) -> dict[ir.Node, str]:
-    """Maps every node that a runtime does not fold away while loading to its part."""
+    """Maps each node to its part, except the nodes that a runtime folds away while loading."""
     constants = constants_of(graph)
     parts: dict[ir.Node, str] = {}
     part_of_value: dict[ir.Value, str] = {}
@@ -585,7 +585,7 @@ def part_of_kernel(kernel: Kernel, part_of_node: Mapping[str, str]) -> str:
     if kernel.weights and not kernel.name.startswith(GENERATED):
         return _part_of_weight(kernel.weights)
     # Node names with which the name of a fused node may begin, longest first: a/b for `a/b/Fusion/`, a for `fused a`.
-    # ONNX Runtime adds a suffix to the name of a Reshape that takes in those after it.
+    # ONNX Runtime adds a suffix to the name of a Reshape that absorbs the reshapes after it.
     words = kernel.name.removeprefix("fused ").removesuffix("_new_reshape").strip("/").split("/")
     for length in range(len(words), 0, -1):
         if "/".join(words[:length]) in part_of_node:

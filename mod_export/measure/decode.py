@@ -1,8 +1,8 @@
 """Speed of writing text: prompts and steps of a model, interleaved with those of its dense baseline if it has one.
 
 A prompt is timed like whole rows. A step is timed as a server runs it: token and position in, the engine run, keys and
-values written into their slots, the most probable token out. The time of a step depends on what it skips, and that on
-the text. So steps are timed at positions all over a text, on the cache that the text left there. Their sums are
+values written into their slots, the most probable token out. The time of a step depends on what it skips, hence on
+the text. So steps are timed at positions all over a text, on the cache that the text left there. Their mean times are
 compared, because tokens per second are one over the mean; a median would ignore the rarer kind of step. Every position
 is visited several times, with all other positions in between, so that weights that are seldom used are as likely to
 have left the processor's caches as when text is written. The fastest visit counts, because other load on the machine
@@ -54,7 +54,7 @@ def measure_prompts(decoding: DecodingEngines, engines: Mapping[ModelKind, Engin
     return FirstTokenRow(
         **pair_fields(setting),
         tokens=len(ids_S),
-        ms={kind: float(np.median(step_samples_ms)) for kind, step_samples_ms in samples_ms.items()},
+        ms={kind: float(np.median(prompt_samples_ms)) for kind, prompt_samples_ms in samples_ms.items()},
         compared=compared,
     )
 

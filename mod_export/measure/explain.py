@@ -10,7 +10,7 @@ from mod_export.types import Bucket, Site, is_expert
 WORTH_HAVING = 1.1
 """A predicted ratio below this is itself the reason: fixed costs of routing use up the small saving of FLOPs."""
 LARGE_SHARE = 1 / 3
-"""Share of the remaining FLOPs from which on a part limits the speed-up, whatever is saved elsewhere."""
+"""A part with a larger share of the remaining FLOPs limits the speed-up, whatever is saved elsewhere."""
 FEW_ROWS = 16
 """Rows of a matrix product up to which more rows would cost little. Kernels work on tiles of 4 to 16 rows on CPUs, 64
 and more on GPUs; a smaller product is padded to a tile, and reads each weight for a few FLOPs."""

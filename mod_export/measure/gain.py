@@ -167,7 +167,8 @@ def _step_seconds(
     texts: int,
     length: int,
 ) -> float:
-    """Returns the time of a step that reads one token of each text. Layers are those of one row of `length` tokens.
+    """Returns the time of a step that reads one token of each text. `layers` and `dense` are for a row of `length`
+    tokens, `token` for a single token.
 
     Of a part's FLOPs, a routed layer keeps the share a + (1 - a) c, where a is the share of the part that always runs,
     1 - a the share that runs for routed tokens only, and c the capacity. So a follows from the FLOPs that it keeps.

@@ -21,14 +21,14 @@ Run = Callable[[Mapping[str, np.ndarray]], np.ndarray]
 
 
 def open_onnxruntime(path: Path, threads: int) -> Run:
-    """Opens a graph with ONNX Runtime. Threads aside, it uses the defaults."""
+    """Opens a graph with ONNX Runtime, which keeps its defaults except for threads and logging."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
-    # Its idle threads would take the cores from the program whose turn it is.
+    # Idle threads that spin would take the cores from the program whose turn it is.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [port.name for port in session.get_inputs()]

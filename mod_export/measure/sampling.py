@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NS_PER_MS = 1e6
 RUNS_PER_ROUND = 2
-"""Runs of each engine in a round. The control compares its first runs with its second runs."""
+"""Runs of each engine in a round. The control compares one engine's first runs with its second runs."""
 LEAST_BLOCKS = 2
 """Blocks of rounds that are sampled even after the deadline, for the slowest engines: one block has no spread."""
 LEAST_WINDOW = 2
@@ -76,7 +76,7 @@ class Rounds:
             if len(rounds_ms) >= 2 * least:
                 size = min(window, len(rounds_ms) // 2)
                 earlier, later = np.median(rounds_ms[-2 * size : -size], axis=0), np.median(rounds_ms[-size:], axis=0)
-                stable = tuple(bool(off) for off in np.abs(later - earlier) <= options.warmup_tolerance * earlier)
+                stable = tuple(bool(agrees) for agrees in np.abs(later - earlier) <= options.warmup_tolerance * earlier)
         self.warmup += len(rounds_ms)
         return stable
 

@@ -45,7 +45,7 @@ class Architecture(ABC):
 
     @property
     def package(self) -> str:
-        """The Python package whose code computes the modules, because graphs are built again if it changes."""
+        """The Python package whose code computes the modules. Graphs are built again if the package changes."""
         return type(self).__module__.partition(".")[0]
 
     @abstractmethod

@@ -117,11 +117,11 @@ def _rewrite(node: fx.Node, parts: dict[fx.Node, Parts]) -> bool:
         new.meta = {key: value for key, value in node.meta.items() if key != "val"}
         return new
 
-    def given(argument: Any) -> Any:
+    def parts_of(argument: Any) -> Any:
         return parts.get(argument, argument) if isinstance(argument, fx.Node) else argument
 
     leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
-    leaves = [given(leaf) for leaf in leaves]
+    leaves = [parts_of(leaf) for leaf in leaves]
     with graph.inserting_before(node):
         if node.target is operator.getitem:
             result: Any = Parts(*(add(operator.getitem, part, node.args[1]) for part in leaves[0]))

@@ -1,4 +1,4 @@
-"""Saves and checks the state of a module beside its weights: modes, buffers, and Python attributes that a run changes.
+"""Saves and checks the state of a module besides its weights: modes, buffers, and Python attributes that a run changes.
 
 Capture runs the code of a module on tensors without values, and must leave no traces in the module. Changes of one run
 must not affect the results of the next, because an engine starts every run in the same state.
@@ -70,7 +70,7 @@ def as_it_was(module: nn.Module) -> Iterator[None]:
 def attributes_kept(module: nn.Module) -> Iterator[None]:
     """Restores the attributes of every module, and the contents of lists and dictionaries, when the context ends.
 
-    torch.export replaces lists that modules share by copies, and leaves behind tensors without values.
+    torch.export replaces shared lists with copies, and leaves behind tensors without values.
     """
     restore = _attributes_kept(module)
     try:

@@ -1,9 +1,9 @@
 """Decides which operators a program may call: those that compute tensors from their arguments and do nothing else.
 
-Other operators run other code, read or write files, or trust their arguments about memory. Such trust is found in
-operators that set sizes and strides (`as_strided`, `set_`, `resize_`), in private operators, whose callers check the
-arguments, and in operators of the backward pass, which do not check indices. ATen checks these arguments when it runs
-eagerly; compiled engines do not.
+Other operators run other code, read or write files, or trust what their arguments say about memory. The last group
+consists of operators that set sizes and strides (`as_strided`, `set_`, `resize_`), private operators, whose callers
+check the arguments, and operators of the backward pass, which do not check indices. ATen checks these arguments when it
+runs eagerly; compiled engines do not.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class ProgramModel(Model):
 
     @property
     def constants(self) -> dict[str, np.ndarray]:
-        """Arrays that programs read beside weights and inputs, by name (see `constant_names`)."""
+        """Arrays that programs read besides weights and inputs, by name (see `constant_names`)."""
         arrays = {}
         for bucket, names in constant_names({key: plain.program for key, plain in self.programs.items()}).items():
             tensors = self.programs[bucket].program.constants

@@ -44,7 +44,7 @@ RECORDS = {
     MODEL, SAMPLES, *TABLES.values(), "archive_format", "archive_version", "byteorder", "version", ".data/version",
     ".data/serialization_id", ".format_version", ".storage_alignment",
 }  # fmt: skip
-"""Records that `torch.export.save` writes for a program, beside raw tensors."""
+"""Records that `torch.export.save` writes for a program, besides raw tensors."""
 FORMAT = {
     "archive_format": ARCHIVE_FORMAT_VALUE.encode(),
     "archive_version": ARCHIVE_VERSION_VALUE.encode(),
@@ -290,7 +290,7 @@ def _problems_of_text(text: str, key: str, *, in_nodes: bool) -> Iterator[str]:
 
 
 def _problems_of_notes(name: str, notes: Any) -> Iterator[str]:
-    """Refuses control characters. Nothing calls notes, but they are printed, and a terminal obeys such characters."""
+    """Yields a problem if a value under one of FREE has control characters: it is printed, and terminals obey them."""
     texts = notes.values() if isinstance(notes, dict) else [notes]
     if not all(char.isprintable() or char in "\n\t" for text in texts for char in str(text)):
         yield f"{name} holds control characters"

@@ -272,7 +272,7 @@ def _beyond_the_files(path: Path, tokenizer: PreTrainedTokenizerBase, kept: byte
     change texts in Python code.
 
     Returns:
-        A note if only texts with special tokens differ.
+        A note for each special token that makes texts differ.
 
     Raises:
         UsageError: ordinary texts differ.

@@ -64,7 +64,7 @@ def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: 
 
 
 def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
-    """Refuses a graph that does not fit into memory, before the kernel kills the process minutes later.
+    """Refuses a graph that does not fit into memory, before the operating system kills the process minutes later.
 
     Raises:
         LimitError: running this graph would need more memory than is free.

@@ -49,7 +49,7 @@ class Rerun:
         rows: returns the results of one type.
         verdict: the verdict over all results.
         notes: what was not run, not compared or not written into the folder, and why.
-        not_compared: why `bench` compares latencies with nothing; None if it compares them.
+        not_compared: why `bench` has nothing to compare latencies with; None if it compares them.
     """
 
     rows: RowsOfType

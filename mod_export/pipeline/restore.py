@@ -75,7 +75,7 @@ def _weights_of_folder(root: Path, facts: ModelFacts) -> dict[str, torch.Tensor]
 
 
 def as_built(config: BuildConfig | None, built: BuildConfig) -> BuildConfig:
-    """Returns the configuration with the options that the folder's graphs were made for, whatever it says itself."""
+    """Returns `config`, or else `built`, with the options that the folder's graphs were made for."""
     if config is None:
         return built
     made_for = {name: getattr(built.generation, name) for name in ("window", "slack", "slots")}

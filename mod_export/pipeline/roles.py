@@ -163,7 +163,7 @@ class WritingRole(RoleStages):
         """Returns the function that opens the runs by which an engine is judged."""
 
     def beside(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
-        """Returns what results about an engine depend on besides the engine: how the eager model selects."""
+        """Returns what results about an engine depend on besides it: how the eager model selects, and the texts."""
         generation = build.config.generation.model_dump(include={"window", "slack", "slots"})
         return {"generation": generation | build.text_inputs}
 

@@ -45,7 +45,7 @@ def validate(build: Build) -> None:
         with build.attempt("validate", setting_fields(candidate.setting)):
             allowed = ran[candidate.path].allowed_max_abs
             ROLES[candidate.setting.role].further(build, candidate, candidates, allowed)
-    # A run over some targets of a finished folder only judges candidates.
+    # Quality is about the model, so a run over some targets of a finished folder does not measure it.
     if not isinstance(build.generation, Unavailable) and not build.targets:
         with build.attempt("validate", {"model": "mod", "role": "decode"}):
             _quality(build)

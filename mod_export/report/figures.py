@@ -57,7 +57,7 @@ STRIP_PLACES = 500
 MOST_BINS = 200
 """Largest number of bins. With more samples, only the smallest and the largest sample of each bin are drawn."""
 NARROWEST, WIDEST = 0.05, 0.5
-"""Distance from the median, as a share of it, that the chart of samples in order shows at least, and at most."""
+"""Least and largest distance from the median, as a share of it, that the chart of samples in order shows."""
 MOST_TOKENS = 512
 """Largest number of tokens that the page shows; report.json has all of them."""
 SHADES = 4
@@ -229,7 +229,7 @@ def _edges(count: int) -> Iterable[tuple[int, int]]:
 
 
 def step_figure(steps: SettingResults) -> Markup:
-    """Returns a chart of a step's time in a decode bucket and of memory's time for its bytes; empty if not timed."""
+    """Returns a chart of a decode step's time, and of the time that memory takes for its bytes; empty if not timed."""
     row, bucket = steps.written, steps.setting.bucket
     if not isinstance(row, DecodeRow):
         return Markup()

@@ -101,7 +101,7 @@ def render_page(package: str, template: str, *, script: str | None = None, **val
 
 
 def light_colours() -> Mapping[str, str]:
-    """Returns name -> #rrggbb or #rgb of the style sheet for light paper, so that other figures look like a page."""
+    """Returns name -> #rrggbb or #rgb of page.css's light scheme, so that figures elsewhere look like a page's."""
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{3,6})\b", _part("page.css").split(DARK)[0]))
 
 

@@ -111,7 +111,7 @@ def _rows(report: BuildReport) -> list[PairRow]:
 
 
 def parity_rows(report: BuildReport, *, forward: bool) -> tuple[ParityRow, ...]:
-    """Returns the rows of engines that read whole rows, or of those that write them."""
+    """Returns the parity rows of engines that read whole rows, or of engines that write text."""
     return tuple(row for row in report.parity if row.setting.writes_text is not forward)
 
 
@@ -270,7 +270,7 @@ class ServingFile:
 def deployments(report: BuildReport) -> tuple[ServingFile, ...]:
     """Returns the files to deploy: engines that were judged here, other engines, then portable graphs."""
     passed = {row.artifact: row.passed for row in report.parity if row.model == "mod" and row.artifact is not None}
-    # ONNX Runtime often runs the very bytes of the portable graph, so results for one hold for the other.
+    # ONNX Runtime often runs the very bytes of the portable graph, so the engine's result holds for the graph too.
     by_bytes = {item.sha256: passed[item.path] for item in report.artifacts if item.path in passed}
     by_setting = {entry.setting: entry for role in get_args(Role) for entry in settings_of(report, role)}
     states: dict[bool | None, State] = {True: "passed", False: "failed"}
@@ -295,7 +295,7 @@ def _setting(engine: Artifact) -> Setting:
 
 
 class JudgedPrecision(NamedTuple):
-    """An engine of a narrower dtype with its parity; None if it was not judged."""
+    """An engine of a narrower dtype; `parity` is None if it was not judged."""
 
     row: PrecisionRow
     parity: ParityRow | None

@@ -70,7 +70,7 @@ class Column(Generic[Row]):
 
 @dataclass(frozen=True, slots=True)
 class ResultTable:
-    """Heads, which of the columns hold numbers, and the cells.
+    """Heads, whether each column holds numbers, and the cells.
 
     `stacks` are the columns that stand on top of each other on a narrow terminal; empty if they always stand side by
     side.

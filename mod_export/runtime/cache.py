@@ -52,7 +52,7 @@ class CachedBlock:
         count_N: int64, used slots of each routing site after the tokens; None if the model has no routing sites.
         overflow_N: int64, tokens so far that wanted a slot of each site but found none left; None as above.
         logits_V: the logits after the tokens.
-        logprobs: of a scored prompt, the log probability of each of the tokens but the first of a text.
+        logprobs: for a scored prompt, the log probability of each of these tokens except the first of a text.
     """
 
     rows: Mapping[str, tuple[np.ndarray, np.ndarray]]
@@ -138,7 +138,7 @@ class TextCache:
         return CachedBlock(rows, self.cache[COUNTS][row].copy(), self.overflow_BN[row].copy(), logits_V.copy())
 
     def put_block(self, row: int, block: CachedBlock) -> None:
-        """Continues a row by a block, as if its tokens had been read."""
+        """Continues a row with a block, as if its tokens had been read."""
         for name, (slots, rows_GSE) in block.rows.items():
             self.cache[name][row][:, slots] = rows_GSE
         if self.overflow_BN is not None:
@@ -147,7 +147,7 @@ class TextCache:
 
 
 def bound_outputs(runner: BindableRunner, cache: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns memory for the outputs of an engine: that of the cache for those that it updates in place."""
+    """Returns memory for an engine's outputs: the cache itself where an output updates it in place, else new arrays."""
     return {
         name: cache[name.removeprefix(IN_PLACE)] if name.startswith(IN_PLACE) else np.zeros(*port)
         for name, port in runner.ports.items()

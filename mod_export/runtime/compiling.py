@@ -1,7 +1,7 @@
 """Compiles grammars with the package llguidance, first in a process of its own.
 
-A small grammar can take hours and all memory, and nothing ends a compilation inside a process. So another process does
-the same work before this one does, within limits of time and memory.
+A small grammar can take hours and all memory, and nothing can stop a compilation from inside its process. So another
+process does the same work before this one does, within limits of time and memory.
 """
 
 from __future__ import annotations

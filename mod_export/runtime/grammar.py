@@ -1,4 +1,4 @@
-"""Grammars that a text follows: before each token, all tokens are excluded after which the text cannot be completed.
+"""Grammars that a text follows: before each token, all tokens after which the text cannot be completed are excluded.
 
 The package llguidance compiles a grammar and finds the tokens. It is given the bytes of every token, so it works with
 any vocabulary. Tokens that a grammar forces are chosen like others, among all ways to divide the characters into
@@ -92,8 +92,8 @@ class Grammars:
             return GrammarProgress(matcher.deep_copy(), stop_ids)
 
     def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Returns at once with the grammar, which is compiled in another thread if it is not known. The result raises
-        what `begin` raises.
+        """Returns at once a future of the grammar, which another thread compiles if it is not known. This call or the
+        future raises what `begin` raises.
         """
         text = f"start: {schema_rule(grammar)}" if isinstance(grammar, Mapping) else grammar
         text = text if "%llguidance" in text else f'%llguidance {{"no_forcing": true}}\n{text}'

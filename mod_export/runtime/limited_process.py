@@ -1,9 +1,9 @@
 """Does work in another process, within limits of time and memory.
 
-A small grammar can take hours and all memory to compile, and a chat template is a program. Nothing ends such work
-inside a process. So another process does the work, and is killed if it exceeds its limits. The process is started when
-it is first needed, gets the data that does not change, answers one question after the other, and is started again after
-it was killed. It is not started by the package `multiprocessing`, which would run the main module of a program again.
+A small grammar can take hours and all memory to compile, and a chat template is a program. Nothing can stop such work
+from inside its process, so another process does it, and is killed if it exceeds its limits. It is started when it is
+first needed, gets the data that does not change, answers one question after the other, and is started again after it
+was killed. It is not started by the package `multiprocessing`, which would run the main module of a program again.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ class PrefixCache:
         return nodes
 
     def add_block(self, parent: Node, ids: Sequence[int], block: CachedBlock) -> Node | None:
-        """Keeps a block; None if the state before it was dropped meanwhile, or it is too large.
+        """Keeps a block and returns its node; None if the node before it was dropped meanwhile, or there is no room.
 
         A block that was kept with fewer log probabilities is replaced.
         """

@@ -95,12 +95,12 @@ class Prompts(TextCache):
         return self.block(0, self._last.filled, self._last.outputs[PRIMARY["last"]][0])
 
     def take(self, block: CachedBlock, tokens: int) -> None:
-        """Continues the row by a part of this many tokens that was read earlier and kept."""
+        """Continues the row with a part of this many tokens that was read earlier and kept."""
         self.put_block(0, block)
         self.position += tokens
 
     def read(self, ids: Sequence[int], kept: Kept | None = None) -> Kept:
-        """Reads the tokens of a text, at least one, or continues after what was kept of it.
+        """Reads tokens of a text, at least one, from its beginning or after what was kept of it.
 
         Raises:
             EngineError: the engine failed, or the row is full.

@@ -3,8 +3,8 @@ refused, or rewritten so that no such text is possible.
 
 Texts hold no control characters except \b, \t, \n, \f and \r, because JSON has a single way to write these. llguidance
 leaves the others out of `const`, `enum` and `pattern`, so `"a\u0007b"` would become `"ab"`. If a class of characters
-has control characters but lacks the quote or the backslash, such as `[^"]`, it lets the missing one match too. And it
-counts a key that it writes twice as two properties.
+has control characters but lacks the quote or the backslash, such as `[^"]`, llguidance lets the missing one match too.
+And it counts a key that a text has twice as two properties.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _checked(value: Any) -> Any:
 
 
 def _check_value(value: Any, key: str) -> None:
-    """Names of properties are no problem: llguidance escapes them."""
+    """Refuses control characters in texts, but not in names of properties, which llguidance escapes."""
     if isinstance(value, str):
         _refuse(CONTROL.search(value), key)
     elif isinstance(value, Mapping | list | tuple):
@@ -80,7 +80,7 @@ def _pattern(pattern: str, key: str) -> str:
 
 
 def _part(part: str, key: str) -> str:
-    """Returns a part of a regular expression, which is a class or stands for one character."""
+    """Returns a part of a regular expression (`PART`) in a form that llguidance reads correctly."""
     if not (part.startswith("[") and len(part) > 1):
         _refuse(CONTROL.fullmatch(_plain(part)), key)
         return part

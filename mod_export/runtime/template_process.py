@@ -62,7 +62,7 @@ def rendered(process: LimitedProcess, sources: Mapping[str, str], name: str, con
         process: renders templates. One thread may use it at a time.
         sources: all templates, by name.
         name: the template to be rendered.
-        context: plain data for its variables; if None, it is read only, and the result is empty.
+        context: plain data for its variables; if None, the template is only compiled, and the result is empty.
 
     Raises:
         NoTextError: the template is invalid, failed, or went beyond a limit.

@@ -116,7 +116,7 @@ class ExactReader:
 
 
 class MarkReader:
-    """Decodes a text that shows some special tokens by their names, which are hidden otherwise."""
+    """Decodes a text that shows the names of some special tokens, which other texts hide."""
 
     def __init__(self, reader: Reader, marks: Mapping[int, str]) -> None:
         """`marks` maps the ids of the tokens to what the text shows in their place."""

@@ -164,7 +164,7 @@ class TokenizersFile:
 
     @cached_property
     def _hidden_ids(self) -> frozenset[int]:
-        """Special tokens that decoding leaves out. It leaves in those that are normalized before they are matched."""
+        """The special tokens that decoding leaves out; it keeps those that are normalized before they are matched."""
         return frozenset(token for token in self._special_ids if not self.decode_raw([token]))
 
     @cached_property
@@ -247,8 +247,8 @@ def cleaned(text: str) -> str:
 def certain_length(text: str) -> int:
     """Returns the length of the beginning of a text that `cleaned` changes in the same way whatever follows it.
 
-    Every pattern begins with a space. So what follows can change the text only from a space among the last few
-    characters on, or, because patterns overlap, from an earlier space that is as near to that one.
+    Every pattern begins with a space, so what follows can change the text only from a space among its last REACH
+    characters on. As patterns overlap, a space up to REACH characters before that one counts instead, and so on.
     """
     cut = len(text)
     while (space := text.find(" ", max(0, cut - REACH), cut)) >= 0:

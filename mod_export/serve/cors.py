@@ -84,7 +84,7 @@ class Cors(CORSMiddleware):
         for name, value in headers.items():
             if name not in ("content-length", "content-type"):
                 answer.headers[name] = value
-        # Chrome asks for a page of the internet that wants to reach this machine or its network.
+        # Chrome sends this for a page from the internet that wants to reach this machine or its network.
         if "access-control-request-private-network" in request_headers:
             answer.headers["Access-Control-Allow-Private-Network"] = "true"
         return answer

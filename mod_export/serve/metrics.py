@@ -73,7 +73,7 @@ class Metrics(TextObserver, Collector):
         self._reloads.labels(result).inc()
 
     def restarted(self, count: int) -> None:
-        """Counts processes that were replaced by this one or by one before it."""
+        """Counts the processes that ended before this one and were replaced."""
         self._restarts.inc(count)
 
     # The following methods run on the scheduler's thread.

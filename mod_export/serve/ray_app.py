@@ -148,7 +148,7 @@ def app(args: Arguments) -> serve.Application:
     """
     folders = args.by_name()
     rows = args.rows or max(map(_most_rows, folders.values()))
-    # One for each text that has or waits for a row, and one for each prompt that is being scored or waits for it.
+    # A request for each text that has or waits for a row, and for each prompt that is scored or waits for scoring.
     most_waiting = rows + args.max_queue + 1 + args.max_queue
     most_requests = most_waiting * min(len(folders), 1 + args.open_folders) + BESIDE_TEXTS
     number: dict[str, Any] = {"num_replicas": args.replicas}

@@ -35,11 +35,11 @@ Version = tuple[int, int, int, int]
 
 
 class ServedFolder:
-    """The application of a server: that of the newest version of its build folder.
+    """The application of a server. It passes each request to the newest version of its build folder.
 
     Attributes:
         current: answers new requests.
-        metrics: of all versions together.
+        metrics: shared by all versions.
     """
 
     def __init__(self, path: Path, open_version: Open, *, watched: bool) -> None:
@@ -79,7 +79,7 @@ class ServedFolder:
         self.current.service.draining = True
 
     def drain(self, within_s: float) -> None:
-        """Waits up to `within_s` for the texts of all versions, and ends the others. Blocks."""
+        """Waits up to `within_s` for the texts of all versions, and then ends unfinished ones. Blocks."""
         open_versions = [version for version in (self.current, self._replaced) if version is not None]
         threads = [threading.Thread(target=version.service.drain, args=[within_s]) for version in open_versions]
         for thread in threads:

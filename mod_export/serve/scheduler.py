@@ -73,7 +73,8 @@ class Failed(NamedTuple):
     """A request failed as a whole; no further event follows.
 
     Attributes:
-        error: `WaitedTooLongError`, `ClosingError` or EngineError; any other type is a bug.
+        error: `WaitedTooLongError`, `ClosingError` or EngineError. Formats of answers add their own, such as ApiError;
+            any other type is a bug.
     """
 
     error: Exception

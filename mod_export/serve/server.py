@@ -110,7 +110,7 @@ class ServedApp(Protocol):
         """Refuses all new requests with status 503."""
 
     def drain(self, within_s: float) -> None:
-        """Waits up to `within_s` for current texts, and ends the others. Blocks."""
+        """Waits up to `within_s` for current texts, and then ends unfinished ones. Blocks."""
 
     def ask(self) -> None:
         """Asks for the folder to be opened again."""

@@ -1,7 +1,7 @@
 """Serves a build folder in a process of its own, and replaces that process when it crashes.
 
-Engines run native code. A fault in it (SIGSEGV), or the kernel's killer of processes when memory is short, ends the
-whole process. So the engines get one, the worker, and this process stands in front of it:
+Engines run native code. A fault in that code (SIGSEGV), or the kernel's out-of-memory killer, ends the whole process.
+So the engines run in a process of their own, the worker, and this process stands in front of it:
 
     client -- TCP --> supervisor -- Unix socket --> worker: the server without a supervisor
 

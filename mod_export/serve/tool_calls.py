@@ -219,8 +219,8 @@ class FoundCalls(CallReader):
 
 
 def calls_of(text: str, names: Collection[str]) -> tuple[list[Call], str]:
-    """Returns the calls in a text, and the text between and after them. There are no calls if one of them is
-    incomplete, or calls another function.
+    """Returns the calls in a text, and the text between and after them; no calls and no text if any call is incomplete,
+    or calls a function that is not in `names`.
     """
     try:
         if HERMES in text:

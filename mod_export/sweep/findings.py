@@ -88,7 +88,7 @@ def points_of(cells: Sequence[CellEntry]) -> list[Point]:
 
 
 def break_even_capacity(points: Sequence[Point]) -> tuple[CapacityBreakEven, ...]:
-    """For each length, finds the largest capacity that is faster than dense, as every smaller one that was tried is."""
+    """For each length, finds the largest capacity such that it and every smaller one tried are faster than dense."""
     findings = []
     for first, group in _groups([p for p in points if p.cell.capacity is not None], lambda p: p.setting):
         ascending = sorted(group, key=lambda p: p.cell.capacity or 0)
@@ -106,7 +106,7 @@ def break_even_capacity(points: Sequence[Point]) -> tuple[CapacityBreakEven, ...
 
 
 def break_even_length(points: Sequence[Point]) -> tuple[LengthBreakEven, ...]:
-    """For each capacity, finds the smallest length that is faster than dense, as every longer one that was tried is."""
+    """For each capacity, finds the smallest length such that it and every longer one tried are faster than dense."""
     findings = []
     for first, group in _groups(points, lambda p: (*_common(p), p.cell.capacity or 0)):
         descending = sorted(group, key=lambda p: -p.cell.seq)

@@ -1,4 +1,4 @@
-"""The request for a model repository, and the models that it gets.
+"""The request for a model repository, and the models that go into it.
 
 Whole rows are run by mod-export inside Triton (`forward="python"`), or by Triton's own backends: then there is a model
 for each bucket, and a router that forwards requests to them. Text is always written by mod-export.

@@ -119,8 +119,8 @@ def _place(source: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def _beside(root: Path) -> Iterator[Path]:
-    """Creates a temporary folder on the file system of the repository. It is outside the repository, where a running
-    Triton would take it for a model, unless the folder above is on another file system or not writable.
+    """Creates a temporary folder on the file system of the repository, but outside of it: a running Triton would take a
+    folder inside for a model. It is inside only if the folder above is on another file system or not writable.
     """
     place = next(folder for folder in root.parents if folder.exists())
     if root.exists() and (root.stat().st_dev != place.stat().st_dev or not os.access(place, os.W_OK | os.X_OK)):

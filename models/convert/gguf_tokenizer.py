@@ -42,13 +42,13 @@ FILL_ENDS = (
     ("fim_rep_token_id", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
     ("fim_sep_token_id", ("<|file_sep|>",)),
 )
-"""Keys of tokens between files, which end a text as well, and their names in files without the key."""
+"""Keys of tokens between source files, which end a text as well, and names of these tokens if the key is missing."""
 NO_ENDS = (
     ("<|end|>", ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|call|>"}, {"<|flush|>", "<|calls|>"},
                  {"<|return|>", "<|calls|>"})),
     ("</s>", ({"<|tool_response>"},)),
 )  # fmt: skip
-"""A name that does not end a text in vocabularies with all tokens of one of these groups."""
+"""(name, groups): the name does not end a text in a vocabulary that has all tokens of one of the groups."""
 SAMPLING = {
     "temperature": ("general.sampling.temp", "a number of at least 0"),
     "top_k": ("general.sampling.top_k", "a whole number"),

@@ -88,7 +88,7 @@ HARMLESS = (
     "qalora_group_size", "revision", "runtime_config", "task_type",
     # Which modules have A and B, which the tensors show.
     "exclude_modules", "layers_pattern", "layers_to_transform", "target_modules",
-    # PEFT takes this field for false for every module of the families here.
+    # PEFT treats this field as false for every module of the families here.
     "fan_in_fan_out",
     # Which other tensors are in the file, which the file shows.
     "bias", "modules_to_save",

@@ -1,8 +1,8 @@
-"""Names of tensors as the model itself has them, where a wrapper of the model was saved, or only a part of the model.
+"""Restores the names that tensors have in the model itself, if a wrapper of it was saved, or only a part of it.
 
 A training script that saves `wrapper.state_dict()` writes names that begin with the wrapper's own attribute. A base
-model (`LlamaModel`) has no `model.` in front of its names, which `LlamaForCausalLM` has. Nothing is guessed: these
-strings are in no name of a family, and names that become equal are refused.
+model (`LlamaModel`) has no `model.` in front of its names, which `LlamaForCausalLM` has. Nothing is guessed: no name
+of a family contains the attribute of a wrapper, and names that become equal are refused.
 """
 
 from __future__ import annotations

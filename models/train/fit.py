@@ -72,10 +72,10 @@ class Fitted(NamedTuple):
 
 @torch.no_grad()
 def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
-    """Fits the linear adapters, if it has any, and the routers of a retrofitted model to what its dense model computes.
+    """Fits the routers, and linear adapters if there are any, of a retrofitted model to what its dense model computes.
 
-    Routers that are to learn, through a gate, stay as they are. Adapters are then fitted to all tokens of the dense
-    model, because which of them will skip is not known. The float32 stream of all rows is kept in memory, together with
+    Routers that learn by gradient stay as they are. Adapters are then fitted to all tokens of the dense model, because
+    it is not known which of them will be skipped. The float32 stream of all rows is kept in memory, together with
     what one layer reads and adds.
 
     Args:
@@ -183,8 +183,8 @@ def _part_inputs(block: Block, tokens: Tokens, part: str) -> PartInputs:
 
 
 def _fit_adapter(adapter: nn.Module, part_inputs: Sequence[PartInputs]) -> float:
-    """Fits W to what the part adds to these tokens. Returns the share of its squared length that W z explains; 1, and W
-    stays as it is, if there are no tokens.
+    """Fits W to y, what the part adds to these tokens, and returns the share of |y|^2 that W z explains. If y is 0, as
+    without tokens, W stays as it is and the share is 1.
     """
     assert isinstance(adapter, LinearAdapter)
     D = part_inputs[0].adapter_ND.shape[-1]

@@ -8,10 +8,10 @@ Related work: training routers alone is the first stage of Router-Tuning (arXiv 
 MoDification (2410.14268) reports that top-k needs many tokens to convert a trained model. For models of 7 B and more,
 2406.15786 found that a trained model needs attention least.
 
-Calibration sets each predictor to its router's score minus a threshold. On text, as many tokens exceed it as top-k
-selects. A predictor learns from top-k's choices by gradient (Raposo et al., arXiv 2404.02258, section 3.5), which takes
-some thousands of steps. A short run, such as a retrofit, ends before that. But top-k selects almost the same tokens as
-one threshold for all rows, and a predictor can compute the router's score exactly: silu(a) - silu(-a) = a.
+Calibration sets each predictor to its router's score minus a threshold, so that it selects as many tokens of a text as
+top-k does. A predictor learns from top-k's choices by gradient (Raposo et al., arXiv 2404.02258, section 3.5), which
+takes some thousands of steps. A short run, such as a retrofit, ends before that. But top-k selects almost the same
+tokens as one threshold for all rows, and a predictor can compute the router's score exactly: silu(a) - silu(-a) = a.
 """
 
 from __future__ import annotations

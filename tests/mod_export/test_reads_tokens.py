@@ -1,4 +1,4 @@
-"""Graphs that may be asked whether they write text: of token ids, with an answer for each token or for the last."""
+"""Only graphs that read token ids, and answer for each token or for the last, may be asked whether they write text."""
 
 from __future__ import annotations
 

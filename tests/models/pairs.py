@@ -1,4 +1,4 @@
-"""Few combinations of many choices that contain every compatible pair."""
+"""A few combinations of many choices that together contain every compatible pair."""
 
 from __future__ import annotations
 

@@ -123,9 +123,7 @@ def apply_rewrites(
 
 
 def _remove_unused_constants(model: ir.Model) -> None:
-    """Removes the constants of branches that no node reads, about which ONNX Runtime warns; the pass before leaves
-    them.
-    """
+    """Removes unused constants of branches: RemoveUnusedNodesPass leaves them, and ONNX Runtime warns about them."""
     for node in model.graph.all_nodes():
         for branch in branches_of(node):
             for name in [name for name, value in branch.initializers.items() if not value.uses()]:

@@ -1,10 +1,10 @@
 """Rewrites attention: as one operator, as blocks of queries, or as primitive operators.
 
-`AttentionOperator` comes first, because the others need the operator. softmax(q k^T * scale + mask) v of user code
-reads and writes all T * T scores several times, and only the operator with the attribute `is_causal` can do without
-the hidden half of them and without a stored mask.
+`AttentionOperator` comes first, because the others need the operator. Written out in user code,
+softmax(q k^T * scale + mask) v reads and writes all T * T scores several times. Only the operator with the attribute
+`is_causal` can do without a stored mask and the hidden half of the scores.
 
-`QueryBlocks` splits causal attention into blocks of queries that each read the keys up to their end. The operator
+`QueryBlocks` splits causal attention into blocks of queries, each of which reads the keys up to its end. The operator
 computes all T * T scores and discards half of them. A block of b queries that ends at token e needs b * e scores, so
 T / b blocks need T * (T + b) / 2. Only the triangle at the end of each block still needs a mask.
 
@@ -14,7 +14,7 @@ that shares them, and transposes the copies, before its attention kernel. In the
 kernel reads them as they are.
 
 Shape legend: B batch, H query heads, G key/value heads (H a multiple of G, R = H / G), T tokens of the queries, U of
-the keys and values, E head width, F that of the values, b queries of a block, e keys of it.
+the keys and values, E head width, F that of the values, b queries and e keys of a block.
 """
 
 from __future__ import annotations
@@ -439,7 +439,7 @@ class DecomposeAttention:
 
 
 def _unwanted(model: ir.Model, limits: TargetLimits, dtype: DType) -> list[ir.Node]:
-    """The Attentions that the target has no kernel for, because of their dtype, the widths of a head, or two masks."""
+    """The Attentions without a kernel on the target, because of dtype, head widths, or a mask with `is_causal`."""
     attentions = _attentions(model)
     if dtype not in limits.attention_dtypes:
         return attentions
@@ -494,7 +494,7 @@ class _Shared(NamedTuple):
 
     Attributes:
         visible: (T, U) -> bool (T, U), true where a query sees a key.
-        rows: (mask, R, T) -> the mask with the rows of the R heads that share keys one after the other.
+        rows: (mask, R, T) -> the mask, with the rows of the R heads that share keys stacked.
         biases: (mask, R, T, dtype) -> the numbers that a mask adds to scores of this dtype, in the shape of `rows`.
         grouped_rows: `grouped_rows` of the target's limits.
     """

@@ -216,10 +216,10 @@ class _CachedAttention(NamedTuple):
 
 
 class CachedAttention:
-    """Replaces the attention of a step over a cache, and its outputs `keys_row_<layer>` and `values_row_<layer>` by
-    `present_keys_<layer>` and `present_values_<layer>`, which must have the addresses of the caches.
+    """Replaces a step's attention over its cache by one operator, and the outputs `keys_row_<layer>` and
+    `values_row_<layer>` by `present_keys_<layer>` and `present_values_<layer>`, which must share the caches' memory.
 
-    A layer in which some rows have no slot in the step stays as it is. If attention is behind a condition and every
+    A layer in which only some rows of a step can run stays as it is. If attention is behind a condition and every
     token keeps its key and value, the operator also writes them where nothing attends.
     """
 
@@ -279,7 +279,7 @@ def _slots_by_layer(graph: ir.Graph) -> list[ir.Value]:
 def _attention(
     layer: int, keys: ir.Value, values: ir.Value, slot: ir.Value, outputs: tuple[int, int]
 ) -> _CachedAttention | None:
-    """The attention that reads a cache; None unless it has the form of a step whose rows all have a slot."""
+    """The attention that reads a cache; None unless it has the form of a step in which all rows can run."""
     product = only_reader(keys)
     weighted = only_reader(values)
     shape = static_shape(keys)
@@ -348,7 +348,7 @@ def _count(bias: ir.Value | None) -> ir.Value | None:
 
 
 def slots_in_use(mark_BL: ir.Value | None) -> ir.Value | None:
-    """The number of slots in use, int64 (B,), if bool (B, L) marks the first slots up to it."""
+    """The number of slots in use, int64 (B,), if `mark_BL` is true for exactly that many first slots."""
     less = made_by(mark_BL, "Less")
     column = None if less is None else made_by(less.inputs[1], "Unsqueeze", "Reshape")
     if less is None or column is None or less.inputs[0] is None or not less.inputs[0].is_initializer():
@@ -363,8 +363,8 @@ def slots_in_use(mark_BL: ir.Value | None) -> ir.Value | None:
 def _slots_of_kept_rows(slot: ir.Value) -> ir.Value | None:
     """The slots of rows that keep their token, if the other rows have -1."""
     chosen = made_by(slot, "Where")
-    none = None if chosen is None else constant_array(chosen.inputs[2])
-    if chosen is None or none is None or not (none == -1).all():
+    other_slot = None if chosen is None else constant_array(chosen.inputs[2])
+    if chosen is None or other_slot is None or not (other_slot == -1).all():
         return None
     return chosen.inputs[1]
 
@@ -423,8 +423,8 @@ def _attend_in_place(
 def _written_in_each_branch(
     attention: _CachedAttention, present: Sequence[ir.Value], rest: Sequence[ir.Value | np.ndarray], owner: ir.Node
 ) -> Sequence[ir.Value]:
-    """For an If that does not compute the new row itself: makes both of its branches return the updated caches. In its
-    other branch the operator writes the row as well. There the key also serves as the query, because it has the fewest
+    """Makes both branches of an If that does not compute the new row return the updated caches. In the branch without
+    attention, the operator only writes the row: there the key also serves as the query, because it has the fewest
     heads that a query can have, and nothing reads the result.
     """
     _, G, _, _ = static_shape(attention.caches[0]) or (0, 0, 0, 0)
@@ -554,8 +554,8 @@ def _rotate_inside(node: ir.Node, rotation: _Rotation, shared: dict[tuple[ir.Gra
         missing = slots - P
         if (graph, table) not in shared:
             # The operator needs a table row for every slot, also for the last one, which has no position.
-            none = np.zeros((missing, columns), np.float32) if missing > 0 else None
-            shared[graph, table] = table if none is None else writer.op("Concat", table, none, axis=0)
+            padding = np.zeros((missing, columns), np.float32) if missing > 0 else None
+            shared[graph, table] = table if padding is None else writer.op("Concat", table, padding, axis=0)
     results = writer.ops(
         "GroupQueryAttention",
         list(node.outputs),

@@ -2,10 +2,10 @@
 
 A selection compares scores. Rounded to 16 bits, different scores become equal and other tokens are selected. So nodes
 that lead to a selection stay float32, and so do nodes that read the selected scores alone (the gate). Numbers that come
-from integers stay float32 too, because not every position above 2,048 has an exact float16. The last kind are sums and
-means of squares, and nodes that read these alone, such as the root: the square of 256 is infinite in float16. Most
-norms are operators (`norm_operator`), which do this inside. Other norms remain in primitive operators, such as those
-that divide by the larger of norm and epsilon.
+from integers stay float32 too, because not every position above 2,048 has an exact float16. Sums and means of squares,
+and nodes that read these alone, such as the root, stay float32 because the square of 256 is infinite in float16. Most
+norms are operators (`norm_operator`), which sum squares in float32 anyway. Other norms remain in primitive operators,
+such as those that divide by the larger of norm and epsilon.
 
 Branches of If are cast like the graph around them. An output of If has the same type in all its branches.
 """

@@ -79,8 +79,8 @@ class Layer(NamedTuple):
 
 
 class ContinuedAttention:
-    """Replaces the attention of a prefill to a cache, and its outputs `keys_rows_<layer>` and `values_rows_<layer>` by
-    `present_keys_<layer>` and `present_values_<layer>`, which must have the addresses of the caches.
+    """Replaces a prefill's attention to its cache by one operator, and the outputs `keys_rows_<layer>` and
+    `values_rows_<layer>` by `present_keys_<layer>` and `present_values_<layer>`, which must share the caches' memory.
 
     A layer in which only some tokens have a query stays as it is: one whose skipped tokens keep their keys, and the
     last one.
@@ -105,7 +105,7 @@ class ContinuedAttention:
 
 
 def continued_layers(graph: ir.Graph, width: int = WIDTHS) -> Iterator[Layer]:
-    """Finds the layers of a prefill whose heads have a multiple of `width`."""
+    """Finds the layers of a prefill whose head width is a multiple of `width`."""
     inputs = {value.name: value for value in graph.inputs}
     outputs = {value.name: number for number, value in enumerate(graph.outputs)}
     for name in outputs:
@@ -127,7 +127,7 @@ def continued_layers(graph: ir.Graph, width: int = WIDTHS) -> Iterator[Layer]:
 
 
 def _continued(joined: ir.Node, caches: tuple[ir.Value, ir.Value]) -> Continued | None:
-    """The attention whose keys a node joins; None unless every token has a query, a key and a causal mask."""
+    """The attention whose keys a node joins; None unless every token has a query and a key, and the mask is causal."""
     node = only_reader(joined.outputs[0]) if is_standard(joined, "Concat") else None
     if node is None or not is_standard(node, "Attention") or len(node.inputs) <= MASK:
         return None

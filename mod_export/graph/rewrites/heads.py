@@ -2,8 +2,8 @@
 
 In primitive operators, RoPE (Su et al., arXiv 2104.09864) is a split, four products, a sum, a difference and a
 concatenation, and each of them reads and writes the whole tensor. PyTorch's attention takes (B, heads, T, E), so an
-export transposes queries, keys, values and the result. ONNX has an operator for the rotation since opset 23, which
-reads cosines and sines (B, T, E / 2) of the current tokens. It and Attention can also read heads side by side, (B, T,
+export transposes queries, keys, values and the result. Since opset 23, ONNX has an operator for the rotation, which
+reads cosines and sines (B, T, E / 2) of the current tokens. Like Attention, it can also read heads side by side, (B, T,
 heads * E), the layout of the projections, with the number of heads as an attribute. Blocks of queries and keys are then
 contiguous rows.
 

@@ -2,7 +2,7 @@
 float32 in every graph.
 
 In primitive operators, a norm is up to nine nodes that each read and write the whole tensor, and ONNX Runtime fuses
-only some forms of them. In float16, the square of a number above 255 is infinite, and the norm of its token is 0. The
+only some forms of them. In float16, the square of 256 is infinite, and the norm of a token with such a number is 0. The
 operators LayerNormalization and RMSNormalization compute mean and variance in float32 (`stash_type`), as PyTorch does.
 
 (x - mean) / sqrt(var + eps) * weight + bias: Ba et al., arXiv 1607.06450. x / sqrt(mean(x^2) + eps) * weight: Zhang and
@@ -189,7 +189,7 @@ def _with_vector(node: ir.Node, D: int) -> tuple[ir.Value | None, ir.Value | Non
 
 def _followed_by(op_type: str, nodes: list[ir.Node], D: int) -> ir.Value | None:
     """The vector (D,) that the only reader of the first node's result multiplies it by, or adds to it; None if there is
-    none. The reader is then inserted at the front of `nodes`, which is changed.
+    none. If there is one, the reader is inserted at the front of `nodes`.
     """
     reader = only_reader(nodes[0].outputs[0])
     if reader is None or not is_standard(reader, op_type):

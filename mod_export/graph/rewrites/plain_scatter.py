@@ -131,7 +131,7 @@ class _Tracer:
         return _follow(node, inputs, shape) if len(inputs) == len(read) else None
 
     def _selected(self, node: ir.Node, value: ir.Value, shape: tuple[int, ...]) -> np.ndarray | None:
-        """A new draw for each row of a TopK: its indices are positions of the axis, its values some of its inputs."""
+        """A new draw for each row of a TopK: the indices are positions of the axis, the values some of the inputs."""
         axis = node.attributes.get_int("axis", -1) % len(shape)
         source = static_shape(node.inputs[0])
         if source is None:

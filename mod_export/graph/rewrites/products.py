@@ -194,8 +194,8 @@ def _rows(product: Product) -> int:
 
 
 def _side_by_side(quantizable: Sequence[tuple[Product, Form]]) -> list[tuple[list[Product], Form]]:
-    """Groups the products in blocks that read the same rows, such as queries, keys and values, or gate and up. As one
-    product they round the rows once, and threads wait for each other once.
+    """Groups products that read the same rows, such as queries, keys and values, or gate and up, if their weights are
+    stored in blocks. As one product they round the rows once, and threads wait for each other once.
     """
     groups: dict[object, tuple[list[Product], Form]] = {}
     for product, form in quantizable:

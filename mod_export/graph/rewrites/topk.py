@@ -115,8 +115,7 @@ class _Selection(NamedTuple):
 
 
 class ThresholdSelection:
-    """Replaces a selection whose k exceeds the target's limit by threshold and compaction, and any other such TopK by
-    rounds.
+    """Replaces each TopK whose k exceeds the target's limit: selections by threshold and compaction, others by rounds.
 
     The result is exact, also on ties. In rows with fewer than k finite scores, tau is -inf, and the earliest tokens
     with score -inf (the padding) fill the row. All counts are int32, because floats are exact only up to a limit.
@@ -251,8 +250,8 @@ def _selected(writer: NodeWriter, selection: _Selection, tau: ir.Value) -> ir.Va
 def _ascending_positions(writer: NodeWriter, selection: _Selection, selected: ir.Value) -> ir.Value:
     """int64 (..., k): the positions of the selected tokens, in ascending order.
 
-    Every token is written to an index of its own, selected tokens by rank from 0 and the others after them. They are a
-    permutation for all scores, NaN included: TensorRT does not define two writes to one index.
+    Every token is written to an index of its own, selected tokens by rank from 0 and the others after them. The indices
+    are a permutation for all scores, even NaN, because TensorRT does not define two writes to one index.
     """
     S = selection.shape[-1]
     rank = _running_count(writer, selected)

@@ -1,4 +1,4 @@
-"""Both rates on both libraries, and their cache: kept, keyed, and replaced when asked or damaged."""
+"""Both rates on both libraries, and the cache of rates: what is kept, under which key, and when it is replaced."""
 
 from __future__ import annotations
 

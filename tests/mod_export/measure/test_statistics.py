@@ -1,4 +1,4 @@
-"""Intervals, spread and verdicts on samples with a known answer: how often they contain it, and when they refuse."""
+"""Intervals, spread and verdicts on samples with a known answer: how often they are right, and when there are none."""
 
 from __future__ import annotations
 
