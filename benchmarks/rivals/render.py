@@ -2,7 +2,8 @@
 
 python -m benchmarks.rivals.render [RESULTS] [DOCS]
 
-It copies the samples to docs/benchmarks/, and can also make the page from that folder.
+It copies the samples to docs/benchmarks/, and can also make the page from that folder. A folder NAME in it has the
+samples of another machine (`--beside NAME` of `make bench`), which get a table of their own.
 """
 
 from __future__ import annotations
@@ -108,6 +109,11 @@ The fastest mod-export route. Roofline, dense and MoD are in GFLOP/s; FLOPs leav
 hides. The roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same rounds.
 Efficiency is the speed-up divided by the ratio of the FLOPs.
 """
+OTHERS = """## Other machines
+
+Whole rows: milliseconds of the fastest mod-export route and of the fastest rival, dense / MoD.
+"""
+OTHERS_HEAD = ["machine", "case", "threads", "precision", "mod-export", "rival", "ours : rival", "MoD speed-up"]
 FIGURES = {
     "rows": "![Time of whole rows by route and precision](figures/latency.svg)\n",
     "text": "![Tokens per second by program and precision](figures/text.svg)\n",
@@ -128,16 +134,24 @@ def render(results: Path, docs: Path) -> None:
     if texts:
         text_figure(texts, figures / "text.svg")
         parts += text_tables(texts, FIGURES["text"])
+    others = {path.name: path for base in (docs / "benchmarks", results) for path in base.glob("*/")}
+    if lines := [_beside(cell) for _, folder in sorted(others.items()) for cell in _read(folder, "rows")]:
+        parts += [OTHERS, table(OTHERS_HEAD, lines)]
     (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
     _keep(results, docs / "benchmarks")
 
 
 def _keep(results: Path, samples: Path) -> None:
-    """Replaces the folder of samples by those of the page's cells."""
-    if results.resolve() == samples.resolve():
-        return
-    shutil.rmtree(samples, ignore_errors=True)
-    samples.mkdir()
+    """Replaces the samples of this machine by those of the page's cells."""
+    if results.resolve() != samples.resolve():
+        keep(results, samples)
+
+
+def keep(results: Path, samples: Path) -> None:
+    """Replaces the files of a folder of samples, which may have folders of other machines."""
+    samples.mkdir(parents=True, exist_ok=True)
+    for path in samples.glob("*.json"):
+        path.unlink()
     for path in sorted([*results.glob("rows-*.json"), *results.glob("text-*.json")]):
         shutil.copyfile(path, samples / path.name)
 
@@ -254,6 +268,24 @@ def _row_tables(cells: Sequence[Found]) -> Iterator[str]:
         ["precision", "case", "threads", "roofline", "dense", "MoD", "speed-up", "efficiency"],
         [_rates(cell) for precision in measured for cell in cells if cell["precision"] == precision],
     )
+
+
+def _beside(cell: Found) -> list[str]:
+    """Returns the line of a cell that another machine measured."""
+    fastest_ms = {
+        ours: [time[1] if time else None for time in (fastest(cell, kind, ours=ours) for kind in KINDS)]
+        for ours in (True, False)
+    }
+    dense, mod = fastest_ms[True]
+    return [
+        cell["machine"]["cpu"],
+        cell["name"],
+        threads_of(cell),
+        cell["precision"],
+        *(" / ".join(map(_shown, ms)) for ms in fastest_ms.values()),
+        _of_kinds(cell, _ratio),
+        f"{dense / mod:.2f}" if dense and mod else "",
+    ]
 
 
 def _times(cells: Sequence[Found], names: Sequence[str]) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.rivals import measure_case, measure_text
 from benchmarks.rivals.cases import CASES, SIZES, Case
-from benchmarks.rivals.render import render
+from benchmarks.rivals.render import keep, render
 from benchmarks.rivals.routes import PRECISIONS
 from benchmarks.rivals.text_models import TextCase
 from mod_export.environment import usable_cores
@@ -92,7 +92,10 @@ def main(words: Sequence[str] | None = None) -> int:
             failed += not _run(cell, path, options.results / "files" / cell.subject)
         if index + 1 == len(wanted) or wanted[index + 1].subject != cell.subject:
             shutil.rmtree(options.results / "files" / cell.subject, ignore_errors=True)
-    render(options.results, options.docs)
+    samples = options.docs / "benchmarks"
+    if options.beside:
+        keep(options.results, samples / options.beside)
+    render(samples if options.beside else options.results, options.docs)
     return 1 if failed else 0
 
 
@@ -140,6 +143,7 @@ def _given(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0, help="of sampling for each cell; some rounds at least")
     parser.add_argument("--results", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))
+    parser.add_argument("--beside", metavar="NAME", help="leave the page's results, and add a table of this machine")
     parser.add_argument("--again", action="store_true", help="measure what was measured before, too")
     parser.add_argument("--list", action="store_true", help="name the cells, and measure nothing")
     return parser.parse_args(words)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -202,6 +203,26 @@ def test_the_page_is_current(tmp_path: Path) -> None:
     render(docs / "benchmarks", tmp_path)
     for name in ("results.md", "figures/latency.svg", "figures/text.svg"):
         assert (docs / name).read_bytes() == (tmp_path / name).read_bytes(), "python -m benchmarks.rivals.render"
+
+
+def test_another_machine_gets_a_table_and_leaves_the_page(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    shutil.copytree(docs / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*-t2.json", "*/"))
+    cell = json.loads((tmp_path / "benchmarks" / "rows-M-s512-b1-v8192-int8-t1.json").read_text(encoding="utf-8"))
+    cell["machine"]["cpu"] = "Another Processor"
+    (tmp_path / "measured").mkdir()
+    (tmp_path / "measured" / "rows-M-s512-b1-v8192-int8-t1.json").write_text(json.dumps(cell), encoding="utf-8")
+    options = ["--only", "rows-M-s512-b1-v8192-int8-*", "--threads", "1", "--results", str(tmp_path / "measured")]
+    assert run_benchmarks.main([*options, "--docs", str(tmp_path), "--beside", "another"]) == 0
+    page = (tmp_path / "results.md").read_text(encoding="utf-8")
+    page, others = page.split("## Other machines")
+    assert "AMD EPYC" in page
+    assert "Another Processor" not in page
+    (line,) = [line for line in others.splitlines() if "Another Processor" in line]
+    assert "M, 512 tokens | 1 | int8" in line
+    # Results of this machine that are rendered later leave the other one's.
+    render(tmp_path / "benchmarks", tmp_path)
+    assert (tmp_path / "results.md").read_text(encoding="utf-8").count("Another Processor") == 1
 
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:
