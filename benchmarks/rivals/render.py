@@ -135,7 +135,7 @@ def render(results: Path, docs: Path) -> None:
         text_figure(texts, figures / "text.svg")
         parts += text_tables(texts, FIGURES["text"])
     others = {path.name: path for base in (docs / "benchmarks", results) for path in base.glob("*/")}
-    if lines := [_beside(cell) for _, folder in sorted(others.items()) for cell in _read(folder, "rows")]:
+    if lines := [_beside(name, cell) for name in sorted(others) for cell in _read(others[name], "rows")]:
         parts += [OTHERS, table(OTHERS_HEAD, lines)]
     (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
     _keep(results, docs / "benchmarks")
@@ -270,15 +270,15 @@ def _row_tables(cells: Sequence[Found]) -> Iterator[str]:
     )
 
 
-def _beside(cell: Found) -> list[str]:
-    """Returns the line of a cell that another machine measured."""
+def _beside(name: str, cell: Found) -> list[str]:
+    """Returns the line of a cell that was measured on the other machine of this name."""
     fastest_ms = {
         ours: [time[1] if time else None for time in (fastest(cell, kind, ours=ours) for kind in KINDS)]
         for ours in (True, False)
     }
     dense, mod = fastest_ms[True]
     return [
-        cell["machine"]["cpu"],
+        f"{name} ({cell['machine']['cpu']})",
         cell["name"],
         threads_of(cell),
         cell["precision"],

@@ -219,7 +219,7 @@ def test_another_machine_gets_a_table_and_leaves_the_page(tmp_path: Path) -> Non
     assert "AMD EPYC" in page
     assert "Another Processor" not in page
     (line,) = [line for line in others.splitlines() if "Another Processor" in line]
-    assert "M, 512 tokens | 1 | int8" in line
+    assert "| another (Another Processor) | M, 512 tokens | 1 | int8 |" in line
     # Results of this machine that are rendered later leave the other one's.
     render(tmp_path / "benchmarks", tmp_path)
     assert (tmp_path / "results.md").read_text(encoding="utf-8").count("Another Processor") == 1
