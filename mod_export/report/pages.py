@@ -59,6 +59,7 @@ def _rendered(report: BuildReport) -> str:
         causality=report.model.reads_tokens or any(row.suffixes for row in report.causality),
         deployments=summary.deployments(report),
         chosen=summary.chosen(report),
+        unjudged=summary.is_unjudged(report),
         untried=summary.untried_targets(report),
         speedup=figures.speedup_figure(report.speedup),
         speedup_table=tables.table_of((tables.NAMED, *tables.COMPARED), [entry for entry in settings if entry.speed]),

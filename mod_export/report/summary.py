@@ -223,6 +223,14 @@ def samplings(report: BuildReport) -> tuple[GenerationVerdict, ...]:
     return tuple(listed)
 
 
+def is_unjudged(report: BuildReport) -> bool:
+    """Returns whether a folder was built without evidence, and is sound, but nothing was judged or timed since."""
+    ran = {stage.name for stage in report.stages}
+    sound = not report.failed and all(row.passed for row in report.structure)
+    # Only a build without evidence has this stage.
+    return sound and "structure" in ran and ran.isdisjoint(("validate", "benchmark"))
+
+
 def untried_targets(report: BuildReport) -> dict[str, list[Target]]:
     """Returns the targets that did not run here: `built` if the build folder has engines for them, else `not built`."""
     engines = {artifact.target for artifact in report.artifacts if artifact.kind == "engine"}

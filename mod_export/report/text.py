@@ -124,7 +124,7 @@ def _report(report: BuildReport, folder: str) -> list[Part]:
             _quiet(f"served where no target is named: {wording.served_text(row)}" for row in summary.chosen(report)),
             *(_not_run(state, targets) for state, targets in summary.untried_targets(report).items()),
         ),
-        *_verdict(report.verdict, folder),
+        *(_unjudged(folder) if summary.is_unjudged(report) else _verdict(report.verdict, folder)),
     ]
 
 
@@ -278,6 +278,11 @@ def _not_run(state: str, targets: Sequence[Target]) -> list[Part]:
     claim = ", but not run here: no claim is made about these" if state == "built" else ""
     width = max(len(target.target) for target in targets)
     return [((f"{state}{claim}", "bold"),), *(f"  {target.target:<{width}}  {target.reason}" for target in targets)]
+
+
+def _unjudged(folder: str) -> list[Part]:
+    commands = f"`mod-export validate {folder}` judges it, `mod-export bench {folder}` times it"
+    return [(("NOT JUDGED", "bold"), (f"  built without evidence: {commands}", ""))]
 
 
 def _verdict(verdict: Verdict, folder: str) -> list[Part]:

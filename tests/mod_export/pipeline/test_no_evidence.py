@@ -95,12 +95,16 @@ def test_its_report_says_what_is_missing_and_is_completed(root: Path, order: tup
 
     left = set(order)
     assert missing() == left
+    shown = invoke("report", root).stdout
+    assert shown.splitlines()[-1].startswith("NOT JUDGED  built without evidence: `mod-export validate ")
+    assert '<h2 id="verdict">Not judged</h2>' in (root / "report.html").read_text(encoding="utf-8")
     for name in order:
         assert invoke(name, root).exit_code in (0, 4)
         left.remove(name)
         assert missing() == left
         check_files(root)
     found = report_of(root)
+    assert "NOT JUDGED" not in invoke("report", root).stdout
     assert found.speedup
     assert found.routing_maps
     assert {stage.name for stage in found.stages} >= {"structure", "validate", "benchmark", "report"}
