@@ -84,7 +84,7 @@ def write_compressed(precision: str, case: Case, folder: Path) -> None:
         "int4": {"mode": nncf.CompressWeightsMode.INT4_SYM, "group_size": INT4_GROUP["nncf"], "ratio": 1.0},
     }
     for kind in KINDS:
-        model = _read_alone(folder / f"{kind}.plain.onnx")
+        model = _read_for_nncf(folder / f"{kind}.plain.onnx")
         ov.save_model(
             nncf.compress_weights(model, **modes[precision]),
             folder / f"{kind}.{precision}-weights.xml",
@@ -101,7 +101,7 @@ def write_quantized(case: Case, folder: Path) -> None:
     shape = (CALIBRATION_ROWS, case.batch, case.seq)
     rows = rng.integers(0, case.vocab, shape, dtype=np.int64)
     for kind in KINDS:
-        model = _read_alone(folder / f"{kind}.plain.onnx")
+        model = _read_for_nncf(folder / f"{kind}.plain.onnx")
         names = [port.get_any_name() for port in model.inputs]
         feeds = [{"input_ids": ids_BS, "lengths": case.feeds["lengths"]} for ids_BS in rows]
         data = nncf.Dataset([{name: row_feeds[name] for name in names} for row_feeds in feeds])
@@ -115,9 +115,9 @@ def write_quantized(case: Case, folder: Path) -> None:
         ov.save_model(quantized, folder / f"{kind}.int8.xml", compress_to_fp16=False)
 
 
-def _read_alone(path: Path) -> Any:
-    """Reads an ONNX file for nncf 3.4, which finds no node for operators that an earlier call in this process left
-    behind in reference cycles ("Could not find a node Gather_1661 in NNCFGraph").
+def _read_for_nncf(path: Path) -> Any:
+    """Reads an ONNX file for nncf. After another call in this process, nncf 3.4 with OpenVINO 2026.4.1 may fail with
+    "Could not find a node Gather_1661 in NNCFGraph"; collecting garbage before each call prevents that.
     """
     import openvino as ov
 

@@ -51,6 +51,7 @@ Compare mod-export with other runtimes on your CPU:
     make bench                                                         # whole rows, and text with initial weights
     make bench ARGS="--text-model build/smollm2 --text english.txt"    # also text of a dense checkpoint of `convert`
     make bench ARGS="--only 'rows-M-s512-*,text-*-int4-*'"             # some cells; `--list` names them
+    make bench ARGS="--beside NAME"                                    # whole rows of another machine, in a table below
 
 It installs the rivals, compiles llama.cpp, resumes after an interruption, and writes this page
 (`benchmarks/rivals/render.py`; do not edit). [benchmarks/](benchmarks) has all samples, and the text that each program
@@ -138,17 +139,13 @@ def render(results: Path, docs: Path) -> None:
     if lines := [_beside(name, cell) for name in sorted(others) for cell in _read(others[name], "rows")]:
         parts += [OTHERS, table(OTHERS_HEAD, lines)]
     (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
-    _keep(results, docs / "benchmarks")
-
-
-def _keep(results: Path, samples: Path) -> None:
-    """Replaces the samples of this machine by those of the page's cells."""
-    if results.resolve() != samples.resolve():
-        keep(results, samples)
+    keep(results, docs / "benchmarks")
 
 
 def keep(results: Path, samples: Path) -> None:
     """Replaces the files of a folder of samples, which may have folders of other machines."""
+    if results.resolve() == samples.resolve():
+        return
     samples.mkdir(parents=True, exist_ok=True)
     for path in samples.glob("*.json"):
         path.unlink()
