@@ -120,7 +120,7 @@ faults: install
 mishaps: install
 	$(BIN)/python -m benchmarks.mishaps.run $(ARGS)
 
-# What reads bytes of strangers, guided by the branches that it takes. `make fuzz ARGS="--help"`.
+# Readers of untrusted bytes, guided by the branches that they take. `make fuzz ARGS="--help"`.
 fuzz: install
 	$(BIN)/python -m benchmarks.fuzz.run $(ARGS)
 

@@ -1,7 +1,7 @@
 """Selection of the tokens of a block that get its k slots, by one of two rules.
 
-Shape legend: B batch, S positions of a row, T tokens that the block is given, K slots, D model width, E half a head's
-width here, R = B * T rows of the flattened stream, N = B * K rows of it. `...` is (B,) for tokens, and (B, N) for the N
+Shape legend: B batch, S positions of a row, T tokens that the block is given, K slots, D model width, E head
+width, R = B * T rows of the flattened stream, N = B * K rows of it. `...` is (B,) for tokens, and (B, N) for the N
 experts of a block, which select at the same time.
 
 Both rules return the slots of selected tokens first, in the order of the sequence, and then empty slots, which hold
@@ -40,7 +40,7 @@ class Tokens(NamedTuple):
     Attributes:
         x_BTD: the residual stream.
         live_BT: bool; False for padding, and for skipped tokens in empty slots.
-        cos: rotary cosines, (T, E) for a whole row or compact positions, else (B, 1, T, E).
+        cos: rotary cosines, (T, E / 2) for a whole row or compact positions, else (B, 1, T, E / 2).
         sin: rotary sines, of the same shape.
         index_BT: int64 positions in the row; None if T is the whole row.
         seq: S.

@@ -1,4 +1,4 @@
-"""Inputs of strangers that are kept, among them all that fuzzing found: each is read, or refused with a sentence."""
+"""Untrusted inputs that are kept, among them all that fuzzing found: each is read, or refused with a sentence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_reader_has_inputs() -> None:
 
 
 @pytest.mark.slow
-def test_cases_that_know_their_format_do_no_harm(inputs: Path) -> None:
+def test_cases_in_the_format_of_a_reader_do_no_harm(inputs: Path) -> None:
     found = CliRunner().invoke(run.main, ["--cases", "20", "--seed", "1"])
     assert found.exit_code == 0, found.output
     assert len(re.findall(r"^\w+ +20 cases .* 0 problems$", found.output, re.MULTILINE)) == len(READERS)
