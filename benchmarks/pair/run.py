@@ -55,6 +55,7 @@ class Pair:
         seq: tokens in a row.
         batch: rows in a step.
         learning_rate: peak rate of AdamW.
+        precision: dtype of the matrix products in training; the trained models are evaluated in float32.
     """
 
     dense: ModelSpec
@@ -63,6 +64,7 @@ class Pair:
     seq: int
     batch: int
     learning_rate: float
+    precision: str
 
     def spec(self, name: str) -> ModelSpec:
         """Returns the spec of one of NAMES."""
@@ -73,20 +75,21 @@ class Pair:
         steps = max(2, round(self.flops / (self.batch * flops_of_row(self.spec(name), training=True, seq=self.seq))))
         return TrainConfig(
             steps=steps, batch=self.batch, seq=self.seq, learning_rate=self.learning_rate, seed=seed,
-            warmup=max(1, steps // 40), eval_every=max(1, steps // 16), log_every=max(1, steps // 200),
+            precision=self.precision, warmup=max(1, steps // 40), eval_every=max(1, steps // 16),
+            log_every=max(1, steps // 200),
         )  # fmt: skip
 
 
 def pair_of(given: argparse.Namespace) -> Pair:
     """Returns the pair that the options describe."""
-    heads = given.width // 32
+    heads = given.width // 64
     dense = ModelSpec(
         vocab_size=given.vocabulary, d_model=given.width, n_layers=given.layers, n_heads=heads,
-        n_kv_heads=max(1, heads // 3), d_head=32, d_ff=-(-given.width * 8 // 3 // 32) * 32, max_positions=given.seq,
+        n_kv_heads=max(1, heads // 3), d_head=64, d_ff=-(-given.width * 8 // 3 // 32) * 32, max_positions=given.seq,
     )  # fmt: skip
     mod = replace(dense, routing=RoutingSpec(predictor_hidden=given.width // 4))
     flops = given.tokens / given.seq * flops_of_row(dense, training=True, seq=given.seq)
-    return Pair(dense, mod, flops, given.seq, given.batch, given.learning_rate)
+    return Pair(dense, mod, flops, given.seq, given.batch, given.learning_rate, given.precision)
 
 
 def gather(text: Path) -> None:
@@ -155,7 +158,7 @@ def run_one(pair: Pair, results: Path, name: str, seed: int, corpus: Corpus | No
 
 def _measured(folder: Path, spec: ModelSpec, config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
     """Returns bits per byte as trained, and for a model with predictors also when they decide, as in generation."""
-    config = replace(config, eval_batches=HELD_OUT_BATCHES)
+    config = replace(config, eval_batches=HELD_OUT_BATCHES, precision="float32")
     weights = read_plain(folder / "state.pt")["model"]
     metrics = evaluate(Checkpoint(spec=spec, weights=weights).module(), config, corpus)
     measured = {"bits_per_byte": metrics["bits_per_byte"], "perplexity": metrics["perplexity"]}
@@ -214,12 +217,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--results", type=Path, default=Path("build/pair"))
     add("--docs", type=Path, default=Path("docs"))
     add("--tokens", type=float, default=30e6, help="that the dense model sees; the other gets its FLOPs (%(default)g)")
-    add("--width", type=int, default=192, help="a multiple of 32 (%(default)s)")
+    add("--width", type=int, default=192, help="a multiple of 64 (%(default)s)")
     add("--layers", type=int, default=8)
     add("--vocabulary", type=int, default=2048)
     add("--seq", type=int, default=256)
     add("--batch", type=int, default=8)
     add("--learning-rate", type=float, default=2e-3)
+    add("--precision", default="bfloat16")
     add("--seeds", type=int, default=2)
     add("--workers", type=int, default=2, help="models that are trained at once, each on one thread (%(default)s)")
     options = parser.parse_args(arguments)

@@ -14,7 +14,9 @@ from benchmarks.pair.run import NAMES, Pair, gather, make_tokenizer, pair_of, re
 from benchmarks.study.models import flops_of_row
 from mod_models.train.corpus import TOKENIZER, read_corpus
 
-OPTIONS = {"width": 32, "layers": 2, "vocabulary": 300, "seq": 32, "batch": 2, "learning_rate": 1e-3}
+OPTIONS = {
+    "width": 64, "layers": 2, "vocabulary": 300, "seq": 32, "batch": 2, "learning_rate": 1e-3, "precision": "bfloat16",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Training: the model learns, and a run that was stopped ends bit for bit as an uninterrupted one does."""
 
+import copy
 import dataclasses
 import itertools
 import math
@@ -14,6 +15,7 @@ from tiny_models import make_spec
 from training_runs import CONFIG, SPEC, evaluations, finish, lines, rows, state
 from variants import VARIANTS
 
+from mod_models import layers
 from mod_models.checkpoint import CheckpointError, load_checkpoint, write_plain
 from mod_models.train import TrainConfig, TrainError
 from mod_models.train.corpus import read_corpus
@@ -193,6 +195,46 @@ def test_bfloat16_leaves_routers_float32() -> None:
     assert predicted.dtype == cast[1].score_BS.dtype == torch.float32
     assert logits_BSV.dtype == torch.bfloat16
     assert not torch.equal(cast[1].score_BS, exact[1].score_BS)
+
+
+@pytest.mark.parametrize("n_kv_heads", [1, 2, 4])
+def test_short_rows_in_bfloat16_have_the_attention_and_gradients_of_float64(
+    n_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products and PyTorch's fused attention round alike, and only short rows that learn are given to products."""
+    spec = dataclasses.replace(make_spec(d_model=32), n_heads=4, n_kv_heads=n_kv_heads, d_head=8, max_positions=24)
+    torch.manual_seed(0)
+    attention = layers.Attention(spec)
+    cos, sin = layers.rope_tables(spec)
+    x_BTD, grad_BTD = torch.randn(2, 2, 24, 32)
+
+    def attended(autocast: bool, exact: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        module, (x, grad, cos_TE, sin_TE) = attention, (x_BTD, grad_BTD, cos[:24], sin[:24])
+        if exact:
+            module = copy.deepcopy(attention).double()
+            x, grad, cos_TE, sin_TE = (tensor.double() for tensor in (x, grad, cos_TE, sin_TE))
+        x = x.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            delta, *_ = module(x, cos_TE, sin_TE)
+        (gradient,) = torch.autograd.grad(delta, x, grad.to(delta.dtype))
+        return delta.double(), gradient.double()
+
+    exact = attended(autocast=False, exact=True)
+    calls = []
+    products = layers._attention_by_products
+    monkeypatch.setattr(layers, "_attention_by_products", lambda *inputs: calls.append(1) or products(*inputs))
+    by_products = attended(autocast=True)
+    assert calls == [1]
+    monkeypatch.setattr(layers, "SHORT_ROW", 23)
+    fused = attended(autocast=True)
+    attended(autocast=False)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        attention(x_BTD[:, :8], cos[:8], sin[:8])
+    assert calls == [1]
+    for ours, theirs, truth in zip(by_products, fused, exact, strict=True):
+        scale = truth.abs().max()
+        assert (ours - truth).abs().max() < 0.02 * scale
+        assert (ours - truth).norm() < 1.5 * (theirs - truth).norm()
 
 
 # A given text.
