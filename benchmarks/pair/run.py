@@ -3,8 +3,9 @@
     python -m benchmarks.pair.run [--tokens N] [--width D] [--layers N] [--vocabulary V] [--seeds N] ...
 
 The models of `make study` stop long before they are fully trained. These two read about ten tokens for each parameter,
-in a vocabulary of their own. The text is the Python source of the standard library and of packages
-that every developer of this project has installed, so nothing is downloaded. A run that was stopped continues.
+in a vocabulary of their own. The text is the Python source of the standard library and of packages that every developer
+of this project has installed, so nothing is downloaded. A run that was stopped continues, and a run whose result is
+among the samples is not repeated, so several machines can share the work.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sysconfig
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ class Pair:
     batch: int
     learning_rate: float
     precision: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the pair as plain data, as it stands in a sample."""
+        plain = {**asdict(self), "dense": self.dense.to_dict(), "mod": self.mod.to_dict()}
+        as_stored: dict[str, Any] = json.loads(json.dumps(plain))
+        return as_stored
 
     def spec(self, name: str) -> ModelSpec:
         """Returns the spec of one of NAMES."""
@@ -129,14 +136,23 @@ def make_tokenizer(text: Path, vocabulary: int, path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def run_one(pair: Pair, results: Path, name: str, seed: int, corpus: Corpus | None = None) -> str:
-    """Trains and measures one model on one thread, unless that has been done; returns a line to show."""
+def run_one(pair: Pair, results: Path, samples: Path, name: str, seed: int, corpus: Corpus | None = None) -> str:
+    """Trains and measures one model on one thread, unless its result is among the samples; returns a line to show.
+
+    Raises:
+        ValueError: the result is that of another pair, or the samples come from another text.
+    """
     torch.set_num_threads(1)
-    folder = results / f"{'dense' if name == 'dense' else 'mod'}-seed{seed}"
-    done = folder / "result.json"
-    if done.exists():
+    stem = f"{'dense' if name == 'dense' else 'mod'}-seed{seed}"
+    folder, sample = results / stem, samples / f"{stem}.json"
+    if sample.exists():
+        if json.loads(sample.read_text(encoding="utf-8"))["pair"] != pair.to_dict():
+            raise ValueError(f"{sample}: was measured with other options; name another folder with --samples")
         return f"{name}, seed {seed}: done before"
     corpus = corpus or read_corpus(results / "text", results / TOKENIZER)
+    for other in samples.glob("*.json"):
+        if json.loads(other.read_text(encoding="utf-8"))["text"] != corpus.fingerprint:
+            raise ValueError(f"{other}: was trained on the sources of another Python or of other packages")
     spec, config = pair.spec(name), pair.config(name, seed)
     begin = time.monotonic()
     for _ in train(spec, config, folder, corpus=corpus):
@@ -151,8 +167,11 @@ def run_one(pair: Pair, results: Path, name: str, seed: int, corpus: Corpus | No
         "seconds": time.monotonic() - begin,
         "curve": _curve(folder / "log.csv", config.steps),
         **_measured(folder, spec, config, corpus),
+        "pair": pair.to_dict(),
+        "text": corpus.fingerprint,
     }
-    done.write_text(json.dumps(result), encoding="utf-8")
+    samples.mkdir(parents=True, exist_ok=True)
+    sample.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return f"{name}, seed {seed}: {result['bits_per_byte']:.4f} bits/byte, {result['seconds']:.0f} s"
 
 
@@ -179,9 +198,9 @@ def _curve(log: Path, steps: int) -> list[tuple[float, float]]:
     return [(int(row["step"]) / steps, float(row[column])) for row in rows if row.get(column)]
 
 
-def render(pair: Pair, results: Path, docs: Path) -> None:
+def render(pair: Pair, samples: Path, docs: Path) -> None:
     """Replaces the part of `docs`/training.md between the marks, and the figure beside it."""
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in results.glob("*/result.json")]
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in samples.glob("*.json")]
     runs.sort(key=lambda run: (run["seed"], NAMES.index(run["name"])))
     columns = (
         "model", "seed", "parameters", "tokens", "forward FLOPs", "bits per byte", "perplexity of a token",
@@ -190,8 +209,9 @@ def render(pair: Pair, results: Path, docs: Path) -> None:
     lines = [
         f"{pair.flops / 1e12:.0f} TFLOP for each model, {pair.dense.n_layers} blocks of width {pair.dense.d_model},",
         f"a byte-level BPE vocabulary of {pair.dense.vocab_size:,}, {pair.batch} rows of {pair.seq} tokens in a step,",
-        f"AdamW at {pair.learning_rate:g} with warm-up and cosine. The text is the source of Python's library,",
-        f"{', '.join(PACKAGES)}. Bits per byte are held-out, over {HELD_OUT_BATCHES} batches.",
+        f"AdamW at {pair.learning_rate:g} with warm-up and cosine, {pair.precision}. The text is the source of",
+        f"Python's library, {', '.join(PACKAGES)}. Bits per byte are held-out, over {HELD_OUT_BATCHES} batches, in",
+        "float32.",
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
@@ -215,6 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--results", type=Path, default=Path("build/pair"))
+    add("--samples", type=Path, default=Path("docs/pair"), help="folder of results, which are kept (%(default)s)")
     add("--docs", type=Path, default=Path("docs"))
     add("--tokens", type=float, default=30e6, help="that the dense model sees; the other gets its FLOPs (%(default)g)")
     add("--width", type=int, default=192, help="a multiple of 64 (%(default)s)")
@@ -232,10 +253,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     make_tokenizer(options.results / "text", options.vocabulary, options.results / TOKENIZER)
     jobs = [(name, seed) for seed in range(options.seeds) for name in NAMES]
     with ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        running = [pool.submit(run_one, pair, options.results, name, seed) for name, seed in jobs]
+        running = [pool.submit(run_one, pair, options.results, options.samples, name, seed) for name, seed in jobs]
         for number, future in enumerate(as_completed(running), 1):
             print(f"[{number}/{len(jobs)}] {future.result()}", flush=True)
-            render(pair, options.results, options.docs)
+            render(pair, options.samples, options.docs)
     return 0
 
 

@@ -23,7 +23,7 @@ from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 from onnxscript.rewriter.rules import common as rules
 
 from mod_export.errors import GraphError
-from mod_export.graph.capture import Captured
+from mod_export.graph.capture import Captured, seldom_collected
 from mod_export.graph.lowering import lower
 from mod_export.graph.nodes import NAME_SCOPES
 from mod_export.graph.refusals import place_of
@@ -128,6 +128,7 @@ _TRANSLATIONS: dict[Any, Any] = {}
 """What torch's table of translations depends on -> the table that was made last."""
 
 
+@seldom_collected()
 def onnx_from_captured(
     captured: Captured, weights: Mapping[str, torch.Tensor], inputs: Sequence[str], outputs: Sequence[str]
 ) -> ir.Model:

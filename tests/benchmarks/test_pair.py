@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +37,7 @@ def results(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pair_run, "HELD_OUT_BATCHES", 2)
         for name in NAMES:
-            assert run_one(pair, folder, name, 0).startswith(f"{name}, seed 0: ")
+            assert run_one(pair, folder, folder / "samples", name, 0).startswith(f"{name}, seed 0: ")
     return folder
 
 
@@ -54,8 +56,15 @@ def test_the_vocabulary_fits_the_models(pair: Pair, results: Path) -> None:
     assert len(corpus.held_out.id_N) > pair.seq
 
 
-def test_a_run_is_not_repeated(pair: Pair, results: Path) -> None:
-    assert run_one(pair, results, "dense", 0) == "dense, seed 0: done before"
+def test_a_run_is_not_repeated_and_results_of_other_runs_are_refused(pair: Pair, results: Path, tmp_path: Path) -> None:
+    assert run_one(pair, results, results / "samples", "dense", 0) == "dense, seed 0: done before"
+    other = replace(pair, batch=4)
+    with pytest.raises(ValueError, match=r"dense-seed0\.json: was measured with other options; name another folder"):
+        run_one(other, results, results / "samples", "dense", 0)
+    shutil.copytree(results, tmp_path / "other")
+    (tmp_path / "other" / "text" / "another.py").write_text("x = 1\n" * 100, encoding="utf-8")
+    with pytest.raises(ValueError, match="was trained on the sources of another Python or of other packages"):
+        run_one(pair, tmp_path / "other", tmp_path / "other" / "samples", "dense", 1)
 
 
 def test_the_sources_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +82,7 @@ def test_the_sources_are_gathered_once(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_the_page(pair: Pair, results: Path, tmp_path: Path) -> None:
     (tmp_path / "training.md").write_text("\n".join(["# Before", *marks("make pair"), "after"]), encoding="utf-8")
-    render(pair, results, tmp_path)
+    render(pair, results / "samples", tmp_path)
     page = (tmp_path / "training.md").read_text(encoding="utf-8")
     assert page.startswith("# Before\n")
     assert page.endswith("\nafter")
