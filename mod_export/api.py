@@ -44,7 +44,9 @@ def build(
 
     Args:
         model: a module on the CPU, in any mode, which also needs `inputs` and `buckets`. Or anything that `mod-export
-            build` takes: a checkpoint, .pt2 files of one model, `my_model.py:make_model`.
+            build` takes: a checkpoint, a model of Hugging Face or its name (hf://ORG/NAME), a GGUF file, .pt2 files of
+            one model, `my_model.py:make_model`. A tokenizer is kept if it is in the model's folder or GGUF file, or
+            beside model.pt.
         inputs: `inputs(batch, seq)` or `inputs(batch, seq, seed)` returns the arguments of `forward`: a tensor, a
             tuple, or a dict by name. A third parameter with a default gets a seed only if it is called `seed`. The
             arguments are used for capture, parity and timing. For a single bucket, they can be given instead.
@@ -79,15 +81,24 @@ def build(
 
     from mod_export.pipeline.stages import build as run
 
+    request = _request(model, samples)
+    dense_request = None if baseline is None else _request(baseline, None)
+    tokenizer, notes = (None, ()) if request is None else request.tokenizer()
+
     def load() -> tuple[Model, Model | None]:
-        loaded, dense = _model(model, inputs, shapes, title, samples, None)
-        if baseline is not None:
-            dense, _ = _model(baseline, inputs, shapes, f"{title}-dense", None, loaded)
+        if request is None:
+            loaded, dense = _captured(model, inputs, shapes, title, samples), None
+        else:
+            loaded, dense = request.models(shapes)
+        if dense_request is not None:
+            dense, _ = dense_request.models(shapes, loaded)
+        elif baseline is not None:
+            dense = _captured(baseline, inputs, shapes, f"{title}-dense", None)
         return loaded, dense
 
     shared: dict[str, object] = {"inputs": inputs, "baseline": baseline, "samples": samples, "name": name}
     called = {
-        "buckets": list(map(tuple, buckets)) or None,
+        "buckets": list(overrides["buckets"]) or None,
         "out": out,
         "targets": list(names) or None,
         "config": config,
@@ -98,7 +109,10 @@ def build(
     if console.is_jupyter:  # A notebook would show each line as a block of HTML, or a live line as control codes.
         console = Console(stderr=True, force_jupyter=False, force_terminal=False)
     with Progress(console, verbosity) as progress:
-        return run(load, settings, root, progress, _call(model, shared | called), rebuild=_call(model, shared | repeat))
+        for note in notes if verbosity >= 0 else ():
+            console.print(f"note: {note}", highlight=False, markup=False)
+        command, again = _call(model, shared | called), _call(model, shared | repeat)
+        return run(load, settings, root, progress, command, tokenizer=tokenizer, rebuild=again)
 
 
 def _call(model: object, named: Mapping[str, object]) -> str:
@@ -130,26 +144,36 @@ def _name_of(model: object) -> str:
     return type(model).__name__
 
 
-def _model(
-    model: torch.nn.Module | str | Path | Sequence[str | Path],
-    inputs: Inputs | None,
-    buckets: Sequence[Bucket],
-    name: str,
-    samples: str | Path | None,
-    like: Model | None,
-) -> tuple[Model, Model | None]:
-    import torch
+def _request(model: torch.nn.Module | str | Path | Sequence[str | Path], samples: str | Path | None) -> Request | None:
+    """Returns the request for a model that is named, fetched if it is on the hub; None for a module."""
+    if isinstance(model, (str, Path)):
+        sources: Sequence[str | Path] = (model,)
+    else:
+        import torch
 
-    if not isinstance(model, torch.nn.Module):
-        sources = (model,) if isinstance(model, (str, Path)) else tuple(model)
-        request = Request(sources=tuple(map(str, sources)), samples=None if samples is None else Path(samples))
-        request.check()
-        return request.models(buckets, like)
+        if isinstance(model, torch.nn.Module):
+            return None
+        sources = tuple(model)
+
+    from mod_export.model.hub import fetched
+
+    request = Request(
+        sources=tuple(fetched(str(source)) for source in sources), samples=None if samples is None else Path(samples)
+    )
+    request.check()
+    return request
+
+
+def _captured(
+    module: object, inputs: Inputs | None, buckets: Sequence[Bucket], name: str, samples: str | Path | None
+) -> Model:
+    import torch
 
     from mod_export.model.module import model_from_module
 
+    assert isinstance(module, torch.nn.Module)
     if samples is not None:
         raise UsageError(f"{name}: samples belong to .pt2 files; of a module, inputs(batch, seq, seed) gives several")
     if inputs is None:
         raise UsageError(f"{name}: of a module the inputs must be given: inputs=lambda batch, seq: ...")
-    return model_from_module(model, inputs, buckets, name), None
+    return model_from_module(module, inputs, buckets, name)

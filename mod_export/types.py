@@ -275,6 +275,13 @@ class Graph:
         return replace(target, query_blocks=blocks)
 
 
+def weights_dtypes(dtype: DType) -> tuple[DType, ...]:
+    """Returns the dtypes of the weights files that a graph of this dtype reads: some tensors of 16-bit graphs stay
+    float32, and a quantized file holds all that it needs.
+    """
+    return (dtype,) if dtype in QUANTIZED or dtype == "float32" else (dtype, "float32")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
     """One engine to build from a graph: a dtype and, if built ahead of time, a GPU architecture such as `sm89`."""
@@ -312,9 +319,17 @@ class Engine:
         return self.setting.name if self.arch is None else f"{self.setting.name}-{self.arch}"
 
     @property
+    def weights_files(self) -> tuple[str, ...]:
+        """Every weights file that the engine reads at run time, that of its own dtype first."""
+        if self.weights is None:
+            return ()
+        stem = self.weights.removesuffix(f"{self.dtype}.data")
+        return tuple(f"{stem}{dtype}.data" for dtype in weights_dtypes(self.dtype))
+
+    @property
     def files(self) -> tuple[str, ...]:
         """Every file that the engine needs."""
-        return (self.path,) if self.weights is None else (self.path, self.weights)
+        return (self.path, *self.weights_files)
 
 
 class Attributes(TypedDict, total=False):

@@ -25,7 +25,7 @@ from mod_models.declarations import RoutingSpec
 from mod_models.routing import Decisions
 from mod_models.selection import Tokens, noise_of_tokens, noise_table
 from mod_models.train import TrainError
-from mod_models.train.corpus import TOKENIZER, batch_at, read_corpus
+from mod_models.train.corpus import batch_at, read_corpus, tokenizer_beside
 from mod_models.train.losses import next_token_loss
 from mod_models.transformer import RoutedBlock, Transformer
 
@@ -152,8 +152,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _probe(options: argparse.Namespace) -> dict[str, Any]:
     checkpoint = load_checkpoint(options.checkpoint)
-    beside = options.checkpoint / TOKENIZER
-    corpus = read_corpus(options.data, options.tokenizer or (beside if beside.is_file() else None))
+    corpus = read_corpus(options.data, options.tokenizer or tokenizer_beside(options.checkpoint))
     spec, text_N = checkpoint.spec, corpus.held_out.id_N
     if spec.vocab_size < corpus.vocab_size:
         raise TrainError(f"the tokens of {corpus.name} need a vocabulary of {corpus.vocab_size}, got {spec.vocab_size}")

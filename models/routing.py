@@ -44,13 +44,23 @@ class Routing(NamedTuple):
 
 
 class RouterInputs(NamedTuple):
-    """Inputs of the auxiliary losses of a router: its input x_BTD, the live tokens, its scores l_BT, the number k of
-    tokens that it selects, and the predictor that learns its decisions, if there is one.
+    """Inputs of the auxiliary losses of a router.
+
+    Attributes:
+        x_BTD: the input of the router.
+        live_BT: bool, the live tokens.
+        l_BT: float32, the router's scores.
+        index_BT: int64, positions in the row; None if the tokens are the whole row.
+        always_first: how many tokens at the start of the row run whatever their scores are; they are among the k.
+        k: number of tokens that it selects.
+        predictor: learns its decisions; None if there is none.
     """
 
     x_BTD: Tensor
     live_BT: Tensor
     l_BT: Tensor
+    index_BT: Tensor | None
+    always_first: int
     k: int
     predictor: nn.Module | None
 

@@ -322,7 +322,8 @@ class RoutedBlock(Block):
             selection = index_BK, _with_room(live_BK, decisions, site)
         index_BK, live_BK = selected_at([site], tokens, decisions, *selection, score_BT, rule)
         if not self.routing.draws:
-            decisions.seen[site] = RouterInputs(routed_BTD, tokens.live_BT, l_BT, k, predictor)
+            always = self.routing.always_first
+            decisions.seen[site] = RouterInputs(routed_BTD, tokens.live_BT, l_BT, tokens.index_BT, always, k, predictor)
         dtype = tokens.x_BTD.dtype
         g_BK1 = self._gate(torch.gather(l_BT, 1, index_BK), live_BK, dtype)
         g_BT1 = self._gate(l_BT, tokens.live_BT, dtype) if self.routing.gates_skipped else None

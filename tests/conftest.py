@@ -9,9 +9,13 @@ and run only with `-m clients`.
 
 from __future__ import annotations
 
+import gc
+
 import hypothesis
 import pytest
 import torch
+
+from mod_export.graph.capture import ALLOCATIONS
 
 pytest_plugins = ["pytester"]
 SLICES = 5
@@ -81,6 +85,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Tests are dealt out in the order of their names, because neighbours take about equally long.
     drawn = set(sorted(item.nodeid for item in items)[commit % SLICES :: SLICES])
     _keep(config, items, drawn)
+
+
+def pytest_collection_finish() -> None:
+    # The modules of all tests stay until the end, and Python would look through them again and again for cycles.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(ALLOCATIONS, *gc.get_threshold()[1:])
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], kept: set[str]) -> None:

@@ -18,7 +18,6 @@ from mod_export.errors import GATE_FAILED
 if TYPE_CHECKING:
     from mod_export.config import BuildConfig
     from mod_export.model.request import Request
-    from mod_export.model.tokenizer_files import TokenizerFiles
 
 SHAPE = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 
@@ -156,7 +155,9 @@ def build_and_show(
     from mod_export.types import Bucket
 
     buckets = [Bucket(batch, seq) for batch, seq in config.buckets]
-    files = _tokenizer_of(request.sources[0], tokenizer)
+    files, notes = request.tokenizer(tokenizer)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
     with Progress(Console(stderr=True), verbosity) as progress:
         models = partial(request.models, buckets)
         again = _again(request, tokenizer)
@@ -172,27 +173,6 @@ def build_and_show(
         return GATE_FAILED if report.failed else 0
     print_report(report, str(folder))
     return 0 if report.verdict.status == "pass" else GATE_FAILED
-
-
-def _tokenizer_of(source: str, named: Path | None) -> TokenizerFiles | None:
-    """Reads the tokenizer that the user named, or else the one in the GGUF file, in the model's folder, or beside
-    model.pt, where training leaves it. What the model itself says about the ends of texts also applies to a named
-    tokenizer.
-    """
-    from mod_export.model.checkpoint import companions_in, is_gguf
-    from mod_export.model.tokenizer_files import files_in, read_tokenizer, settings_in
-
-    path = Path(source)
-    folder = path.parent if path.name == "model.pt" and path.is_file() else path
-    files, notes = companions_in(path) if is_gguf(path) else (None, ())
-    if named is not None:
-        own = files.contents if files is not None else settings_in(folder) if folder.is_dir() else {}
-        files, notes = read_tokenizer(named).of_model(own), ()
-    elif folder.is_dir():
-        files = files_in(folder)
-    for note in (*notes, *(files.notes if files is not None else ())):
-        click.echo(f"note: {note}", err=True)
-    return files
 
 
 def _as_typed() -> str:

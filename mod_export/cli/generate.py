@@ -136,7 +136,7 @@ def generate(
         from mod_export.folder.signature import check_signature
 
         check_signature(folder, trusted_keys)
-        _score(folder, prompts, target, dtype, threads, as_json)
+        _score(folder, prompts, target, dtype, threads, special=not no_special_tokens, as_json=as_json)
         return 0
 
     from mod_export.runtime.generator import load_generator
@@ -280,9 +280,13 @@ def _score(
     target: str | None,
     dtype: str | None,
     threads: int | None,
+    *,
+    special: bool,
     as_json: bool,
 ) -> None:
-    """Scores prompts with the forward buckets of a folder. The model may select tokens in any way."""
+    """Scores prompts with the forward buckets of a folder. The model may select tokens in any way. `special` says
+    whether the tokenizer adds its special tokens to a text.
+    """
     from mod_export.folder.manifest import open_folder
     from mod_export.runtime.deployment import load, score
     from mod_export.runtime.texts import vocabulary_of
@@ -295,7 +299,7 @@ def _score(
                     "this model's ids stand for no text, as far as the folder says; give prompts as ids (--ids), or "
                     "build again where an earlier mod-export built it"
                 )
-            ids = vocabulary.ids(prompt) if isinstance(prompt, str) and vocabulary else list(map(int, prompt))
+            ids = vocabulary.ids(prompt, special) if isinstance(prompt, str) and vocabulary else list(map(int, prompt))
             scored = score(deployment, ids)
             if as_json:
                 nll = None if math.isnan(scored.nll) else scored.nll  # JSON has no NaN.

@@ -39,7 +39,7 @@ from mod_export.serve import DRAIN_S, KEEP_ALIVE_S, MAX_QUEUE, MAX_WAIT_S, PREFI
     type=float,
     default=MAX_WAIT_S,
     show_default=True,
-    help="Seconds that a text may wait for a row.",
+    help="Seconds that a request may wait for the row of its first text.",
 )
 @click.option(
     "--drain", "drain_s", metavar="S", type=float, default=DRAIN_S, show_default=True,

@@ -132,6 +132,11 @@ class AotInductor(EngineBuilder):
     def _compiler_options(self) -> Mapping[str, bool | int]:
         return {}
 
+    def made_here(self, root: Path, engine: Engine) -> bool:
+        metadata = _metadata_of(root / engine.path)
+        missing = set(filter(None, metadata.get("cpu", "").split(","))) - cpu_features()
+        return not missing and metadata.get(MACHINE, "") in ("", this_machine())
+
     def opened(
         self, root: Path, engine: Engine, weights: OptionalArrays, device: str, **options: Any
     ) -> tuple[Any, dict[str, str], dict[str, torch.Tensor]]:
@@ -170,11 +175,16 @@ def this_machine() -> str:
 
 def machine_of(package: Path) -> str:
     """Returns what a package was compiled on, without loading it; empty if it cannot be read or does not say."""
+    return str(_metadata_of(package).get(MACHINE, ""))
+
+
+def _metadata_of(package: Path) -> dict[str, str]:
+    """Returns the metadata of a package, without loading it; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(package) as archive:
         for name in archive.namelist():
             if name.endswith("metadata.json") and isinstance(metadata := json.loads(archive.read(name)), dict):
-                return str(metadata.get(MACHINE, ""))
-    return ""
+                return metadata
+    return {}
 
 
 class Inductor(AotInductor):
@@ -253,9 +263,7 @@ def _tensors(
         for name, array in replaced.items()
         if name in dtypes
     }
-    narrow = engine.weights.removesuffix(f"{engine.dtype}.data")
-    paths = [engine.weights, *([] if engine.dtype == "float32" else [f"{narrow}float32.data"])]
-    for path in paths:
+    for path in engine.weights_files:
         with safe_open(root / path, framework="pt") as file:
             for name in set(file.keys()) & set(dtypes) - set(tensors):
                 tensor = file.get_tensor(name)

@@ -61,7 +61,8 @@ class CudaRunner(InductorRunner):
 
         with self._turn, self._errors(), torch.no_grad(), torch.cuda.stream(self._stream):
             for name, array in feeds.items():
-                self._given[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+                # `ascontiguousarray` would add a dimension to an array without one.
+                self._given[name].copy_(torch.from_numpy(np.asarray(array, order="C")))
             if self._records and self._graph is None:
                 self._record()
             if self._graph is None:

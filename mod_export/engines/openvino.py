@@ -106,7 +106,8 @@ class OpenVinoRunner(EngineRunner):
             model = self._opened()
             request = self._idle.pop() if self._idle else model.create_infer_request()
         lease = _Lease(self._idle, request)
-        arrays = {name: np.ascontiguousarray(array) for name, array in feeds.items()}
+        # `ascontiguousarray` would add a dimension to an array without one.
+        arrays = {name: np.asarray(array, order="C") for name, array in feeds.items()}
         with self._errors():
             self._set(request, arrays)
             request.infer()
@@ -247,6 +248,15 @@ class OpenVino(EngineBuilder):
             "outputs": [value.name for value in onnx_graph.outputs],
         }
         destination.write_bytes(json.dumps(header).encode() + b"\n" + blob)
+
+    def made_here(self, root: Path, engine: Engine) -> bool:
+        try:
+            with (root / engine.path).open("rb") as file:
+                header = json.loads(file.readline())
+        except (OSError, ValueError):  # Damaged, which loading it says.
+            return True
+        made_on = (header["openvino"], header["cpu"], header.get("features"))
+        return made_on == (package_version("openvino"), _cpu(), sorted(cpu_features()))
 
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None

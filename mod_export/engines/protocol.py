@@ -206,6 +206,12 @@ class EngineBuilder(ABC):
             LimitError: the target cannot take this graph.
         """
 
+    def made_here(self, root: Path, engine: Engine) -> bool:
+        """Whether an engine was made on a machine like this one, as far as its file says. If not, only loading it shows
+        whether it runs here.
+        """
+        return True
+
     @abstractmethod
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None

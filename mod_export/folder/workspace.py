@@ -228,12 +228,14 @@ def amend(root: Path, facts: Mapping[str, Any], texts: Mapping[str, str]) -> Non
     """Replaces facts and text files of a finished folder, each given by name, with those of a later run.
 
     Raises:
-        BuildFolderError: the folder cannot be written, or a build is writing there.
+        BuildFolderError: the folder cannot be written, or a build is writing there or was interrupted.
     """
     with _explained(root):
         lock = _locked(root)
         try:
             data = {**EMPTY, **read_manifest(root), **facts}
+            if "files" not in data:
+                raise BuildFolderError(f"{root}: another build has begun here and has not ended; build again")
             for name, text in texts.items():
                 replace_file(root / name, text)
                 entry = entry_of(root / name).model_dump()

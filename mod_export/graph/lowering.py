@@ -48,6 +48,7 @@ PRODUCTS: Mapping[Any, Callable[[Tensor, Tensor], Tensor]] = {
     ATEN.addr.default: torch.outer, ATEN.addbmm.default: lambda a, b: torch.bmm(a, b).sum(0),
 }  # fmt: skip
 """Operator -> product that it adds to beta times a tensor. If beta is 0, that tensor may hold anything, even NaN."""
+SORTS = (ATEN.sort.default, ATEN.sort.stable, ATEN.argsort.default, ATEN.argsort.stable, ATEN.msort.default)
 
 
 def lower(module: fx.GraphModule) -> None:
@@ -149,11 +150,34 @@ def _is_projected(node: fx.Node) -> bool:
 
 def _lowered_clamp(node: fx.Node) -> Lowered | None:
     """Makes both bounds floats: the exporter makes a tensor of an integer, and fails with one number and one tensor."""
-    source: Any = node.args[0]
-    bounds = [argument_of(node, name) for name in ("min", "max")]
-    if not source.meta["val"].is_floating_point() or None in bounds or len({type(bound) for bound in bounds}) == 1:
+    bounds, dtype = [argument_of(node, name) for name in ("min", "max")], node.meta["val"].dtype
+    if None in bounds or len({type(bound) for bound in bounds}) == 1:
         return None
-    return lambda x, *_, **__: x.clamp(*map(float, bounds))
+    return lambda x, *_, **__: x.to(dtype).clamp(*map(float, bounds))
+
+
+def _lowered_sort(node: fx.Node) -> Lowered | None:
+    """Sorts a mask as integers, because ONNX's TopK takes no booleans."""
+    target: Any = node.target
+    if argument_of(node, "self").meta["val"].dtype is not torch.bool:
+        return None
+
+    def sort(mask: Tensor, *how: Any, **named: Any) -> Any:
+        result = target(mask.to(torch.uint8), *how, **named)
+        if isinstance(result, Tensor):
+            return result.to(node.meta["val"].dtype)
+        values, indices = result
+        return values.to(torch.bool), indices
+
+    return sort
+
+
+def _lowered_stack(node: fx.Node) -> Lowered | None:
+    """Casts tensors to one dtype, as PyTorch does. The exporter does that for `cat` alone."""
+    dtype = node.meta["val"].dtype
+    if all(tensor.meta["val"].dtype == dtype for tensor in argument_of(node, "tensors")):
+        return None
+    return lambda tensors, dim=0: torch.stack([tensor.to(dtype) for tensor in tensors], dim)
 
 
 def _lowered_extreme(node: fx.Node) -> Lowered | None:
@@ -348,6 +372,8 @@ LOWERED: Mapping[Any, Callable[[fx.Node], Lowered | None]] = {
     ATEN.amax.default: _lowered_extreme,
     ATEN.amin.default: _lowered_extreme,
     ATEN.clamp.default: _lowered_clamp,
+    **dict.fromkeys(SORTS, _lowered_sort),
+    ATEN.stack.default: _lowered_stack,
     ATEN.conv3d.default: _lowered_conv3d,
 }
 """Operator -> function that returns the replacement of a node, or None if the exporter translates the node well."""

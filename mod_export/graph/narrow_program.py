@@ -2,7 +2,8 @@
 
 Products take most of a model's time, and weights are most of what it reads. Everything between products stays in
 float32, the residual stream too: a compiler that fuses it with the casts reads and writes no more bytes. Products that
-lead to a selection stay in float32 as well, because rounded scores select other tokens.
+lead to a selection stay in float32 as well, because rounded scores select other tokens. So do products of integers,
+buffers and constants alone, such as rotary angles, because bfloat16 represents not every position above 256.
 
 A weight that only converted products and embeddings read is stored in 16 bits. Any other operand is cast where it is
 multiplied. A mask that is added to scores is clamped to the range of the 16 bits, because a row of nothing but minus
@@ -66,8 +67,8 @@ def narrowed(program: ExportedProgram, dtype: DType) -> ExportedProgram:
         for spec in program.graph_signature.input_specs
         if spec.kind is InputKind.PARAMETER
     }
-    deciding = _deciding(graph, weights)
-    products = [node for node in graph.nodes if node.target in PRODUCTS and node not in deciding and _is_float32(node)]
+    wide = _deciding(graph, weights) | _from_integers(program, graph)
+    products = [node for node in graph.nodes if node.target in PRODUCTS and node not in wide and _is_float32(node)]
     readers = {*products, *(node for node in graph.nodes if node.target in TABLES)}
     stored = [
         node for node in graph.nodes if node.name in weights and _is_float32(node) and _only_read_by(node, readers)
@@ -145,6 +146,24 @@ def _deciding(graph: fx.Graph, weights: Collection[str]) -> set[fx.Node]:
         if node.users and all(user in deciding or user.target is MARKER for user in node.users):
             deciding.add(node)
     return deciding
+
+
+def _from_integers(program: ExportedProgram, graph: fx.Graph) -> set[fx.Node]:
+    """The nodes of a copy of the program's graph that depend on integers, buffers and constants alone.
+
+    Ids of tokens are integers, but rows that are looked up in a table are vectors of the residual stream.
+    """
+    kinds = {spec.arg.name: spec.kind for spec in program.graph_signature.input_specs}
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            value, kind = node.meta.get("val"), kinds[node.name]
+            is_float = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+            if kind is not InputKind.PARAMETER and not (kind is InputKind.USER_INPUT and is_float):
+                found.add(node)
+        elif node.target not in TABLES and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _only_read_by(node: fx.Node, readers: set[fx.Node]) -> bool:

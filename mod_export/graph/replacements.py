@@ -74,12 +74,14 @@ def scatter_by_mask(copies: int) -> Callable[..., Tensor]:
 def _nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
     """The positions of the first `size` entries that are not 0."""
     flat = (x != 0).reshape(-1)
-    # A stable sort keeps true entries in their order.
-    order = flat.to(torch.uint8).sort(stable=True, descending=True).indices[:size]
-    live = flat.index_select(0, order)
+    count = flat.shape[0]
+    # The values of a selection, because not every engine keeps equal entries in their order.
+    place = torch.where(flat, torch.arange(count, device=x.device), count)
+    place = place.topk(min(size, count), largest=False).values
     steps = [math.prod(x.shape[n + 1 :]) for n in range(x.dim())]
-    places = [order.div(step, rounding_mode="floor") % extent for step, extent in zip(steps, x.shape, strict=True)]
-    positions = torch.where(live[:, None], torch.stack(places, 1), fill_value)
+    # `//` stays in integers; the exporter writes `div` of integers as a division of floats.
+    places = [place // step % extent for step, extent in zip(steps, x.shape, strict=True)]
+    positions = torch.where((place < count)[:, None], torch.stack(places, 1), fill_value)
     missing = size - positions.shape[0]
     return torch.cat([positions, positions.new_full((missing, x.dim()), fill_value)]) if missing > 0 else positions
 
@@ -241,14 +243,19 @@ def searchsorted(
     sorter: Tensor | None = None,
 ) -> Tensor:
     """The number of boundaries below each value, or not above it with `right`; a value is compared with all of them."""
-    queries = torch.as_tensor(values, dtype=boundaries.dtype) if not isinstance(values, Tensor) else values
-    before = boundaries[None, :] if boundaries.dim() == 1 else boundaries[..., None, :]
-    query_column = queries[..., None]
-    below = before <= query_column if right or side == "right" else before < query_column
-    return below.sum(-1).to(torch.int32 if out_int32 else torch.int64)
+    if not isinstance(values, Tensor):
+        # Not `as_tensor`, which would add a constant to the program. A float is compared with integers as a float.
+        is_typed = boundaries.is_floating_point() or isinstance(values, int)
+        dtype = boundaries.dtype if is_typed else torch.float32
+        values = torch.full((), values, dtype=dtype, device=boundaries.device)
+    before = boundaries if boundaries.dim() == 1 else boundaries[..., None, :]
+    query_column: Tensor = values[..., None]
+    # Negated, as in PyTorch, so that all boundaries are below NaN.
+    above = before > query_column if right or side == "right" else before >= query_column
+    return (~above).sum(-1).to(torch.int32 if out_int32 else torch.int64)
 
 
-def _bucketize(x: Tensor, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
+def _bucketize(x: Any, boundaries: Tensor, *, out_int32: bool = False, right: bool = False) -> Tensor:
     return searchsorted(boundaries, x, out_int32=out_int32, right=right)
 
 
@@ -316,11 +323,13 @@ def _bce_with_logits(
 
 
 def _hypot(x: Tensor, y: Tensor) -> Tensor:
-    """Divides by the larger number, so that no square overflows."""
+    """Divides by the larger number, so that no square overflows. The length is infinite if one number is, even beside
+    NaN.
+    """
     x, y = x.abs(), y.abs()
     largest, smallest = torch.maximum(x, y), torch.minimum(x, y)
     share = smallest / torch.where(largest == 0, 1.0, largest)
-    return torch.where(largest.isinf(), largest, largest * (share * share + 1).sqrt())
+    return torch.where(x.isinf() | y.isinf(), math.inf, largest * (share * share + 1).sqrt())
 
 
 def _fmax(x: Tensor, y: Tensor) -> Tensor:
@@ -358,6 +367,7 @@ REPLACEMENTS: Mapping[Any, Callable[..., Any]] = {
     ATEN.cumprod.default: _cumprod,
     ATEN.cdist.default: _cdist,
     ATEN.bucketize.Tensor: _bucketize,
+    ATEN.bucketize.Scalar: _bucketize,
     ATEN.aminmax.default: _aminmax,
     ATEN.copy.default: _copied,
     ATEN.rrelu.default: _rrelu,

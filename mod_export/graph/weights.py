@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from mod_export.environment import let_go
 from mod_export.errors import BuildFolderError, LimitError
-from mod_export.types import QUANTIZED, DType
+from mod_export.types import DType
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -324,11 +324,6 @@ def digests_of_file(path: Path) -> dict[str, str]:
     return {
         name: hashlib.sha256(_part_of(path, offset, length)).hexdigest() for name, (_, _, offset, length) in entries
     }
-
-
-def files_for(dtype: DType) -> tuple[DType, ...]:
-    """The dtypes of the weights files that a graph of this dtype reads; a quantized file holds all that it needs."""
-    return (dtype,) if dtype in QUANTIZED or dtype == "float32" else (dtype, "float32")
 
 
 def is_in_graph(dtype: ir.DataType, shape: Sequence[int]) -> bool:

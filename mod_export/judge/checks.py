@@ -93,7 +93,7 @@ class Comparison:
         divergences: float64 (N,), see `compare.divergences`; None if the output is not logits.
         text: only for real text.
         problems: messages about missing, malformed or unexpected outputs.
-        left_out: rows that were not compared.
+        left_out: rows that were not compared; those that the reference does not determine are the last part.
         undetermined: how many of these rows the reference does not determine.
     """
 
@@ -122,7 +122,7 @@ class Allowance:
         rms: root mean square of the errors; None if no rounding error was measured, or if fewer than FEWEST_LOGITS
             values were compared.
         scores: site -> largest distance from the edge of the selection, in the units of the scores, at which a token
-            that only one side selects is a near-tie.
+            that only one side selects is a near-tie; also the largest difference of two scores in the wrong order.
         scales: site -> largest root mean square of a row's scores; the report states distances as shares of it.
         rounding: largest rounding error of the reference; None if it was not measured.
         quantized: whether weights are integers. Such a model differs slightly from the reference, so it is judged on
@@ -143,7 +143,9 @@ class Allowance:
 
     @property
     def next_token_slack(self) -> float:
-        """Distance up to which float32 cannot tell two logits apart, whatever the engine's dtype."""
+        """Distance up to which float32 cannot tell two logits of the reference apart: the rounding error of the
+        reference, which is not scaled to the engine's dtype, times the gate, which depends on the dtype.
+        """
         return 0.0 if self.rounding is None else 2 * self.gate.rounding_error * self.rounding
 
     def share(self, site: Site, distance: float) -> float:
@@ -203,7 +205,8 @@ def check_coverage(comparisons: Sequence[Comparison], allowed: Allowance) -> Seq
     total = judged + sum(comparison.undetermined for comparison in usual)
     if judged >= allowed.gate.judged_rows * total:
         return []
-    why = next(part.because for comparison in usual if comparison.undetermined for part in comparison.left_out)
+    # The rows that rounding decides are the last part; padding, which counts for nothing here, comes before them.
+    why = next(comparison.left_out[-1].because for comparison in usual if comparison.undetermined)
     return [
         f"{usual[0].output}: could not be evaluated: {why}, and {judged:,} of {total:,} rows of it are left, at least "
         f"{allowed.gate.judged_rows:.0%} must be; give samples on which the model itself decides clearly"
@@ -211,7 +214,9 @@ def check_coverage(comparisons: Sequence[Comparison], allowed: Allowance) -> Seq
 
 
 def check_routing(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """Checks that positions are a valid selection, and that every token routed differently is a near-tie."""
+    """Checks that positions are a valid selection, and that all tokens routed differently, or in another order of
+    score, are near-ties.
+    """
     reasons = []
     for site, site_results in by_site(comparisons).items():
         kinds = [comparison.kind for comparison in comparisons for routing in comparison.sites if routing.site == site]
@@ -222,18 +227,22 @@ def check_routing(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequ
             kind, why = malformed[0]
             reasons.append(f"{kind}: layer {site} routing: {why}{_and_more(len(malformed) - 1)}")
         bound = allowed.scores[site]
-        faulty = [
-            (max(faults), len(faults), kind)
-            for kind, routing in zip(kinds, site_results, strict=True)
-            if (faults := [distance for distance in routing.distances if not distance <= bound])
-        ]
-        if faulty:
-            worst, count, kind = _worst_of(faulty)
-            reasons.append(
-                f"{kind}: layer {site} routing: {count} tokens differ by more than a near-tie, the worst is "
-                f"{allowed.share(site, worst):.3g} from the edge of the selection, allowed "
-                f"{allowed.share(site, bound):.3g} of the layer's root mean square{_and_more(len(faulty) - 1)}"
-            )
+        for name, told, measured in (
+            ("distances", "tokens differ by more than a near-tie", "{} from the edge of the selection"),
+            ("inversions", "neighbouring tokens are in the wrong order of score", "{} apart"),
+        ):
+            faulty = [
+                (max(faults), len(faults), kind)
+                for kind, routing in zip(kinds, site_results, strict=True)
+                if (faults := [number for number in getattr(routing, name) if not number <= bound])
+            ]
+            if faulty:
+                worst, count, kind = _worst_of(faulty)
+                reasons.append(
+                    f"{kind}: layer {site} routing: {count} {told}, the worst is "
+                    f"{measured.format(f'{allowed.share(site, worst):.3g}')}, allowed "
+                    f"{allowed.share(site, bound):.3g} of the layer's root mean square{_and_more(len(faulty) - 1)}"
+                )
     return reasons
 
 
@@ -263,27 +272,40 @@ def _and_more(count: int) -> str:
 
 
 def check_next_token(comparisons: Sequence[Comparison], allowed: Allowance) -> Sequence[str]:
-    """Checks the share of positions with the same most probable next token, as far as float32 can tell. The share is
-    taken over all inputs together, because a single input is short. Whole texts of a quantized model are compared with
-    each model's own routing.
-    """
-    least = allowed.gate.next_token_agreement
-    judged = quality_inputs(comparisons, allowed)
-    texts = [comparison.text for comparison in judged if comparison.text is not None] if allowed.quantized else []
-    if texts:
-        positions, agreed = sum(text.positions for text in texts), sum(text.agreed for text in texts)
-        how = "agree on text, each with its own routing"
-    else:
-        shortfalls = [comparison.shortfalls for comparison in judged if comparison.shortfalls is not None]
-        if not shortfalls:
-            return []
-        agrees = np.concatenate(shortfalls) <= allowed.next_token_slack
-        positions, agreed, how = len(agrees), int(agrees.sum()), f"agree{given(allowed)}"
+    """Checks the share of positions with the same most probable next token."""
+    least, counted = allowed.gate.next_token_agreement, next_tokens_of(comparisons, allowed)
+    if counted is None:
+        return []
+    agreed, positions = counted
     # With fewer bits some next tokens differ, and it is partly chance how many do at these positions.
     luck = allowed.narrow and _is_chance(agreed, positions, least)
     if not (luck or agreed / positions >= least):
+        own = _texts_with_own_routing(comparisons, allowed)
+        how = "agree on text, each with its own routing" if own else f"agree{given(allowed)}"
         return [f"next token: {agreed / positions:.4%} {how}, at least {least:.4%} must"]
     return []
+
+
+def next_tokens_of(comparisons: Sequence[Comparison], allowed: Allowance) -> tuple[int, int] | None:
+    """Returns at how many positions the most probable next token is the same, as far as float32 can tell, and the
+    number of positions; the gate applies to their ratio. None if the output is not logits.
+
+    All inputs are counted together, because a single input is short. Whole texts of a quantized model are compared with
+    each model's own routing.
+    """
+    texts = _texts_with_own_routing(comparisons, allowed)
+    if texts:
+        return sum(text.agreed for text in texts), sum(text.positions for text in texts)
+    judged = quality_inputs(comparisons, allowed)
+    shortfalls = [comparison.shortfalls for comparison in judged if comparison.shortfalls is not None]
+    if not shortfalls:
+        return None
+    agrees = np.concatenate(shortfalls) <= allowed.next_token_slack
+    return int(agrees.sum()), len(agrees)
+
+
+def _texts_with_own_routing(comparisons: Sequence[Comparison], allowed: Allowance) -> list[TextNumbers]:
+    return [comparison.text for comparison in comparisons if comparison.text is not None] if allowed.quantized else []
 
 
 def _is_chance(agreed: int, positions: int, share: float) -> bool:
@@ -399,8 +421,7 @@ def judge(
     first, *other_names = outputs or [""]
     comparisons, allowed = outputs.get(first, []), allowances.get(first) or allowance([], gate, setting.dtype)
     reasons = reasons if comparisons else ["nothing was compared"]
-    judged = quality_inputs(comparisons, allowed)
-    shortfalls = [comparison.shortfalls for comparison in judged if comparison.shortfalls is not None]
+    next_tokens = next_tokens_of(comparisons, allowed)
     nats = divergences_of(comparisons, allowed)
     kinds = {c.kind for compared in outputs.values() for c in compared if c.tokens or not c.left_out}
     return ParityRow(
@@ -414,10 +435,7 @@ def judge(
         error=_worst_error(comparisons),
         rounding_error=allowed.rounding,
         allowed_max_abs=allowed.max_abs,
-        # A shortfall of 0 means the same most probable next token.
-        next_token_agreement=min(
-            (float(np.mean(shortfall_N <= 0)) for shortfall_N in shortfalls), default=None if comparisons else 0.0
-        ),
+        next_token_agreement=next_tokens[0] / next_tokens[1] if next_tokens else None if comparisons else 0.0,
         kl=_worst(float(nats_N.mean()) for _, nats_N in nats) if nats or not comparisons else None,
         text=_text(comparisons),
         ties_exact=None,
@@ -494,7 +512,7 @@ def _routing(comparisons: Sequence[Comparison], allowed: Allowance) -> RoutingAg
 
 def _layer(site_results: Sequence[SiteRouting], allowed: Allowance) -> LayerAgreement:
     site = site_results[0].site
-    distances = [distance for routing in site_results for distance in routing.distances]
+    distances = [distance for routing in site_results for distance in routing.differences]
     near = sum(distance <= allowed.scores[site] for distance in distances)
     margin = smallest([routing.min_margin for routing in site_results if routing.min_margin is not None])
     return LayerAgreement(

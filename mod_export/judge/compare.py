@@ -161,6 +161,8 @@ class SiteRouting:
         distances: for each token that only one side selects, the distance of its score from the edge of the selection,
             in units of the scores. The edge is the k-th score, or 0 if the first k tokens above 0 are selected. In that
             case, a token that finds no free slot because others came first is no difference.
+        inversions: for each pair of neighbouring slots whose tokens are in the wrong order of score, the difference of
+            their scores.
         min_margin: smallest (k-th score - next score) over the rows that have a next one, or smallest |score| if the
             edge is 0; None if there is none.
         scale: largest root mean square of a row's scores. In a row of one repeated token, scores can be near zero while
@@ -181,6 +183,12 @@ class SiteRouting:
     rounding: float | None = None
     malformed: str = ""
     overflow: int = 0
+    inversions: tuple[float, ...] = ()
+
+    @property
+    def differences(self) -> tuple[float, ...]:
+        """Distances and inversions: each compares two scores, so one bound says which of them rounding can explain."""
+        return self.distances + self.inversions
 
 
 def selected(rule: str, score_L: np.ndarray, k: int) -> np.ndarray:
@@ -208,6 +216,7 @@ def routing_of_site(
     exact_BS: np.ndarray | None = None,
     rounded_BS: np.ndarray | None = None,
     judged_B: np.ndarray | None = None,
+    direction: int = 0,
 ) -> SiteRouting:
     """Compares a candidate's selection with the rule, applied to the reference's scores.
 
@@ -220,11 +229,14 @@ def routing_of_site(
         rounded_BS: float32, the scores whose rounding error is measured; those of `judged` by default.
         judged_B: bool, the rows whose scores the reference determines; all by default. In other rows, only the form of
             the selection is checked.
+        direction: the order of the slots by score (see `direction_of`). The tokens run in this order, and the reference
+            runs them in the candidate's, so an order that is wrong shows nowhere else.
     """
     rule, (B, S), k = judged.rule, judged.open_BS.shape, candidate_BK.shape[1]
     rounded_BS = judged.score_BS if rounded_BS is None else rounded_BS
     routed = agreed = overflow = 0
     distances: list[float] = []
+    inversions: list[float] = []
     margins: list[float] = []
     roundings: list[float] = [0.0]
     scales: list[float] = [0.0]
@@ -244,6 +256,7 @@ def routing_of_site(
         agreed += int(np.isin(wanted_W, got_G).sum())
         edge, row_margins = _edge(rule, score_L, k)
         distances += _differences(score_L[_flipped(rule, score_L, open_L, wanted_W, got_G, k)], edge).tolist()
+        inversions += _inversions(_scores_of_slots(row_K, judged, b), direction)
         margins += row_margins
         scales.append(rms_of_finite(score_L))
         if rule == FIRST_COME:
@@ -261,7 +274,34 @@ def routing_of_site(
         rounding=None if exact_BS is None else float(np.max(roundings)),
         malformed=problems[0] if problems else "",
         overflow=overflow,
+        inversions=tuple(inversions),
     )
+
+
+def direction_of(index_BK: np.ndarray, judged: Judged) -> int:
+    """Returns 1 if the scores of every row descend from slot to slot, -1 if they ascend, and 0 if they do neither or
+    are all equal.
+    """
+    rows = [_scores_of_slots(row_K, judged, b) for b, row_K in enumerate(index_BK)]
+    descend, ascend = (not any(_inversions(score_K, direction) for score_K in rows) for direction in (1, -1))
+    return int(descend) - int(ascend)
+
+
+def _scores_of_slots(row_K: np.ndarray, judged: Judged, row: int) -> np.ndarray:
+    """Returns float64, the scores of a row in the order of the slots, without positions outside the row. Tokens that
+    cannot be selected fill surplus slots, so they rank last.
+    """
+    slot_G = row_K[(row_K >= 0) & (row_K < judged.open_BS.shape[1])]
+    return np.where(judged.open_BS[row, slot_G], judged.score_BS[row, slot_G].astype(np.float64), -np.inf)
+
+
+def _inversions(score_K: np.ndarray, direction: int) -> list[float]:
+    """Returns the differences of the neighbouring scores that do not follow the direction; empty if there is none."""
+    if not direction:
+        return []
+    before, after = direction * score_K[:-1], direction * score_K[1:]
+    inversions: list[float] = _differences(before, after)[~(before >= after)].tolist()
+    return inversions
 
 
 def rms_of_finite(score_L: np.ndarray) -> float:

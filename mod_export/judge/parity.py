@@ -53,6 +53,7 @@ from mod_export.judge.compare import (
     Judged,
     SiteRouting,
     Slack,
+    direction_of,
     divergences,
     error_between,
     farthest_from,
@@ -354,6 +355,8 @@ class _ForcedRuns:
         forced_routing = free.routed if same else {**free.routed, **routing}
         self.forced = free if same else reference.forced(batch, routing)
         self._slack = slack
+        ordered = reference.ordered_sites(batch.bucket)
+        self._directions = {site: direction_of(free.routed[site], free.judged[site]) for site in ordered}
         self._exact = reference.exact(batch, forced_routing) if rounding else None
         self._runs = [self.forced, *(reference.shaken(batch, forced_routing) if rounding == "shaken" else [])]
         self._padding = padding_of(reference, batch)
@@ -389,7 +392,7 @@ class _ForcedRuns:
         return keep_N
 
     def left_out(self, n: int, undetermined: int) -> tuple[LeftOut, ...]:
-        """Returns the rows of the n-th output that are not compared."""
+        """Returns the rows of the n-th output that are not compared, the `undetermined` ones last."""
         left_out = []
         if self._padding is not None and self.tokens[n] is not None:
             because = f"{self._padding.declared_by} declares these positions to be padding"
@@ -405,7 +408,8 @@ class _ForcedRuns:
         exact_BS = None if self._exact is None else self._exact.judged[site].score_BS
         scores = [run.judged[site].score_BS for run in self._runs]
         rounded_BS = None if exact_BS is None else farthest_from(exact_BS, scores)
-        result = routing_of_site(site, index_BK, judged, exact_BS, rounded_BS)
+        direction = self._directions.get(site, 0)
+        result = routing_of_site(site, index_BK, judged, exact_BS, rounded_BS, direction=direction)
         if self._moved is None or not self._moved.scores[site].any():
             return result
         # `checks.allowance` bounds the distance of two scores; each score gets half of that bound.
@@ -414,7 +418,7 @@ class _ForcedRuns:
             unit = max(result.rounding, 2 * ROUNDOFF["float32"] * result.scale)
             bound = min(bound, self._slack.units * unit)
         judged_B = self._moved.scores[site] <= bound
-        return routing_of_site(site, index_BK, judged, exact_BS, rounded_BS, judged_B)
+        return routing_of_site(site, index_BK, judged, exact_BS, rounded_BS, judged_B, direction)
 
 
 def padding_of(reference: Reference, batch: Batch) -> Padding | None:

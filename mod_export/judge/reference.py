@@ -26,7 +26,7 @@ from mod_export.judge.compare import EMPTY, Judged
 from mod_export.judge.inputs import Batch, affordable_tokens
 from mod_export.model.model import Model
 from mod_export.rows.correctness import MapLayer, RoutingMap
-from mod_export.types import TOKEN_INPUTS, Bucket, Outputs, Site
+from mod_export.types import BY_SCORE, TOKEN_INPUTS, Bucket, Outputs, Site
 
 if TYPE_CHECKING:
     import torch
@@ -287,6 +287,10 @@ class Reference:
 
         return {site.name: site.k for site in routing_sites(self._programs.program(bucket))}
 
+    def ordered_sites(self, bucket: Bucket) -> Sequence[Site]:
+        """Returns the sites that select in an order of scores which the program defines."""
+        return self.remembered(f"ordered sites at {bucket.name}", lambda: _ordered_sites(self.program(bucket)))
+
     def remembered(self, name: str, find: Callable[[], Found]) -> Found:
         """Returns the result of `find`, which is called once for each `name`."""
         if name not in self._remembered:
@@ -412,6 +416,26 @@ class Reference:
             },
             around.outcomes if isinstance(around, Recorder) else {},
         )
+
+
+def _ordered_sites(program: Runnable) -> list[Site]:
+    """Returns the found sites that run the selected tokens in the order of a sort, or of a top-k that sorts."""
+    from mod_export.graph.find_sites import SELECTS
+    from mod_export.graph.program_nodes import argument_of
+    from mod_export.graph.sites import Marked
+    from mod_export.marker import MARKER
+
+    ordered: list[Site] = []
+    for node in program.graph_module.graph.nodes:
+        if node.op != "call_function" or node.target is not MARKER or (marked := Marked(*node.args)).rule != BY_SCORE:
+            continue
+        selector = marked.index
+        while selector.target not in SELECTS:  # Only reshaped, transposed and cut before the marker.
+            selector = selector.args[0]
+        # With `sorted=False`, a top-k may return its tokens in any order, also by chance in the order of a sort.
+        if argument_of(selector, "sorted") is not False:
+            ordered += marked.sites
+    return ordered
 
 
 def _digest(batch: Batch, routing: Mapping[Site, np.ndarray], dtype: str) -> str:

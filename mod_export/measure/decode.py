@@ -21,13 +21,14 @@ import numpy as np
 
 from mod_export.measure.sampling import interleaved
 from mod_export.measure.statistics import compare, verdict_of
+from mod_export.model.model import GeneratingModel
 from mod_export.rows.base import pair_fields
 from mod_export.rows.speed import Compared, DecodeRow, FirstTokenRow, StepBytes, StepsCompared
-from mod_export.runtime.cache import Kept
+from mod_export.runtime.cache import COUNTS, Kept
 from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.prompts import Prompts
-from mod_export.types import Engine, ModelKind, Site, routed_output
+from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Site, TargetLimits, routed_output
 
 VISITS, LEAST_VISITS = 5, 2
 """Visits of each position, and the least number of visits for the slowest engines."""
@@ -111,6 +112,7 @@ def measure_steps(
     ids_BS: np.ndarray,
     sites: Mapping[ModelKind, Sequence[Site]],
     least: Mapping[ModelKind, StepBytes],
+    limits: TargetLimits,
     bandwidth_gbs: float | None,
 ) -> DecodeRow:
     """Times steps at positions spread over texts.
@@ -120,7 +122,8 @@ def measure_steps(
         engines: decode engines of the model and of its dense baseline if it has one.
         ids_BS: the texts, int64, one for each row of the bucket.
         sites: routing sites of each model.
-        least: bytes that a step of each model has to read.
+        least: bytes that a step of each model has to read if its cache is full, in float32.
+        limits: the limits of the engines' target, which say how they attend to a cache.
         bandwidth_gbs: 1e9 bytes per second between this machine's processor and memory, if known.
 
     Raises:
@@ -135,10 +138,17 @@ def measure_steps(
         positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
         ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed, config.latency.max_seconds)
         kv_bytes = {kind: decoder.kv_bytes for kind, decoder in decoders.items()}
+        wide = {kind: _bytes_of_number(decoder) / FLOAT_BYTES["float32"] for kind, decoder in decoders.items()}
     ms: dict[ModelKind, float] = dict(zip(decoders, ms_PK.mean(axis=0).tolist(), strict=True))
     names = [str(site) for site in sites["mod"]]
     executed = dict(zip(names, ran_PBN.any(axis=1).mean(axis=0).tolist(), strict=True))
-    least_bytes = {kind: least[kind].of(executed if kind == "mod" else {}) for kind in decoders}
+    in_use = float(positions_P.mean()) / setting.bucket.seq if limits.cached_attention else 1.0
+    # If only some rows of a step can run in a layer, its attention is no operator that knows the slots in use.
+    routed_in_use = 1.0 if config.generation.slots == "fair" else in_use
+    least_bytes = {
+        kind: least[kind].of(executed if kind == "mod" else {}, wide[kind] * in_use, wide[kind] * routed_in_use)
+        for kind in decoders
+    }
     compared = None
     if "dense" in decoders:
         measured, ci95 = ms["dense"] / ms["mod"], _interval(ms_PK, config.seed)
@@ -167,6 +177,37 @@ def measure_steps(
         kv_bytes={kind: sum(sizes.values()) for kind, sizes in kv_bytes.items()},
         compared=compared,
     )
+
+
+def step_bytes(model: GeneratingModel, bucket: Bucket, stored: Mapping[str, int] | None = None) -> StepBytes:
+    """Returns the bytes that a decode step must read: a constant part, and a part for each routing site.
+
+    `stored` gives the bytes of weights that are not stored as float32.
+    """
+    nowhere = dict.fromkeys(model.sites, 0.0)
+
+    def read(length: int) -> tuple[int, dict[str, int]]:
+        always = model.least_bytes(bucket.batch, length, nowhere, stored)
+        return always, {
+            str(site): model.least_bytes(bucket.batch, length, nowhere | {site: 1.0}, stored) - always
+            for site in model.sites
+        }
+
+    # A cache for texts of no tokens is empty, which leaves the weights.
+    (always, sites), (always_cached, sites_cached) = read(0), read(bucket.seq)
+    cache = {site: size - sites[site] for site, size in sites_cached.items()}
+    # Experts add nothing, because every step reads as many of them as its rows can take.
+    return StepBytes(
+        always=always,
+        sites={site: size for site, size in sites.items() if size},
+        cache=StepBytes(always=always_cached - always, sites={site: size for site, size in cache.items() if size}),
+    )
+
+
+def _bytes_of_number(decoder: Decoder) -> float:
+    """Returns the mean number of bytes of a number in the keys and values of a cache."""
+    arrays = [array for name, array in decoder.cache.items() if name != COUNTS]
+    return sum(array.nbytes for array in arrays) / max(1, sum(array.size for array in arrays))
 
 
 def _steps(

@@ -38,6 +38,7 @@ class Machine:
         flops: FLOPs per second of matrix products in this dtype.
         bandwidth: bytes per second that memory delivers.
         weight_bytes: bytes of a weight.
+        cache_bytes: bytes of a number in the cache of keys and values, which stays in floats if weights do not.
     """
 
     name: str
@@ -45,21 +46,23 @@ class Machine:
     flops: float
     bandwidth: float
     weight_bytes: float
+    cache_bytes: float
 
     @property
     def fewest_rows(self) -> float:
         """Rows of a product below which its weights take longer to read than its FLOPs: 2 FLOPs per row and weight."""
         return self.flops * self.weight_bytes / (2 * self.bandwidth)
 
-    def seconds(self, flops: float, weight_bytes: float) -> float:
-        """Returns the time of a product. `weight_bytes` are bytes in float32."""
-        return max(flops / self.flops, weight_bytes * self.weight_bytes / FLOAT32_BYTES / self.bandwidth)
+    def seconds(self, flops: float, weight_bytes: float = 0.0, cache_bytes: float = 0.0) -> float:
+        """Returns the time of a product that reads weights or the cache. Both are bytes in float32."""
+        read = (weight_bytes * self.weight_bytes + cache_bytes * self.cache_bytes) / FLOAT32_BYTES
+        return max(flops / self.flops, read / self.bandwidth)
 
 
 MACHINES: Mapping[str, Machine] = {
-    "h100": Machine("NVIDIA H100 SXM", "bfloat16", 989e12, 3.35e12, 2),
-    "a100": Machine("NVIDIA A100 80 GB SXM", "bfloat16", 312e12, 2.04e12, 2),
-    "rtx4090": Machine("NVIDIA GeForce RTX 4090", "bfloat16", 165e12, 1.008e12, 2),
+    "h100": Machine("NVIDIA H100 SXM", "bfloat16", 989e12, 3.35e12, 2, 2),
+    "a100": Machine("NVIDIA A100 80 GB SXM", "bfloat16", 312e12, 2.04e12, 2, 2),
+    "rtx4090": Machine("NVIDIA GeForce RTX 4090", "bfloat16", 165e12, 1.008e12, 2, 2),
 }
 """Data-sheet figures of GPUs: dense Tensor-core FLOPs with float32 accumulation, and memory bandwidth."""
 
@@ -193,7 +196,9 @@ def _step_seconds(
                 # Scores read the cache of the rows that run, and have no weights. A step computes one query of each.
                 queries = texts * (capacity if share < 1 else 1.0)
                 share_of_cache = layer.kv_bytes / dense_layer.kv_bytes if dense_layer.kv_bytes else 0.0
-                total += machine.seconds(queries * in_dense / length * share_of_cache, queries * layer.kv_bytes)
+                total += machine.seconds(
+                    queries * in_dense / length * share_of_cache, cache_bytes=queries * layer.kv_bytes
+                )
                 continue
             total += machine.seconds(
                 texts * share * token_layer.flops.get(part, 0), read * _part_bytes(token_layer, part)
@@ -243,13 +248,15 @@ def machine_of(name: str, tflops: float | None, bandwidth: float | None, weight_
         raise UsageError("--tflops and --bandwidth describe a machine together; give both or none")
     if tflops is not None and bandwidth is not None:
         return Machine("a machine", "16 bits" if weight_bytes is None else f"{weight_bytes:g} bytes a weight",
-                       tflops * 1e12, bandwidth * 1e9, weight_bytes or 2)  # fmt: skip
+                       tflops * 1e12, bandwidth * 1e9, weight_bytes or 2, 2)  # fmt: skip
     if name == "this":
         machine = describe_machine()
         roof = cached_roofline(machine, "float32", 1)
         if roof is None:
             raise UsageError("--machine this: its rates are measured with ONNX Runtime or PyTorch; install one of them")
-        known = Machine(f"{machine['cpu']}, one thread", "float32", roof.gemm_gflops * 1e9, roof.bandwidth_gbs * 1e9, 4)
+        known = Machine(
+            f"{machine['cpu']}, one thread", "float32", roof.gemm_gflops * 1e9, roof.bandwidth_gbs * 1e9, 4, 4
+        )
     elif name in MACHINES:
         known = MACHINES[name]
     else:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 NS_PER_MS = 1e6
 RUNS_PER_ROUND = 2
-"""Runs of each engine in a round. The control compares one engine's first runs with its second runs."""
+"""Runs of each engine in a round. The control compares one engine's runs of one number with those of the other; which
+of them ran first is random."""
 LEAST_BLOCKS = 2
 """Blocks of rounds that are sampled even after the deadline, for the slowest engines: one block has no spread."""
 LEAST_WINDOW = 2

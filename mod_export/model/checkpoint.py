@@ -28,7 +28,7 @@ from mod_export.model.tokenizer_files import TokenizerFiles, files_in, has_token
 if TYPE_CHECKING:
     import torch
 
-GGUF = ".gguf"
+GGUF, MAGIC = ".gguf", b"GGUF"
 
 
 def architectures() -> dict[str, Architecture]:
@@ -97,8 +97,15 @@ def _problem(path: Path) -> str:
 
 
 def is_gguf(path: Path) -> bool:
-    """Returns whether the path is a file of llama.cpp, which holds a whole model with its tokenizer."""
-    return path.suffix == GGUF and path.is_file()
+    """Returns whether the path is a file of llama.cpp, which holds a whole model with its tokenizer. Its first bytes
+    count too, because some programs store such files under names without a suffix.
+    """
+    if not path.is_file():
+        return False
+    if path.suffix == GGUF:
+        return True
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
 
 
 def model_from_checkpoint(path: Path) -> Model:

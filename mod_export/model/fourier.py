@@ -40,6 +40,10 @@ def transformed(add: Callable[..., Any], node: fx.Node, real: Any, imaginary: An
     """
     source: Any = node.args[0]
     shape, sign = shape_of(source), TRANSFORMS[node.target]
+    # float64 stays float64, and everything else, such as integers, becomes float32.
+    dtype = torch.promote_types(node.meta["val"].dtype.to_real(), torch.float32)
+    if source.meta["val"].dtype.to_real() != dtype:
+        real = add(ATEN._to_copy.default, real, dtype=dtype)
     dims, sizes = _dims_and_sizes(node, shape)
     for dim, size in zip(dims, sizes, strict=True):
         length = size // 2 + 1 if node.target in TO_REAL and dim == dims[-1] else size
@@ -50,11 +54,11 @@ def transformed(add: Callable[..., Any], node: fx.Node, real: Any, imaginary: An
     for dim, size in zip(dims, sizes, strict=True):
         if node.target in TO_REAL and dim == dims[-1]:
             break
-        real, imaginary = _along(add, real, imaginary, dim, size, sign)
+        real, imaginary = _along(add, real, imaginary, dim, size, sign, dtype)
         if node.target in HALVING and dim == dims[-1]:
             real, imaginary = (add(ATEN.slice.Tensor, part, dim, 0, size // 2 + 1) for part in (real, imaginary))
     if node.target in TO_REAL:
-        real, imaginary = _from_half(add, real, imaginary, dims[-1], sizes[-1]), None
+        real, imaginary = _from_half(add, real, imaginary, dims[-1], sizes[-1], dtype), None
     scale = _scale(argument_of(node, "norm"), math.prod(sizes), inverse=sign > 0)
     if scale != 1:
         real, imaginary = (None if part is None else add(ATEN.mul.Scalar, part, scale) for part in (real, imaginary))
@@ -82,12 +86,12 @@ def _resized(add: Callable[..., Any], part: Any, dim: int, size: int, shape: Seq
     return add(ATEN.constant_pad_nd.default, part, [0, 0] * (len(shape) - 1 - dim) + [0, size - shape[dim]], 0.0)
 
 
-def _angles(add: Callable[..., Any], rows: int, columns: int, n: int, sign: int) -> Any:
+def _angles(add: Callable[..., Any], rows: int, columns: int, n: int, sign: int, dtype: torch.dtype) -> Any:
     """Returns the angles (rows, columns): row number times column number, times sign * 2 pi / n."""
     numbers = [add(ATEN.arange.default, end, dtype=torch.int64, device=torch.device("cpu")) for end in (rows, columns)]
     products = add(ATEN.mul.Tensor, add(ATEN.unsqueeze.default, numbers[0], 1), numbers[1])
     # Whole turns are removed, because large angles lose digits.
-    turns = add(ATEN._to_copy.default, add(ATEN.remainder.Scalar, products, n), dtype=torch.float32)
+    turns = add(ATEN._to_copy.default, add(ATEN.remainder.Scalar, products, n), dtype=dtype)
     return add(ATEN.mul.Scalar, turns, sign * 2 * math.pi / n)
 
 
@@ -97,8 +101,10 @@ def _product(add: Callable[..., Any], part: Any, dim: int, matrix: Any) -> Any:
     return add(ATEN.transpose.int, last, dim, -1)
 
 
-def _along(add: Callable[..., Any], real: Any, imaginary: Any | None, dim: int, n: int, sign: int) -> tuple[Any, Any]:
-    angles = _angles(add, n, n, n, sign)
+def _along(
+    add: Callable[..., Any], real: Any, imaginary: Any | None, dim: int, n: int, sign: int, dtype: torch.dtype
+) -> tuple[Any, Any]:
+    angles = _angles(add, n, n, n, sign, dtype)
     cos, sin = add(ATEN.cos.default, angles), add(ATEN.sin.default, angles)
     if imaginary is None:
         return _product(add, real, dim, cos), _product(add, real, dim, sin)
@@ -108,14 +114,14 @@ def _along(add: Callable[..., Any], real: Any, imaginary: Any | None, dim: int, 
     )
 
 
-def _from_half(add: Callable[..., Any], real: Any, imaginary: Any | None, dim: int, n: int) -> Any:
+def _from_half(add: Callable[..., Any], real: Any, imaginary: Any | None, dim: int, n: int, dtype: torch.dtype) -> Any:
     """Returns n real numbers from n // 2 + 1 results. Each counts twice, except the first and, for even n, the last."""
     half = n // 2 + 1
     numbers = add(ATEN.arange.default, half, dtype=torch.int64, device=torch.device("cpu"))
     alone = add(ATEN.eq.Scalar, add(ATEN.remainder.Scalar, add(ATEN.mul.Scalar, numbers, 2), n), 0)
-    twice = add(ATEN.full.default, [half], 2.0)
-    weights = add(ATEN.sub.Tensor, twice, add(ATEN._to_copy.default, alone, dtype=torch.float32))
-    weights, angles = add(ATEN.unsqueeze.default, weights, 1), _angles(add, half, n, n, 1)
+    twice = add(ATEN.full.default, [half], 2.0, dtype=dtype)
+    weights = add(ATEN.sub.Tensor, twice, add(ATEN._to_copy.default, alone, dtype=dtype))
+    weights, angles = add(ATEN.unsqueeze.default, weights, 1), _angles(add, half, n, n, 1, dtype)
     result = _product(add, real, dim, add(ATEN.mul.Tensor, add(ATEN.cos.default, angles), weights))
     if imaginary is None:
         return result

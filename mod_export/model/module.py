@@ -87,8 +87,8 @@ def model_from_module(module: nn.Module, inputs: Inputs, buckets: Sequence[Bucke
             exported = _captured(module, calls, where)
             program = functional_program(exported, where, [sample_tensors(exported, *call) for call in calls])
             _compare_runs(program, module, calls, where)
-            plain[bucket] = plain_program(program, where)
             samples[bucket] = _different([sample_tensors(program, *call) for call in calls])
+            plain[bucket] = plain_program(program, where, samples[bucket])
     model = ProgramModel(plain, samples)
     digests = digests_of_tensors(model.weights, "float32")
     text = "\n".join(

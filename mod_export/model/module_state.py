@@ -26,44 +26,54 @@ CONTAINERS = (list, deque, OrderedDict, dict, set)
 
 @contextmanager
 def as_it_was(module: nn.Module) -> Iterator[None]:
-    """Keeps the module in eval mode within the context. Afterwards its mode, the values in its buffers, and its
-    attributes are as before.
+    """Keeps the module in eval mode within the context. Afterwards its mode, the values in its buffers and tensor
+    attributes, and its attributes are as before, also if the module cannot be put into that mode.
     """
-    # The fused kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer is not captured, and rounds differently.
     fused = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
     training = {part: part.training for part in module.modules()}
     restore = _attributes_kept(module)
+    buffers = {part: dict(part._buffers) for part in module.modules()}
     plain = [
         (part, name, tensor)
         for part in module.modules()
         for name, tensor in vars(part).items()
         if isinstance(tensor, torch.Tensor) and not isinstance(tensor, nn.Parameter)
     ]
-    for part, name, tensor in plain:
-        # The module may write to a tensor attribute (a table, a cache), and torch.export allows that for buffers only.
-        delattr(part, name)
-        part.register_buffer(name, tensor, persistent=False)
-    buffers = {
-        part: {name: (tensor, _copy(tensor)) for name, tensor in part._buffers.items()} for part in module.modules()
-    }
-    module.eval()
+    tensors = [tensor for named in buffers.values() for tensor in named.values() if tensor is not None]
+    values = [(tensor, tensor.detach().clone()) for tensor in (*tensors, *(tensor for _, _, tensor in plain))]
+    moved = [(part, name, tensor) for part, name, tensor in plain if _can_be_buffer(part, name)]
     try:
+        # The fused kernel of nn.MultiheadAttention and nn.TransformerEncoderLayer is not captured, and rounds
+        # differently.
+        torch.backends.mha.set_fastpath_enabled(False)
+        for part, name, tensor in moved:
+            # The module may write to a tensor attribute (a table, a cache), which torch.export allows for buffers only.
+            del vars(part)[name]
+            part._buffers[name] = tensor
+            part._non_persistent_buffers_set.add(name)
+        module.eval()
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
         for part, mode in training.items():
             part.training = mode
-        for part, saved_by_name in buffers.items():
-            for name, (buffer, value) in saved_by_name.items():
-                part._buffers[name] = buffer
-                # An equal buffer needs no copy, and torch refuses to write into an expanded one.
-                if buffer is not None and value is not None and not same_values(buffer, value):
-                    buffer.copy_(value)
-        for part, name, _ in plain:
-            del part._buffers[name]
+        for part, name, _ in moved:
+            part._buffers.pop(name, None)
             part._non_persistent_buffers_set.discard(name)
+        for part, named in buffers.items():
+            part._buffers.update(named)
         restore()
+        for tensor, value in values:
+            # An equal tensor needs no copy, and torch refuses to write into an expanded one.
+            if not same_values(tensor, value):
+                tensor.copy_(value)
+
+
+def _can_be_buffer(part: nn.Module, name: str) -> bool:
+    """Whether `part.name` would still be the tensor if it were a buffer. Python finds a default in the class body, a
+    method or a cached property of this name first, and buffers have no dots in their names.
+    """
+    return "." not in name and not hasattr(type(part), name)
 
 
 @contextmanager
@@ -235,7 +245,3 @@ def same_values(expected: torch.Tensor, actual: torch.Tensor) -> bool:
     if expected.shape != actual.shape:
         return False
     return torch.equal(expected, actual) or bool(((expected == actual) | (expected.isnan() & actual.isnan())).all())
-
-
-def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach().clone()

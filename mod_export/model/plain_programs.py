@@ -5,8 +5,9 @@ Anything else in a program of `torch.export` is removed if nothing is lost by th
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -27,13 +28,12 @@ from torch.utils import _pytree as pytree
 
 from mod_export.errors import CaptureError
 from mod_export.graph.program_nodes import inferred_values, with_arguments
-from mod_export.model.complex_numbers import as_real_parts
+from mod_export.model.complex_numbers import NARROW, as_real_parts
 from mod_export.model.flex_attention import write_out_flex_attention
 from mod_export.model.functional_programs import program_of
 from mod_export.model.value_names import free_names, input_names, only_output, output_names
 
 ATEN = torch.ops.aten
-NARROW = (torch.float16, torch.bfloat16)
 ROUTED = "routed_"
 STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -66,12 +66,13 @@ class PlainProgram:
         return frozenset(name for name, node in nodes if not _reads(node, inputs))
 
 
-def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
+def plain_program(program: ExportedProgram, where: str, samples: Sequence[Sequence[torch.Tensor]]) -> PlainProgram:
     """Returns a plain copy of a program. Tensors are not copied.
 
     Args:
         program: a result of `functional_program`.
         where: name of the program in messages.
+        samples: inputs of runs on which the real form of complex numbers is compared with PyTorch's own.
 
     Raises:
         CaptureError: the program computes with complex numbers in a way that has no real form, has a float64 weight,
@@ -87,7 +88,9 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
     names = dict(zip(input_nodes, input_names(input_nodes, program.call_spec.in_spec), strict=True))
     tensors = {**program.state_dict, **program.constants}
     targets = {node: str(spec.target) for node, spec in zip(nodes, specs, strict=True) if spec.kind in STATE}
-    reals = as_real_parts(module, {node: tensors[target] for node, target in targets.items()}, where)
+    held = {node: tensors[target] for node, target in targets.items()}
+    with _in_float32(where):
+        reals = as_real_parts(module, held, [_arguments(specs, tensors, sample) for sample in samples], where)
     tensors |= {targets[node]: tensor for node, tensor in reals.items()}
     kept: list[tuple[fx.Node, InputSpec]] = []
     first: dict[Any, tuple[fx.Node, str]] = {}
@@ -116,6 +119,31 @@ def plain_program(program: ExportedProgram, where: str) -> PlainProgram:
                 f"{where}: returns {name}; names that begin with {ROUTED} are those of routing sites. Rename the output"
             )
     return PlainProgram(program=_made(program, module, kept, tensors, outputs), inputs=inputs, outputs=result_names)
+
+
+def _arguments(specs: Sequence[InputSpec], tensors: Mapping[str, Any], sample: Sequence[torch.Tensor]) -> list[Any]:
+    """Returns everything that a run of the program reads, in the order of its placeholders."""
+    feeds = iter(sample)
+    return [
+        spec.arg.value
+        if isinstance(spec.arg, ConstantArgument)
+        else next(feeds)
+        if spec.kind is InputKind.USER_INPUT
+        else tensors.get(str(spec.target))
+        for spec in specs
+    ]
+
+
+@contextlib.contextmanager
+def _in_float32(where: str) -> Iterator[None]:
+    """Within this context, a program runs in float32 that may be written for another dtype."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:  # Any type of error: operators report a wrong dtype in different ways.
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise CaptureError(f"{where}: cannot be computed in float32: {reason}") from error
 
 
 def copied(program: ExportedProgram) -> ExportedProgram:
@@ -228,12 +256,9 @@ def _infer(module: fx.GraphModule, kept: Sequence[tuple[fx.Node, InputSpec]], wh
             assert mode is not None
             with mode:
                 node.meta["val"] = value.to(torch.float32)
-    try:
+    with _in_float32(where):
         for node, value in inferred_values(module, [node.meta["val"] for node, _ in kept]):
             node.meta["val"] = value
-    except Exception as error:  # Any type of error: operators report a wrong dtype in different ways.
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise CaptureError(f"{where}: cannot be computed in float32: {reason}") from error
 
 
 def _made(

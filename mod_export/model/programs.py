@@ -20,8 +20,9 @@ from torch.fx import traceback
 from mod_export.environment import let_go
 from mod_export.errors import CheckpointError
 from mod_export.graph.program_nodes import argument_of
+from mod_export.model.complex_numbers import NARROW
 from mod_export.model.model import Model
-from mod_export.model.plain_programs import NARROW, PlainProgram, input_values, without_tensors
+from mod_export.model.plain_programs import PlainProgram, input_values, without_tensors
 from mod_export.types import Bucket, Outputs
 
 ATEN = torch.ops.aten
@@ -277,7 +278,8 @@ def _widened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
-    return np.ascontiguousarray(_widened(tensor.detach().cpu()).numpy())
+    # `ascontiguousarray` would add a dimension to a tensor without one.
+    return np.asarray(_widened(tensor.detach().cpu()).numpy(), order="C")
 
 
 def digest_of_arrays(arrays: Mapping[str, np.ndarray]) -> str:

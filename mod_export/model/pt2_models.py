@@ -91,7 +91,7 @@ def _checked(program: ExportedProgram, path: Path, like: Model | None) -> tuple[
     try:
         args, kwargs = program.example_inputs or ((), {})
         samples = [sample_tensors(program, args, kwargs)] if program.example_inputs else []
-        plain = plain_program(functional_program(program, str(path), samples), str(path))
+        plain = plain_program(functional_program(program, str(path), samples), str(path), samples)
         return plain, bucket_of(plain, like)
     except ModExportError:
         raise

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mod_export.environment import let_go
 from mod_export.errors import CheckpointError, ConfigError
-from mod_export.model.checkpoint import look_at_checkpoint, model_from_checkpoint
+from mod_export.model.checkpoint import companions_in, is_gguf, look_at_checkpoint, model_from_checkpoint
 from mod_export.model.model import Model
 from mod_export.types import Bucket
+
+if TYPE_CHECKING:
+    from mod_export.model.tokenizer_files import TokenizerFiles
 
 Way = Literal["checkpoint", "programs", "factory"]
 
@@ -55,6 +58,27 @@ class Request:
             raise CheckpointError(f"--samples {self.samples}: only a .pt2 takes samples; {self.sources[0]} has its own")
         if self.samples is not None and not self.samples.is_file():
             raise CheckpointError(f"{self.samples}: no such file")
+
+    def tokenizer(self, named: Path | None = None) -> tuple[TokenizerFiles | None, tuple[str, ...]]:
+        """Returns the files of the model's tokenizer, None if there is none, and notes for the user.
+
+        They come from `named` if given, or else from the GGUF file, from the model's folder, or from beside model.pt,
+        where training leaves them. What the model itself says about the ends of texts also applies to `named`.
+
+        Raises:
+            UsageError: the files are not a tokenizer that can be read.
+        """
+        from mod_export.model.tokenizer_files import files_in, read_tokenizer, settings_in
+
+        path = Path(self.sources[0])
+        folder = path.parent if path.name == "model.pt" and path.is_file() else path
+        files, notes = companions_in(path) if is_gguf(path) else (None, ())
+        if named is not None:
+            own = files.contents if files is not None else settings_in(folder) if folder.is_dir() else {}
+            files, notes = read_tokenizer(named).of_model(own), ()
+        elif folder.is_dir():
+            files = files_in(folder)
+        return files, (*notes, *(files.notes if files is not None else ()))
 
     def models(self, buckets: Sequence[Bucket] = (), like: Model | None = None) -> tuple[Model, Model | None]:
         """Returns the model and its dense baseline. The latter is None if neither request nor factory gives one.

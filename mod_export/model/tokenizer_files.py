@@ -340,10 +340,10 @@ def _usable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     usable = dict(settings)
     ends = usable.get("eos_token_id")
-    ids = [_whole(end) for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
-    end_ids = [end for end in ids if not isinstance(end, int) or end >= 0]
-    if len(end_ids) < len(ids) or ids != (ends if isinstance(ends, list) else [ends]):
-        usable["eos_token_id"] = end_ids or None
+    if ends is not None:
+        ids = [_whole(end) for end in (ends if isinstance(ends, list) else [ends]) if end is not None]
+        end_ids = [end for end in ids if not isinstance(end, int) or end >= 0]
+        usable["eos_token_id"] = (end_ids if isinstance(ends, list) else end_ids[0]) if end_ids else None
     if "top_k" in usable:
         usable["top_k"] = _whole(usable["top_k"])
     if usable.get("do_sample") is True:

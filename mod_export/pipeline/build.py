@@ -26,13 +26,13 @@ from mod_export.folder.programs import first_sample
 from mod_export.folder.workspace import FinishedFolder, Make, Step, Workspace
 from mod_export.judge.inputs import TextOf, documentation_of, prompts_of
 from mod_export.judge.reference import KeptRuns, Reference, tensors_of
+from mod_export.measure.decode import step_bytes
 from mod_export.model.model import GeneratingModel, GraphSource, Model, token_ids, tokens_sample
 from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form
 from mod_export.pipeline.restore import as_built, restored_model
 from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import ABOUT, FailedRow, Result, fields_of_graph, reason_for, sentences
 from mod_export.rows.cost import Work
-from mod_export.rows.speed import StepBytes
 from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.runtime.tokenizer import TokenizersFile
@@ -48,6 +48,7 @@ from mod_export.types import (
     Variant,
     graph_of,
     having,
+    weights_dtypes,
 )
 
 if TYPE_CHECKING:
@@ -336,6 +337,10 @@ class Build:
         """Returns the weights file of a model and dtype, relative to the root."""
         return self.facts[kind].weights.removesuffix("float32.data") + f"{dtype}.data"
 
+    def weights_hashes(self, kind: ModelKind, dtype: DType) -> list[str]:
+        """Returns the SHA-256 of every weights file that engines of a model and dtype read or contain."""
+        return [self.hash_of(self.weights_path(kind, stored)) for stored in weights_dtypes(dtype)]
+
     def identity(self, kind: ModelKind) -> dict[str, Any]:
         """Returns which weights and which spec a model is made of, as an input of steps."""
         about = self.facts[kind].model_dump(include={"checkpoint_sha256", "architecture", "spec"})
@@ -366,16 +371,23 @@ class Build:
     @cached_property
     def text_of(self) -> TextOf | None:
         """Text for a model that has none of its own, if the folder has its tokenizer."""
-        tokenizer, vocab_size = self.root / TOKENIZER, self.facts["mod"].vocab_size
-        if vocab_size is None or not tokenizer.is_file():
+        vocab_size = self.facts["mod"].vocab_size
+        if vocab_size is None or not self._has_tokenizer:
             return None
-        return documentation_of(partial(TokenizersFile(tokenizer).ids, special=False), vocab_size)
+        tokenizer = TokenizersFile(self.root / TOKENIZER)
+        return documentation_of(partial(tokenizer.ids, special=False), vocab_size)
+
+    @property
+    def _has_tokenizer(self) -> bool:
+        # A folder that is being built may still hold the tokenizer of an earlier build, until its last stage.
+        if self._plan is not None:
+            return self._plan.vocabulary == TOKENIZER
+        return (self.root / TOKENIZER).is_file()
 
     @property
     def text_inputs(self) -> dict[str, Any]:
         """What the text depends on, as an input of steps."""
-        has_tokenizer = (self.root / TOKENIZER).is_file()
-        return {"seed": self.config.seed, "tokenizer": self.hash_of(TOKENIZER) if has_tokenizer else None}
+        return {"seed": self.config.seed, "tokenizer": self.hash_of(TOKENIZER) if self._has_tokenizer else None}
 
     def texts(self, rows: int, length: int) -> np.ndarray:
         """Returns beginnings of texts for timing, int64 (rows, length).
@@ -410,12 +422,21 @@ class Build:
         assert graph is not None, engine.path
         return graph
 
+    def target_options(self, target: str) -> dict[str, Any]:
+        """Returns the target's options that every engine depends on, when it is built or loaded. Variants cover the
+        others.
+        """
+        options: dict[str, Any] = self.config.target.model_dump(mode="json", by_alias=True)[target]
+        # Options that only shape the graph are covered by its hash.
+        return {key: value for key, value in options.items() if key not in ("dtypes", "architectures", "query_block")}
+
     def conditions(self, engines: Sequence[Engine]) -> dict[str, Any]:
         """Returns what a result on this machine depends on, besides its options."""
         targets = dict.fromkeys(engine.target for engine in engines)
         return {
             "engines": [self.hash_of(engine.path) for engine in engines],
-            "weights": [self.hash_of(self.weights_path(engine.model, engine.dtype)) for engine in engines],
+            "weights": [self.weights_hashes(engine.model, engine.dtype) for engine in engines],
+            "target_options": {target: self.target_options(target) for target in targets},
             "threads": self.config.latency.threads,
             "machine": [self.machine["cpu"], self.machine["cores"], self.machine["gpu"]],
             "versions": {
@@ -430,7 +451,7 @@ class Build:
         return {
             **self.conditions([candidate.engine] if candidate.engine else []),
             "file": self.hash_of(candidate.path),
-            "weights": self.hash_of(self.weights_path(kind, dtype)),
+            "weights": self.weights_hashes(kind, dtype),
             "options": options,
             "seed": self.config.seed,
             "checkpoint": self.identity(kind),
@@ -499,15 +520,3 @@ def _generation_facts(plan: Plan) -> GenerationFacts:
             for bucket in decodes
         },
     )
-
-
-def step_bytes(model: GeneratingModel, bucket: Bucket, stored: Mapping[str, int] | None = None) -> StepBytes:
-    """Returns the bytes that a decode step must read: a constant part, and a part for each routing site.
-
-    `stored` gives the bytes of weights that are not stored as float32.
-    """
-    nowhere, rows, length = dict.fromkeys(model.sites, 0.0), bucket.batch, bucket.seq
-    always = model.least_bytes(rows, length, nowhere, stored)
-    sites = {str(site): model.least_bytes(rows, length, nowhere | {site: 1.0}, stored) - always for site in model.sites}
-    # Experts add nothing, because every step reads as many of them as its rows can take.
-    return StepBytes(always=always, sites={site: size for site, size in sites.items() if size})

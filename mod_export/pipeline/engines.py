@@ -6,7 +6,6 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
 
 from mod_export.engines.protocol import EngineBuilder, EngineJob
 from mod_export.environment import free_bytes, versions
@@ -89,9 +88,9 @@ def _build(build: Build, builder: EngineBuilder, variant: Variant, engine: Engin
     graph = build.graph_of(engine)
     inputs = {
         "graph": build.hash_of(graph.path),
-        "weights": build.hash_of(build.weights_path(engine.model, engine.dtype)),
+        "weights": build.weights_hashes(engine.model, engine.dtype),
         "variant": asdict(variant),
-        "options": _options(build, builder),
+        "options": build.target_options(builder.name),
         "versions": {**versions("mod_export"), **builder.versions()},
         # Without a named architecture, the engine is native code for this machine.
         "machine": None if variant.arch else [build.machine["cpu"], build.machine["gpu"]],
@@ -107,10 +106,3 @@ def _build(build: Build, builder: EngineBuilder, variant: Variant, engine: Engin
     except BuildError as error:
         return error
     return None
-
-
-def _options(build: Build, builder: EngineBuilder) -> dict[str, Any]:
-    """Returns the target's options that every engine depends on. Variants cover the others."""
-    options: dict[str, Any] = build.config.target.model_dump(mode="json", by_alias=True)[builder.name]
-    # Options that only shape the graph are covered by its hash.
-    return {key: value for key, value in options.items() if key not in ("dtypes", "architectures", "query_block")}

@@ -32,18 +32,28 @@ from mod_export.graph.weights import (
     Forms,
     WeightsFile,
     bind_weights,
-    files_for,
     state_of,
     write_weights,
 )
 from mod_export.measure.cost import cost_row
+from mod_export.measure.decode import step_bytes as step_bytes_of
 from mod_export.model.model import Model, stored_state
 from mod_export.pipeline.build import Build
-from mod_export.pipeline.build import step_bytes as step_bytes_of
 from mod_export.pipeline.calibration import Calibration
 from mod_export.rows.base import fields_of_graph
 from mod_export.rows.cost import CostRow
-from mod_export.types import DTYPES, KINDS, QUANTIZED, Bucket, DType, Graph, ModelKind, Site, site_from_text
+from mod_export.types import (
+    DTYPES,
+    KINDS,
+    QUANTIZED,
+    Bucket,
+    DType,
+    Graph,
+    ModelKind,
+    Site,
+    site_from_text,
+    weights_dtypes,
+)
 
 SHOWN = 4
 MOST_KEPT = 32
@@ -231,7 +241,7 @@ def _bind(build: Build, model: ir.Model, graph: Graph) -> None:
         GraphError: a weights file does not hold one of them.
         BuildFolderError: a weights file is missing or unreadable.
     """
-    paths = [build.weights_path(graph.model, dtype) for dtype in files_for(graph.dtype)]
+    paths = [build.weights_path(graph.model, dtype) for dtype in weights_dtypes(graph.dtype)]
     bind_weights(model, [WeightsFile.open(build.root / path) for path in paths], build.root / "graphs")
     unbound = [name for name, value in model.graph.initializers.items() if value.const_value is None]
     if unbound:

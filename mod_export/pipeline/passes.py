@@ -84,7 +84,7 @@ def _rewrite_step(build: Build, builder: EngineBuilder, graph: Graph, portable: 
     proven = _is_proven(builder, graph)
     inputs = {
         "portable": build.hash_of(portable.path),
-        "weights": build.hash_of(build.weights_path(graph.model, graph.dtype)),
+        "weights": build.weights_hashes(graph.model, graph.dtype),
         "dialect": {key: sorted(value) if isinstance(value, frozenset) else value for key, value in limits.items()},
         "dtype": graph.dtype,
         "gate": build.config.parity.gate(graph.dtype).model_dump() if proven else None,

@@ -392,7 +392,10 @@ def _check_room(plan: Plan, root: Path) -> None:
         needed += sizes[variant.dtype] * plan.model.parameters if builder.embeds_weights else 2**20
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
-    if free < needed:
+    # A build that goes on, or is repeated, has a part of its files already.
+    files = (file for part in ("graphs", "engines") for file in root.glob(f"{part}/**/*") if file.is_file())
+    kept = sum(file.stat().st_size for file in files)
+    if free + kept < needed:
         raise BuildFolderError(
             f"{root}: needs about {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free; "
             "free some space, name another folder with -o, or build for fewer targets"

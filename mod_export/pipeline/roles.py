@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mod_export.config import BuildConfig, GenerationOptions
+from mod_export.engines import ENGINES
 from mod_export.folder.manifest import GenerationFacts
 from mod_export.judge.reference import Reference, tensors_of
 from mod_export.measure.decode import measure_prompts, measure_steps
@@ -290,12 +291,18 @@ class DecodeRole(WritingRole):
             bandwidth = None if roofline is None else roofline.bandwidth_gbs
             ids_BS = build.texts(setting.bucket.batch, setting.bucket.seq)
             step_bytes = facts.step_bytes[setting.bucket.name][setting.dtype]
-            return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, bandwidth)]
+            limits = ENGINES[setting.target].limits
+            return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, limits, bandwidth)]
 
         build.measure(
             DecodeRow,
             f"decode/{setting.target}/{setting.bucket.name}-{setting.dtype}",
-            build.timing_inputs(engines.values(), positions=config.generation.measured_tokens, prompts=prompts),
+            build.timing_inputs(
+                engines.values(),
+                positions=config.generation.measured_tokens,
+                prompts=prompts,
+                latency=config.latency.model_dump(include={"max_seconds", "resolution"}),
+            ),
             make,
         )
 

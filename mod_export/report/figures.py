@@ -47,7 +47,7 @@ from mod_export.report.wording import (
     ratio_text,
     threads_text,
 )
-from mod_export.rows.correctness import MapLayer, ParityRow, RoutingMap
+from mod_export.rows.correctness import MapLayer, OutputParity, ParityRow, RoutingMap
 from mod_export.rows.cost import CostRow, PartRow, Roofline
 from mod_export.rows.speed import DecodeRow, GenerationReport, LatencyRow, SpeedupRow
 from mod_export.types import ModelKind, Setting, Site, is_expert
@@ -114,7 +114,7 @@ def _speedup_in_words(row: SpeedupRow) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyFigure:
-    """The samples of one setting: their distribution, and their values in the order in which they were taken.
+    """The samples of one setting: their distribution, and their values round after round.
 
     `bins` are, for each model drawn in order, (number of the first sample, number of the last, smallest, largest).
     Numbers start at 1, milliseconds are text. `low` and `high` bound the drawing in order, as shares of a model's own
@@ -266,26 +266,36 @@ def step_legend(*, alone: bool) -> Markup:
 
 
 def error_figure(rows: Sequence[ParityRow]) -> Markup:
-    """Returns a chart of the errors of all engines, with the rounding error of the reference and the gate."""
-    numbers = [
-        n for row in rows for n in (row.error.max_abs, row.error.mean_abs, row.rounding_error, row.allowed_max_abs)
-    ]
-    axis = axis_of_logarithm(numbers)
-    lanes = []
+    """Returns a chart of the errors of all engines, with the rounding error of the reference and the gate. Further
+    outputs have lanes of their own, because each has its own gate.
+    """
+    outputs: list[tuple[str, bool, ParityRow | OutputParity]] = []
     for row in rows:
-        rounding = "" if row.rounding_error is None else f"rounding error {error_text(row.rounding_error)}, "
-        setting = f"{row.setting} {name_of(row.model)}"
+        engine = f"{row.setting} {name_of(row.model)}"
+        outputs += [
+            (engine, row.passed, row),
+            *(
+                (f"{engine}, {further.name}", further.error.max_abs <= further.allowed_max_abs, further)
+                for further in row.further_outputs
+            ),
+        ]
+    axis = axis_of_logarithm(
+        [n for _, _, o in outputs for n in (o.error.max_abs, o.error.mean_abs, o.rounding_error, o.allowed_max_abs)]
+    )
+    lanes = []
+    for name, passed, output in outputs:
+        rounding = "" if output.rounding_error is None else f"rounding error {error_text(output.rounding_error)}, "
         lanes.append(
             Lane(
-                name=html("{}", setting),
-                told=f"{setting}: largest error {error_text(row.error.max_abs)}, mean error "
-                f"{error_text(row.error.mean_abs)}, {rounding}gate {error_text(row.allowed_max_abs)}",
+                name=html("{}", name),
+                told=f"{name}: largest error {error_text(output.error.max_abs)}, mean error "
+                f"{error_text(output.error.mean_abs)}, {rounding}gate {error_text(output.allowed_max_abs)}",
                 height=26,
                 marks=[
-                    upright("bound", axis.place(row.rounding_error), 3, 23),
-                    upright("gate", axis.place(row.allowed_max_abs), 1, 25),
-                    dot("mean", axis.place(row.error.mean_abs), 13, 3.5),
-                    dot("point" if row.passed else "point bad", axis.place(row.error.max_abs), 13, 4.5),
+                    upright("bound", axis.place(output.rounding_error), 3, 23),
+                    upright("gate", axis.place(output.allowed_max_abs), 1, 25),
+                    dot("mean", axis.place(output.error.mean_abs), 13, 3.5),
+                    dot("point" if passed else "point bad", axis.place(output.error.max_abs), 13, 4.5),
                 ],
             )
         )
@@ -304,7 +314,7 @@ def layers_legend() -> Markup:
         (glyph(upright("bound", HALF, 0, "100%")), "bound of the scores"),
         (glyph(dot("mean", HALF, "50%", 4)), "largest flip, a near-tie"),
         (glyph(dot("point bad", HALF, "50%", 5)), "largest flip, a fault"),
-        (glyph(dot("predicted", HALF, "50%", 5)), "smallest margin, rank k to k + 1"),
+        (glyph(dot("predicted", HALF, "50%", 5)), "smallest margin from the edge of the selection"),
     ]
     return legend(signs)
 

@@ -25,7 +25,7 @@ from mod_export.measure.cost import PARTS
 from mod_export.report import figures, summary, tables, text, wording
 from mod_export.report.charts import name_of, page_about, part_class, part_text
 from mod_export.rows.report import BuildReport
-from mod_export.types import Setting
+from mod_export.types import QUANTIZED, Setting
 
 DARK = "@media screen and (prefers-color-scheme: dark)"
 
@@ -134,7 +134,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         finalize=_cleaned,
     )
-    environment.globals |= {"name_of": name_of, "parts": list(PARTS)}
+    environment.globals |= {"name_of": name_of, "parts": list(PARTS), "quantized": QUANTIZED}
     environment.filters |= {
         name.removesuffix("_text"): function for name, function in vars(wording).items() if name.endswith("_text")
     }

@@ -84,9 +84,8 @@ class SettingResults:
 
     @property
     def error(self) -> ErrorNumbers | None:
-        """Error of the worse of the two engines; NaN is the worst."""
-        errors = [row.error for row in self.of(ParityRow)]
-        return max(errors, key=lambda error: (math.isnan(error.max_abs), error.max_abs), default=None)
+        """Error of the worst output of both engines; NaN is the worst."""
+        return _worst_error(self.of(ParityRow))
 
     @property
     def texts(self) -> tuple[int, int]:
@@ -130,13 +129,14 @@ class Gains:
     by_input: tuple[InputAgreement, ...]
     """Selected tokens by kind of input, because inputs made of ties may differ where text does not."""
     max_abs: float | None
-    """Largest error of a first output, NaN if any is NaN; None if nothing was compared."""
+    """Largest error of an output, NaN if any is NaN; None if nothing was compared."""
 
 
 def gains(report: BuildReport) -> Gains:
     """Sums up the results about whole texts on this machine."""
     measured = [row.measured for row in report.speedup]
     parity = parity_rows(report, forward=True)
+    worst = _worst_error(parity)
     return Gains(
         slowest=min(measured, key=lambda ratio: (not math.isnan(ratio), ratio), default=None),
         fastest=max(measured, default=None),
@@ -144,8 +144,14 @@ def gains(report: BuildReport) -> Gains:
         agreed=sum(row.routing.agreed for row in parity),
         faults=sum(layer.faults for row in parity for layer in row.routing.layers),
         by_input=agreement_by_input(parity),
-        max_abs=max((row.error.max_abs for row in parity), key=lambda e: (math.isnan(e), e), default=None),
+        max_abs=None if worst is None else worst.max_abs,
     )
+
+
+def _worst_error(rows: Iterable[ParityRow]) -> ErrorNumbers | None:
+    """Returns the error of the worst output of all rows; NaN is the worst."""
+    errors = [error for row in rows for error in (row.error, *(output.error for output in row.further_outputs))]
+    return max(errors, key=lambda error: (math.isnan(error.max_abs), error.max_abs), default=None)
 
 
 def lacks_sites(rows: Sequence[ParityRow]) -> bool:

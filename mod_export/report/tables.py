@@ -34,7 +34,7 @@ from mod_export.report.wording import (
 from mod_export.rows.base import FailedRow
 from mod_export.rows.correctness import OutputParity, ParityRow, TextQuality
 from mod_export.rows.speed import LatencyRow, RivalRow, SpeedupRow, SpeedVerdict, StepsCompared
-from mod_export.types import HasSetting, ModelKind
+from mod_export.types import QUANTIZED, HasSetting, ModelKind
 
 UNBOUNDED = 100_000
 """Width of a console that never wraps."""
@@ -344,6 +344,14 @@ def _errors(row: ParityRow) -> Cell:
     return Cell(", ".join(error_text(output.error.max_abs) for output in outputs), f"gate {gates}")
 
 
+def _perplexity(row: ParityRow) -> Cell | None:
+    """Returns a cell with the perplexity and that of PyTorch with which the gate compares it."""
+    if row.text is None:
+        return None
+    expected = row.text.own_perplexity if row.dtype in QUANTIZED else row.text.reference_perplexity
+    return Cell(f"{row.text.perplexity:.4f}", f"PyTorch {expected:.4f}")
+
+
 def _quality(text: Callable[[TextQuality], str]) -> Callable[[JudgedPrecision], str | None]:
     return lambda row: text(row.parity.text) if row.parity and row.parity.text else None
 
@@ -359,12 +367,7 @@ PARITY: tuple[Column[ParityRow], ...] = (
     Column("mean error", lambda row: error_text(row.error.mean_abs)),
     Column("next token", lambda row: _gated(row.next_token_agreement, row.gate.next_token_agreement, share_text)),
     Column("KL", lambda row: _gated(row.kl, row.gate.max_kl, error_text)),
-    Column(
-        "perplexity",
-        lambda row: (
-            Cell(f"{row.text.perplexity:.4f}", f"PyTorch {row.text.reference_perplexity:.4f}") if row.text else None
-        ),
-    ),
+    Column("perplexity", _perplexity),
 )
 PRECISION_TIMED: tuple[Column[JudgedPrecision], ...] = (
     TARGET,

@@ -135,7 +135,8 @@ def _conditions(report: BuildReport) -> list[str]:
     if parity:
         kinds = ", ".join(dict.fromkeys(kind for row in parity for kind in row.inputs))
         references = ", ".join(dict.fromkeys(row.reference for row in parity))
-        value_name = "a logit" if all(row.next_token_agreement is not None for row in parity) else "each output"
+        only_logits = all(row.next_token_agreement is not None and not row.further_outputs for row in parity)
+        value_name = "a logit" if only_logits else "any output"
         lines.append(
             f"parity: against {references}, on inputs {kinds}; max error of {value_name}{summary.given_routing(parity)}"
             + (", the worse of MoD and dense" if report.not_compared is None else "")

@@ -25,15 +25,17 @@ class LayerAgreement(Result):
     """Number of tokens that wanted a slot and found none, if each token decides for itself."""
     near_ties: int
     """Number of differences at most `score_bound` away from the edge of the selection: the k-th score, or 0 if each
-    token decides for itself."""
+    token decides for itself. If a captured model runs its tokens in order of score, two neighbours in the wrong order
+    are a difference too, and its distance is that of their scores."""
     faults: int
     """Number of differences farther away. A single one fails the row."""
     min_margin: float | None
-    """Smallest distance between the scores at rank k and k + 1; null if there is no rank k + 1."""
+    """Smallest distance between the scores at rank k and k + 1, null if there is no rank k + 1; if each token decides
+    for itself, the smallest distance of a score from 0."""
     score_bound: float
     """Largest distance at which a difference still counts as a near-tie."""
     worst_flip: float | None
-    """Distance of the worst difference from the edge of the selection; null if there is no difference."""
+    """Distance of the worst difference; null if there is no difference."""
 
 
 class InputAgreement(Result):
@@ -89,7 +91,7 @@ class Gate(Result):
     judged_rows: float | None = None
     """Smallest share of the rows of an output that must be judged; null in reports written before this gate existed."""
     next_token_agreement: float
-    """Smallest `next_token_agreement` that passes."""
+    """Smallest `next_token_agreement` that passes; except in float32, it may be missed by two standard deviations."""
     rounding_error: float
     """Largest `error.max_abs` that passes, as a multiple of `rounding_error` scaled to the dtype. The same multiple
     bounds the distances of scores that rounding can explain."""
@@ -97,9 +99,10 @@ class Gate(Result):
     """Largest `error.rms` that passes, as a multiple of the root mean square of the reference's rounding errors, scaled
     to the dtype."""
     max_kl: float
-    """Largest `kl` that passes, in nats."""
+    """Largest `kl` that passes, in nats; in int8 and int4 it may be exceeded by two standard deviations of the mean."""
     max_perplexity_ratio: float
-    """Largest ratio of the two perplexities that passes, whichever of them is larger."""
+    """Largest ratio that passes of `text.perplexity` and `text.reference_perplexity`, in int8 and int4
+    `text.own_perplexity`, whichever of the two is larger."""
 
 
 class TextQuality(Result):
@@ -204,11 +207,12 @@ class ParityRow(EngineRow):
     allowed_max_abs: float
     """Largest `error.max_abs` that passes."""
     next_token_agreement: float | None
-    """Share of positions with the same most probable next token, on the worst input; null for outputs other than
-    logits."""
+    """Share of positions with the same most probable next token given the same routing, over all inputs; tokens whose
+    logits differ by no more than rounding count as equally probable. In int8 and int4, the share on text with each
+    model's own routing, if there is text. Null for outputs other than logits."""
     kl: float | None
     """Mean Kullback-Leibler divergence of the next-token distribution from that of the reference, in nats, on the worst
-    input; null for outputs other than logits."""
+    input; in int8 and int4, on all text together if there is any. Null for outputs other than logits."""
     text: TextQuality | None
     """Quality on real text; null if the candidate was not judged on any."""
     ties_exact: bool | None

@@ -31,7 +31,7 @@ class CostRow(Result):
     """FLOPs of all matrix products: two for each multiply-add. Causal attention counts as the full square."""
     flops_by_part: dict[str, int]
     """`flops` by part of the model, zeros included: `routing`, `attention_projections`, `attention`, `experts`, `mlp`,
-    `head`, `other`."""
+    `adapter`, `head`, `other`."""
     needed_flops: int
     """`flops` without the attention scores that a causal mask hides: the least that any kernel must compute."""
     weight_bytes: int

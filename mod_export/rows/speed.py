@@ -50,7 +50,7 @@ class LatencyRow(EngineRow):
     warmup: int
     """Number of rounds before the first sample."""
     samples_ms: tuple[float, ...]
-    """Every sample in milliseconds, in the order in which they were measured."""
+    """Every sample in milliseconds, round after round. Which of the two samples of a round ran first is random."""
     p50_ms: float
     """Median."""
     p90_ms: float
@@ -84,8 +84,8 @@ class LatencyRow(EngineRow):
 
 
 class Control(Result):
-    """The MoD engine compared with itself: the first samples of all rounds divided by the second ones. The ratio must
-    be 1.
+    """The MoD engine compared with itself: one sample of each round divided by the other one, which ran before or after
+    it at random. The ratio must be 1.
     """
 
     measured: float
@@ -239,7 +239,10 @@ class DecodeRow(PairRow):
     selected: dict[str, float]
     """Routing site -> share of the tokens that were selected there."""
     least_bytes: dict[ModelKind, int]
-    """Bytes that a step must at least read: the weights that it multiplies by, and its cache."""
+    """Bytes that a step must at least read: the weights that it multiplies by, and of its cache, in the dtype of the
+    cache, what the engine attends to. Engines of `ort-cpu` attend to the slots in use, the mean over the positions, and
+    a routed layer's slots count as filled in proportion to the text. Other engines attend to all slots, and so do those
+    of `ort-cpu` in routed layers if `slots` is `fair`."""
     predicted_ms: dict[ModelKind, float] | None
     """Milliseconds that this machine's memory takes to deliver `least_bytes`; null if its bandwidth was not
     measured."""
@@ -309,19 +312,36 @@ class StepBytes(Result):
     """Bytes that a decode step must read: a constant part, and a part for each routing site at which some row runs."""
 
     always: int
-    """Bytes of the weights that every step multiplies by, and of the cache in layers that every token goes through."""
+    """Bytes of the weights that every step multiplies by."""
     sites: dict[str, int]
     """Routing site -> further bytes that a step reads if some row runs there."""
+    cache: StepBytes | None = None
+    """The same of the keys and values in a full cache, in float32. Null in folders of earlier releases, in which the
+    other fields include them."""
 
-    def of(self, executed: Mapping[str, float]) -> int:
-        """Returns the mean over steps; `executed` is the share of the steps in which each site runs."""
-        return round(self.always + sum(size * executed[site] for site, size in self.sites.items()))
+    def of(self, executed: Mapping[str, float], always_cached: float = 1.0, routed_cached: float = 1.0) -> int:
+        """Returns the mean over steps.
+
+        Args:
+            executed: the share of the steps in which each site runs.
+            always_cached: what a step reads of the float32 bytes of a full cache, in layers that every token enters.
+            routed_cached: the same in layers that only selected tokens enter.
+        """
+        total = self.always + self._routed(executed)
+        if self.cache is not None:
+            total += always_cached * self.cache.always + routed_cached * self.cache._routed(executed)
+        return round(total)
+
+    def _routed(self, executed: Mapping[str, float]) -> float:
+        return sum(size * executed[site] for site, size in self.sites.items())
 
     def stored_in(self, dtype: DType) -> StepBytes:
-        """Returns the bytes if weights and cache are stored in this float dtype instead of float32."""
+        """Returns the bytes if weights are stored in this float dtype instead of float32."""
         share = FLOAT_BYTES[dtype] / FLOAT_BYTES["float32"]
         return StepBytes(
-            always=round(self.always * share), sites={site: round(size * share) for site, size in self.sites.items()}
+            always=round(self.always * share),
+            sites={site: round(size * share) for site, size in self.sites.items()},
+            cache=self.cache,
         )
 
 

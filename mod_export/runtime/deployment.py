@@ -22,7 +22,7 @@ import numpy as np
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Runner
 from mod_export.environment import usable_cores
-from mod_export.errors import TargetError, UnverifiedWarning, UsageError
+from mod_export.errors import EngineError, TargetError, UnverifiedWarning, UsageError
 from mod_export.folder.files import verify_files
 from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.folder.signature import check_signature
@@ -86,7 +86,8 @@ def served_engines(
 
     With `texts` these are prefill and decode engines, otherwise forward engines. Without a target, the choice is the
     fastest pair of target and dtype that met its gates in the build's measurements (of `dtype`, if given), or the first
-    pair if nothing was measured. With a target but no dtype, it is the first dtype built. Engines that missed a gate
+    pair if nothing was measured, without pairs that were made for another machine and cannot be loaded on this one.
+    With a target but no dtype, it is the first dtype built. Engines that missed a gate
     are never replaced by another dtype: the user has to name one.
 
     Raises:
@@ -112,9 +113,19 @@ def served_engines(
         lost = _why_missing(row for row in failed if row.target in (None, target) and row.dtype in (None, dtype))
         names = ", ".join(dict.fromkeys(candidate.target for candidate in runnable))
         raise TargetError(f"{folder}: holds no {dtype} {engine_kind} for {names}{lost}")
-    first = (engines_of_dtype[0].target, engines_of_dtype[0].dtype)
-    pair = first if target else fastest_engines(manifest, engines_of_dtype, texts=texts) or first
-    served = [engine for engine in engines_of_dtype if (engine.target, engine.dtype) == pair]
+
+    def chosen() -> list[Engine]:
+        first = (engines_of_dtype[0].target, engines_of_dtype[0].dtype)
+        pair = first if target else fastest_engines(manifest, engines_of_dtype, texts=texts) or first
+        return [engine for engine in engines_of_dtype if (engine.target, engine.dtype) == pair]
+
+    served, refusals = chosen(), []
+    while not target and (refusal := _refusal(folder, manifest, served[0])):
+        refusals.append(refusal)
+        engines_of_dtype = [engine for engine in engines_of_dtype if engine not in served]
+        if not engines_of_dtype:
+            raise TargetError(f"{folder}: no {engine_kind} runs here: {'; '.join(refusals)}")
+        served = chosen()
     missed = [reason for engine in served for reason in manifest.refused.get(engine.path, ())]
     if missed:
         raise TargetError(
@@ -123,6 +134,25 @@ def served_engines(
             "wrong for your use"
         )
     return served
+
+
+def _refusal(folder: Path, manifest: Manifest, engine: Engine) -> str:
+    """Says why this machine cannot run an engine; empty if it can. Only an engine that was made elsewhere is loaded.
+
+    Raises:
+        BuildFolderError: a file has changed since the build.
+    """
+    builder = ENGINES[engine.target]
+    if builder.made_here(folder, engine):
+        return ""
+    verify_files(folder, manifest.entries(engine.files))  # Engines are code.
+    try:
+        with builder.load(folder, engine, manifest.config, 1):
+            return ""
+    except TargetError as error:
+        return str(error)
+    except EngineError:  # It is damaged, which its first run says.
+        return ""
 
 
 def fastest_engines(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:
@@ -362,6 +392,22 @@ class Deployment:
         return self._runners[bucket]
 
 
+def open_smallest(deployment: Deployment) -> None:
+    """Opens the engine of the smallest bucket, which its first run would open otherwise.
+
+    Raises:
+        BuildFolderError: a file has changed since the build.
+        EngineError: the engine cannot be used.
+        TargetError: this machine cannot run the engine.
+    """
+    deployment._runner(deployment.buckets[0])
+
+
+def graph_files(deployment: Deployment) -> dict[Bucket, Path]:
+    """Returns bucket -> file of the graph that its engine was built from. Running the engine does not need it."""
+    return {bucket: deployment._root / graph.path for bucket, graph in deployment._graphs.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class Score:
     """How probable a prompt is.
@@ -412,7 +458,8 @@ def _shapes(shapes: Mapping[str, tuple[int, ...]]) -> str:
 def _of_dtype(name: str, array: np.ndarray, dtype: np.dtype[np.generic]) -> np.ndarray:
     if array.dtype != dtype and not np.can_cast(array.dtype, dtype, "same_kind"):
         raise UsageError(f"{name}: expected {dtype}, got {array.dtype}")
-    return np.ascontiguousarray(array, dtype=dtype)
+    # `ascontiguousarray` would add a dimension to an array without one.
+    return np.asarray(array, dtype=dtype, order="C")
 
 
 def _checked(lengths_B: np.ndarray, rows: int, seq: int) -> np.ndarray:

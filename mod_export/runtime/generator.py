@@ -127,9 +127,10 @@ class Generator:
         assert vocab_size is not None, "only a model of token ids writes text"
         self._requests = RequestReader(self.vocabulary, vocab_size, self.defaults)
         self.grammars = self._requests.grammars
+        # kv_bytes are counted for float32. With int8 and int4 weights, the target decides what the cache is.
+        cached_dtype = ENGINES[first.target].limits.floats(first.dtype)
         self._kv_bytes = {
-            # kv_bytes are counted for float32. With int8 and int4 weights the cache stays float32.
-            length: size * FLOAT_BYTES.get(first.dtype, FLOAT_BYTES["float32"]) // FLOAT_BYTES["float32"]
+            length: size * FLOAT_BYTES[cached_dtype] // FLOAT_BYTES["float32"]
             for length, size in manifest.generation.kv_bytes[first.model].items()
         }
         self._sites = manifest.generation.sites[first.model]

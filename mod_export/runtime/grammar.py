@@ -68,6 +68,17 @@ def schema_rule(schema: Mapping[str, Any]) -> str:
         raise GrammarError(f"the JSON schema cannot be read ({error}); leave out what is no plain data") from error
 
 
+def lark_of(grammar: Grammar) -> str:
+    """Returns a grammar in the form that is compiled. For a large schema this takes long; the result is returned as it
+    is.
+
+    Raises:
+        GrammarError: as for `schema_rule`.
+    """
+    text = f"start: {schema_rule(grammar)}" if isinstance(grammar, Mapping) else grammar
+    return text if "%llguidance" in text else f'%llguidance {{"no_forcing": true}}\n{text}'
+
+
 class Grammars:
     """Compiles grammars for one vocabulary, one at a time, and keeps the last few. Any thread may use it."""
 
@@ -92,11 +103,10 @@ class Grammars:
             return GrammarProgress(matcher.deep_copy(), stop_ids)
 
     def compiled(self, grammar: Grammar) -> Future[LLMatcher]:
-        """Returns at once a future of the grammar, which another thread compiles if it is not known. This call or the
-        future raises what `begin` raises.
+        """Returns a future of the grammar, which another thread compiles if it is not known: at once if the grammar is
+        a result of `lark_of`. This call or the future raises what `begin` raises.
         """
-        text = f"start: {schema_rule(grammar)}" if isinstance(grammar, Mapping) else grammar
-        text = text if "%llguidance" in text else f'%llguidance {{"no_forcing": true}}\n{text}'
+        text = lark_of(grammar)
         with self._lock:
             if text in self._compiled:
                 self._compiled.move_to_end(text)
@@ -183,6 +193,10 @@ class GrammarProgress:
     def __init__(self, matcher: LLMatcher, stop_ids: Collection[int]) -> None:
         self._matcher = matcher
         self._stop_ids = sorted(stop_ids)
+
+    def copy(self) -> GrammarProgress:
+        """Returns the state of another text that has come equally far."""
+        return GrammarProgress(self._matcher.deep_copy(), self._stop_ids)
 
     @property
     def is_complete(self) -> bool:

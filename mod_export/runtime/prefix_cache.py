@@ -19,6 +19,9 @@ from mod_export.runtime.cache import CachedBlock
 BLOCK = 16
 """Tokens of a block that steps read. A block that is not whole is read again."""
 
+ENTRY_BYTES, TOP_BYTES = 200, 130
+"""About what Python's objects of a log probability take, and of each alternative beside it."""
+
 Key = tuple[int, tuple[int, ...]]
 Reading = tuple[str, int, int]
 """How a text is read: in `parts` or by `steps`, and the rows and the cache length of the engine that takes the steps (0
@@ -100,7 +103,10 @@ class PrefixCache:
         known = self._nodes.get(key)
         if known is not None and known.block is not None:
             if _tops(block) > _tops(known.block):
-                known.block = block
+                larger = _bytes_of(block) - _bytes_of(known.block)
+                known.block, known.size = block, known.size + larger
+                self.used_bytes += larger
+                return self._kept(known)
             return known
         return self._add(key, parent, parent.length + len(ids), block)
 
@@ -116,14 +122,20 @@ class PrefixCache:
         self._numbers += 1
         node = self._nodes[key] = Node(key, self._numbers, parent, length, block, size)
         self.used_bytes += size
-        before = parent
+        return self._kept(node)
+
+    def _kept(self, node: Node) -> Node | None:
+        """Marks a node as used, and drops what was used least recently until the rest fits. Returns the node; None if
+        it was dropped too.
+        """
+        before: Node | None = node
         while before is not None:
             self._nodes.move_to_end(before.key)
             before = before.parent
         while self.used_bytes > self.max_bytes:
             _, dropped = self._nodes.popitem(last=False)
             self.used_bytes -= dropped.size
-        return node if self._nodes.get(key) is node else None
+        return node if self._nodes.get(node.key) is node else None
 
 
 def _lists(node: Node, alternatives: int | None) -> bool:
@@ -141,7 +153,8 @@ def _bytes_of(block: CachedBlock | None) -> int:
     if block is None:
         return 0
     arrays = [*(array for pair in block.rows.values() for array in pair), block.logits_V]
-    return sum(array.nbytes for array in (*arrays, block.count_N, block.overflow_N) if array is not None)
+    numbers = sum(array.nbytes for array in (*arrays, block.count_N, block.overflow_N) if array is not None)
+    return numbers + sum(ENTRY_BYTES + TOP_BYTES * len(logprob.top) for logprob in block.logprobs)
 
 
 @dataclass(slots=True)

@@ -139,6 +139,8 @@ class RequestReader:
         sampling = self.defaults.sampling_of(temperature, top_k, top_p)
         stop_ids = self._stop_ids(stop) | (frozenset() if ignore_eos else self.defaults.stop_ids)
         bias = Bias(logit_bias, self.vocab_size) if logit_bias else None
+        # Checking a large schema takes long, so it is done once for all texts.
+        beginning = None if grammar is None else self.grammars.begin(grammar, stop_ids)
         texts = [
             RowText(
                 row=row,
@@ -153,7 +155,7 @@ class RequestReader:
                 logprobs=logprobs,
                 score_prompt=prompt_logprobs,
                 bias=bias,
-                grammar=None if grammar is None else self.grammars.begin(grammar, stop_ids),
+                grammar=None if beginning is None else beginning.copy(),
             )
             for row, ids in enumerate(ids_by_row)
         ]

@@ -25,6 +25,8 @@ ASCII = [chr(code) for code in range(128)]
 QUOTED = {'"', "\\"}
 NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords that hold schemas by names."""
+LONGEST_PATTERN = 1 << 14
+"""Characters of the longest regular expression. Checking takes some microseconds for each class of characters."""
 NO_SCHEMA = ("title", "description", "default", "examples", "$comment", "required", "$ref", "x-guidance")
 
 
@@ -74,6 +76,8 @@ def _refuse(control: re.Match[str] | None, key: str) -> None:
 
 
 def _pattern(pattern: str, key: str) -> str:
+    if len(pattern) > LONGEST_PATTERN:
+        raise GrammarError(f"{key}: has {len(pattern)} characters, at most {LONGEST_PATTERN} are read; simplify it")
     if NAMED_CONTROLS.search(pattern):
         raise GrammarError(f"{key}: a class of control characters is not supported; leave it out")
     return "".join(_part(part[0], key) for part in PART.finditer(pattern))

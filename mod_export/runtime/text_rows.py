@@ -318,7 +318,7 @@ class TextRows:
             text.grammar.feed(token)
         if logprob is not None:
             completion.logprobs.append(logprob)
-        new = "" if text.reader is None else text.stops.feed(text.reader.feed(token))
+        new = "" if text.reader is None else text.stops.feed(text.stops.read(text.reader, token))
         completion.text += new
         ends_whole = self._ends_whole(text)
         yield text, Piece(text.row, token, new, logprob)
@@ -345,10 +345,12 @@ class TextRows:
         yield from self._rest(text)
 
     def _rest(self, text: RowText) -> Iterator[Written]:
-        """Yields the characters that were held back, at the end of a text."""
+        """Yields the characters that were held back, at the end of a text, which may complete a stop string."""
         if text.reader is None:
             return
         rest = text.stops.feed(text.reader.close()) + text.stops.close()
+        if text.completion.finish == "length" and text.stops.stopped is not None:
+            text.completion.finish, text.completion.stop = "stop", text.stops.stopped
         text.completion.text += rest
         if rest:
             yield text, Piece(text.row, None, rest)

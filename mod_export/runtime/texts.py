@@ -4,6 +4,8 @@ A vocabulary returns the ids of a text, the chat template, and a reader that dec
 several tokens, so the characters to show after a token may be none, or more than those of the token. Readers and
 `StopText` take a text in pieces (`feed`) and return the new characters that are certain. `close` returns the rest when
 the text ends, with U+FFFD for an incomplete character. The joined result does not depend on where the text was cut.
+`peek` of a reader returns what `close` would, without ending the text: a stop string may be complete in characters that
+later tokens could still change.
 """
 
 from __future__ import annotations
@@ -93,6 +95,10 @@ class _ByteReader:
             )
         return self._decoder.decode(bytes([token]))
 
+    def peek(self) -> str:
+        """Returns the whole characters that are held back: none, as only an incomplete one is."""
+        return ""
+
     def close(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -111,6 +117,10 @@ class ExactReader:
         token_bytes = self._vocabulary.token_bytes(token) if self._vocabulary.is_shown(token) else None
         return self._decoder.decode(token_bytes or b"")
 
+    def peek(self) -> str:
+        """Returns the whole characters that are held back: none, as only an incomplete one is."""
+        return ""
+
     def close(self) -> str:
         return self._decoder.decode(b"", final=True)
 
@@ -126,6 +136,10 @@ class MarkReader:
         """Returns the characters that become certain with this token, possibly none."""
         mark = self._marks.get(token)
         return self._reader.feed(token) if mark is None else self._reader.close() + mark
+
+    def peek(self) -> str:
+        """Returns the whole characters that are held back."""
+        return self._reader.peek()
 
     def close(self) -> str:
         return self._reader.close()
@@ -157,6 +171,16 @@ class StopText:
         self.stopped: str | None = None
         self._stops = tuple(stops)
         self._held = ""
+
+    def read(self, reader: Reader, token: int) -> str:
+        """Feeds a token to the reader of the text. Returns the characters that become certain with it: all of them if
+        the text ends here, because they complete a stop string.
+        """
+        piece = reader.feed(token)
+        if not self._stops:
+            return piece
+        text = self._held + piece + reader.peek()
+        return piece + reader.close() if any(stop in text for stop in self._stops) else piece
 
     def feed(self, piece: str) -> str:
         """Returns the characters that can be shown now: none that may begin a stop string, and none once `stopped`."""

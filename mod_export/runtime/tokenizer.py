@@ -195,6 +195,14 @@ class FileReader:
         """Returns the characters that become certain with this token."""
         return self._clean(self._raw(token))
 
+    def peek(self) -> str:
+        """Returns the characters that are held back, without those at the end that may be a part of a character."""
+        # After a piece that was shown whole there are no further tokens, so that most calls decode nothing.
+        is_whole = len(self._ids) == self._before
+        rest = "" if is_whole else self._file.decode_raw(self._ids)[self._shown :].rstrip(UNREADABLE)
+        text = self._uncleaned + rest
+        return cleaned(text) if self._file.cleans else text
+
     def close(self) -> str:
         """Returns the characters that were held back."""
         rest = self._file.decode_raw(self._ids)[self._shown :]

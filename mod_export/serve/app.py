@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from http import HTTPStatus
 from importlib.resources import files
 
 from starlette.applications import Starlette
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -32,6 +34,15 @@ NOT_HERE = tuple(
 """Addresses of OpenAI's API, and of servers like this one, that no model here could answer."""
 HEALTH = ("/health", "/v2/health")
 """Prefixes of the addresses that supervisors ask: the usual one with Kubernetes, and the Open Inference Protocol's."""
+
+
+class _ModelName(PathConvertor):
+    """A name of a model, which may have slashes. What follows it in some addresses is no part of it."""
+
+    regex = ".+(?<!/infer)(?<!/ready)"
+
+
+register_url_convertor("model", _ModelName())
 
 
 def create_app(
@@ -63,14 +74,17 @@ def create_app(
         ("GET", "/", open_to_all, _page),
         ("GET", openapi.PATH, open_to_all, openapi.route(keys=bool(keys))),
     ]
-    for model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
+    # Versions come first: a name may have slashes, so the other addresses match them too.
+    for model in ("/v2/models/{name:model}/versions/{version}", "/v2/models/{name:model}"):
         routes += [
             ("GET", model, secured, inference_protocol.model_metadata),
             ("GET", f"{model}/ready", secured, inference_protocol.model_ready),
             ("POST", f"{model}/infer", secured, inference_protocol.infer),
         ]
     app = Starlette(
-        routes=[Route(path, guard(path, endpoint), methods=[method]) for method, path, guard, endpoint in routes],
+        routes=[
+            Route(path, guard(shown(path), endpoint), methods=[method]) for method, path, guard, endpoint in routes
+        ],
         exception_handlers={HTTPException: _no_such_address},
         middleware=[Middleware(RequestLog), Middleware(Cors, origins=origins)],
     )
@@ -78,6 +92,11 @@ def create_app(
     app.state.service = service
     app.state.mailbox = openai_api.Mailbox()
     return app
+
+
+def shown(path: str) -> str:
+    """Returns the path of a route as people read it: with `{name}` for `{name:path}`."""
+    return re.sub(r":\w+}", "}", path)
 
 
 async def _no_such_address(request: Request, error: Exception) -> Response:
@@ -107,7 +126,7 @@ def _addresses(request: Request) -> str:
     """The addresses of the API that the client seems to mean."""
     prefix = "/v2" if path_of(request).startswith("/v2") else "/v1"
     routes = [route for route in request.app.routes if isinstance(route, Route) and route.path.startswith(prefix)]
-    return ", ".join(f"{min(route.methods or ('GET',))} {route.path.replace(':path', '')}" for route in routes)
+    return ", ".join(f"{min(route.methods or ('GET',))} {shown(route.path)}" for route in routes)
 
 
 async def _metrics(request: Request) -> Response:

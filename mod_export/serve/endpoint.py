@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive
 
-from mod_export.errors import UsageError
+from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.runtime.compiling import GrammarNotCompiledError
 from mod_export.runtime.template_process import TemplateNotRenderedError
 from mod_export.serve.request_log import CLIENT_LEFT
@@ -263,7 +263,7 @@ def problem_of(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="not_rendered", retry_after_s=RETRY_S)
         case ClosingError():
             return ApiError(503, str(error), code="shutting_down", retry_after_s=RETRY_S)
-        case UsageError():
+        case UsageError() if not isinstance(error, BuildFolderError | TargetError):  # Those two blame no request.
             return ApiError(400, str(error))
         case ValidationError():
             return _invalid(error)

@@ -19,10 +19,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mod_export import __version__
-from mod_export.runtime.deployment import Deployment
+from mod_export.folder.ports import TensorPort, any_rows, any_size, ports_of
+from mod_export.runtime.deployment import Deployment, graph_files
 from mod_export.serve.endpoint import ApiError, json_of, read_body, service_of, unless_gone
 from mod_export.serve.service import Scoring, Service
-from mod_export.types import Bucket, Unavailable
+from mod_export.types import Unavailable
 
 DTYPES: Mapping[str, str] = {
     "BOOL": "bool",
@@ -99,14 +100,9 @@ async def model_ready(request: Request) -> Response:
 async def model_metadata(request: Request) -> Response:
     """GET /v2/models/NAME. A size of -1 means any size that fits a bucket."""
     service, scoring = _scoring(request)
-    deployment = scoring.deployment
-    outputs = {
-        bucket: {name: ("float32", shape) for name, shape in shapes.items()}
-        for bucket, shapes in deployment.outputs.items()
-    }
-    about = {"name": service.name, "versions": ["1"], "platform": f"mod_export_{deployment.target}"}
-    ids = deployment.vocab_size is not None
-    return JSONResponse({**about, "inputs": _ports(deployment.inputs, ids=ids), "outputs": _ports(outputs, ids=ids)})
+    inputs, outputs = await asyncio.to_thread(_ports, scoring.deployment)
+    about = {"name": service.name, "versions": ["1"], "platform": f"mod_export_{scoring.deployment.target}"}
+    return JSONResponse({**about, "inputs": _described(inputs), "outputs": _described(outputs)})
 
 
 async def infer(request: Request) -> Response:
@@ -140,20 +136,24 @@ def _scoring(request: Request) -> tuple[Service, Scoring]:
     return service, service.scoring
 
 
-def _ports(buckets: Mapping[Bucket, Mapping[str, tuple[str, tuple[int, ...]]]], *, ids: bool) -> list[dict[str, Any]]:
-    """Merges the inputs or outputs of all buckets. A size is -1 if it differs between buckets, or, with `ids`, if it is
-    the batch or sequence size: requests of token ids may be smaller than any bucket.
-    """
-    merged: dict[str, tuple[str, list[int]]] = {}
-    for bucket, ports in buckets.items():
-        for name, (dtype, shape) in ports.items():
-            sizes = [-1 if ids and axis < 2 and size == (bucket.batch, bucket.seq)[axis] else size
-                     for axis, size in enumerate(shape)]  # fmt: skip
-            before = merged.get(name, (dtype, sizes))[1]
-            merged[name] = dtype, [a if a == b else -1 for a, b in zip(before, sizes, strict=True)]
-    return [
-        {"name": name, "datatype": NAMES.get(dtype, dtype), "shape": shape} for name, (dtype, shape) in merged.items()
+def _ports(deployment: Deployment) -> tuple[Sequence[TensorPort], Sequence[TensorPort]]:
+    """Returns the inputs and outputs of all buckets, merged. Requests of token ids may be smaller than any bucket."""
+    inputs = [
+        [TensorPort(name, NAMES.get(dtype, dtype), shape) for name, (dtype, shape) in ports.items()]
+        for ports in deployment.inputs.values()
     ]
+    # The manifest has only the shapes of outputs. The graphs have their types, and routed positions beside them.
+    names = deployment.outputs
+    outputs = [
+        [port for port in ports_of(path)[1] if port.name in names[bucket]]
+        for bucket, path in graph_files(deployment).items()
+    ]
+    merged = any_size if deployment.vocab_size is None else any_rows
+    return merged(inputs), merged(outputs)
+
+
+def _described(ports: Sequence[TensorPort]) -> list[dict[str, Any]]:
+    return [{"name": port.name, "datatype": port.dtype, "shape": list(port.dims)} for port in ports]
 
 
 def _most_bytes(deployment: Deployment) -> int:
@@ -234,7 +234,7 @@ def _encoded(model: str, asked: InferRequest, results: Mapping[str, np.ndarray])
     outputs: list[dict[str, Any]] = []
     blobs: list[bytes] = []
     for item in wanted:
-        array = np.ascontiguousarray(results[item.name])
+        array = results[item.name]
         about = {"name": item.name, "datatype": NAMES[array.dtype.name], "shape": list(array.shape)}
         if item.parameters.get("binary_data", asked.parameters.get("binary_data_output", False)) is True:
             blobs.append(array.tobytes())

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from mod_export.errors import GrammarError, UsageError
 from mod_export.runtime.generator import Generator, tokens_read
+from mod_export.runtime.grammar import lark_of
 from mod_export.runtime.rows import Piece, RowText
 from mod_export.serve.endpoint import ApiError, json_of, problem_of, read_body, service_of, unless_gone
 from mod_export.serve.openai_formats import (
@@ -79,10 +80,10 @@ async def completions(request: Request) -> Response:
             _check_length(generator, prompt)
         ids = generator.ids(body.several, special=body.add_special_tokens)
         new = NEW_TOKENS if body.max_tokens is None else body.max_tokens
-        texts = _texts(generator, body, ids, new, body.logprobs, scored=body.scored)
+        texts = _texts(generator, body, ids, new, body.logprobs, grammar, scored=body.scored)
         return texts, [_text_of(generator, echoed) for echoed in body.several] if body.echo else None
 
-    await _compile(generator, body)
+    grammar = await _compiled(generator, body)
     texts, echo = await asyncio.to_thread(read)
     answer = TextAnswer(service.name, texts, TokenNames(generator.vocabulary), body.n, echo)
     return await _answer(request, scheduler, body, texts, answer)
@@ -111,9 +112,9 @@ async def chat_completions(request: Request) -> Response:
         ids = generator.ids([message.for_template(template) for message in body.messages], variables)
         limits = [body.max_completion_tokens, body.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
         new = next(item for item in limits if item is not None)
-        return _texts(generator, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None)
+        return _texts(generator, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None, grammar)
 
-    await _compile(generator, body)
+    grammar = await _compiled(generator, body)
     texts = await asyncio.to_thread(read)
     names = TokenNames(generator.vocabulary)
     if body.offered:
@@ -204,6 +205,7 @@ def _texts(
     ids: Sequence[list[int]],
     new_tokens: int,
     logprobs: int | None,
+    grammar: str | None,
     *,
     scored: bool = False,
 ) -> list[RowText]:
@@ -223,27 +225,44 @@ def _texts(
             logprobs=logprobs,
             prompt_logprobs=scored,
             logit_bias={int(token): value for token, value in asked.logit_bias.items()},
-            grammar=asked.grammar,
+            grammar=grammar,
             shown=SHOWN if isinstance(asked, ChatRequest) and asked.offered else (),
         )
     except GrammarError as error:
         raise _no_text(asked, error) from error
 
 
-async def _compile(generator: Generator, asked: OpenAIRequest) -> None:
-    """Waits until the grammar of a request is compiled. Meanwhile the request takes no thread from others."""
+async def _compiled(generator: Generator, asked: OpenAIRequest) -> str | None:
+    """Waits until the grammar of a request is compiled, and returns it; None if its texts are free. While it is being
+    compiled, the request takes no thread from others.
+    """
+
+    def read() -> str | None:
+        grammar = asked.grammar
+        return None if grammar is None else lark_of(grammar)
+
+    if asked.response_format is None and not _demands_call(asked):
+        return None
     try:
-        if (grammar := asked.grammar) is not None:
+        # Checking a large schema takes long, and the event loop serves all clients.
+        grammar = await asyncio.to_thread(read)
+        if grammar is not None:
             # Others may wait for the same grammar, so a request that is cancelled does not cancel it.
             await asyncio.shield(asyncio.wrap_future(generator.grammars.compiled(grammar)))
     except GrammarError as error:
         raise _no_text(asked, error) from error
+    return grammar
 
 
 def _no_text(asked: OpenAIRequest, reason: object) -> ApiError:
     """Returns the refusal of a request whose grammar no text can follow."""
-    param = "tools" if isinstance(asked, ChatRequest) and asked.demanded else "response_format"
+    param = "tools" if _demands_call(asked) else "response_format"
     return ApiError(400, f"{param}: {reason}", param=param)
+
+
+def _demands_call(asked: OpenAIRequest) -> bool:
+    """Whether the answer has to be a call of a tool."""
+    return isinstance(asked, ChatRequest) and bool(asked.demanded)
 
 
 def _text_of(generator: Generator, prompt: str | Sequence[int]) -> str:

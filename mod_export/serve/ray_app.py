@@ -10,6 +10,7 @@ application decides how many requests a replica accepts at once, and how it answ
 import asyncio
 import contextlib
 import dataclasses
+import threading
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -40,7 +41,7 @@ and lists of models, and requests that are refused, which takes milliseconds.
 HEALTH_S = 2.0
 """Seconds between two health checks of a replica. Ray replaces it after three failures in a row."""
 FEW = Annotated[int, Field(ge=1)]
-SECONDS = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+SECONDS = Annotated[float, Field(ge=0, le=threading.TIMEOUT_MAX, allow_inf_nan=False)]
 
 
 class Arguments(BaseModel):

@@ -13,6 +13,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -85,8 +86,10 @@ class ServerOptions:
                 f"--host {self.host}: whoever reaches this machine could use the server; give --api-key-file with it, "
                 "or listen at 127.0.0.1 behind a proxy that asks who is there"
             )
-        if not self.drain_s >= 0:
-            raise UsageError(f"--drain: expected a number of seconds of at least 0, got {self.drain_s:g}")
+        if not 0 <= self.drain_s <= threading.TIMEOUT_MAX:
+            raise UsageError(
+                f"--drain: expected a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, got {self.drain_s:g}"
+            )
         if not 0 < self.keep_alive_s < math.inf:
             raise UsageError(f"--keep-alive: expected a number of seconds above 0, got {self.keep_alive_s:g}")
         check_origins(self.origins, "--allow-origin", public=bool(self.keys))

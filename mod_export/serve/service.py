@@ -11,14 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mod_export.errors import TargetError, UsageError
+from mod_export.errors import EngineError, TargetError, UsageError
 from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.folder.signature import check_signature
-from mod_export.runtime.deployment import Deployment, load
+from mod_export.runtime.deployment import Deployment, load, open_smallest
 from mod_export.runtime.generator import load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 from mod_export.serve.metrics import Gauge, Metrics
-from mod_export.serve.scheduler import CLOSING, ClosingError, QueueFullError, Scheduler
+from mod_export.serve.scheduler import CLOSING, LOG, ClosingError, QueueFullError, Scheduler
 from mod_export.serve.traces import TextTraces
 from mod_export.types import ModelKind, Unavailable
 
@@ -161,7 +161,8 @@ class Service:
 
 @contextlib.contextmanager
 def open_service(folder: Path, options: ServiceOptions, metrics: Metrics | None = None) -> Iterator[Service]:
-    """Opens a build folder. Checks its signature and the hash of every file, and opens the decode engine.
+    """Opens a build folder. Checks its signature and the hash of every file, and opens the decode engines and the
+    smallest engine of whole rows: what cannot be opened here is not served.
 
     Args:
         folder: the build folder.
@@ -184,6 +185,9 @@ def open_service(folder: Path, options: ServiceOptions, metrics: Metrics | None 
             raise TargetError(
                 f"{folder}: nothing of it can be served\nwriting text: {writing}\nwhole prompts: {scoring}"
             )
+        for part in (writing, scoring):
+            if isinstance(part, Unavailable) and part is not manifest.generation:  # That is so on every machine.
+                LOG.warning("only a part of the folder is served: %s", part)
         if isinstance(writing, Scheduler):
             metrics.show(_gauges(writing))
         facts = manifest.models[options.model]
@@ -192,10 +196,11 @@ def open_service(folder: Path, options: ServiceOptions, metrics: Metrics | None 
 
 def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOptions) -> Scoring | Unavailable:
     try:
-        deployment = load(folder, options.target, options.dtype, options.model, options.threads)
-    except TargetError as error:
+        deployment = opened.enter_context(load(folder, options.target, options.dtype, options.model, options.threads))
+        open_smallest(deployment)  # Only the engine itself knows which processors can run it.
+    except (TargetError, EngineError) as error:
         return Unavailable(str(error))
-    scoring = Scoring(opened.enter_context(deployment), options.max_queue)
+    scoring = Scoring(deployment, options.max_queue)
     opened.callback(scoring.pool.shutdown, cancel_futures=True)  # Runs before the engines are closed.
     return scoring
 
@@ -213,11 +218,11 @@ def _open_writing(
             generator = load_generator(
                 folder, options.target, options.dtype, options.model, options.threads, options.prefix_cache_mib * 2**20
             )
+        opened.enter_context(generator)
+        scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, (metrics, TextTraces()))
+        return opened.enter_context(scheduler)  # Opens the engines.
     except TargetError as error:
         return Unavailable(str(error))
-    opened.enter_context(generator)
-    scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, (metrics, TextTraces()))
-    return opened.enter_context(scheduler)
 
 
 def _gauges(scheduler: Scheduler) -> list[Gauge]:

@@ -7,6 +7,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -15,9 +16,9 @@ from typing import Any, TypeVar
 
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.environment import describe_machine, package_version, source_digest
+from mod_export.environment import PACKAGES, describe_machine, package_version, source_digest
 from mod_export.errors import COULD_NOT_BUILD, GATE_FAILED, BuildFolderError, CheckpointError, ConfigError, TargetError
-from mod_export.folder.files import write_whole
+from mod_export.folder.files import PARTIAL, write_whole
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model, token_ids
 from mod_export.pipeline.plan import check_names
@@ -28,8 +29,7 @@ from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, Sweep
 from mod_export.sweep.show import SweepProgress, render_html
 from mod_export.types import Bucket
 
-OWN = {"cells", "sweep.json", "sweep.html", ".lock", ".sweep.json", ".sweep.html"}
-VERSIONS = ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "tensorrt", "tensorrt_rtx")
+OWN = {"cells", "sweep.json", "sweep.html", ".lock"}
 Number = TypeVar("Number", int, float)
 
 
@@ -198,7 +198,7 @@ def _job(cell: GridCell, model: Model, checkpoint: Path, config: BuildConfig, fo
         "config": cell_config,
         "code": {package: source_digest(package) for package in ("mod_export", model.origin.package)},
     }
-    text = json.dumps({**depends, "versions": {name: package_version(name) for name in VERSIONS}}, sort_keys=True)
+    text = json.dumps({**depends, "versions": {name: package_version(name) for name in PACKAGES}}, sort_keys=True)
     return CellJob(
         name=cell.name,
         checkpoint=checkpoint.absolute(),
@@ -259,7 +259,8 @@ def _locked(folder: Path) -> Iterator[None]:
         BuildFolderError: the path is a file, holds foreign files, is not writable, or is in use by another sweep.
     """
     if folder.is_dir():
-        foreign = sorted(path.name for path in folder.iterdir() if path.name.removesuffix(".partial") not in OWN)
+        names = sorted(path.name for path in folder.iterdir())
+        foreign = [name for name in names if name not in OWN and not name.startswith(PARTIAL)]
         if foreign:
             raise BuildFolderError(
                 f"{folder}: holds files that are no sweep's ({', '.join(foreign[:3])}); name an empty or new folder "
@@ -279,4 +280,7 @@ def _locked(folder: Path) -> Iterator[None]:
             raise BuildFolderError(
                 f"{folder}: another sweep is at work here; wait for it, or name another folder with -o"
             ) from error
+        # A sweep that was killed leaves what it was writing.
+        for leftover in [*folder.glob(f"{PARTIAL}*"), *(folder / "cells").glob(f"{PARTIAL}*")]:
+            shutil.rmtree(leftover, ignore_errors=True)
         yield

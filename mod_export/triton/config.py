@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from mod_export.folder.ports import TensorPort
 from mod_export.serve import MAX_WAIT_S
-from mod_export.triton.ports import TensorPort
 
 FOLDER = "build"
 """Name of the build folder inside the version folder of a model, where Triton does not look for models."""

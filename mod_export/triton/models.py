@@ -19,10 +19,10 @@ import numpy as np
 
 from mod_export.errors import ModExportError, TargetError, UsageError
 from mod_export.folder.manifest import BESIDE_TOKENIZER, MANIFEST, Manifest, open_folder
+from mod_export.folder.ports import ANY, TensorPort, any_rows, any_size, ports_of
 from mod_export.runtime.deployment import fastest_engines, served_engines, threads_to_use
 from mod_export.serve import MAX_QUEUE
 from mod_export.triton.config import FOLDER, TritonModel, Warmup, parameters_of
-from mod_export.triton.ports import ANY, TensorPort, any_rows, any_size, ports_of
 from mod_export.types import (
     PRIMARY,
     ROUTED,

@@ -19,7 +19,7 @@ from mod_models.checkpoint import ARCHITECTURE, Checkpoint, CheckpointError, For
 from mod_models.declarations import KEYS_VALUES, PARTS
 from mod_models.spec import ModelSpec, SpecError
 from mod_models.train import DEFAULT_SPEC, TrainConfig, TrainError
-from mod_models.train.corpus import TOKENIZER, read_corpus
+from mod_models.train.corpus import read_corpus, tokenizer_beside
 from mod_models.train.log import LOGS, show
 from mod_models.train.parallel import PARALLEL, Workers, launched
 from mod_models.train.retrofit import (
@@ -170,9 +170,8 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
 
 def _run(options: argparse.Namespace, config: TrainConfig, workers: Workers) -> None:
     spec, initial = _initial(options)
-    beside = options.init / TOKENIZER if options.init is not None else None
-    tokenizer = options.tokenizer or (beside if beside is not None and beside.is_file() else None)
-    corpus = read_corpus(options.data, tokenizer)
+    beside = tokenizer_beside(options.init) if options.init is not None else None
+    corpus = read_corpus(options.data, options.tokenizer or beside)
     fit = options.route is not None and (options.routers != LEARNED or options.adapter == "linear")
     events = train(spec, config, options.out, initial=initial, corpus=corpus, workers=workers, log=options.log, fit=fit)
     if workers.first:

@@ -41,8 +41,10 @@ COMPANIONS = (
     "chat_template.jinja",
 )  # fmt: skip
 """Files beside a tokenizer.json that configure its use."""
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""Names of the token that ends a document. The first one in the vocabulary separates documents."""
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+"""Names of the token that ends a document. The first one in the vocabulary separates documents. `</s>` is the last,
+because Gemma, which ends documents with `<eos>`, has it as a tag of HTML.
+"""
 PIECE = 2**20
 """Approximate bytes for one call of the tokenizer, whose result takes about 100 times the memory of its ids."""
 COLUMN = "text"
@@ -73,7 +75,7 @@ def as_bytes(documents: Sequence[bytes]) -> TokenizedText:
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """Reads a tokenizer.json of the package `tokenizers`.
+    """Reads a tokenizer.json of the package `tokenizers`; documents of any length keep all of their tokens.
 
     Raises:
         TrainError: the package is missing, or the file is missing or is not a tokenizer.json.
@@ -85,9 +87,21 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not path.is_file():
         raise TrainError(f"{path}: no such file, expected a tokenizer.json of the package tokenizers")
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises nothing narrower
         raise TrainError(f"{path}: not a tokenizer.json of the package tokenizers ({error})") from error
+    # Truncation and padding, if stored in the file, would silently change the text.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def tokenizer_beside(checkpoint: Path) -> Path | None:
+    """Returns the tokenizer.json in the folder of a checkpoint, which is that folder or a file in it, such as the
+    model.pt of an earlier run; None if there is none.
+    """
+    beside = (checkpoint.parent if checkpoint.is_file() else checkpoint) / TOKENIZER
+    return beside if beside.is_file() else None
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from mod_models.routing import Decisions, ExpertRouterInputs, RouterInputs, Routing
-from mod_models.selection import FIRST_COME, Tokens, select_topk
+from mod_models.selection import FIRST_COME, Tokens, always_first, select_topk
 from mod_models.spec import Site, is_expert
 from mod_models.train import TrainConfig
-from mod_models.transformer import Transformer
+from mod_models.transformer import RoutedBlock, Transformer
 
 DEFAULTS = TrainConfig()
 CHUNK_ELEMENTS = 2**24
@@ -195,7 +196,10 @@ class LossModule(nn.Module):
         self.config = config
         if config.recompute == "layers":
             for layer in model.layers:
-                layer.forward = partial(_recomputed, layer.forward)
+                layer.forward = partial(_recomputed, layer, layer.forward)
+                if isinstance(layer, RoutedBlock):
+                    # The selection `exit` calls `narrowed` instead of `forward`.
+                    layer.narrowed = partial(_recomputed, layer, layer.narrowed)  # type: ignore[method-assign]
 
     def forward(self, ids_BS1: Tensor) -> Losses:
         """Returns `losses` of int64 rows (B, S + 1)."""
@@ -204,23 +208,31 @@ class LossModule(nn.Module):
             return losses(self.model, ids_BS1, self.config, self.teacher)
 
 
-def _recomputed(forward: Callable[..., Tensor], tokens: Tokens, decisions: Decisions, *others: Any) -> Tensor:
-    """Runs a layer and keeps only its input for the backward pass (Chen et al., arXiv 1604.06174)."""
+def _recomputed(
+    layer: nn.Module, method: Callable[..., Any], tokens: Tokens, decisions: Decisions, *others: Any
+) -> Any:
+    """Runs a method of a layer and keeps only its input for the backward pass (Chen et al., arXiv 1604.06174)."""
     if not torch.is_grad_enabled():
-        return forward(tokens, decisions, *others)
+        return method(tokens, decisions, *others)
     unused_decisions = [decisions]
 
-    def run(tokens: Tokens) -> Tensor:
+    def run(tokens: Tokens) -> Any:
+        if unused_decisions:
+            return method(tokens, unused_decisions.pop(), *others)
+        if isinstance(layer, FSDPModule):
+            # FSDP gathers the weights for the gradient of the layer's result. If only the router loss has a gradient
+            # here, the result has none.
+            layer.unshard()
         # The recomputation in the backward pass decides again; its decisions are discarded.
-        return forward(tokens, unused_decisions.pop() if unused_decisions else Decisions(), *others)
+        return method(tokens, Decisions(), *others)
 
-    x_BTD: Tensor = checkpoint(run, tokens, use_reentrant=False, preserve_rng_state=False)
-    return x_BTD
+    return checkpoint(run, tokens, use_reentrant=False, preserve_rng_state=False)
 
 
 def _membership(seen: RouterInputs) -> Tensor:
-    """Returns 1.0 for the live tokens with the k largest scores of their row, else 0.0: float32 (B, T)."""
-    index_BK, live_BK = select_topk(seen.l_BT.detach(), seen.live_BT, seen.k)
+    """Returns 1.0 for the live tokens that top-k selects of their row, else 0.0: float32 (B, T)."""
+    ranked_BT = always_first(seen.l_BT.detach(), seen.index_BT, seen.always_first)
+    index_BK, live_BK = select_topk(ranked_BT, seen.live_BT, seen.k)
     return torch.zeros_like(seen.l_BT).scatter(1, index_BK, live_BK.to(seen.l_BT.dtype))
 
 

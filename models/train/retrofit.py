@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from mod_models.checkpoint import Checkpoint
 from mod_models.declarations import CAUSAL_SELECTIONS, KEYS_VALUES, PARTS, EveryNth, RoutingSpec
 from mod_models.routing import Decisions, LinearRouter, MlpRouter
+from mod_models.selection import always_first
 from mod_models.spec import ModelSpec, Site, layer_of
 from mod_models.train import TrainError
 from mod_models.transformer import RoutedBlock, Transformer
@@ -38,8 +39,8 @@ RETROFIT_ADAPTERS = ("none", "linear")
 """Values of `--adapter`: what skipped tokens run instead."""
 FITTED, LEARNED = "fitted", "learned"
 RETROFIT_ROUTERS = (FITTED, LEARNED)
-"""Values of `--routers`: fitted to the dense model before training (`train.fit`), with a gate of 1, so that no gradient
-reaches them; or learned by gradient from an arbitrary choice, through a gate 1 + tanh(l).
+"""Values of `--routers`: fitted to the dense model before training (`train.fit`), with a gate of 1, so that only the
+router loss has a gradient in them; or learned by gradient from an arbitrary choice, through a gate 1 + tanh(l).
 """
 UNSEEN = 2.0**-26
 """Bound of |score| at the start: 1 + tanh(l) is 1 in float32, and in every narrower dtype, if |l| < 2 ** -25."""
@@ -268,8 +269,11 @@ def calibrate(model: Transformer, rows: Iterable[Tensor]) -> None:
         decisions = Decisions()
         model.hidden(ids_BS, torch.full((len(ids_BS),), ids_BS.shape[1], device=ids_BS.device), decisions)
         for site, seen in decisions.seen.items():
-            score_by_site.setdefault(site, []).append(seen.l_BT.float().flatten())
-            selected_share[site] = seen.k / seen.l_BT.shape[1]
+            # Tokens that always run take their slots whatever the predictor says, and leave the others fewer.
+            free_BT = always_first(seen.l_BT, seen.index_BT, seen.always_first) != torch.inf
+            score_by_site.setdefault(site, []).append(seen.l_BT[free_BT].float())
+            T, free = free_BT.shape[1], int(free_BT[0].sum())
+            selected_share[site] = max(0, seen.k - (T - free)) / free if free else 1.0
     model.train(training)
     for site, scores in score_by_site.items():
         score_N = torch.cat(scores)
@@ -294,9 +298,9 @@ def quantile(score_N: Tensor, share: float) -> Tensor:
 
 def _set(predictor: MlpRouter, router: LinearRouter, score_N: Tensor, passed: float) -> None:
     """Makes the first two hidden units compute steepness * (score - threshold); the output ignores the others."""
-    if passed == 1:
+    if passed in (0, 1):
         nn.init.zeros_(predictor.projection.weight)
-        nn.init.ones_(predictor.projection.bias)
+        nn.init.constant_(predictor.projection.bias, 1.0 if passed else -1.0)
         return
     threshold = quantile(score_N, 1 - passed)
     steepness = SPREAD / score_N.std().clamp(min=torch.finfo(torch.float32).tiny)

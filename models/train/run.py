@@ -78,7 +78,7 @@ def train(
 
     Raises:
         TrainError: the model cannot read these rows, the rows do not divide among the processes, `folder` has the state
-            or the log of another run, or the gradient is no longer finite.
+            or the log of another run, nothing is trained, or the gradient is no longer finite.
         CheckpointError: the state is damaged.
         OSError: `folder` is full or not writable.
     """
@@ -242,6 +242,9 @@ class Run:
         """Creates the run before its first step, with the weights of `initial`, or with weights drawn from the seed.
 
         If `config.distill` is above 0, the teacher is the given one, or else the dense baseline of `initial`.
+
+        Raises:
+            TrainError: the model has no weights that `config.train` names.
         """
         if initial is None:
             model = Transformer(spec)
@@ -253,6 +256,8 @@ class Run:
             teacher = teacher or initial.dense()
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(is_trained(name, spec, config))
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise TrainError("train: routers, predictors and adapters are to be trained, and this model has none")
         teacher_model = teacher.module() if teacher is not None and config.distill > 0 else None
         module = workers.wrap(LossModule(model, config, teacher_model))
         return cls(spec, config, corpus, workers, model, module, make_optimizer(model, config))
@@ -261,7 +266,8 @@ class Run:
         """Runs one optimizer step; steps count from 1. All processes have to call it.
 
         Raises:
-            TrainError: the gradient holds NaN or infinity. The weights do not change.
+            TrainError: no trained weight gets a gradient, or the gradient holds NaN or infinity. The weights do not
+                change.
         """
         config = self.config
         for group in self.optimizer.param_groups:
@@ -273,6 +279,11 @@ class Run:
         for number, part_BS1 in enumerate(portions, 1):
             with accumulate(self.module, last=number == len(portions)):
                 total, next_token, metrics = self.module(part_BS1)
+                if not total.requires_grad:
+                    raise TrainError(
+                        f"train: with --train {config.train}, no trained weight gets a gradient; routers with a gate "
+                        "of 1 learn by --router-loss only, and predictors by --predictor-loss"
+                    )
                 torch.autograd.backward(total / len(portions))
             losses_of_parts.append(Losses(total.detach(), next_token.detach(), metrics))
         gradient_norm = clip_gradients(self.model, config.clip, self.workers)

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import mod_export
-from mod_export.errors import ModExportError, UsageError
+from mod_export.errors import CheckpointError, ModExportError, UsageError
 from mod_export.folder.manifest import open_folder
 from mod_export.pipeline.rerun import bench_folder, validate_folder
 from mod_export.rows.correctness import StructureRow
 from mod_export.rows.report import BuildReport, report_from_json
 from mod_export.rows.speed import LatencyRow
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
 
 TOML = f"""
 targets = ["ort-cpu"]
@@ -237,6 +240,38 @@ def test_logits_that_are_excluded_and_a_model_that_overflows(tmp_path: Path) -> 
             r"overflow there, or these inputs are not",
             reason,
         )
+
+
+@pytest.mark.parametrize("form", ["folder", "beside model.pt"])
+def test_a_build_from_python_keeps_the_tokenizer_of_the_model(
+    form: str, tmp_path: Path, fast: Path, tiny_spec: ModelSpec
+) -> None:
+    source = tmp_path / "named" if form == "folder" else tmp_path / "run" / "model.pt"
+    source.parent.mkdir(exist_ok=True)
+    save_checkpoint(source, random_checkpoint(replace(tiny_spec, n_layers=2), 0))
+    words = {f"w{number}": number for number in range(200)}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(
+        str((source if form == "folder" else source.parent) / "tokenizer.json")
+    )
+    report = mod_export.build(
+        source,
+        buckets=(shape for shape in [(1, 16)]),
+        out=tmp_path / "out",
+        targets="ort-cpu",
+        config=fast,
+        verbosity=-1,
+    )
+    assert report.verdict.status == "pass"
+    assert "buckets=[(1, 16)]" in report.command
+    manifest = open_folder(tmp_path / "out")
+    assert manifest.tokenizer == "tokenizer.json"
+    assert "tokenizer.json" in manifest.files
+
+
+def test_a_name_on_the_hub_is_no_python_function(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"hf://nobody: expected hf://ORG/NAME or hf://ORG/NAME@REVISION"):
+        mod_export.build("hf://nobody", buckets=[(1, 16)], out=tmp_path / "out", targets="ort-cpu")
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_refused(tmp_path: Path, toml: Path) -> None:

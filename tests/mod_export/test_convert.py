@@ -25,6 +25,7 @@ from mod_export.errors import CheckpointError
 from mod_export.folder.manifest import read_manifest
 from mod_export.model import checkpoint
 from mod_export.model.checkpoint import companions_in, convert
+from mod_export.model.request import Request
 from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint
 from mod_models.convert.implementations import IMPLEMENTATIONS
@@ -165,6 +166,21 @@ def test_a_gguf_file_is_built_as_it_is(pre: str, tmp_path: Path, fast: Path) -> 
     source.unlink()
     with mod_export.load(out) as deployment:
         np.testing.assert_allclose(deployment.run(ids_BS), expected_BSV, rtol=0, atol=1e-5)
+
+
+def test_a_gguf_file_is_known_by_its_first_bytes_too(tmp_path: Path) -> None:
+    """Some programs store such files under names without a suffix."""
+    source = tmp_path / "sha256-1f"
+    as_gguf("Llama", source.with_suffix(".gguf"), change=lambda metadata, tensors: metadata.update(WORDS))
+    source.with_suffix(".gguf").rename(source)
+    request = Request(sources=(str(source),))
+    request.check()
+    model, _ = request.models()
+    assert model.origin.name == "sha256-1f"
+    files, notes = request.tokenizer()
+    assert files is not None
+    assert files.has_vocabulary
+    assert notes == ()
 
 
 def test_a_gguf_file_that_is_none(tmp_path: Path) -> None:

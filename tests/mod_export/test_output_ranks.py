@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mod_export
 from mod_export.api import build
 from mod_export.folder.manifest import open_folder
+from mod_export.folder.ports import ports_of
 from mod_export.triton.config import TritonModel, config_text
-from mod_export.triton.ports import ports_of
 
 SHAPE, D, V = (2, 16), 16, 40
 RANKS = [

@@ -16,13 +16,16 @@ from mod_models.train.run import train
 from mod_models.transformer import Transformer
 
 
-def lively(parts: str = "block", router: str = "linear_bias", capacity: float = 0.25) -> Transformer:
+def lively(
+    parts: str = "block", router: str = "linear_bias", capacity: float = 0.25, always_first: int = 0
+) -> Transformer:
     spec = make_spec(
         vocab_size=256,
         max_positions=64,
         parts=parts,
         router=router,
         capacity=capacity,
+        always_first=always_first,
         predictor_hidden=4,
         selection="predictor",
         gate="sigmoid",
@@ -87,6 +90,20 @@ def test_where_every_token_runs_predictors_say_yes() -> None:
     for seen_block in seen_by(model, distinct_ids(model.spec, 3, 16)).seen.values():
         assert seen_block.predictor is not None
         assert bool((seen_block.predictor(seen_block.x_BTD) > 0).all())
+
+
+@pytest.mark.parametrize("always_first", [3, 8, 12, 32, 40])
+def test_tokens_that_always_run_leave_the_predictors_fewer_slots(always_first: int) -> None:
+    """Eight of 32 tokens run. Those that the predictors add to the first ones are as many as top-k adds."""
+    model = lively(always_first=always_first).train()
+    ids_BS = distinct_ids(model.spec, 4, 32)
+    calibrate(model, [ids_BS[:2], ids_BS[2:]])
+    for seen_block in seen_by(model, ids_BS).seen.values():
+        assert seen_block.k == 8
+        assert seen_block.predictor is not None
+        added_BT = seen_block.predictor(seen_block.x_BTD)[:, always_first:] > 0
+        expected = max(0, 8 - always_first) * len(ids_BS)
+        assert abs(int(added_BT.sum()) - expected) <= (1 if expected else 0)
 
 
 def test_a_run_calibrates_before_it_evaluates_and_resumes_to_the_same(tmp_path: Path) -> None:

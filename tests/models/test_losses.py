@@ -5,12 +5,13 @@ import math
 import pytest
 import torch
 from observing import observed
-from tiny_models import make_spec
+from tiny_models import lively_checkpoint, make_spec
 from torch.nn import functional
 from variants import VARIANTS
 
+from mod_models.routing import Decisions
 from mod_models.train import TrainConfig
-from mod_models.train.losses import losses
+from mod_models.train.losses import LossModule, losses
 from mod_models.transformer import Transformer
 
 SPEC = make_spec(vocab_size=256, d_model=16, predictor_hidden=4, layers=(0, 2), capacity=0.25, max_positions=32)
@@ -97,6 +98,36 @@ def test_router_loss_is_binary_cross_entropy_of_membership(name: str) -> None:
     assert found.metrics["router_loss"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"selection": "topk", "capacity": 0.375},
+        {"selection": "predictor", "capacity": 0.375},
+        {"selection": "topk", "capacity": 0.125},  # Two slots for three tokens that always run.
+        {"selection": "exit", "capacity_rule": "ceil", "capacity": (0.75, 0.375)},
+    ],
+)
+def test_where_first_tokens_always_run_the_losses_learn_the_selection_that_runs(changes: dict[str, object]) -> None:
+    """These tokens take slots whatever their scores are, and the tokens with the best scores get the rest."""
+    spec = make_spec(vocab_size=256, always_first=3, predictor_hidden=4, layers=(0, 2), **changes)
+    model, rows = lively_checkpoint(spec).module().train(), some_rows(4)
+    found = losses(model, rows, TrainConfig(router_loss=1.0)).metrics
+    decisions = Decisions()
+    model.hidden(rows[:, :-1], torch.full((4,), 16), decisions)
+    given_BT, expected = torch.arange(16).expand(4, 16), {"router": 0.0, "predictor": 0.0}
+    for site, seen in decisions.seen.items():
+        position_BK = decisions.made[site].position_BK
+        ran_BT = (given_BT[..., None] == position_BK[:, None]).any(-1)
+        assert bool(ran_BT[:, : min(3, seen.k)].all())
+        for name, logit_BT in (("router", seen.l_BT), ("predictor", seen.predictor(seen.x_BTD))):
+            expected[name] += functional.binary_cross_entropy_with_logits(logit_BT, ran_BT.float()).item()
+            agreement = ((logit_BT > 0) == ran_BT).float().mean().item()
+            assert found[f"{name}_accuracy/{site}"] == pytest.approx(agreement)
+        given_BT = position_BK if spec.routing.selection == "exit" else given_BT
+    for name, value in expected.items():
+        assert found[f"{name}_loss"] == pytest.approx(value, rel=1e-5)
+
+
 def test_router_loss_reaches_the_router_and_the_stream() -> None:
     # "ones" has no gradient, so the router's gradient comes from this loss.
     model = fresh(make_spec(vocab_size=256, layers=(1,), gate="ones", combine="replace_ungated"))
@@ -153,6 +184,34 @@ def test_every_kind_trains(name: str) -> None:
     assert math.isfinite(found.total.item())
     found.total.backward()
     assert with_gradient(model) == {name for name, _ in model.named_parameters()}
+
+
+def kept_for_the_backward_pass(module: LossModule, rows: torch.Tensor) -> tuple[torch.Tensor, set[int]]:
+    """Returns the total loss, and the addresses of the tensors that its graph keeps."""
+    kept = set()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        return module(rows).total, kept
+
+
+@pytest.mark.parametrize("name", ["topk", "early exit", "early exit with experts"])
+def test_activation_checkpointing_keeps_nothing_of_a_layer_and_changes_no_gradient(name: str) -> None:
+    rows, gradients = some_rows(2, 16), []
+    for recompute in ("none", "layers"):
+        module = LossModule(fresh(VARIANTS[name]), TrainConfig(router_loss=1.0, recompute=recompute))
+        total, kept = kept_for_the_backward_pass(module, rows)
+        # A product keeps its matrix, so the matrices tell which layers keep anything.
+        for layer in module.model.layers:
+            matrices = {weight.untyped_storage().data_ptr() for weight in layer.parameters() if weight.dim() > 1}
+            assert matrices.isdisjoint(kept) == (recompute == "layers"), layer.layer
+        total.backward()
+        gradients.append({n: weight.grad for n, weight in module.named_parameters()})
+    for weight, gradient in gradients[0].items():
+        assert torch.equal(gradients[1][weight], gradient), weight
 
 
 def test_balance_is_one_when_even_and_more_when_not() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import make_spec
 from training_runs import rows, state
-from two_processes import retrofit
+from two_processes import retrofit, routers_alone
 
 from mod_models.train import TrainConfig, TrainError
 from mod_models.train.parallel import Workers, launched
@@ -116,6 +116,18 @@ def test_a_retrofit_on_two_processes(two: Path, tmp_path: Path, parallel: str) -
         torch.testing.assert_close(theirs["model"][name], tensor, rtol=0, atol=1e-4)
         if not name.startswith(("layers.1.", "layers.2.")):
             assert torch.equal(theirs["model"][name], begin.weights[name]), name
+
+
+@pytest.mark.slow
+def test_sharded_layers_whose_result_has_no_gradient_are_recomputed(two: Path, tmp_path: Path) -> None:
+    begin, settings = routers_alone(SPEC, CONFIG)
+    list(train(begin.spec, dataclasses.replace(settings, micro_batch=2), tmp_path, initial=begin))
+    assert_same_curve(tmp_path, two / "routers-alone")
+    ours, theirs = state(tmp_path)["model"], state(two / "routers-alone")["model"]
+    changed = {name for name, tensor in ours.items() if not torch.equal(tensor, begin.weights[name])}
+    assert changed == {name for name in ours if ".router." in name}
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=0, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_models import lively_checkpoint, make_spec
+from tokenizers import Tokenizer, models
 from torch.nn import functional
 
 from mod_models import probe
@@ -14,6 +15,7 @@ from mod_models.checkpoint import Checkpoint, save_checkpoint
 from mod_models.probe import PARTS, Cost, costs_of
 from mod_models.spec import ExpertsSpec, RoutingSpec
 from mod_models.train import TrainError
+from mod_models.train.corpus import read_corpus
 from mod_models.train.retrofit import layers_of
 
 DENSE = make_spec(routing=None, vocab_size=256, d_model=16, n_layers=3, max_positions=64)
@@ -84,6 +86,19 @@ def test_the_command(
     assert probe.main([str(tmp_path / "dense"), "--parts", "mlp", "--out", str(out), *QUICK]) == 0
     with pytest.raises(TrainError, match="has no cost of --parts block for each of the 3 layers"):
         layers_of(f"{out}:2", 3, "block")
+
+
+@pytest.mark.parametrize("named", ["folder", "model.pt"])
+def test_the_tokenizer_in_the_checkpoints_folder(dense: Checkpoint, tmp_path: Path, named: str) -> None:
+    folder, text = tmp_path / "dense", tmp_path / "text.txt"
+    folder.mkdir()
+    path = folder if named == "folder" else folder / named
+    save_checkpoint(path, dense)
+    Tokenizer(models.BPE({"a": 0, "b": 1}, [])).save(str(folder / "tokenizer.json"))
+    text.write_text("abba" * 200)
+    out = tmp_path / "probe.json"
+    assert probe.main([str(path), "--data", str(text), "--parts", "mlp", "--out", str(out), *QUICK]) == 0
+    assert json.loads(out.read_text())["data"] == read_corpus(text, folder / "tokenizer.json").fingerprint
 
 
 def test_models_and_shares_that_cannot_be_probed(dense: Checkpoint) -> None:

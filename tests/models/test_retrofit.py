@@ -305,6 +305,20 @@ def test_settings_that_need_routing(tmp_path: Path, spec: ModelSpec, options: di
     assert list(tmp_path.iterdir()) == []
 
 
+def test_nothing_to_train_is_said(dense: Checkpoint, tmp_path: Path) -> None:
+    config = TrainConfig(seq=8, batch=1, steps=1, train="routers", predictor_loss=0.0, calibrate=1)
+    spec = routed_spec(DENSE, (1, 3), 0.5, "mlp", "predictor", routers="fitted")
+    expected = (
+        r"^train: with --train routers, no trained weight gets a gradient; routers with a gate of 1 learn by "
+        r"--router-loss only, and predictors by --predictor-loss$"
+    )
+    with pytest.raises(TrainError, match=expected):
+        list(train(spec, config, tmp_path, initial=retrofitted(dense, spec, 0)))
+    noise = make_spec(vocab_size=256, router="noise")
+    with pytest.raises(TrainError, match=r"^train: routers, predictors and adapters are to be trained, and this model"):
+        list(train(noise, dataclasses.replace(config, calibrate=0), tmp_path))
+
+
 def test_options_out_of_range() -> None:
     with pytest.raises(TrainError, match=r"^anneal: expected 0 to 1, got 1.5$"):
         TrainConfig(anneal=1.5)

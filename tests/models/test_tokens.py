@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import make_spec
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mod_models.train import TrainConfig, TrainError
 from mod_models.train import corpus as corpus_module
@@ -89,6 +89,20 @@ def test_long_documents_go_in_pieces(byte_level: Tokenizer, monkeypatch: pytest.
     assert int(parts.size_N.sum()) == int(at_once.size_N.sum()) == len(TEXT.encode())
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["</s>", "<eos>", "<bos>"], "<eos>"),  # Gemma: `</s>` is a tag of HTML.
+        (["<s>", "</s>"], "</s>"),
+        (["</s>", "<eos>", "<|end_of_text|>", "<|endoftext|>"], "<|endoftext|>"),
+    ],
+)
+def test_the_token_between_documents(names: list[str], expected: str) -> None:
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}))
+    tokenizer.add_tokens([AddedToken(name) for name in names])
+    assert tokenize([b"a", b"a"], tokenizer).id_N.tolist() == [0, tokenizer.token_to_id(expected), 0]
+
+
 def test_vocabulary_has_room_for_every_id(words: Tokenizer, byte_level: Tokenizer) -> None:
     assert vocabulary_size(words) == 10
     assert vocabulary_size(byte_level) == byte_level.get_vocab_size()
@@ -132,6 +146,21 @@ def test_bits_are_per_byte(tokenizer_file: Path, text_file: Path) -> None:
     assert found["bits_per_byte"] == pytest.approx(math.log2(280) * n_tokens / n_bytes, rel=1e-6)
     assert found["bits_per_byte"] < math.log2(280) / 1.5
     assert evaluate(model, CONFIG, corpus)["bits_per_byte"] == round(found["bits_per_byte"], 4)
+
+
+def test_truncation_and_padding_stored_in_the_file_leave_the_text_whole(
+    tokenizer_file: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """They are settings of an earlier use of the tokenizer, and would drop most of a document or add padding to it."""
+    expected = read_corpus(text_file, tokenizer_file)
+    for setting, value in (("truncation", {"max_length": 8}), ("padding", {"length": 10_000})):
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        getattr(tokenizer, f"enable_{setting}")(**value)
+        tokenizer.save(str(tmp_path / f"{setting}.json"))
+        found = read_corpus(text_file, tmp_path / f"{setting}.json")
+        assert torch.equal(found.train.id_N, expected.train.id_N), setting
+        assert torch.equal(found.train.size_N, expected.train.size_N), setting
+        assert found.fingerprint == expected.fingerprint, setting
 
 
 def test_a_run_with_a_tokenizer_learns_and_resumes(tokenizer_file: Path, text_file: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from mod_models.checkpoint import load_checkpoint, save_checkpoint
 from mod_models.generation_spec import why_not
 from mod_models.train import DEFAULT_SPEC, TrainConfig
 from mod_models.train.__main__ import _parser, main
+from mod_models.train.corpus import read_corpus
 from mod_models.train.retrofit import routed_spec
 
 QUICK = ["--threads", "1", "--batch", "1", "--seq", "8", "--warmup", "1", "--eval-batches", "1"]
@@ -113,6 +114,21 @@ def test_from_a_dense_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         command = ["--init", str(source), "--out", str(tmp_path / source.stem), "--steps", "1", *data, *QUICK]
         assert main([*command, "--tokenizer", str(folder / "tokenizer.json")]) == 0
         assert load_checkpoint(tmp_path / source.stem / "model.pt").spec == spec
+
+
+def test_the_tokenizer_beside_a_model_pt_is_used(tmp_path: Path) -> None:
+    """An earlier run leaves its tokenizer beside its model.pt, and its model knows no other tokens."""
+    (tmp_path / "first").mkdir()
+    save_checkpoint(tmp_path / "first" / "model.pt", lively_checkpoint(dataclasses.replace(SPEC, vocab_size=300)))
+    byte_level = ByteLevelBPETokenizer()
+    byte_level.train_from_iterator(["def some(text): return text"] * 3, vocab_size=280, show_progress=False)
+    byte_level.save(str(tmp_path / "first" / "tokenizer.json"))
+    text, out = tmp_path / "text.txt", tmp_path / "out"
+    text.write_text("def some(text): return text\n" * 200)
+    command = ["--init", str(tmp_path / "first" / "model.pt"), "--data", str(text), "--out", str(out), "--steps", "1"]
+    assert main([*command, *QUICK]) == 0
+    assert state(out)["identity"]["data"] == read_corpus(text, tmp_path / "first" / "tokenizer.json").fingerprint
+    assert (out / "tokenizer.json").read_bytes() == (tmp_path / "first" / "tokenizer.json").read_bytes()
 
 
 @pytest.mark.parametrize("parts", ["block", "separate"])

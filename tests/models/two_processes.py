@@ -32,6 +32,15 @@ def retrofit(spec: ModelSpec, config: TrainConfig) -> tuple[Checkpoint, TrainCon
     return routed, dataclasses.replace(config, **settings)
 
 
+def routers_alone(spec: ModelSpec, config: TrainConfig) -> tuple[Checkpoint, TrainConfig]:
+    """Returns a dense model with routing by a threshold, and settings with which only the router loss has a gradient in
+    its layers, which are recomputed.
+    """
+    dense = random_checkpoint(dataclasses.replace(spec, routing=None), 3)
+    routed = retrofitted(dense, routed_spec(dense.spec, (1, 2), 0.5, "mlp", "threshold", routers="fitted"), 0)
+    return routed, dataclasses.replace(config, train="routers", recompute="layers", steps=3, eval_every=2)
+
+
 def main(spec_file: str, config_file: str, out: str) -> None:
     spec = ModelSpec.from_dict(json.loads(Path(spec_file).read_text()))
     config = TrainConfig(**json.loads(Path(config_file).read_text()))
@@ -53,6 +62,8 @@ def main(spec_file: str, config_file: str, out: str) -> None:
         begin, settings = retrofit(spec, config)
         for workers in (ddp, fsdp):
             list(train(begin.spec, settings, folder / f"retrofit-{workers.parallel}", initial=begin, workers=workers))
+        begin, settings = routers_alone(spec, config)
+        list(train(begin.spec, settings, folder / "routers-alone", initial=begin, workers=fsdp))
         own_text = folder / f"text-{ddp.rank}.txt"
         own_text.write_text(f"process {ddp.rank} " * 100)
         refused = {

@@ -2,10 +2,11 @@
 
 A selection compares scores. Rounded to 16 bits, different scores become equal and other tokens are selected. So nodes
 that lead to a selection stay float32, and so do nodes that read the selected scores alone (the gate). Numbers that come
-from integers stay float32 too, because not every position above 2,048 has an exact float16. Sums and means of squares,
-and nodes that read these alone, such as the root, stay float32 because the square of 256 is infinite in float16. Most
-norms are operators (`norm_operator`), which sum squares in float32 anyway. Other norms remain in primitive operators,
-such as those that divide by the larger of norm and epsilon.
+from integers, and counts of booleans, stay float32 too, because not every position above 2,048 has an exact float16.
+Arithmetic on constants alone does so as well: positions may be constants. Sums and means of squares, and nodes that
+read these alone, such as the root, stay float32 because the square of 256 is infinite in float16. Most norms are
+operators (`norm_operator`), which sum squares in float32 anyway. Other norms remain in primitive operators, such as
+those that divide by the larger of norm and epsilon.
 
 Branches of If are cast like the graph around them. An output of If has the same type in all its branches.
 """
@@ -14,7 +15,8 @@ from __future__ import annotations
 
 import math
 from collections import ChainMap
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from itertools import repeat
 from typing import ClassVar
 
 import ml_dtypes
@@ -40,16 +42,23 @@ from mod_export.types import QUANTIZED, DType, TargetLimits
 FLOAT = ir.DataType.FLOAT
 NARROW: dict[DType, ir.DataType] = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
 GATHERS = ("GatherElements", "Gather", "GatherND")
+COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+MOVES = (
+    *GATHERS, "Concat", "Expand", "Flatten", "Identity", "Pad", "Reshape", "Slice", "Split", "Squeeze", "Tile",
+    "Transpose", "Unsqueeze",
+)  # fmt: skip
+"""Operators that move numbers and compute none."""
 FOLLOWING = (
-    "Abs", "Add", "Cast", "Clip", "Concat", "Cos", "Div", "Exp", "Expand", "Gather", "GatherElements", "GatherND",
-    "Identity", "Log", "MatMul", "Max", "Min", "Mul", "Neg", "Pow", "Reciprocal", "ReduceSum", "Reshape", "Sigmoid",
-    "Sin", "Slice", "Softmax", "Softplus", "Split", "Sqrt", "Squeeze", "Sub", "Tanh", "Transpose", "Unsqueeze", "Where",
+    *MOVES, *COMPARISONS, "Abs", "Add", "ArgMax", "ArgMin", "Cast", "Ceil", "Clip", "Cos", "CumSum", "Div", "Exp",
+    "Floor", "Log", "MatMul", "Max", "Min", "Mod", "Mul", "Neg", "Pow", "Range", "Reciprocal", "ReduceMax",
+    "ReduceMean", "ReduceMin", "ReduceSum", "Round", "Sigmoid", "Sign", "Sin", "Softmax", "Softplus", "Sqrt", "Sub",
+    "Tanh", "Where",
 )  # fmt: skip
 """Operators that stay float32 if all their float inputs are constants or come from float32 nodes."""
 GATES = ("Clip", "Exp", "Neg", "Sigmoid", "Softmax", "Tanh")
 """Operators that may read scores beside a selection. None of them reads the residual stream."""
 PRODUCTS = ("Conv", "Gemm", "MatMul")
-COMPARISONS = ("Equal", "Greater", "GreaterOrEqual", "Less", "LessOrEqual")
+COUNTING = ("CumSum", "ReduceSum")
 INTEGERS = frozenset({ir.DataType.INT64, ir.DataType.INT32, ir.DataType.INT16, ir.DataType.INT8, ir.DataType.UINT8})
 MASK = 1e9
 """A constant at least this large is a mask's value and not a weight; any other large number has the same effect."""
@@ -156,14 +165,42 @@ def _require_typed(graph: ir.Graph) -> None:
 
 
 def float32_island(graph: ir.Graph) -> set[ir.Node]:
-    """The nodes that stay float32, including those in branches: they select, convert integers, or sum squares.
+    """The nodes that stay float32, including those in branches: they select, convert integers, count, sum squares, or
+    compute with constants alone.
 
     The search goes upwards from the scores of each selection, and from comparisons that decide: first through nodes
     with as many elements as there are scores, up to the product that makes them, then on to the last value that other
-    nodes use too (the residual stream). It goes downwards from values that are gathered from scores, from integers, and
-    from sums of squares, as long as no other float is an input.
+    nodes use too (the residual stream). It goes downwards from values that are gathered from scores, from integers and
+    counts, from sums of squares, and from arithmetic on constants, as long as no other float is an input but constants.
+    Weights that are only moved, and products that sum over weights, are those of blocks and no such arithmetic.
     """
     branches, nodes = Branches(graph), list(graph.all_nodes())
+    island = _selecting(graph, branches) | {node for node in nodes if _is_from_integers(node)}
+    island |= _sums_of_squares(nodes) | _casts_to_count(nodes, branches)
+    fixed: set[ir.Node | None] = set()  # Nodes that depend on no input.
+    moved: set[ir.Node | None] = set()  # Those of them that only move constants.
+    for node in nodes:  # Producers come first here, so one walk is enough.
+        if not branches_of(node) and all(map(_is_fixed, node.inputs, repeat(fixed))):
+            fixed.add(node)
+        computed = [value for value in node.inputs if value is not None and _is_computed(value)]
+        makers = {maker for value in computed for maker in branches.makers(value)}
+        sums = _sums_products(node)
+        sources = makers if sums else makers - moved
+        if node in fixed and not sources and is_standard(node, *MOVES, "Constant", "ConstantOfShape"):
+            moved.add(node)
+        elif is_standard(node, *FOLLOWING) and sources <= island and (sources or (node in fixed and not sums)):
+            island.add(node)
+    for node in reversed(nodes):
+        # As with initializers, the float32 numbers stay if nothing in 16 bits reads them.
+        users = _users(node, branches)
+        if node in moved and users and users <= island:
+            island.add(node)
+    return island
+
+
+def _selecting(graph: ir.Graph, branches: Branches) -> set[ir.Node]:
+    """The nodes that select, those that lead to nothing else, and those that only compare or gather their scores."""
+    nodes = list(graph.all_nodes())
     selecting = {node for node in nodes if is_standard(node, "TopK") and _has_float32(node.inputs)}
     selecting |= _deciding_comparisons(graph, branches)
     sizes = {node: _count(node.inputs[0]) for node in selecting}
@@ -181,13 +218,7 @@ def float32_island(graph: ir.Graph) -> set[ir.Node]:
             selecting |= {node} | readers
             if is_score and not is_standard(node, *PRODUCTS):
                 sizes[node] = n
-    island = selecting | {node for node in nodes if _is_from_integers(node)} | _sums_of_squares(nodes)
-    for node in nodes:  # Producers come first here, so one walk is enough again.
-        computed = [value for value in node.inputs if value is not None and _is_computed(value)]
-        sources = {maker for value in computed for maker in branches.makers(value)}
-        if is_standard(node, *FOLLOWING) and sources and sources <= island:
-            island.add(node)
-    return island
+    return selecting
 
 
 def _deciding_comparisons(graph: ir.Graph, branches: Branches) -> set[ir.Node]:
@@ -249,8 +280,36 @@ def _only_reads(user: ir.Node, node: ir.Node, *, is_stream: bool) -> bool:
 
 
 def _is_from_integers(node: ir.Node) -> bool:
+    return _is_cast_from(node, INTEGERS)
+
+
+def _is_cast_from(node: ir.Node, dtypes: Collection[ir.DataType]) -> bool:
     source = node.inputs[0] if is_standard(node, "Cast") else None
-    return source is not None and source.dtype in INTEGERS and node.outputs[0].dtype == FLOAT
+    return source is not None and source.dtype in dtypes and node.outputs[0].dtype == FLOAT
+
+
+def _users(node: ir.Node, branches: Branches) -> set[ir.Node]:
+    return {user for value in node.outputs for user in branches.readers(value)}
+
+
+def _casts_to_count(nodes: Sequence[ir.Node], branches: Branches) -> set[ir.Node]:
+    """The casts of booleans whose floats are summed: a count above 256 may have no exact bfloat16."""
+    counted: set[ir.Node] = set()
+    for node in reversed(nodes):
+        users = _users(node, branches)
+        if is_standard(node, *COUNTING) or (is_standard(node, "Cast", *MOVES) and not counted.isdisjoint(users)):
+            counted.add(node)
+    return {node for node in counted if _is_cast_from(node, {ir.DataType.BOOL})}
+
+
+def _is_fixed(value: ir.Value | None, fixed: set[ir.Node | None]) -> bool:
+    return value is None or value.is_initializer() or value.producer() in fixed
+
+
+def _sums_products(node: ir.Node) -> bool:
+    """Whether a node is a product of matrices that sums; the product of a column and a row only multiplies."""
+    shape = static_shape(node.inputs[0]) if is_standard(node, "MatMul") else (1,)
+    return shape is None or shape[-1] != 1
 
 
 def _is_computed(value: ir.Value) -> bool:
@@ -354,8 +413,33 @@ def _match_inputs(graph: ir.Graph, node: ir.Node, wanted: ir.DataType, casts: Ch
         if value is None or not _is_float(value) or value.dtype == wanted:
             continue
         if value not in casts:
-            casts[value] = NodeWriter(graph, node, f"input{i}").op("Cast", value, to=wanted)
+            writer = NodeWriter(graph, node, f"input{i}")
+            within = _within_range(writer, value, wanted) if wanted != FLOAT and _has_masks(value) else value
+            casts[value] = writer.op("Cast", within, to=wanted)
         node.replace_input_with(i, casts[value])
+
+
+def _within_range(writer: NodeWriter, value: ir.Value, narrow: ir.DataType) -> ir.Value:
+    largest = np.float32(ml_dtypes.finfo(narrow.numpy()).max)  # type: ignore[no-untyped-call]  # It has no annotations.
+    return writer.op("Clip", value, np.array(-largest), np.array(largest))
+
+
+def _has_masks(value: ir.Value) -> bool:
+    """Whether a float32 value may contain a mask's finite value, which a cast would make infinite: a row of nothing but
+    minus infinity has no softmax.
+    """
+    seen, frontier = {value}, [value]
+    while frontier:
+        node = frontier.pop().producer()
+        for each in () if node is None else node.inputs:
+            if each is None or each.dtype != FLOAT or each in seen:
+                continue
+            seen.add(each)
+            frontier.append(each)
+            array = None if _is_weight(each) else constant_array(each)
+            if array is not None and (np.isfinite(array) & (np.abs(array) >= MASK)).any():
+                return True
+    return False
 
 
 def _narrow_node(node: ir.Node, narrow: ir.DataType) -> None:

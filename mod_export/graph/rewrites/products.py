@@ -80,6 +80,9 @@ def product_of(node: ir.Node) -> Product | None:
 
 # Float weights
 
+FLOATS = frozenset({ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
+"""The dtypes that FusedMatMul multiplies."""
+
 
 class StoredWeights:
     """Replaces MatMul with a transposed weight by com.microsoft::FusedMatMul, which transposes while it packs.
@@ -107,7 +110,8 @@ class StoredWeights:
 
 def _float_products(model: ir.Model) -> list[Product]:
     """The products with transposed weights, also in branches, which use the weights of the whole graph."""
-    return [product for product in map(product_of, model.graph.all_nodes()) if product is not None]
+    products = [product for product in map(product_of, model.graph.all_nodes()) if product is not None]
+    return [product for product in products if product.weight.dtype in FLOATS]
 
 
 # Quantized weights

@@ -129,6 +129,28 @@ def test_the_runner_gives_what_the_processors_runner_gives(root: Path) -> None:
             np.testing.assert_array_equal(outputs["logits"], plain.run(feeds(seed))["logits"])
 
 
+class Package:
+    """Stands in for a package that multiplies x by t."""
+
+    def get_constant_fqns(self) -> list[str]:
+        return []
+
+    def load_constants(self, *_weights: object, **_how: object) -> None:
+        pass
+
+    def __call__(self, x: torch.Tensor, t: torch.Tensor) -> list[torch.Tensor]:
+        return [x * t, -t]
+
+
+def test_inputs_and_outputs_may_have_no_dimension() -> None:
+    metadata = {"inputs": '{"x": ["float32", [2]], "t": ["float32", []]}', "outputs": "y,u"}
+    with CudaRunner(Package(), metadata, {}, "small", "cpu", cuda_graph=False) as runner:
+        outputs = runner.run({"x": np.ones(2, np.float32), "t": np.array(3, np.float32)})
+    assert outputs["u"].shape == ()
+    assert outputs["u"] == -3
+    np.testing.assert_array_equal(outputs["y"], [3, 3])
+
+
 class Recorded:
     """Stands in for torch.cuda.CUDAGraph: replays what was run while it was recorded, into the same memory."""
 

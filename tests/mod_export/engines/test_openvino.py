@@ -16,7 +16,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from graph_folders import write_graph
-from small_graphs import make_model, make_spec
+from small_graphs import make_model, make_spec, parsed
 
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import openvino as target
@@ -569,6 +569,19 @@ def test_a_graph_that_it_cannot_take(root: Path, tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"^e\.blob: OpenVINO cannot compile mod-b2s16\.float32\.onnx: .+"):
         OpenVino().build(job, Variant(dtype="float32"), tmp_path / "e.blob", CONFIG)
     assert not (tmp_path / "e.blob").exists()
+
+
+def test_inputs_and_outputs_may_have_no_dimension() -> None:
+    model = parsed("g (float[2] x, float t) => (float[2] y, float u) { y = Mul (x, t) u = Neg (t) }")
+    for value in (model.graph.inputs[1], model.graph.outputs[1]):
+        value.shape = ir.Shape([])
+    core = target._core()
+    compiled = core.compile_model(core.read_model(ir.to_proto(model).SerializeToString()), "CPU")
+    with OpenVinoRunner(compiled, ["x", "t"], ["y", "u"], "small", 1) as runner:
+        outputs = runner.run({"x": np.ones(2, np.float32), "t": np.array(3, np.float32)})
+    assert outputs["u"].shape == ()
+    assert outputs["u"] == -3
+    np.testing.assert_array_equal(outputs["y"], [3, 3])
 
 
 def test_openvino_without_a_plug_in_for_this_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,28 @@ def test_every_dtype_of_numpy_goes_in_and_comes_out(tmp_path: Path, name: str) -
             np.testing.assert_array_equal(y, x)
 
 
+def test_inputs_and_outputs_may_have_no_dimension(tmp_path: Path) -> None:
+    path = tmp_path / "g.onnx"
+    graph = parsed("g (float[2] x, float t) => (float[2] y, float u) { y = Mul (x, t) u = Neg (t) }")
+    for value in (graph.graph.inputs[1], graph.graph.outputs[1]):
+        value.shape = ir.Shape([])
+    path.write_bytes(ir.to_proto(graph).SerializeToString())
+    write_weights(tmp_path / "w.data", {"w": torch.ones(1)}, "float32")
+    api = ort_c()
+    assert api is not None
+    session = session_from_onnx(path, tmp_path, [CPU], 1)
+    for made in (
+        shared_runner(api, path, tmp_path / "w.data", "small", 1),
+        OrtRunner(session, "small", 1),
+        BoundRunner(session, "small", 1, "cpu", 0),
+    ):
+        with made as runner:
+            outputs = runner.run({"x": np.ones(2, np.float32), "t": np.array(3, np.float32)})
+            assert outputs["u"].shape == ()
+            assert outputs["u"] == -3
+            np.testing.assert_array_equal(outputs["y"], [3, 3])
+
+
 def arrays(number: int = 1) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     feeds = {"x": np.full((2, 3), number, np.float32), "i": np.array([0, 3])}
     return feeds, {"y": np.zeros((2, 3), np.float32), "j": np.zeros(2, np.int64), "b": np.zeros(2, bool)}

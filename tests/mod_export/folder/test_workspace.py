@@ -19,8 +19,8 @@ from workspaces import STEPS, build, files_of, in_process, writing
 
 from mod_export.errors import BuildFolderError
 from mod_export.folder.files import FileEntry, verify_files
-from mod_export.folder.manifest import MANIFEST, read_manifest
-from mod_export.folder.workspace import Workspace
+from mod_export.folder.manifest import MANIFEST, read_manifest, with_checksum
+from mod_export.folder.workspace import Workspace, amend
 
 STOP_IN_SECOND_STEP = """
 def stop(paths):
@@ -241,6 +241,15 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     (root / ".partial-link").symlink_to(tmp_path, target_is_directory=True)
     assert all(build(root).values())
     assert files_of(root) == {*(f"parts/{name}.txt" for name in STEPS), MANIFEST, ".lock"}
+
+
+def test_results_are_not_added_to_a_folder_in_which_another_build_began(tmp_path: Path) -> None:
+    root = tmp_path / "b"
+    build(root)
+    data = read_manifest(root)
+    (root / MANIFEST).write_text(json.dumps(with_checksum({key: data[key] for key in data if key != "files"})))
+    with pytest.raises(BuildFolderError, match="another build has begun here and has not ended; build again"):
+        amend(root, {"verified": True}, {})
 
 
 def test_two_builds_at_once_are_refused(tmp_path: Path) -> None:

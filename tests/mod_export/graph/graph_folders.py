@@ -14,12 +14,11 @@ from mod_export.graph.weights import (
     NO_FORMS,
     WeightsFile,
     bind_weights,
-    files_for,
     forms_of,
     state_of,
     write_weights,
 )
-from mod_export.types import QUANTIZED, Bucket, DType, Graph, TargetLimits
+from mod_export.types import QUANTIZED, Bucket, DType, Graph, TargetLimits, weights_dtypes
 from mod_models.spec import ModelSpec
 
 
@@ -44,7 +43,7 @@ def write_graph(root: Path, spec: ModelSpec, bucket: Bucket, limits: TargetLimit
     folder = root / "graphs"
     folder.mkdir(exist_ok=True)
     files = []
-    for stored_dtype in files_for(dtype):
+    for stored_dtype in weights_dtypes(dtype):
         path = folder / f"weights-{stored_dtype}.data"
         forms = forms_of(model.graph.initializers) if dtype in QUANTIZED else NO_FORMS
         write_weights(path, state_of(make_model(spec)), stored_dtype, forms)

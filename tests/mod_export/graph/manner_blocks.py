@@ -115,13 +115,19 @@ class Compared(Routed):
 class MaskOrder(Routed):
     """A stable sort of the mask of selected tokens gives the indices in order of position."""
 
+    dtype = torch.long
+
     def forward(self, x: Tensor) -> Tensor:
         S = x.shape[1]
         index = self.router(x)[..., 0].topk(S // 4).indices
-        mask = torch.zeros(x.shape[:2], dtype=torch.long).scatter(1, index, 1)
+        mask = torch.zeros(x.shape[:2], dtype=self.dtype).scatter(1, index, 1)
         index = torch.argsort(mask, dim=1, descending=True, stable=True)[:, : S // 4]
         wide = index.unsqueeze(-1).repeat(1, 1, x.shape[-1])
         return x.scatter(1, wide, self.block(x.gather(1, wide)))
+
+
+class BoolOrder(MaskOrder):
+    dtype = torch.bool
 
 
 class EncoderLayer(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from manner_blocks import (
     AdditiveMask,
     AllKeys,
+    BoolOrder,
     Compared,
     Embedding,
     EncoderLayer,
@@ -100,6 +101,7 @@ MANNERS = {
     "row_loop": _blocks(RowLoop, BY_POSITION),
     "compared": _blocks(Compared, BY_SCORE),
     "mask_order": _blocks(MaskOrder, BY_POSITION),
+    "bool_order": _blocks(BoolOrder, BY_POSITION),
     "two_routers": Manner(
         make=lambda: Model(TwoRouters),
         sites=_names([f"blocks.{n}.{part}" for n in (1, 3) for part in ("attention", "mlp")], K, BY_SCORE),

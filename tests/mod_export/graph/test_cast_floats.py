@@ -10,12 +10,17 @@ import onnx_ir as ir
 import pytest
 import torch
 from observing import observed
+from onnx.reference import ReferenceEvaluator
+from rotary_angles import FORMS, turned
 from small_graphs import TENSORRT, feeds, make_model, make_spec, narrowed, parsed, portable_graph, run, session
 from variants import VARIANTS
 
 from mod_export.errors import GraphError, LimitError
+from mod_export.graph.capture import captured
+from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.rewrites.cast_floats import CastFloats
 from mod_export.graph.rewrites.topk import SelectTopk
+from mod_export.graph.weights import state_of
 from mod_models.declarations import MLP_ROUTERS
 from mod_models.spec import ModelSpec
 
@@ -217,6 +222,64 @@ def test_numbers_made_from_integers_stay_exact() -> None:
     np.testing.assert_allclose(y, -np.cos(position[..., None] * np.array([1.0, 0.01])), atol=2e-3)
 
 
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+def test_angles_of_positions_are_exact(form: str, *, given: bool) -> None:
+    """Positions may be constants, and frequencies may be moved; the weights of a block stay in 16 bits."""
+    module, inputs = turned(form, given=given)
+    state, names = state_of(module), ["x", "position"][: len(inputs)]
+    model = onnx_from_captured(captured(module, inputs, "turned"), state, names, ["turned", "mixed"])
+    for name, value in model.graph.initializers.items():
+        if value.const_value is None:
+            value.const_value = ir.tensor(state[name].detach().numpy(), name=name)
+    CastFloats().run(model, TENSORRT, "bfloat16")
+    assert CastFloats().ensures(model, TENSORRT, "bfloat16") == []
+    (block,) = [node for node in model.graph if node.op_type == "MatMul" and node.inputs[0].shape[-1] == 16]
+    assert {value.dtype for value in (*block.inputs, *block.outputs)} == {BFLOAT16}
+    assert model.graph.initializers["block.weight"].dtype == BFLOAT16
+    y = in_reference(model, dict(zip(names, (each.numpy() for each in inputs), strict=True)))[0]
+    np.testing.assert_allclose(y, module(*inputs)[0].detach(), atol=4e-3)
+
+
+def in_reference(model: ir.Model, inputs: dict[str, np.ndarray]) -> list[np.ndarray]:
+    """The outputs of kernels that round every result; ONNX Runtime's for the CPU compute most of them in float32."""
+    return ReferenceEvaluator(ir.to_proto(model)).run(None, inputs)  # type: ignore[return-value]  # No graph returns lists.
+
+
+INDICES = {
+    "division": "d = Div (number, three) f = Floor (d)",
+    "rounding": "d = Mul (number, third) f = Round (d)",
+    "upper bounds": "d = Sqrt (number) e = Mul (d, three) f = Ceil (e)",
+    "remainders": "f = Mod <fmod = 1> (number, many)",
+    "running sums": "o = Div (number, more) s = Sign (o) f = CumSum (s, last)",
+    "running counts": "b = Cast <to = 1> (real) f = CumSum (b, last)",
+    "counts": "b = Cast <to = 1> (real) w = Unsqueeze (b, axis) f = ReduceSum <keepdims = 0> (w, last_axis)",
+    "extremes": "f = ReduceMax (number, last_axis)",
+    "repeated": "f = Tile (number, twice)",
+    "the largest": "i = ArgMax <axis = 1> (number) f = Cast <to = 1> (i)",
+    "comparisons": "b = Less (number, bound) f = Cast <to = 1> (b)",
+    "constants": "o = ConstantOfShape <value = float[1] {1.0}> (size) c = CumSum (o, last) f = Mul (c, three)",
+}
+"""Texts that compute whole numbers `f` in floats, from integers or booleans."""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", INDICES)
+def test_integers_computed_in_floats_stay_exact(name: str, dtype: str) -> None:
+    text = f"""g (int64[1,3000] position, bool[1,3000] real) => (int64[N,M] y)
+    <float three = {{3.0}}, float third = {{0.3333333}}, float many = {{2900.0}}, float more = {{5000.0}},
+    float bound = {{2501.5}}, int64 last = {{1}}, int64[1] last_axis = {{-1}}, int64[1] axis = {{0}},
+    int64[2] twice = {{1, 2}}, int64[2] size = {{1, 3000}}> {{
+        number = Cast <to = 1> (position) {INDICES[name]} y = Cast <to = 7> (f)
+    }}"""
+    model = parsed(text)
+    inputs = {"position": np.arange(1, 3001)[None], "real": np.arange(3000)[None] > 98}
+    expected = in_reference(model, inputs)[0]
+    CastFloats().run(model, TENSORRT, dtype)
+    assert CastFloats().ensures(model, TENSORRT, dtype) == []
+    np.testing.assert_array_equal(in_reference(model, inputs)[0], expected)
+
+
 def test_a_number_that_both_sides_use_stays_exact_on_the_float32_side() -> None:
     model = narrowed(
         """g (float[1,4] x) => (float[1,2] y, int64[1,2] positions) <float tenth = {0.1}, int64[1] k = {2}> {
@@ -247,6 +310,42 @@ def test_masks_keep_their_meaning(dtype: str) -> None:
     low, floor = (model.graph.initializers[name].const_value.numpy() for name in ("low", "floor"))
     assert low == -np.inf
     assert floor == ml_dtypes.finfo(floor.dtype).min
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_mask_from_integers_stays_finite(dtype: str) -> None:
+    """Such masks are computed in float32, whose lowest number is beyond the range of 16 bits."""
+    model = parsed(
+        """g (int64[1,2] real, float[1,2] x) => (float[1,2] y)
+        <float one = {1.0}, float floor = {-3.4028234663852886e38}> {
+            live = Cast <to = 1> (real)
+            hidden = Sub (one, live)
+            mask = Mul (hidden, floor)
+            h = Neg (x)
+            score = Add (h, mask)
+            y = Softmax (score)
+        }"""
+    )
+    CastFloats().run(model, TENSORRT, dtype)
+    x = np.zeros((1, 2), np.float32)
+    for real, weights in (([[0, 0]], [[0.5, 0.5]]), ([[1, 0]], [[1, 0]])):
+        np.testing.assert_array_equal(in_reference(model, {"real": np.array(real), "x": x})[0], weights)
+
+
+def test_weights_that_are_only_moved_stay_narrow_and_arithmetic_on_them_is_exact() -> None:
+    model = narrowed(
+        """g (float[2,2] x) => (float[2,2] y, float[2,2] z)
+        <float[2,2] w = {1,2,3,4}, float[2] n = {1,2}, float[2] one = {1,1}> {
+            t = Transpose (w)
+            y = MatMul (x, t)
+            scale = Add (n, one)
+            z = Mul (x, scale)
+        }"""
+    )
+    values = [*model.graph.initializers.values(), *(value for node in model.graph for value in node.outputs)]
+    dtypes = {value.name: value.dtype for value in values}
+    assert [dtypes[name] for name in ("w", "t", "y/inner", "z/inner")] == [FLOAT16] * 4
+    assert [dtypes[name] for name in ("n", "one", "scale")] == [FLOAT] * 3
 
 
 def test_norms_of_one_type_where_the_dialect_computes_them_in_float32_anyway() -> None:

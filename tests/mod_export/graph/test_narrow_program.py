@@ -8,6 +8,7 @@ import pytest
 import torch
 from captures import bucket_example
 from mod_manners import MANNERS
+from rotary_angles import FORMS, turned
 from small_graphs import make_model, make_spec
 from torch import nn
 
@@ -141,6 +142,34 @@ def test_a_row_that_is_masked_whole_stays_finite(dtype: DType) -> None:
     wanted = module(ids, lengths)
     assert output.isfinite().all()
     assert (output - wanted)[:, :, 1:].abs().max() < 0.05 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("given", [False, True], ids=["counted", "given"])
+def test_angles_of_positions_are_exact(form: str, *, given: bool) -> None:
+    """Not every position above 256 has an exact bfloat16, and its angle would be off by a radian."""
+    module, inputs = turned(form, given=given)
+    program = captured(module, inputs, "turned", dtype="bfloat16").program
+    for node in program.graph.nodes:
+        if node.target in PRODUCTS:
+            assert node.meta["val"].dtype == (torch.bfloat16 if node.target is aten.linear.default else torch.float32)
+    torch.testing.assert_close(program.module()(*inputs)[0], module(*inputs)[0])
+
+
+def test_products_of_looked_up_rows_are_no_angles() -> None:
+    """The table is a buffer here, so the rows come from ids and a buffer alone."""
+
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.randn(40, 16))
+
+        def forward(self, ids_BS: torch.Tensor) -> torch.Tensor:
+            x_BSD = nn.functional.embedding(ids_BS, self.table)  # type: ignore[arg-type]  # The buffer is a tensor.
+            return x_BSD @ x_BSD.transpose(1, 2)
+
+    program = captured(Frozen(), (torch.zeros(2, 16, dtype=torch.int64),), "frozen", dtype="bfloat16").program
+    assert set(products(program).values()) == {torch.bfloat16}
 
 
 def test_a_weight_beyond_the_range_is_refused() -> None:

@@ -46,6 +46,16 @@ def test_anything_else_is_left(types: str, body: str) -> None:
     assert "com.microsoft" not in model.opset_imports
 
 
+def test_products_of_integers_are_left() -> None:
+    """FusedMatMul takes floats only."""
+    model = parsed("""g (int64[3,2] x) => (int64[3,2] y) <int64[2,2] w = {1,2,3,4}> {
+        t = Transpose (w) y = MatMul (x, t)
+    }""")
+    assert StoredWeights().run(model, OrtCpu.limits, "float32") == 0
+    assert list(StoredWeights().ensures(model, OrtCpu.limits, "float32")) == []
+    np.testing.assert_array_equal(run(model, {"x": np.ones((3, 2), np.int64)})[0], [[3, 7]] * 3)
+
+
 def test_rows_without_a_batch_are_multiplied_by_the_same_operator() -> None:
     """The head of a prompt's last token is one: sessions share packed weights among operators of one type."""
     text = f"g (float[3,4] x) => (float[3,6] y) {WEIGHT} {{ y = Gemm <transB = 1> (x, w) }}"

@@ -14,7 +14,9 @@ from mod_export.judge.checks import (
     CHECKS,
     Allowance,
     Comparison,
+    LeftOut,
     allowance,
+    check_coverage,
     check_divergence,
     check_error,
     check_next_token,
@@ -154,6 +156,14 @@ def test_what_holds_gives_no_reason(check: Check, found: tuple[Comparison, ...])
                 "selection, allowed 0.01 of the layer's root mean square"
             ],
         ),
+        (
+            check_routing,
+            (replace(GOOD, sites=(replace(SITE, inversions=(0.005, 0.02, 0.3)),)),),
+            [
+                "text: layer 3 routing: 2 neighbouring tokens are in the wrong order of score, the worst is 0.3 apart, "
+                "allowed 0.01 of the layer's root mean square"
+            ],
+        ),
         # An invalid selection fails for any scores.
         (
             check_routing,
@@ -209,6 +219,7 @@ def test_what_misses_its_gate_is_said(check: Check, found: tuple[Comparison, ...
         (check_next_token, replace(GOOD, shortfalls=np.full(10, math.inf))),
         (check_routing, with_routing(math.nan)),
         (check_routing, with_routing(math.inf)),
+        (check_routing, replace(GOOD, sites=(replace(SITE, inversions=(math.nan,)),))),
         (check_divergence, replace(GOOD, divergences=np.array([0.0, math.nan]))),
         (check_perplexity, replace(GOOD, text=replace(TEXT, nll=math.nan))),
         (check_perplexity, replace(GOOD, text=replace(TEXT, nll=math.inf))),
@@ -338,9 +349,41 @@ def test_the_worst_input_decides(order: int) -> None:
     assert not row.passed
     assert all(math.isnan(value) for value in row.error.model_dump().values())
     assert math.isnan(row.kl)
-    assert row.next_token_agreement == 0.5
+    assert row.next_token_agreement == 21 / 22
     assert {reason.split(":")[0] for reason in row.reasons} == {"random"}
     assert any("max abs error nan" in reason and "and on 1 more input" in reason for reason in row.reasons)
+
+
+def test_tokens_in_the_wrong_order_are_counted_with_the_differences() -> None:
+    row = row_of(replace(GOOD, sites=(replace(SITE, distances=(0.005, 0.005), inversions=(0.004, 0.5)),)))
+    (layer,) = row.routing.layers
+    assert (layer.near_ties, layer.faults, layer.worst_flip, row.routing.near_ties) == (3, 1, 0.5, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reported_next_tokens_are_those_of_the_gate(dtype: DType) -> None:
+    """Over all inputs, with the slack of rounding; of a quantized model on text with each model's own selection."""
+    text = replace(NOISY, shortfalls=np.full(10, 1e-6), text=replace(TEXT, positions=50, agreed=49))
+    padded = replace(NOISY, kind="padded", shortfalls=np.array([1.0]), text=None, tokens=1)
+    row = judge([text, padded], GATE, replace(SETTING, dtype=dtype))
+    expected = 49 / 50 if dtype in ("int8", "int4") else 10 / 11
+    assert (row.passed, row.next_token_agreement) == (True, expected)
+    assert row.next_token_agreement >= row.gate.next_token_agreement
+    # In float32, where chance explains nothing, the row fails exactly if the number is below the gate.
+    for wrong in (1, 2):
+        shortfalls = np.array([0.0] * (10 - wrong) + [1.0] * wrong)
+        row = judge([replace(GOOD, shortfalls=shortfalls)], GATE, SETTING)
+        assert row.passed == (row.next_token_agreement >= row.gate.next_token_agreement) == (wrong == 1)
+
+
+def test_rows_that_rounding_decides_are_why_too_few_are_left() -> None:
+    """Rows of padding are left out too, but do not count."""
+    padding = LeftOut(rows=6, because="mask declares these positions to be padding")
+    decided = LeftOut(rows=9, because="rounding decides what aten.round gives there, in the reference itself")
+    found = replace(GOOD, tokens=1, undetermined=9, left_out=(padding, decided))
+    (reason,) = reasons(check_coverage, found)
+    assert decided.because in reason
+    assert padding.because not in reason
 
 
 def test_a_reason_is_given_once() -> None:

@@ -11,6 +11,7 @@ from hypothesis.extra import numpy as arrays
 
 from mod_export.judge.compare import (
     Judged,
+    direction_of,
     divergences,
     error_between,
     farthest_from,
@@ -156,6 +157,53 @@ def test_where_tokens_choose(
     assert routing.routed == min(2, sum(score > 0 for score in scores))
     assert routing.min_margin == min(map(abs, scores))
     assert routing.malformed == ""
+
+
+@pytest.mark.parametrize(
+    ("index", "direction", "inversions"),
+    [
+        ([1, 2, 0], 1, ()),
+        ([0, 2, 1], -1, ()),
+        ([2, 1, 0], 1, (1.0,)),
+        ([0, 2, 1], 1, (2.0, 1.0)),
+        ([1, 2, 0], -1, (1.0, 2.0)),
+        # Without a direction, any order is right.
+        ([2, 1, 0], 0, ()),
+        # Tokens that cannot be selected come last, and equal scores are in any order.
+        ([1, 2, 4], 1, ()),
+        ([1, 4, 2], 1, (math.inf,)),
+        ([0, 3, 5], 1, ()),
+        ([3, 0, 5], 1, ()),
+        # A position outside the row has no score; it is reported by itself.
+        ([1, 9, 0], 1, ()),
+    ],
+)
+def test_where_slots_are_in_the_order_of_scores(
+    index: list[int], direction: int, inversions: tuple[float, ...]
+) -> None:
+    score_BS = np.array([[1.0, 4.0, 3.0, 1.0, 9.0, 9.0]], np.float32)
+    judged = Judged("by_score", score_BS, np.array([[True] * 4 + [False] * 2]))
+    assert routing_of_site(0, np.array([index]), judged, direction=direction).inversions == inversions
+    # Rows that the reference does not determine have no order.
+    undetermined = routing_of_site(0, np.array([index]), judged, judged_B=np.array([False]), direction=direction)
+    assert undetermined.inversions == ()
+
+
+@pytest.mark.parametrize(
+    ("index", "direction"),
+    [([[0, 1], [0, 1]], 1), ([[1, 0], [1, 0]], -1), ([[0, 1], [1, 0]], 0), ([[0], [0]], 0), ([[0, 1], [1, 2]], 1)],
+)
+def test_the_direction_of_the_slots_holds_for_every_row(index: list[list[int]], direction: int) -> None:
+    """Equal scores are in both orders, a single slot as well."""
+    score_BS = np.array([[3.0, 2.0, 1.0], [3.0, 2.0, 2.0]], np.float32)
+    assert direction_of(np.array(index), Judged("by_score", score_BS, np.ones((2, 3), bool))) == direction
+
+
+def test_a_score_that_is_not_a_number_is_in_no_order() -> None:
+    judged = Judged("by_score", np.array([[3.0, np.nan]], np.float32), np.ones((1, 2), bool))
+    (inversion,) = routing_of_site(0, np.array([[0, 1]]), judged, direction=1).inversions
+    assert math.isnan(inversion)
+    assert direction_of(np.array([[0, 1]]), judged) == 0
 
 
 def test_a_row_in_which_nobody_can_be_chosen() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +13,14 @@ from observing import observed
 from writing import SPEC, WINDOW
 
 from mod_export.config import BuildConfig
-from mod_export.measure.decode import measure_prompts, measure_steps, read_text
+from mod_export.engines import ENGINES
+from mod_export.measure.decode import measure_prompts, measure_steps, read_text, step_bytes
 from mod_export.model.model import GeneratingModel, Model
-from mod_export.pipeline.build import Build, step_bytes
+from mod_export.pipeline.build import Build
 from mod_export.rows.speed import StepBytes
 from mod_export.types import KINDS, Bucket, Engine, ModelKind, Role, pairs_of
 
+LIMITS = ENGINES["ort-cpu"].limits
 SEQ = 16
 """Tokens of each text, all of which a prompt holds."""
 
@@ -80,6 +83,7 @@ def test_steps_are_those_of_the_text(
         texts(rows),
         {kind: models[kind].sites for kind in KINDS},
         {kind: step_bytes(models[kind], bucket) for kind in KINDS},
+        LIMITS,
         bandwidth_gbs,
     )
     assert (row.setting.role, row.setting.bucket) == ("decode", Bucket(rows, WINDOW))
@@ -103,8 +107,30 @@ def test_steps_are_those_of_the_text(
     assert row.predicted_ms == bound
     # A routed layer's cache holds its capacity, and each cache has one more slot for rows that keep nothing.
     slot = 2 * 2 * 8 * 4
+    # A step reads the slots in use: at positions 1 to 15, those of 8 tokens on average.
+    tokens = SEQ / 2
+    executed = {site: row.executed[str(site)] for site in models["mod"].sites}
+    mod_slots = tokens + sum(executed.values()) * 18 * tokens / WINDOW
+    assert row.least_bytes == {
+        "mod": pytest.approx(models["mod"].least_bytes(rows, 0, executed) + rows * mod_slots * slot, abs=1),
+        "dense": models["dense"].least_bytes(rows, 0, {}) + rows * 3 * tokens * slot,
+    }
     assert row.kv_bytes == {"mod": rows * (19 + WINDOW + 1 + 19) * slot, "dense": rows * 3 * (WINDOW + 1) * slot}
     assert found.routed_kv_bytes == {"mod": rows * 38 * slot, "dense": rows * 2 * (WINDOW + 1) * slot}
+
+
+@pytest.mark.parametrize(("cached_attention", "tokens"), [(True, SEQ / 2), (False, WINDOW)])
+def test_the_cache_is_read_as_the_engine_attends(
+    context: Build, models: dict[ModelKind, GeneratingModel], cached_attention: bool, tokens: float
+) -> None:
+    """An engine without an operator for caches attends to all slots. Weights in fewer bits leave the cache as it is."""
+    bucket, engine = Bucket(3, WINDOW), pair_of(context, "decode", Bucket(3, WINDOW))["dense"]
+    narrow = step_bytes(models["dense"], bucket).stored_in("bfloat16")
+    engines: dict[ModelKind, Engine] = {"mod": engine}
+    limits = replace(LIMITS, cached_attention=cached_attention)
+    row = measure_steps(context.decoding_engines(), engines, texts(3), {"mod": ()}, {"mod": narrow}, limits, None)
+    weights = models["dense"].least_bytes(3, 0, {}) / 2
+    assert row.least_bytes["mod"] == pytest.approx(weights + 3 * 3 * tokens * 2 * 2 * 8 * 4, abs=1)
 
 
 def test_steps_and_prompts_of_a_model_alone(context: Build, models: dict[ModelKind, GeneratingModel]) -> None:
@@ -112,12 +138,13 @@ def test_steps_and_prompts_of_a_model_alone(context: Build, models: dict[ModelKi
     bucket, engines = Bucket(3, WINDOW), context.decoding_engines()
     alone: dict[ModelKind, Engine] = {"mod": pair_of(context, "decode", bucket)["mod"]}
     sites, least = models["mod"].sites, step_bytes(models["mod"], bucket)
-    row = measure_steps(engines, alone, texts(3), {"mod": sites}, {"mod": least}, 10.0)
+    row = measure_steps(engines, alone, texts(3), {"mod": sites}, {"mod": least}, LIMITS, 10.0)
     assert row.compared is None
     assert 0 < row.ms["mod"] < 1000
     for site, ran_BS in decided(models["mod"], texts(3)).items():
         assert row.executed[str(site)] == pytest.approx(ran_BS[:, 1:].any(0).mean())
-    assert row.least_bytes == {"mod": least.of(row.executed)}
+    in_use = SEQ / 2 / WINDOW
+    assert row.least_bytes == {"mod": least.of(row.executed, in_use, in_use)}
     for of_models in (row.ms, row.tokens_per_second, row.predicted_ms, row.kv_bytes):
         assert of_models is not None
         assert list(of_models) == ["mod"]
@@ -142,6 +169,8 @@ def test_bytes_of_a_step_by_what_was_executed(models: dict[ModelKind, Generating
     assert set(found["mod"].sites) == {"0", "2"}
     everything = found["mod"].of({"0": 1.0, "2": 1.0})
     assert everything == models["mod"].least_bytes(3, WINDOW, {0: 1.0, 2: 1.0})
+    # Without a cache, the weights are left.
+    assert found["mod"].of({"0": 1.0, "2": 1.0}, 0.0, 0.0) == models["mod"].least_bytes(3, 0, {0: 1.0, 2: 1.0})
     # Weights stored in fewer bytes are read in fewer bytes; names that are no weights of this model count nothing.
     stored = {"layers.1.mlp.up_proj.weight": 100, "layers.0.mlp.up_proj.weight": 200, "other": 1}
     narrow = step_bytes(models["mod"], bucket, stored)

@@ -42,7 +42,7 @@ def routed(way: Proposal) -> TransformerModel:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_where_only_flops_count(way: Proposal) -> None:
     """The gain of a prompt is the ratio of FLOPs, with the head of one token in each row."""
-    machine = Machine("fast memory", "float32", 1e9, ENDLESS, 4)
+    machine = Machine("fast memory", "float32", 1e9, ENDLESS, 4, 4)
     model = routed(way)
     found = gain_of(model, DENSE, machine, 2, 64, 128, [1, 9])
     layers, dense = (
@@ -60,7 +60,7 @@ def test_where_only_flops_count(way: Proposal) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_where_only_bytes_count(way: Proposal, texts: int) -> None:
     """The gain of a step is that of the bytes that a step of the real model reads; norms and routers are small."""
-    machine = Machine("fast processor", "float32", ENDLESS, 1e9, 4)
+    machine = Machine("fast processor", "float32", ENDLESS, 1e9, 4, 4)
     model = routed(way)
     found = gain_of(model, DENSE, machine, 1, 64, 1024, [texts]).texts[texts]
     weights = lively_checkpoint(model.checkpoint.spec).weights
@@ -76,6 +76,21 @@ def test_where_only_bytes_count(way: Proposal, texts: int) -> None:
     assert found == pytest.approx(dense.least_bytes(texts, 1024, {}) / least, rel=2e-2)
 
 
+def test_narrower_weights_leave_the_cache_as_it_is() -> None:
+    """Where only the cache counts, so many texts that their caches are far larger than the weights gain the same."""
+    model = routed(Proposal("block", LAYERS, 0.25))
+    machine, narrow = (machine_of("h100", None, None, weight_bytes) for weight_bytes in (None, 0.5))
+    assert (narrow.weight_bytes, narrow.cache_bytes) == (0.5, machine.cache_bytes)
+    wide_gain, narrow_gain, even_gain = (
+        gain_of(model, DENSE, replace(each, flops=ENDLESS), 1, 64, 1024, [1]).texts[1]
+        for each in (machine, narrow, replace(narrow, cache_bytes=0.5))
+    )
+    # The cache gains more than the weights, which are a smaller share of the bytes if only they are narrower.
+    assert even_gain == pytest.approx(wide_gain)
+    assert narrow_gain > wide_gain * 1.01
+    assert [MACHINES[name].cache_bytes for name in MACHINES] == [2, 2, 2]
+
+
 def test_a_product_of_few_rows_gains_nothing() -> None:
     """Below `fewest_rows` a product takes as long as its weights take to be read."""
     machine = MACHINES["h100"]
@@ -88,7 +103,7 @@ def test_a_product_of_few_rows_gains_nothing() -> None:
 
 
 def test_adapters_are_read_by_those_who_skip() -> None:
-    machine = Machine("fast processor", "float32", ENDLESS, 1e9, 4)
+    machine = Machine("fast processor", "float32", ENDLESS, 1e9, 4, 4)
     spec = routed(Proposal("mlp", LAYERS, 0.25)).checkpoint.spec
     assert spec.routing is not None
     with_adapter = replace(spec, routing=replace(spec.routing, skipped_result="adapter"))
@@ -119,7 +134,7 @@ def test_machines_that_are_not_described(arguments: tuple[str, float | None, Non
 
 
 def test_another_machine() -> None:
-    assert machine_of("this", 2.0, 100.0, None) == Machine("a machine", "16 bits", 2e12, 1e11, 2)
+    assert machine_of("this", 2.0, 100.0, None) == Machine("a machine", "16 bits", 2e12, 1e11, 2, 2)
     assert machine_of("h100", None, None, 1).weight_bytes == 1
     assert machine_of("this", None, None, None).dtype == "float32"
 

@@ -112,6 +112,7 @@ class Calling(nn.Module):
 
 TABLE = torch.polar(torch.ones(S, WIDTH), angles()[:S])
 REAL = torch.linspace(0.5, 1.5, S * WIDTH).view(S, WIDTH)
+KEPT = (torch.arange(S)[:, None] < 5).long()
 MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
     "to a device": lambda z: z.to(torch.device("cpu")) * TABLE.to("cpu"),
     "to a dtype": lambda z: z.to(torch.complex128).to(torch.complex64),
@@ -128,11 +129,19 @@ MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
     "index with a mask's positions": lambda z: z[:, torch.tensor([0, 2, 5])],
     "where": lambda z: torch.where(torch.arange(S)[:, None] > 3, z, z.conj()),
     "where, of a real number": lambda z: torch.where(torch.arange(S)[:, None] > 3, z, 0.0),
+    "where, of an integer tensor": lambda z: torch.where(torch.arange(S)[:, None] > 3, z, torch.tensor(2)),
+    "where, by a mask of one element": lambda z: (
+        torch.where(torch.tensor([[True]]), 1.0, z) + torch.where(torch.tensor([[False]]), 2.0, z)
+    ),
     "masked_fill": lambda z: z.masked_fill(torch.arange(S)[:, None] > 3, 0.5),
     "pad": lambda z: F.pad(z, (1, 2)),
     "scatter": lambda z: z.scatter(1, torch.zeros(B, 1, WIDTH, dtype=torch.int64), z[:, -1:]),
     "written in place": lambda z: torch.zeros_like(z).index_copy_(1, torch.tensor([1, 0]), z[:, :2]),
     "real numbers added": lambda z: z + REAL - 2.0 + torch.ones_like(z),
+    "integer tensors added": lambda z: z * KEPT + (1 - KEPT) - torch.arange(WIDTH),
+    "integer tensors joined": lambda z: (
+        torch.cat([z, KEPT.expand(B, S, 1)], 2) + torch.stack([z[0, 0, 0], KEPT[1, 0]]).sum()
+    ),
     "complex numbers added": lambda z: z + (1 + 2j),
     "times real numbers": lambda z: z * REAL / 3.0,
     "times complex numbers": lambda z: z * TABLE * (2 - 1j) * 1j,
@@ -159,6 +168,11 @@ MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
         torch.fft.irfft2(torch.fft.rfft2(z.real, dim=(1, 2), norm="ortho"), s=(S, WIDTH), dim=(1, 2), norm="ortho") + z
     ),
     "Fourier transforms of real numbers": lambda z: torch.fft.fft(torch.fft.fft2(z.real), dim=1).real + z,
+    "Fourier transforms in float64": lambda z: (
+        torch.fft.irfft(torch.fft.rfft(z.real.double(), dim=1) * 0.5, n=S, dim=1).float()
+        * torch.fft.ifft(z.to(torch.complex128), dim=1).to(torch.complex64)
+    ),
+    "a Fourier transform of integers": lambda z: torch.fft.fft(KEPT[:, 0]).sum() * z,
     "half a Fourier transform": lambda z: (
         torch.fft.rfft(z.real, dim=1, norm="forward") * torch.fft.ifft(z, dim=1)[:, :5]
     ),
@@ -169,7 +183,8 @@ MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.fast(
     "times complex numbers", "quotient", "matrix product", "slices with steps", "written in place",
-    "half a Fourier transform", "a new tensor", "real part alone",
+    "half a Fourier transform", "a new tensor", "real part alone", "integer tensors added",
+    "where, by a mask of one element",
 )  # fmt: skip
 @pytest.mark.parametrize("manner", MANNERS)
 @pytest.mark.filterwarnings("ignore:Casting complex values to real")
@@ -220,6 +235,16 @@ def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: s
 def test_what_engines_cannot_have_is_refused(function: Callable[..., Any], message: str) -> None:
     with pytest.raises(CaptureError, match=message):
         model_from_module(Calling(function), torch.rand(2, 2, 2), [Bucket(2, 2)], "mine")
+
+
+def test_numbers_that_differ_in_real_form_are_refused() -> None:
+    """The square of 1e-25 is 0 in float32. PyTorch's own division avoids it."""
+    sample = torch.full((2, 2, 2), 1e-25)
+    message = r"mine at b2s2: aten\.\w+\.\w+ of complex numbers, whose real form gives other numbers on a sample, at "
+    with pytest.raises(CaptureError, match=message):
+        model_from_module(
+            Calling(lambda x: torch.view_as_real(1.0 / torch.view_as_complex(x))), sample, [Bucket(2, 2)], "mine"
+        )
 
 
 def test_a_complex_input_is_refused() -> None:

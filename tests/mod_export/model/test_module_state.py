@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mod_export.errors import CaptureError
+from mod_export.errors import CaptureError, UsageError
 from mod_export.model.module import model_from_module
+from mod_export.model.module_state import as_it_was
 from mod_export.model.programs import ProgramModel
 from mod_export.types import Bucket
 
@@ -173,6 +176,56 @@ class Unset(Expanded):
         return torch.cat([super().forward(x), self.unset.expand(len(x), S, D)], 1)
 
 
+class Defaulted(nn.Module):
+    """Has a tensor with a default in the class body, one without, and one whose name no buffer can have."""
+
+    mask: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.mask, self.scale = nn.Linear(D, D), torch.tril(torch.ones(S, S)), torch.full((D,), 2.0)
+        setattr(self, "of.rows", torch.full((S, 1), 3.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.mask @ self.linear(x) * self.scale * getattr(self, "of.rows")
+        return result
+
+
+class Computed(nn.Module):
+    """Has a cached property that was computed before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        assert self.mask.shape == (S, S)
+
+    @cached_property
+    def mask(self) -> Tensor:
+        return torch.tril(torch.ones(S, S))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.mask @ self.linear(x)
+        return result
+
+
+class Delegating(nn.Module):
+    """Has a tensor of the same name as a part of it, and asks that part for the names that it has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.mask = Computed(), torch.full((S, S), 0.5)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.mask @ self.inner(x)
+        return result
+
+
 def captured(module: nn.Module) -> ProgramModel:
     torch.manual_seed(0)
     loaded = model_from_module(module, lambda batch, seq: torch.randn(batch, seq, D), [Bucket(B, S)], "mine")
@@ -180,7 +233,10 @@ def captured(module: nn.Module) -> ProgramModel:
     return loaded
 
 
-@pytest.mark.parametrize("kind", [Sharing, Noting, Expanded, Subclasses, Frozen, Unset])
+KINDS = [Sharing, Noting, Expanded, Subclasses, Frozen, Unset, Defaulted, Computed, Delegating]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
     module = kind().eval()
@@ -192,6 +248,51 @@ def test_what_nothing_reads_is_no_obstacle_and_stays_as_it_was(kind: type[nn.Mod
     assert {name: repr(value) for name, value in after.items()} == texts
     x = torch.randn(B, S, D)
     torch.testing.assert_close(loaded.module()(x)[0], module(x), equal_nan=True)
+
+
+def _fails(*_: Any) -> Any:
+    raise RuntimeError("not today")
+
+
+def _build(module: nn.Module) -> None:
+    module.forward = _fails
+    try:
+        captured(module)
+    finally:
+        del module.forward
+
+
+def _change_mode(module: nn.Module) -> None:
+    """Enters the context of a capture with a module that refuses to change its mode."""
+    module.train = _fails
+    try:
+        with as_it_was(module):
+            pass
+    finally:
+        del module.train
+
+
+@pytest.mark.parametrize("attempt", [_build, _change_mode])
+@pytest.mark.parametrize("kind", [Defaulted, Computed, Delegating])
+def test_after_an_error_the_module_is_as_it_was(kind: type[nn.Module], attempt: Callable[[nn.Module], None]) -> None:
+    module, x = kind().train(), torch.randn(B, S, D)
+    before, expected, fused = dict(vars(module)), module(x), torch.backends.mha.get_fastpath_enabled()
+    with pytest.raises((UsageError, RuntimeError), match="not today"):
+        attempt(module)
+    assert vars(module) == before
+    assert not dict(module.named_buffers())
+    assert all(part.training for part in module.modules())
+    assert torch.equal(module(x), expected)
+    assert torch.backends.mha.get_fastpath_enabled() == fused
+
+
+def test_a_tensor_with_a_default_that_a_run_writes_has_its_values_back() -> None:
+    module = Defaulted()
+    with as_it_was(module), torch.no_grad():
+        module.mask += 1.0
+        module.scale += 1.0
+    assert torch.equal(module.mask, torch.tril(torch.ones(S, S)))
+    assert torch.equal(module.scale, torch.full((D,), 2.0))
 
 
 @pytest.mark.parametrize("kind", [Warming, Popping, InDictionary, InObject])

@@ -110,6 +110,11 @@ class Whole(Layers):
         return self.linear(x).argmax(-1)
 
 
+class Divided(Layers):
+    def forward(self, x: Tensor, temperature: Tensor) -> Tensor:
+        return self.linear(x) / temperature
+
+
 X = torch.randn(2, 4)
 CASES: dict[str, tuple[type[nn.Module], Any, tuple[str, ...], tuple[str, ...]]] = {
     "dataclass": (
@@ -160,6 +165,16 @@ def test_dataclasses_that_torch_does_not_know_are_returned_too() -> None:
     expected = [module.linear(X) + number for number in (1, 2, 3, 4)]
     assert all(torch.equal(output, reference) for output, reference in zip(loaded.module()(X), expected, strict=True))
     assert isinstance(module(X)[0], Scores)  # The module itself is unchanged.
+
+
+def test_inputs_may_have_no_dimension() -> None:
+    module = Divided().eval()
+    loaded = captured(module, (X, torch.tensor(0.5)))
+    for seed in (0, 1):
+        sample = loaded.sample(BUCKET, seed)
+        assert sample["temperature"].shape == ()
+        (output,) = loaded.module()(*map(torch.from_numpy, sample.values()))
+        assert torch.equal(output, module(torch.from_numpy(sample["x"]), torch.tensor(0.5)))
 
 
 def test_float64_stays_where_a_model_asks_for_it(tmp_path: Path) -> None:

@@ -270,7 +270,9 @@ ENDS: dict[str, tuple[Any, dict[str, Any] | None, str | None]] = {
     "a list in generation_config.json": (None, {"eos_token_id": [4, 3]}, None),
     "nowhere": ("missing", None, "<|endoftext|>"),
     "an id below 0": ([-1, 4], None, "<|endoftext|>"),
-    "numbers with a point in generation_config.json": (3, {"eos_token_id": [4.0, -1]}, "<|endoftext|>"),
+    "a number with a point in generation_config.json": (3, {"eos_token_id": 4.0}, "<|endoftext|>"),
+    "numbers with a point in generation_config.json": (3, {"eos_token_id": [4.0, 3.0]}, "<|endoftext|>"),
+    "an id below 0 with a point in generation_config.json": (3, {"eos_token_id": [4.0, -1.0]}, "<|endoftext|>"),
 }
 
 
@@ -302,6 +304,14 @@ def test_texts_end_where_transformers_ends_them(tmp_path: Path, case: str) -> No
         f"{tmp_path}: the model's generation_config.json, or else its config.json, names no eos_token_id, so texts go"
     )
     assert all(note.startswith(told) and f"to end them at {end}, write the id" in note for note in files.notes)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(2, 2), (2.0, 2), ([2.0], [2]), ([2.0, 3], [2, 3]), ([-1], None)])
+def test_ends_are_kept_as_whole_numbers_in_the_form_that_they_have(tmp_path: Path, given: Any, kept: Any) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    found = json.loads(settings_in(tmp_path)["generation_config.json"])["eos_token_id"]
+    assert repr(found) == repr(kept)  # 2 and 2.0 are equal.
 
 
 def test_a_model_of_no_library_ends_its_texts_at_the_tokenizers_end(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,3 +243,14 @@ def test_no_room(config: BuildConfig, tiny_spec: ModelSpec, tmp_path: Path) -> N
         str(caught.value),
     )
     assert not (tmp_path / "not").exists()
+
+
+def test_room_that_a_build_has_taken_already(
+    built: Path, model: Model, config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk does not stop a build whose files are there."""
+    usage = shutil.disk_usage(built)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=0))
+    make_plan(model, None, config, built)
+    with pytest.raises(BuildFolderError, match="0 MiB are free"):
+        make_plan(model, None, config, built.parent / "empty")

@@ -16,9 +16,9 @@ from sample_report import NO_BASELINE, renamed
 from sample_rows import changed, parity_row, precision_row
 
 from mod_export.report import render_html
-from mod_export.report.wording import interval_text
+from mod_export.report.wording import error_text, interval_text
 from mod_export.rows.base import FailedRow
-from mod_export.rows.correctness import InputAgreement
+from mod_export.rows.correctness import InputAgreement, OutputParity
 from mod_export.rows.report import BuildReport
 from mod_export.rows.speed import GenerationReport
 
@@ -65,6 +65,31 @@ def test_a_model_without_a_known_selection_is_told_so(report: BuildReport) -> No
     text = words(render_html(changed(report, parity=unrouted)))
     assert "Routing, layer by layer No routing site was found, so no selection is judged by itself; if the" in text
     assert "No routing site" not in words(render_html(report))
+
+
+def test_perplexity_stands_beside_the_one_that_its_gate_compares(report: BuildReport) -> None:
+    """With integer weights, that is PyTorch's with its own selection; the text may be Python's documentation."""
+    row = next(row for row in report.parity if row.text)
+    assert row.text is not None
+    text = changed(row.text, reference_perplexity=18.5, own_perplexity=17.5)
+    wide, narrow = changed(row, text=text), changed(row, text=text, dtype="int8")
+    for parity, told, notes in (
+        ((wide,), "real text, given the same routing; gate", (True, False)),
+        ((narrow,), "real text, int8 with each model's own routing; gate", (False, True)),
+        ((wide, narrow), "real text, given the same routing, int8 with each model's own routing; gate", (True, True)),
+    ):
+        page = words(render_html(changed(report, parity=parity)))
+        assert f"predicted tokens of {told}" in page
+        assert ("PyTorch 18.5000" in page, "PyTorch 17.5000" in page) == notes
+
+
+def test_every_output_has_its_lane_among_the_errors(report: BuildReport) -> None:
+    row = report.parity[0]
+    error = changed(row.error, max_abs=0.25)
+    further = OutputParity(name="pooled", error=error, rounding_error=None, allowed_max_abs=1.0)
+    page = render_html(changed(report, parity=(changed(row, further_outputs=(further,)),)))
+    assert f"{row.setting} MoD, pooled: largest error {error_text(0.25)}" in page
+    assert f"Largest error of an output{error_text(0.25)}" in words(page)
 
 
 def section(report: BuildReport, **fields: Any) -> str:

@@ -7,6 +7,7 @@ import math
 from sample_rows import changed, precision_row
 
 from mod_export.report.summary import deployments, gains, precisions, samplings, settings_of, untried_targets
+from mod_export.rows.correctness import OutputParity
 from mod_export.rows.report import BuildReport
 
 
@@ -47,6 +48,21 @@ def test_gains_are_ranges_sums_and_the_worst(report: BuildReport, failed_report:
     }  # fmt: skip
     nothing = gains(changed(report, speedup=(), parity=()))
     assert (nothing.slowest, nothing.fastest, nothing.max_abs) == (None, None, None)
+
+
+def test_the_worst_error_is_that_of_any_output(report: BuildReport) -> None:
+    mod, dense, *rest = report.parity
+    further = OutputParity(
+        name="pooled", error=changed(mod.error, max_abs=0.25), rounding_error=0.1, allowed_max_abs=1.6
+    )
+    found = changed(report, parity=(mod, changed(dense, further_outputs=(further,)), *rest))
+    assert gains(found).max_abs == 0.25
+    first, second, *_ = settings_of(found, "forward")
+    assert first.error == further.error
+    assert second.error == settings_of(report, "forward")[1].error
+    undefined = changed(further, error=changed(mod.error, max_abs=math.nan))
+    found = changed(report, parity=(changed(mod, further_outputs=(undefined, further)), dense, *rest))
+    assert (str(gains(found).max_abs), settings_of(found, "forward")[0].error) == ("nan", undefined.error)
 
 
 def test_what_is_not_a_number_is_the_worst(report: BuildReport) -> None:

@@ -14,8 +14,16 @@ from sample_rows import causality_row, changed, parity_row, precision_row
 
 from mod_export.report import print_report, render_text
 from mod_export.report.text import render_bench, render_validation
+from mod_export.report.wording import error_text
 from mod_export.rows.base import PairRow
-from mod_export.rows.correctness import ErrorNumbers, ParityRow, RoutingAgreement, StructureRow, TextQuality
+from mod_export.rows.correctness import (
+    ErrorNumbers,
+    OutputParity,
+    ParityRow,
+    RoutingAgreement,
+    StructureRow,
+    TextQuality,
+)
 from mod_export.rows.report import BuildReport, Verdict
 from mod_export.rows.speed import Control, GenerationReport
 
@@ -171,6 +179,17 @@ def test_conditions_are_said(report: BuildReport) -> None:
         f"ort-cpu b1s128 float32 mod: {outliers}",
     ):
         assert lines.count(expected) == 1, expected
+
+
+def test_the_largest_error_is_that_of_any_output(report: BuildReport) -> None:
+    row, *rest = report.parity
+    error = changed(row.error, max_abs=0.25)
+    further = OutputParity(name="pooled", error=error, rounding_error=None, allowed_max_abs=1.0)
+    several = changed(report, parity=(changed(row, further_outputs=(further,)), *rest))
+    for found, value_name, told in ((report, "a logit", False), (several, "any output", True)):
+        text = render_text(found, "b", width=400)
+        assert f"max error of {value_name} given the same routing, the worse of MoD and dense" in text
+        assert (error_text(0.25) in cells(next(row for row in text.splitlines() if "b1s128" in row))) is told
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import re
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,13 +22,14 @@ from graph_folders import job_of
 import mod_export
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
+from mod_export.engines import openvino as openvino_target
 from mod_export.engines.ort_shared import SharedRunner
-from mod_export.environment import usable_cores
+from mod_export.environment import cpu_features, package_version, usable_cores
 from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.folder.manifest import open_folder
 from mod_export.model.model import Model
 from mod_export.runtime.deployment import Deployment, runnable_engines
-from mod_export.types import Bucket, Variant, graph_of
+from mod_export.types import Bucket, Engine, Variant, graph_of
 
 TOLERANCE = 1e-5
 """Absolute tolerance for float32 logits of magnitude one on another library's kernels."""
@@ -299,6 +302,55 @@ def test_the_fastest_engines_are_served_where_none_are_named(both: Path) -> None
     assert served(model="dense") == "ort-cpu"
     timed(both, ort_cpu=1.0, openvino=2.0)
     assert served() == "ort-cpu"
+
+
+def test_engines_made_for_another_machine_are_passed_over(written_copy: Path) -> None:
+    """They are chosen only by name, and then their first run says why they do not run here."""
+    path = "engines/inductor/mod-b1s16-float32.pt2"
+    (written_copy / "engines/inductor").mkdir()
+    with zipfile.ZipFile(written_copy / path, "w") as package:
+        package.writestr("mod/data/aotinductor/model/mod_metadata.json", json.dumps({"machine": "Plan 9 mips"}))
+
+    def add(found: dict[str, Any]) -> None:
+        made = next(engine for engine in found["engines"] if engine["path"].endswith("mod-b1s16-float32.onnx"))
+        found["engines"].append({**made, "target": "inductor", "path": path})
+        found["files"][path] = file_entry(written_copy / path)
+
+    rewrite_manifest(written_copy, add)
+    timed(written_copy, ort_cpu=2.0, inductor=1.0)
+    with mod_export.load(written_copy) as deployment:
+        assert deployment.target == "ort-cpu"
+        assert deployment.run(text(1, 8)).shape == (1, 8, 256)
+    reason = r"mod-b1s16-float32\.pt2: compiled on Plan 9 mips, and this is .*; build again here"
+    with mod_export.load(written_copy, "inductor") as deployment, pytest.raises(TargetError, match=reason):
+        deployment.run(text(1, 8))
+
+    def keep(found: dict[str, Any]) -> None:
+        found["engines"] = [engine for engine in found["engines"] if engine["target"] == "inductor"]
+        found["files"] = {name: entry for name, entry in found["files"].items() if "engines/ort-cpu/" not in name}
+
+    rewrite_manifest(written_copy, keep)
+    with pytest.raises(TargetError, match=f"no engine runs here: .*{reason}$"):
+        mod_export.load(written_copy)
+    rewrite_manifest(written_copy, lambda found: found["files"][path].update(sha256="0" * 64))
+    with pytest.raises(BuildFolderError, match=r"float32\.pt2 has been changed"):  # Is not even loaded.
+        mod_export.load(written_copy)
+
+
+def test_a_file_says_on_which_machine_it_was_made(tmp_path: Path) -> None:
+    """Files of OpenVINO name its release, the processor and its instruction sets."""
+    engine = Engine(target="openvino", model="mod", bucket=Bucket(1, 16), dtype="float32", path="e.blob", weights="w")
+    core = openvino_target._core()
+    here = {"openvino": package_version("openvino"), "cpu": core.get_property("CPU", "FULL_DEVICE_NAME")}
+    here["features"] = sorted(cpu_features())
+    changes: list[dict[str, Any]] = [{}, {"openvino": "2020.1"}, {"cpu": "another"}, {"features": ["another"]}]
+    found = []
+    for change in changes:
+        (tmp_path / engine.path).write_bytes(json.dumps({**here, **change}).encode() + b"\nblob")
+        found.append(ENGINES["openvino"].made_here(tmp_path, engine))
+    assert found == [True, False, False, False]
+    (tmp_path / engine.path).write_bytes(b"damaged")
+    assert ENGINES["openvino"].made_here(tmp_path, engine)  # Its first run says what is wrong with it.
 
 
 def test_engines_that_missed_their_gates_are_never_the_fastest(both: Path) -> None:

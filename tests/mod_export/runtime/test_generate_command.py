@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from build_folders import Silent, rewrite_manifest
+from build_folders import Silent, file_entry, rewrite_manifest
 from click.testing import CliRunner
 from command_line import command, invoke, refused
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from mod_export.cli import cli
 from mod_export.config import config_from_toml
@@ -209,6 +210,18 @@ def test_a_model_that_ranks_scores_prompts(built: Path) -> None:
     shown = invoke("generate", built, "--prompt", "import os\n", "--selection", "topk-prefill").stdout
     assert shown.startswith(f"prompt 0: 10 tokens, perplexity {np.exp(first['nll']):.3f}\n  next ")
     assert len(shown.splitlines()) == 6
+
+
+def test_a_prompt_is_scored_with_or_without_special_tokens(written_copy: Path) -> None:
+    path = word_file(written_copy / "tokenizer.json", 256)
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.post_processor = TemplateProcessing(single="w0 $A", special_tokens=[("w0", 0)])
+    tokenizer.save(str(path))
+    entry = {path.name: file_entry(path)}
+    rewrite_manifest(written_copy, lambda found: (found.update(tokenizer=path.name), found["files"].update(entry)))
+    for more, tokens in (([], 4), (["--no-special-tokens"], 3)):
+        result = invoke("generate", written_copy, "w3 w4 w5", *SCORED, "--json", *more)
+        assert (result.exit_code, json.loads(result.stdout)["tokens"]) == (0, tokens), result.output
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from build_folders import file_entry, rewrite_manifest
 from observing import observed
+from tokenizers import Tokenizer, decoders, models
 from writing import WINDOW, prompts_of_lengths
 
 from mod_export.errors import UsageError
@@ -18,7 +21,7 @@ from mod_export.folder.manifest import GenerationFacts, open_folder
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.runtime.texts import Bytes
-from mod_export.types import Bucket, Engine
+from mod_export.types import Bucket, DType, Engine
 
 LENGTHS = [1, 2, 3, 5, 8, 13, 16]
 SAMPLED = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
@@ -111,6 +114,51 @@ def test_stop_strings_end_a_text_wherever_it_is_cut(generator: Generator) -> Non
     assert bytes(found.ids).decode(errors="replace").endswith(stop)
 
 
+def with_line_end(folder: Path, token: int, **config: bool) -> None:
+    """Gives a model of 256 ids a tokenizer in which one id is the byte of a line end, as in Llama 2, and all others are
+    words.
+    """
+    vocabulary = {"<0x0A>" if id_ == token else f"\u2581w{id_}": id_ for id_ in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    names = ("tokenizer.json", "tokenizer_config.json")
+    tokenizer.save(str(folder / names[0]))
+    (folder / names[1]).write_text(json.dumps(config))
+    entries = {name: file_entry(folder / name) for name in names}
+    rewrite_manifest(folder, lambda manifest: (manifest.update(tokenizer=names[0]), manifest["files"].update(entries)))
+
+
+def test_a_stop_string_of_bytes_ends_a_text_with_its_last_token(generator: Generator, written_copy: Path) -> None:
+    """Characters of byte tokens are not certain before another token follows, which must not be computed for that."""
+    (unstopped,) = generator.generate(prompts_of_lengths([5], seed=2), 20)
+    ids = unstopped.ids
+    at = next(i for i, token in enumerate(ids) if i > 3 and token not in ids[:i])
+    with_line_end(written_copy, ids[at])
+    words = " ".join(f"w{token}" for token in ids[:at])
+    with load_generator(written_copy) as reading:
+        # At the limit of tokens too, and where the line end is repeated until then.
+        prompt: dict[str, Any] = {"prompts": [list(unstopped.prompt_ids)], "stop": ["\n"], "logprobs": 0}
+        for limit, bias in ((20, {}), (at + 1, {}), (20, {ids[at]: 100.0})):
+            with reading.stream(**prompt, max_new_tokens=limit, logit_bias=bias) as stream:
+                pieces = list(stream)
+            (found,) = stream.completions
+            expected = [ids[at]] if bias else ids[: at + 1]
+            assert (found.ids, found.finish, found.stop) == (expected, "stop", "\n")
+            assert found.text == "".join(piece.text for piece in pieces) == ("" if bias else words)
+            assert len(found.logprobs) == len(expected)
+        (twice,) = reading.generate([[1]], 9, stop=["\n\n"], logit_bias={ids[at]: 100.0})
+        assert (len(twice.ids), twice.text, twice.stop) == (2, "", "\n\n")
+
+
+def test_a_stop_string_after_the_limit_of_tokens(generator: Generator) -> None:
+    """Only the end of the text makes an incomplete character the one that stops it."""
+    (found,) = generator.generate("a", 3, stop=["\N{REPLACEMENT CHARACTER}"], logit_bias={0xE2: 100.0})
+    assert (found.finish, found.stop) == ("stop", "\N{REPLACEMENT CHARACTER}")
+    (found,) = generator.generate("a", 1, stop=["\N{REPLACEMENT CHARACTER}"], logit_bias={0xE2: 100.0})
+    assert (found.ids, found.text, found.finish) == ([0xE2], "", "stop")
+
+
 def test_pieces_joined_are_the_text(generator: Generator) -> None:
     prompts = prompts_of_lengths([3, 5, 9, 2])
     pieces: dict[int, list] = {row: [] for row in range(4)}
@@ -179,11 +227,11 @@ def test_cache_bytes_are_what_is_allocated(generator: Generator) -> None:
             assert allocated == sum(decoder.kv_bytes.values()) == generator.cache_bytes(bucket) + 3 * slot
 
 
-def many_buckets(written: Path) -> Generator:
+def many_buckets(written: Path, target: str = "ort-cpu", dtype: DType = "float32") -> Generator:
     """A generator that opens no engines."""
     decodes = [Bucket(b, c) for b in (1, 3, 8) for c in (16, 32)]
     engines = [
-        Engine(target="ort-cpu", model="mod", bucket=bucket, dtype="float32", path="p", weights="w", role="decode")
+        Engine(target=target, model="mod", bucket=bucket, dtype=dtype, path="p", weights="w", role="decode")
         for bucket in decodes
     ]
     facts = GenerationFacts(
@@ -205,6 +253,16 @@ def test_bucket_for(written: Path) -> None:
     assert generator.window == 32
     with pytest.raises(UsageError, match="a text of 33 tokens, prompt and answer together, is longer than the window"):
         generator.bucket_for(1, 33)
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "found"),
+    [("openvino", "float32", 10), ("openvino", "bfloat16", 5), ("openvino", "int8", 5), ("openvino", "int4", 5),
+     ("ort-cpu", "int8", 10), ("ort-cpu", "int4", 10)],
+)  # fmt: skip
+def test_cache_bytes_of_quantized_weights(written: Path, target: str, dtype: DType, found: int) -> None:
+    """The cache has the dtype of everything beside the weights, which depends on the target."""
+    assert many_buckets(written, target, dtype).cache_bytes(Bucket(1, 16)) == found
 
 
 def rolled(writer: GeneratingModel, prompt: list[int], new: int) -> list[int]:

@@ -224,6 +224,7 @@ def test_too_many_choices_fail_with_the_reason_of_llguidance(generator: Generato
             "^minProperties: 2 with names that are not listed is not supported, bec",
         ),
         ({"patternProperties": {"^[ab]$": {}}, "minProperties": 3, "required": ["a"]}, "^minProperties: 3 with names"),
+        ({"pattern": "a" * 16385}, "^pattern: has 16385 characters, at most 16384 are read; simplify it$"),
         ({"enum": [b"bytes"]}, r"the JSON schema cannot be read \(Object of type bytes is not JSON serializable\)"),
     ],
     ids=str,

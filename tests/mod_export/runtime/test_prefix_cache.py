@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mod_export.errors import EngineError, UsageError
 from mod_export.runtime.cache import CachedBlock
 from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.generator import Generator, load_generator
-from mod_export.runtime.logits import Logprob
+from mod_export.runtime.logits import Logprob, logprob_of
 from mod_export.runtime.prefix_cache import BLOCK, Node, PrefixCache
 
 STEPS = ("steps", 1, 48)
@@ -158,11 +159,38 @@ def test_a_block_is_replaced_by_one_with_more_log_probabilities() -> None:
         top = tuple((token, -1.0) for token in range(alternatives))
         return CachedBlock({}, None, None, LOGITS, (Logprob(1, -1.0, top),))
 
-    for alternatives, usable in ((1, 2), (3, 2), (2, 2)):
+    sizes = []
+    for alternatives in (1, 3, 2):
         cache.add_block(start, ids, scored(alternatives))
-        assert len(cache.chain(start, [ids], 1)) == usable
+        assert len(cache.chain(start, [ids], 1)) == 2
+        sizes.append(cache.used_bytes)
     assert len(cache.chain(start, [ids], 3)) == 2
     assert len(cache.chain(start, [ids], 4)) == 1
+    # Alternatives take memory: what is dropped for a block that got larger is what was used least recently.
+    assert sizes[0] < sizes[1] == sizes[2]
+    other = cache.add_block(start, [2] * BLOCK, scored(1))
+    assert other is not None
+    cache.max_bytes = cache.used_bytes
+    assert cache.add_block(start, [2] * BLOCK, scored(2)) is other
+    assert (len(cache.chain(start, [ids])), len(cache.chain(start, [[2] * BLOCK], 2))) == (1, 2)
+    assert cache.used_bytes <= cache.max_bytes
+
+
+def test_log_probabilities_take_memory() -> None:
+    """Python's objects of a block's log probabilities can be larger than its keys and values."""
+    cache = PrefixCache(10**9)
+    start = cache.beginning(STEPS)
+    assert start is not None
+    logits_V = np.linspace(-9, 9, 300, dtype=np.float32)
+    blocks = []
+    for alternatives in (0, 5, 20):
+        tracemalloc.start()
+        blocks.append(tuple(logprob_of(logits_V, 5, alternatives) for _ in range(BLOCK)))
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        before = cache.used_bytes
+        cache.add_block(start, [alternatives] * BLOCK, CachedBlock({}, None, None, LOGITS, blocks[-1]))
+        assert 0.7 * taken < cache.used_bytes - before < 2 * taken + 1000
 
 
 def test_nothing_is_kept_of_an_engine_that_failed(

@@ -94,6 +94,14 @@ def test_no_more_is_held_back_than_could_begin_a_stop(text: str, stops: list[str
             assert text.startswith(shown)
 
 
+def test_a_token_that_completes_a_stop_shows_all_characters() -> None:
+    """An incomplete character at its end is left out, like everything after a stop."""
+    stopping, reader = StopText(["b"]), Bytes().reader()
+    assert [stopping.feed(stopping.read(reader, token)) for token in b"a\xe2"] == ["a", ""]
+    assert reader.peek() == ""
+    assert (stopping.feed(stopping.read(reader, ord("b"))), stopping.stopped) == ("\ufffd", "b")
+
+
 def test_what_might_begin_a_stop_is_held_back_and_shown_at_the_end() -> None:
     stopping = StopText([END])
     assert [stopping.feed(piece) for piece in ("a <", "|e", "x<|", "end")] == ["a ", "", "<|ex", ""]

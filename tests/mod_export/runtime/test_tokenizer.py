@@ -112,6 +112,19 @@ def test_pieces_joined_are_the_text_of_all_tokens(files: dict[str, TokenizersFil
     check()
 
 
+@pytest.mark.parametrize("cleans", [False, True], ids=["as it is", "cleaned"])
+@pytest.mark.parametrize("family", ["smollm2", "llama2", "phi3"])
+def test_a_look_at_what_is_held_back_changes_nothing(tmp_path: Path, family: str, cleans: bool) -> None:
+    file = opened(write_folder(tmp_path, family, clean_up_tokenization_spaces=cleans))
+    for text in TEXTS:
+        ids, reader, shown = file.ids(text, special=False), file.reader(), ""
+        for end in range(len(ids)):
+            shown += reader.feed(ids[end])
+            assert reader.peek() == reader.peek() == file.decode(ids[: end + 1]).rstrip("\ufffd").removeprefix(shown)
+        assert shown + reader.close() == file.decode(ids)
+        assert reader.peek() == ""
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts_of_every_script_come_back(files: dict[str, TokenizersFile], family: str) -> None:
     file = files[family]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import pytest
 from headless_chromium import DESK, Chromium
 from serving import PATIENCE_S, Server, received, serving
 
-from mod_export.errors import TargetError, UsageError
+from mod_export.engines import ENGINES
+from mod_export.errors import BuildFolderError, TargetError, UsageError
 from mod_export.serve import endpoint
 from mod_export.serve.scheduler import Scheduler
 from mod_export.serve.service import ServiceOptions, open_service
-from mod_export.types import Unavailable
+from mod_export.types import Engine, Unavailable
 
 JSON = {"Content-Type": "application/json"}
 ASKED = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
@@ -181,6 +183,51 @@ def test_folders_that_cannot_be_served(small: Path, written: Path) -> None:
     message = "nothing of it can be served\nwriting text: .*holds no engine.* for tensorrt.*\nwhole prompts: .*tensorrt"
     with pytest.raises(TargetError, match=message), open_service(written, ServiceOptions(target="tensorrt")):
         pass
+
+
+@pytest.mark.parametrize(("roles", "reads", "writes"), [
+    (("forward",), False, True), (("prefill",), True, False), (("decode",), True, False),
+    (("forward", "decode"), False, False),
+])  # fmt: skip
+def test_engines_that_another_machine_has_to_run(
+    written: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    roles: Sequence[str], reads: bool, writes: bool,
+) -> None:  # fmt: skip
+    """An engine itself knows the processors that it runs on, and says so when it is opened."""
+    kind = type(ENGINES["ort-cpu"])
+    load = kind.load
+
+    def refusing(self: Any, root: Path, engine: Engine, *arguments: Any, **options: Any) -> Any:
+        if engine.role in roles:
+            raise TargetError(f"{engine.path}: compiled for another processor; build again here")
+        return load(self, root, engine, *arguments, **options)
+
+    monkeypatch.setattr(kind, "load", refusing)
+    reason = f"{roles[0]}.*: compiled for another processor" if roles != ("forward",) else "b1s16.*: compiled for ano"
+    if not reads and not writes:
+        message = "nothing of it can be served\nwriting text: .*decode.*another processor.*\nwhole prompts: .*another"
+        with pytest.raises(TargetError, match=message), open_service(written, ServiceOptions()):
+            pass
+        return
+    with serving(written, name="writing") as server, httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+        assert re.search(f"only a part of the folder is served: .*{reason}", caplog.text)
+        assert client.get("/v2/health/ready").status_code == 200
+        rows = {"inputs": [{"name": "input_ids", "shape": [1, 2], "datatype": "INT64", "data": [1, 2]}]}
+        for path, body, works in (("/v1/completions", ASKED, writes), ("/v2/models/writing/infer", rows, reads)):
+            answer = client.post(path, json=body)
+            assert answer.status_code == (200 if works else 400), answer.text
+            assert works or re.search(reason, answer.text)
+        assert client.get("/v2/models/writing/ready").status_code == (200 if reads else 400)
+
+
+@pytest.mark.parametrize("kind", [BuildFolderError, TargetError])
+def test_what_is_wrong_with_the_folder_blames_no_request(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    problem = endpoint.problem_of(kind("engines/x.onnx has been changed since it was built"))
+    assert (problem.status, problem.code) == (500, "failed")
+    assert "engines" not in str(problem)
+    assert "engines/x.onnx has been changed" in caplog.text
 
 
 def test_names_of_statuses() -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.http as triton
+from command_line import invoke
 from serving import PATIENCE_S, Server, serving
 from torch import nn
 from tritonclient.utils import InferenceServerException
@@ -93,12 +94,12 @@ class Images(nn.Module):
         super().__init__()
         self.router, self.part = nn.Linear(6, 1), nn.Linear(6, 6)
 
-    def forward(self, patches: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, patches: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
         weight, chosen = torch.topk(self.router(patches).squeeze(-1), 4, dim=1)
         index = chosen[..., None].expand(-1, -1, 6)
         new = self.part(torch.gather(patches, 1, index)) * torch.sigmoid(weight)[..., None]
         mixed = patches.scatter_add(1, index, new) * scale
-        return mixed, mixed.mean(1)
+        return mixed, mixed.mean(1), chosen, chosen.sum(1, dtype=torch.int32), weight > 0, mixed.mean()
 
 
 def test_a_model_with_inputs_of_its_own(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_a_model_with_inputs_of_its_own(tmp_path: Path) -> None:
     model = Images().eval()
     rng = np.random.default_rng(0)
     mod_export.build(
-        model, inputs=lambda b, s: (torch.randn(b, s, 6), torch.ones(1)), buckets=[(1, 16), (2, 16)],
+        model, inputs=lambda b, s: (torch.randn(b, s, 6), torch.ones(())), buckets=[(1, 16), (2, 16)],
         targets=["ort-cpu"], out=tmp_path / "images",
     )  # fmt: skip
     with (
@@ -116,26 +117,62 @@ def test_a_model_with_inputs_of_its_own(tmp_path: Path) -> None:
         name = server.service.name
         about = client.get_model_metadata(name)
         shapes = {port["name"]: port["shape"] for port in about["inputs"]}
-        assert shapes == {"patches": [-1, 16, 6], "scale": [1]}
-        patches, scale = rng.standard_normal((2, 16, 6)).astype(np.float32), np.array([2.0], np.float32)
+        assert shapes == {"patches": [-1, 16, 6], "scale": []}
+        patches, scale = rng.standard_normal((2, 16, 6)).astype(np.float32), np.array(2.0, np.float32)
         inputs = [tensor("patches", patches, binary=True), tensor("scale", scale, binary=False)]
         found = client.infer(name, inputs)
         with torch.no_grad():
             expected = model(torch.from_numpy(patches), torch.from_numpy(scale))
-        names = [port["name"] for port in about["outputs"]]
-        for port, tensor_found in zip(names, expected, strict=True):
-            np.testing.assert_allclose(found.as_numpy(port), tensor_found.numpy(), atol=1e-5)
+        kinds = {"float32": "FP32", "int64": "INT64", "int32": "INT32", "bool": "BOOL"}
+        for port, of_model in zip(about["outputs"], expected, strict=True):
+            array = found.as_numpy(port["name"])
+            assert array is not None
+            shape = [-1, *of_model.shape[1:]] if of_model.dim() else []
+            assert (port["datatype"], port["shape"]) == (kinds[array.dtype.name], shape)
+            assert (array.dtype, array.shape) == (of_model.numpy().dtype, of_model.shape)
+            np.testing.assert_allclose(array.astype(float), of_model.numpy().astype(float), atol=1e-5)
         with pytest.raises(InferenceServerException, match="no bucket was built for patches"):
             client.infer(name, [tensor("patches", patches[:, :5], binary=True), tensor("scale", scale, binary=True)])
         # Integers in JSON are valid floats.
         body = {
             "inputs": [
-                {"name": "scale", "shape": [1], "datatype": "FP32", "data": [2]},
+                {"name": "scale", "shape": [], "datatype": "FP32", "data": [2]},
                 {"name": "patches", "shape": [2, 16, 6], "datatype": "FP32", "data": patches.tolist()},
             ]
         }
         answer = infer(server, body, name=name)
         assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
+def test_a_vocabulary_as_large_as_a_bucket_is_long(checkpoint: Path, tmp_path: Path) -> None:
+    """The size of the vocabulary is none that a request chooses."""
+    toml = 'buckets = [[1, 256]]\ntargets = ["ort-cpu"]\noutputs = "last"\n[generation]\nbuild = "never"\n'
+    (tmp_path / "c.toml").write_text(toml)
+    result = invoke("build", checkpoint, "--no-evidence", "-c", tmp_path / "c.toml", "-o", tmp_path / "out", "-q")
+    assert result.exit_code == 0, result.output
+    with serving(tmp_path / "out") as server:
+        name = server.service.name
+        about = httpx2.get(f"{server.url}/v2/models/{name}", timeout=PATIENCE_S).json()
+        assert about["outputs"] == [{"name": "last_logits", "datatype": "FP32", "shape": [-1, 256]}]
+        assert [port["shape"] for port in about["inputs"]] == [[-1, -1], [-1]]
+        assert infer(server, {"inputs": [IDS]}, name=name).json()["outputs"][0]["shape"] == [1, 256]
+
+
+def test_a_name_with_slashes(written: Path) -> None:
+    with serving(written, name="org/model") as server, httpx2.Client(base_url=server.url, timeout=PATIENCE_S) as client:
+        for model in ("/v2/models/org/model", "/v2/models/org/model/versions/1"):
+            assert client.get(model).json()["name"] == "org/model"
+            assert client.get(f"{model}/ready").json() == {"name": "org/model", "ready": True}
+            answer = client.post(f"{model}/infer", json={"inputs": [IDS]})
+            assert (answer.status_code, answer.json()["model_name"]) == (200, "org/model")
+            refused = client.get(f"{model}/infer")
+            assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+        assert client.get("/v2/models/org/model/versions/2/ready").status_code == 404
+        assert client.get("/v2/models/org").json()["error"] == (
+            "model 'org': not served here; this server has 'org/model'")  # fmt: skip
+        assert 'path="/v2/models/{name}/ready",status="200"' in client.get("/metrics").text
 
 
 IDS = {"name": "input_ids", "shape": [1, 3], "datatype": "INT64", "data": [1, 2, 3]}

@@ -18,7 +18,7 @@ from schemathesis.specs.openapi import checks
 from serving import PATIENCE_S, Server, serving
 from starlette.routing import Route
 
-from mod_export.serve.app import create_app
+from mod_export.serve.app import create_app, shown
 from mod_export.serve.openai_formats import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from mod_export.serve.openapi import OPERATIONS, PATH, description
 
@@ -50,7 +50,7 @@ def test_it_is_valid_and_needs_keys_where_the_server_does(keys: bool) -> None:
 def test_it_has_every_address(server: Server) -> None:
     app = create_app(server.service)
     routes = [route for route in app.routes if isinstance(route, Route)]
-    found = {(method, route.path.replace(":path", "")) for route in routes for method in (route.methods or ())}
+    found = {(method, shown(route.path)) for route in routes for method in (route.methods or ())}
     assert {(method, path) for method, path in found if method != "HEAD"} == set(OPERATIONS)
 
 

@@ -72,6 +72,11 @@ def test_folders_have_names(written: Path, built: Path, tmp_path: Path, monkeypa
     assert Arguments.model_validate({"folder": "b", "hosts": "a,b"}).hosts == ("a", "b")
 
 
+def test_a_time_that_no_thread_can_wait() -> None:
+    with pytest.raises(ValueError, match="drain_s\n  Input should be less than or equal to 9223372036"):
+        Arguments(folder=Path("b"), drain_s=1e10)
+
+
 def test_a_replica_by_itself(written: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("one key\n")
     args = Arguments(folders={"a": written, "b": written}, api_key_file=tmp_path / "keys")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,8 @@ from tokenizers import AddedToken, Tokenizer
 from mod_export.runtime import compiling
 from mod_export.runtime import grammar as grammar_module
 from mod_export.runtime.generator import Generator
-from mod_export.serve import openai_api
+from mod_export.runtime.grammar import schema_rule
+from mod_export.serve import openai_api, tool_calls
 
 pytestmark = pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")
 TEMPLATE = """\
@@ -203,6 +206,32 @@ def test_a_missing_package_is_named(written: Path, monkeypatch: pytest.MonkeyPat
         body = {"prompt": "x", "response_format": {"type": "json_object"}}
         message = "response_format: needs the package llguidance; pip install 'mod-export[structured]'"
         assert refusal(server, "completions", body) == (message, "response_format")
+
+
+@pytest.mark.parametrize("demanded", [False, True], ids=["schema", "tools"])
+def test_a_schema_is_checked_once_and_not_on_the_event_loop(
+    server: Server, chat: Server, monkeypatch: pytest.MonkeyPatch, demanded: bool
+) -> None:
+    """Checking a large one takes a second, in which the event loop would answer nobody."""
+    threads: list[str] = []
+
+    def noted(schema: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return schema_rule(schema)
+
+    for module in (grammar_module, tool_calls):
+        monkeypatch.setattr(module, "schema_rule", noted)
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMAS[0]}}
+    free: dict[str, Any] = {"n": 3, "max_tokens": 4}
+    body = {"prompt": "x", **free, "response_format": form}
+    url = f"{server.url}/v1/completions"
+    if demanded:
+        body = {"messages": MESSAGES, **free, "tools": [WEATHER], "tool_choice": "required"}
+        url = f"{chat.url}/v1/chat/completions"
+    answer = httpx2.post(url, json=body, timeout=PATIENCE_S)
+    assert (answer.status_code, len(answer.json()["choices"])) == (200, 3)
+    (name,) = threads
+    assert re.fullmatch(r"(asyncio|uvloop)_\d+", name)  # A thread of the pool of `asyncio.to_thread`.
 
 
 @pytest.mark.slow

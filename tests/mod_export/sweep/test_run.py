@@ -13,12 +13,15 @@ import pytest
 from command_line import invoke
 from rich.console import Console
 
-from mod_export.config import config_from_toml
+from mod_export.config import BuildConfig, config_from_toml
+from mod_export.environment import package_version
 from mod_export.folder.manifest import read_manifest
+from mod_export.model.model import Model
 from mod_export.rows.report import report_from_json
-from mod_export.sweep.run import Axes, exit_code_of, sweep
+from mod_export.sweep.run import Axes, GridCell, _job, _locked, exit_code_of, sweep
 from mod_export.sweep.schema import CellEntry, SweepReport
 from mod_export.sweep.show import SweepProgress
+from mod_export.types import Bucket
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
 
 GOOD, HUGE = "c0.25-b1s16-ort-cpu", "c0.25-b1000000000s16-ort-cpu"
@@ -102,6 +105,36 @@ def test_folders_that_are_refused(checkpoint: Path, fast: Path, tmp_path: Path, 
         found = invoke("sweep", checkpoint, "-c", fast, "-o", tmp_path / "out")
     assert found.exit_code == 2
     assert said in found.output
+
+
+def test_what_a_killed_sweep_left_is_removed(tmp_path: Path) -> None:
+    left = [tmp_path / "out/.partial-ab12/sweep.json", tmp_path / "out/cells/.partial-cd34/c.json"]
+    for path in left:
+        path.parent.mkdir(parents=True)
+        path.write_text("half")
+    (tmp_path / "out/sweep.json").write_text("{}")
+    with _locked(tmp_path / "out"):
+        assert not any(path.parent.exists() for path in left)
+        assert (tmp_path / "out/sweep.json").exists()
+
+
+@pytest.mark.parametrize("package", ["openvino", "onnxruntime_gpu"])
+def test_a_cell_of_another_version_of_an_engine_is_done_again(
+    package: str, model: Model, checkpoint: Path, config: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = GridCell(capacity=0.25, bucket=Bucket(1, 16), target="openvino")
+    before = _job(cell, model, checkpoint, config, tmp_path, "mod-export sweep")
+    # The metadata of another version comes first on the path, as after an upgrade.
+    folder = tmp_path / f"upgraded/{package}-99.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 99.0\n")
+    monkeypatch.syspath_prepend(tmp_path / "upgraded")
+    package_version.cache_clear()
+    try:
+        after = _job(cell, model, checkpoint, config, tmp_path, "mod-export sweep")
+    finally:
+        package_version.cache_clear()
+    assert before.fingerprint != after.fingerprint
 
 
 def test_what_cannot_be_asked_for(checkpoint: Path, fast: Path, tmp_path: Path) -> None:

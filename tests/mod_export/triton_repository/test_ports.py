@@ -8,7 +8,7 @@ import onnx
 import pytest
 
 from mod_export.errors import BuildFolderError
-from mod_export.triton.ports import TYPES, ports_of
+from mod_export.folder.ports import TYPES, ports_of
 
 
 def test_every_graph_of_a_folder(written: Path) -> None:

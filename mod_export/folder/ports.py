@@ -20,7 +20,7 @@ TYPES = {
     1: "FP32", 2: "UINT8", 3: "INT8", 4: "UINT16", 5: "INT16", 6: "INT32", 7: "INT64", 9: "BOOL", 10: "FP16",
     11: "FP64", 12: "UINT32", 13: "UINT64", 16: "BF16",
 }  # fmt: skip
-"""TensorProto.DataType -> Triton's data type."""
+"""TensorProto.DataType -> data type of the Open Inference Protocol, which Triton has too; BF16 is Triton's own."""
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 GRAPH = 7
 INPUT, OUTPUT = 11, 12
@@ -36,7 +36,7 @@ class TensorPort:
 
     Attributes:
         name: name in requests and responses.
-        dtype: Triton's name of the data type, such as INT64 or BYTES.
+        dtype: name of the data type in the protocol, such as INT64 or BYTES.
         dims: shape, with `ANY` for a dimension of any size.
         optional: whether a request may leave the input out.
     """
