@@ -323,8 +323,8 @@ class Engine:
         """Every weights file that the engine reads at run time, that of its own dtype first."""
         if self.weights is None:
             return ()
-        stem = self.weights.removesuffix(f"{self.dtype}.data")
-        return tuple(f"{stem}{dtype}.data" for dtype in weights_dtypes(self.dtype))
+        others = weights_dtypes(self.dtype)[1:] if self.weights.endswith(f"{self.dtype}.data") else ()
+        return (self.weights, *(self.weights.removesuffix(f"{self.dtype}.data") + f"{dtype}.data" for dtype in others))
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ LIBRARIES_BYTES = 2**30
 FLOAT32_BYTES = 4
 LOGITS_AT_ONCE = 6
 """Number of logits arrays held at once: the reference in float32 and float64, the candidate, and their comparison."""
+SMALL_ENGINE = 2**20
+"""Bytes to expect of an engine that reads its weights from a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -389,12 +391,12 @@ def _check_room(plan: Plan, root: Path) -> None:
     dtypes = {"float32", *(variant.dtype for _, variant, _ in plan.engines())}
     needed = sum(sizes[dtype] for dtype in dtypes) * plan.parameters
     for builder, variant, _ in plan.engines():
-        needed += sizes[variant.dtype] * plan.model.parameters if builder.embeds_weights else 2**20
+        needed += sizes[variant.dtype] * plan.model.parameters if builder.embeds_weights else SMALL_ENGINE
     existing = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     # A build that goes on, or is repeated, has a part of its files already.
-    files = (file for part in ("graphs", "engines") for file in root.glob(f"{part}/**/*") if file.is_file())
-    kept = sum(file.stat().st_size for file in files)
+    kept = sum(file.stat().st_size for file in root.glob("graphs/*.data"))
+    kept += sum(max(file.stat().st_size, SMALL_ENGINE) for file in root.glob("engines/*/*") if file.is_file())
     if free + kept < needed:
         raise BuildFolderError(
             f"{root}: needs about {needed / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are free; "
