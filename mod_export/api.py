@@ -13,7 +13,7 @@ from mod_export.console import Progress
 from mod_export.errors import UsageError
 from mod_export.folder.workspace import check_root
 from mod_export.model.model import Model
-from mod_export.model.request import Request
+from mod_export.model.request import Request, title_of
 from mod_export.pipeline.plan import check_names
 from mod_export.types import Bucket
 
@@ -138,7 +138,7 @@ def _written(value: object) -> str:
 
 def _name_of(model: object) -> str:
     if isinstance(model, (str, Path)):
-        return Path(str(model).rpartition(":")[0] or str(model)).stem
+        return title_of(model)
     if isinstance(model, (list, tuple)) and model:
         return _name_of(model[0])
     return type(model).__name__

@@ -317,8 +317,9 @@ class BuildConfig(_Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Random seed for the inputs of validation and measurement, for run orders, and for bootstrap resamples."""
     max_memory: ByteSize = ByteSize(0)
-    """Memory that a build may use, such as "12GiB"; 0: the free memory. A build that needs more is refused before it
-    starts, and steps that are not essential (the reference in float64) are left out."""
+    """Memory that a build may use, such as "12GiB"; 0: what is free, and no build is refused. With a size, a build
+    that needs more is refused before it starts. Steps that are not essential (the reference in float64) are left out
+    where they need more."""
     target: TargetOptions = TargetOptions()
     parity: ParityOptions
     latency: LatencyOptions

@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,20 +105,17 @@ def build(
         capacity=capacity,
     )
     folder = out or _default_folder(models[0])
-    return build_and_show(request, config, folder, verbosity, report, tokenizer, unverified=unverified)
+    # As typed: another machine has another cache of the hub.
+    named = replace(request, sources=models, baseline=baseline)
+    return build_and_show(request, config, folder, verbosity, report, tokenizer, named, unverified=unverified)
 
 
 def _default_folder(model: str | Path, suffix: str = "") -> Path:
-    """Returns build/NAME, named after the file or folder without its ending, or after the module of a function. If
-    MODEL is that folder itself, returns build/NAME-build.
-    """
-    text = str(model)
-    if not Path(text).exists():
-        text = text.rpartition(":")[0] or text
-    name = Path(text).resolve().name
-    stem = next((name.removesuffix(end) for end in (".pt2", ".pt", ".py", ".gguf") if name.endswith(end)), name)
-    folder = Path("build") / ((stem or "model") + suffix)
-    return folder.with_name(f"{folder.name}-build") if folder.resolve() == Path(text).resolve() else folder
+    """Returns build/NAME, see `title_of`. If MODEL is that folder itself, returns build/NAME-build."""
+    from mod_export.model.request import title_of
+
+    folder = Path("build") / ((title_of(model) or "model") + suffix)
+    return folder.with_name(f"{folder.name}-build") if folder.resolve() == Path(model).resolve() else folder
 
 
 def build_and_show(
@@ -127,6 +125,7 @@ def build_and_show(
     verbosity: int,
     report_file: Path | None = None,
     tokenizer: Path | None = None,
+    named: Request | None = None,
     *,
     unverified: bool = False,
 ) -> int:
@@ -160,7 +159,7 @@ def build_and_show(
         click.echo(f"note: {note}", err=True)
     with Progress(Console(stderr=True), verbosity) as progress:
         models = partial(request.models, buckets)
-        again = _again(request, tokenizer)
+        again = _again(named or request, tokenizer)
         report = run(
             models, config, folder, progress, _as_typed(), request.capacity, files, again, evidence=not unverified
         )

@@ -74,7 +74,7 @@ def plan(
 ) -> int:
     """Predict what routing would gain on a machine, before anything is trained or built.
 
-    MODEL is a checkpoint, or a model that `build` takes; CONFIG.json is the config.json of a model of the hub, whose
+    MODEL is a checkpoint, or a model that `convert` takes; CONFIG.json is the config.json of a model of the hub, whose
     weights are not needed. For a dense model, several ways to route it are compared.
     """
     from mod_export.inspect.gains import gain_lines

@@ -238,10 +238,15 @@ def sha256_of(path: Path) -> str:
     if path.is_file():
         return sha256_of_file(path)
     digest = hashlib.sha256()
-    builds = {manifest.parent for manifest in path.rglob(f"*/{MANIFEST}") if _is_build_folder(manifest.parent)}
-    for file_path in sorted(item for item in path.rglob("*") if item.is_file() and builds.isdisjoint(item.parents)):
+    for file_path in files_of(path):
         digest.update(f"{file_path.relative_to(path).as_posix()}\0{sha256_of_file(file_path)}\n".encode())
     return digest.hexdigest()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Returns every file of a checkpoint's folder, without the build folders in it."""
+    builds = {manifest.parent for manifest in folder.rglob(f"*/{MANIFEST}") if _is_build_folder(manifest.parent)}
+    return sorted(item for item in folder.rglob("*") if item.is_file() and builds.isdisjoint(item.parents))
 
 
 def _is_build_folder(folder: Path) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from mod_export.environment import let_go
 from mod_export.errors import CheckpointError, ConfigError
 from mod_export.model.checkpoint import companions_in, is_gguf, look_at_checkpoint, model_from_checkpoint
+from mod_export.model.hub import PREFIX
 from mod_export.model.model import Model
 from mod_export.types import Bucket
 
@@ -126,6 +127,22 @@ def _at_capacity(model: Model, capacity: float | None) -> Model:
         raise ConfigError([f"capacity {capacity:g}: {error}"]) from error
     changed.origin = model.origin
     return changed
+
+
+ENDINGS = (".pt2", ".pt", ".py", ".gguf")
+
+
+def title_of(source: str | Path) -> str:
+    """Returns the name of a model for its build folder: that of its file or folder without an ending, of the module of
+    a factory, or of the repository or file on the hub.
+    """
+    text = str(source)
+    if text.startswith(PREFIX):
+        text = text.removeprefix(PREFIX).partition("@")[0]
+    elif not Path(text).exists():
+        text = text.rpartition(":")[0] or text
+    name = Path(text).resolve().name
+    return next((name.removesuffix(end) for end in ENDINGS if name.endswith(end)), name)
 
 
 def way_of(sources: Sequence[str]) -> Way:

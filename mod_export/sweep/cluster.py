@@ -19,7 +19,7 @@ from mod_export.environment import cache_folder
 from mod_export.errors import COULD_NOT_BUILD, UsageError
 from mod_export.folder.files import write_whole
 from mod_export.folder.manifest import MANIFEST, REPORT_FILES
-from mod_export.model.checkpoint import sha256_of
+from mod_export.model.checkpoint import files_of, sha256_of
 from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, run_cell
 from mod_export.sweep.schema import CellEntry
 
@@ -88,9 +88,7 @@ def packed_checkpoint(checkpoint: Path) -> dict[str, bytes]:
     if checkpoint.is_file():
         return {checkpoint.name: checkpoint.read_bytes()}
     resolved = checkpoint.resolve()
-    builds = {path.parent for path in resolved.rglob(f"*/{MANIFEST}")}
-    files = (path for path in resolved.rglob("*") if path.is_file() and builds.isdisjoint(path.parents))
-    return {path.relative_to(resolved.parent).as_posix(): path.read_bytes() for path in files}
+    return {path.relative_to(resolved.parent).as_posix(): path.read_bytes() for path in files_of(resolved)}
 
 
 def _unpacked(files: Mapping[str, bytes], job: CellJob) -> Path:

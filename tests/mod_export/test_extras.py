@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import struct
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from command_line import commands
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from mod_export.environment import EXTRAS
 
@@ -63,6 +68,52 @@ def test_the_import_of_something_else_is_a_bug() -> None:
     ((code, _, stderr),) = commands([["targets"]], "sys.modules['mod_export.engines'] = None")
     assert code == 1
     assert re.search(r"\nbug in mod-export \S+: ModuleNotFoundError; please report the text above\n$", stderr)
+
+
+def closure_of(requirements: Iterable[str]) -> set[str]:
+    """Returns the names of the distributions that pip would install for these requirements."""
+    names: set[str] = set()
+    waiting = [Requirement(text) for text in requirements]
+    while waiting:
+        requirement = waiting.pop()
+        extras = requirement.extras or {""}
+        key = (canonicalize_name(requirement.name), *sorted(requirement.extras))
+        if str(key) in names or not _installed(requirement.name):
+            continue
+        names |= {str(key), key[0]}
+        for text in metadata.requires(requirement.name) or []:
+            needed = Requirement(text)
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                waiting.append(needed)
+    return names
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("extra", "module"), [("serve", "mod_export.serve.server"), ("ray-serve", "mod_export.serve.ray_app")]
+)
+def test_an_extra_installs_all_that_its_module_imports(extra: str, module: str) -> None:
+    """In a new process in which the modules of all other distributions are missing."""
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    project = tomllib.loads(text)["project"]
+    extras = project["optional-dependencies"]
+    allowed = closure_of([*project["dependencies"], *extras[extra], *extras["ort"]]) | {"mod-export"}
+    absent = [
+        name
+        for name, owners in metadata.packages_distributions().items()
+        if allowed.isdisjoint(map(canonicalize_name, owners)) and name.isidentifier()
+    ]
+    assert "torch" in absent
+    code = f"import sys\n{without(absent)}\nimport {module}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_every_extra_of_the_table_is_declared() -> None:

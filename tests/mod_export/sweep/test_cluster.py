@@ -72,8 +72,11 @@ def test_a_folder_is_packed_whole_and_without_builds(checkpoint: Path, tmp_path:
     save_checkpoint(model, load_checkpoint(checkpoint))
     with Workspace(model / "build") as build:
         build.step("one", {}, ["graphs/a.onnx"], lambda paths: paths[0].write_text("a graph"))
+    # A manifest of something else, or of another release, makes no build folder.
+    (model / "extension").mkdir()
+    (model / "extension" / "manifest.json").write_text("{}")
     packed = packed_checkpoint(model)
-    assert set(packed) == {"model/config.json", "model/model.safetensors"}
+    assert set(packed) == {"model/config.json", "model/model.safetensors", "model/extension/manifest.json"}
     for name, data in packed.items():
         (tmp_path / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "copy" / name).write_bytes(data)
