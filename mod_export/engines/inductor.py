@@ -16,7 +16,7 @@ import re
 import warnings
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +72,30 @@ class InductorRunner(EngineRunner):
         if torch.get_num_threads() != self.threads:
             torch.set_num_threads(self.threads)
         with torch.no_grad():
-            results = self._package(*(torch.from_numpy(feeds[name]) for name in self.inputs))
+            # A package reads its inputs in C order, whatever strides they have.
+            results = self._package(*(torch.from_numpy(np.asarray(feeds[name], order="C")) for name in self.inputs))
         named = dict(zip(self.outputs, results, strict=True))
         return {name: named[name].numpy() for name in wanted}
 
     def close(self) -> None:
         del self._package
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Context in which convolutions and products in float32 on a GPU do not round their factors to 10 bits (TF32).
+
+    Without it, torch lets convolutions do so, and products if the process has asked for it.
+    """
+    import torch
+
+    convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = convolutions.allow_tf32, products.allow_tf32
+    convolutions.allow_tf32 = products.allow_tf32 = False
+    try:
+        yield
+    finally:
+        convolutions.allow_tf32, products.allow_tf32 = before
 
 
 class AotInductor(EngineBuilder):
@@ -112,7 +130,7 @@ class AotInductor(EngineBuilder):
         }
         _forget_sources(program)
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), without_tf32():
                 # torch itself uses deprecated functions while it compiles.
                 warnings.simplefilter("ignore")
                 torch._inductor.aoti_compile_and_package(
@@ -133,7 +151,7 @@ class AotInductor(EngineBuilder):
         return {}
 
     def made_here(self, root: Path, engine: Engine) -> bool:
-        metadata = _metadata_of(root / engine.path)
+        metadata = metadata_of(root / engine.path)
         missing = set(filter(None, metadata.get("cpu", "").split(","))) - cpu_features()
         return not missing and metadata.get(MACHINE, "") in ("", this_machine())
 
@@ -175,10 +193,10 @@ def this_machine() -> str:
 
 def machine_of(package: Path) -> str:
     """Returns what a package was compiled on, without loading it; empty if it cannot be read or does not say."""
-    return str(_metadata_of(package).get(MACHINE, ""))
+    return str(metadata_of(package).get(MACHINE, ""))
 
 
-def _metadata_of(package: Path) -> dict[str, str]:
+def metadata_of(package: Path) -> dict[str, str]:
     """Returns the metadata of a package, without loading it; empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, zipfile.BadZipFile), zipfile.ZipFile(package) as archive:
         for name in archive.namelist():

@@ -10,7 +10,6 @@ the processor, which starts them one by one. Every bucket has static shapes, so 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.engines.inductor import NO_COMPILER, AotInductor, InductorRunner, compiler_found
-from mod_export.engines.protocol import Arrays, OptionalArrays
+from mod_export.engines.inductor import (
+    NO_COMPILER,
+    AotInductor,
+    InductorRunner,
+    compiler_found,
+    metadata_of,
+    without_tf32,
+)
+from mod_export.engines.protocol import ON_GPU, Arrays, OptionalArrays
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import Availability, Engine, Variant
@@ -46,7 +52,6 @@ class CudaRunner(InductorRunner):
 
         super().__init__(package, metadata, weights, where, 0, f"AOTInductor {metadata.get('gpu') or device}")
         self.threads = 0
-        self._turn = threading.Lock()
         self._stream = _stream_on(device)
         self._given = {
             name: torch.zeros(port.shape, dtype=torch.from_numpy(np.zeros(0, port.dtype)).dtype, device=device)
@@ -59,7 +64,7 @@ class CudaRunner(InductorRunner):
     def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
         import torch
 
-        with self._turn, self._errors(), torch.no_grad(), torch.cuda.stream(self._stream):
+        with ON_GPU, self._errors(), torch.no_grad(), without_tf32(), torch.cuda.stream(self._stream):
             for name, array in feeds.items():
                 # `ascontiguousarray` would add a dimension to an array without one.
                 self._given[name].copy_(torch.from_numpy(np.asarray(array, order="C")))
@@ -131,6 +136,12 @@ class InductorCuda(AotInductor):
     def _machine(self, config: BuildConfig) -> Mapping[str, str]:
         return {"gpu": architecture(config.target.inductor_cuda.device)}
 
+    def made_here(self, root: Path, engine: Engine) -> bool:
+        import torch
+
+        here = {architecture(device) for device in range(torch.cuda.device_count())}
+        return super().made_here(root, engine) and metadata_of(root / engine.path).get("gpu") in here
+
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> CudaRunner:
@@ -139,13 +150,15 @@ class InductorCuda(AotInductor):
             raise TargetError(f"{self.name}: cannot run {engine.path} here: {problem}")
         device = f"cuda:{options.device}"
         # `run_single_threaded` leaves out locks and events for several threads: a CUDA graph cannot contain them.
-        package, metadata, tensors = self.opened(
-            root, engine, weights, device, run_single_threaded=True, device_index=options.device
-        )
-        where, gpu = f"{self.name} {engine.path}", architecture(options.device)
-        check_architecture(engine.path, metadata["gpu"], gpu)
-        # A probe with replaced weights runs only once, so recording would not pay.
-        return CudaRunner(package, metadata, tensors, where, device, cuda_graph=options.cuda_graph and weights is None)
+        with ON_GPU:
+            package, metadata, tensors = self.opened(
+                root, engine, weights, device, run_single_threaded=True, device_index=options.device
+            )
+            where, gpu = f"{self.name} {engine.path}", architecture(options.device)
+            check_architecture(engine.path, metadata["gpu"], gpu)
+            # A probe with replaced weights runs only once, so recording would not pay.
+            graph = options.cuda_graph and weights is None
+            return CudaRunner(package, metadata, tensors, where, device, cuda_graph=graph)
 
 
 def _stream_on(device: str) -> torch.cuda.Stream | None:

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import cache
@@ -17,7 +16,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines.ort_c import ort_c
 from mod_export.engines.ort_session import CPU, BoundRunner, OrtRunner, session_from_onnx
 from mod_export.engines.ort_shared import shared_runner
-from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, OptionalArrays, Runner
+from mod_export.engines.protocol import ON_GPU, Arrays, EngineBuilder, EngineJob, OptionalArrays, Runner
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import Availability, Engine, Kernel, Profile, TargetLimits, Variant, primary_output
@@ -26,8 +25,6 @@ CUDA = "CUDAExecutionProvider"
 NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
 WARNING, ERROR = 2, 3
 """Severities of ONNX Runtime's log; it begins with WARNING."""
-OPENING = threading.Lock()
-"""Held while a CUDA session is opened, because that changes the output and the log of the whole process."""
 KERNEL_TIME = "_kernel_time"
 """Suffix of a kernel's event name in ONNX Runtime's profile."""
 US_PER_MS = 1000
@@ -133,7 +130,7 @@ class OrtCuda(_Ort):
         if weights is None and config.target.ort_cuda.cuda_graph:
             options["enable_cuda_graph"] = "1"
         entries = {"session.disable_cpu_ep_fallback": "1"}
-        with OPENING:
+        with ON_GPU:
             missing = load_cuda_libraries()
             # The CUDA provider warns about every ScatterND, even if its indices all differ, as those of a top-k do. The
             # severity of the log belongs to the process and cannot be read, so one that the caller has set is lost.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mod_export.engines.protocol import Arrays, EngineRunner, OptionalArrays, Port, check_bound
+from mod_export.engines.protocol import ON_GPU, Arrays, EngineRunner, OptionalArrays, Port, check_bound
 from mod_export.errors import EngineError
 
 if TYPE_CHECKING:
@@ -88,7 +87,6 @@ class BoundRunner(OrtRunner):
         import onnxruntime as ort
 
         super().__init__(session, where, threads)
-        self._turn = threading.Lock()
         self._binding = session.io_binding()
         self._values = {
             item.name: ort.OrtValue.ortvalue_from_shape_and_type(item.shape, DTYPES[item.type], device, device_id)
@@ -100,7 +98,7 @@ class BoundRunner(OrtRunner):
             self._binding.bind_ortvalue_output(name, self._values[name])
 
     def _run(self, feeds: Arrays, wanted: list[str]) -> dict[str, np.ndarray]:
-        with self._turn, self._errors():
+        with ON_GPU, self._errors():
             for name, array in feeds.items():
                 self._values[name].update_inplace(np.ascontiguousarray(array))
             self._session.run_with_iobinding(self._binding)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
 
 NO_NVIDIA = "needs NVIDIA's libraries, which do not exist for macOS; use a machine with Linux"
 INTEL_MAC = ("darwin", "x86_64")
+ON_GPU = threading.RLock()
+"""Held by whoever opens or runs an engine on a GPU. CUDA lets no other thread use a device while a CUDA graph is
+recorded (capture mode `global`, which torch and ONNX Runtime use), the buffers and the context of a runner belong to
+one run at a time, and opening a CUDA session changes the output and the log of the whole process."""
 
 Arrays = Mapping[str, np.ndarray]
 OptionalArrays = Arrays | None

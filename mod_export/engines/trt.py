@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.engines.protocol import Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
+from mod_export.engines.protocol import ON_GPU, Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
 from mod_export.environment import cache_folder, package_version
 from mod_export.errors import EngineError, TargetError
 from mod_export.types import Availability, Engine, TargetLimits, Variant
@@ -108,7 +108,7 @@ class TensorRTRunner(EngineRunner):
     """An engine of static shape on the first CUDA device, with buffers that live as long as the runner.
 
     A cache that the engine updates in place is one buffer, both input and output, as TensorRT requires. `run` copies
-    its inputs to the device, and the wanted outputs back into new arrays.
+    its inputs to the device, and the wanted outputs back into new arrays; one thread runs at a time.
     """
 
     def __init__(self, trt: Any, cuda_engine: Any, where: str, provider: str, keep: Sequence[object] = ()) -> None:
@@ -120,7 +120,7 @@ class TensorRTRunner(EngineRunner):
         inputs: dict[str, Port] = {}
         self._ports: dict[str, Port] = {}
         self._buffers: dict[str, Any] = {}
-        with _cuda_errors(where):
+        with ON_GPU, _cuda_errors(where):
             cuda = polygraphy_cuda()
             self._stream = cuda.Stream()
             for i in range(cuda_engine.num_io_tensors):
@@ -138,7 +138,7 @@ class TensorRTRunner(EngineRunner):
         # Kept until the stream has finished, because the copies read them asynchronously.
         sources = [np.ascontiguousarray(feeds[name]) for name in self.inputs]
         results = {name: np.empty(*self._ports[name]) for name in wanted}
-        with _cuda_errors(self._where):
+        with ON_GPU, _cuda_errors(self._where):
             for name, array in zip(self.inputs, sources, strict=True):
                 self._buffers[name].copy_from(array, self._stream)
             if not self._context.execute_async_v3(self._stream.ptr):
@@ -278,6 +278,9 @@ class TensorRT(_LoggerBase):
 
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
         return [Variant(dtype=dtype) for dtype in config.target.tensorrt.dtypes]
+
+    def made_here(self, root: Path, engine: Engine) -> bool:
+        return False  # A plan does not say which GPU it was made on.
 
     def _options(self, config: BuildConfig) -> dict[str, int | str]:
         options = config.target.tensorrt

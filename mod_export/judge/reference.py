@@ -174,7 +174,7 @@ def tensors_of(feeds: Mapping[str, np.ndarray]) -> tuple[torch.Tensor, ...]:
     """Converts inputs to tensors, in the order of the module's arguments."""
     import torch
 
-    return tuple(torch.from_numpy(array) for array in feeds.values())
+    return tuple(torch.from_numpy(np.asarray(array, order="C")) for array in feeds.values())
 
 
 def check_program(

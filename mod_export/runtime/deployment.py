@@ -149,10 +149,8 @@ def _refusal(folder: Path, manifest: Manifest, engine: Engine) -> str:
     try:
         with builder.load(folder, engine, manifest.config, 1):
             return ""
-    except TargetError as error:
+    except (TargetError, EngineError) as error:  # A plan of TensorRT for another GPU cannot be used, it says no more.
         return str(error)
-    except EngineError:  # It is damaged, which its first run says.
-        return ""
 
 
 def fastest_engines(manifest: Manifest, engines: Sequence[Engine], *, texts: bool) -> tuple[str, DType] | None:

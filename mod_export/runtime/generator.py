@@ -17,6 +17,7 @@ A conversation is a list of messages, which the model's own chat template turns 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -138,7 +139,9 @@ class Generator:
         # Capacities are counted for the window of the build, but a text cannot be longer than the longest cache.
         self.window = max(bucket.seq for bucket in self._decode)
         self._engines = DecodingEngines(engines, self._load, manifest.config)
-        self._identity = f"{first.path} of {root.resolve()}"
+        # The same path may hold other weights after another build.
+        contents = hashlib.sha256("".join(manifest.files[path].sha256 for path in first.files).encode())
+        self._identity = f"{first.path} of {root.resolve()} ({contents.hexdigest()[:12]})"
         self._opened = contextlib.ExitStack()
         self._opened.callback(self.grammars.close)
         self._decoders: dict[Bucket, Decoder] = {}

@@ -169,6 +169,18 @@ def test_a_runner_knows_its_inputs_and_outputs(root: Path) -> None:
     assert (outputs["routed_0"].dtype, outputs["routed_0"].shape) == (np.int64, (1, 8))
 
 
+def test_feeds_need_not_be_contiguous(root: Path) -> None:
+    bucket = Bucket(1, 32)
+    ids_BS = np.random.default_rng(0).integers(0, 256, (bucket.batch, bucket.seq))
+    with Inductor().load(root, engine_of(bucket), CONFIG, 1) as runner:
+        lengths_B = np.full(bucket.batch, bucket.seq)
+        plain = runner.run({"input_ids": ids_BS, "lengths": lengths_B})["logits"]
+        for strided_BS in (np.repeat(ids_BS, 2, 1)[:, ::2], ids_BS[:, ::-1].copy()[:, ::-1]):
+            assert not strided_BS.flags.c_contiguous
+            given = runner.run({"input_ids": strided_BS, "lengths": lengths_B})["logits"]
+            np.testing.assert_array_equal(given, plain)
+
+
 def test_weights_that_are_missing_are_named(root: Path, loaded: TransformerModel) -> None:
     state = {name: tensor for name, tensor in state_of(loaded.module()).items() if name != "norm.weight"}
     write_weights(root / "graphs/less.data", state, "float32")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 from mod_export.config import config_from_toml
 from mod_export.engines import inductor_cuda
-from mod_export.engines.inductor import Inductor
+from mod_export.engines.inductor import Inductor, without_tf32
 from mod_export.engines.inductor_cuda import CudaRunner, InductorCuda, check_architecture, gpu_problem, placed
 from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
@@ -264,6 +264,24 @@ def test_what_a_gpu_needs_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.reason.startswith(f"torch {torch.__version__} on NVIDIA H100 (sm90), ")
     with torch._inductor.config.patch({"cpp.cxx": ("no-such-compiler",)}):
         assert InductorCuda().availability().reason.startswith("no C++ compiler")
+
+
+def test_no_float32_is_rounded_while_an_engine_is_compiled_or_runs() -> None:
+    convolutions, products = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = convolutions.allow_tf32, products.allow_tf32
+    try:
+        convolutions.allow_tf32 = products.allow_tf32 = True
+        with without_tf32():
+            assert (convolutions.allow_tf32, products.allow_tf32) == (False, False)
+        assert (convolutions.allow_tf32, products.allow_tf32) == (True, True)
+    finally:
+        convolutions.allow_tf32, products.allow_tf32 = before
+
+
+def test_an_engine_of_another_gpu_was_not_made_here(root: Path) -> None:
+    """The package is one for the processor, so it names no GPU."""
+    assert Inductor().made_here(root, ENGINE)
+    assert not InductorCuda().made_here(root, ENGINE)
 
 
 def test_a_package_for_another_gpu_is_refused() -> None:

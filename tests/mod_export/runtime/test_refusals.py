@@ -12,7 +12,9 @@ from writing import engine_path, prompts_of_lengths
 
 from mod_export.environment import limited
 from mod_export.errors import BuildFolderError, EngineError, TargetError, UsageError
+from mod_export.folder.manifest import open_folder
 from mod_export.graph.weights import WeightsFile
+from mod_export.runtime.deployment import served_engines
 from mod_export.runtime.generator import Generator, load_generator
 
 
@@ -193,3 +195,16 @@ def test_a_prefix_belongs_to_the_engines_that_read_it(written: Path, generator: 
         prefix = dense.prefix([1, 2, 3])
     with pytest.raises(UsageError, match=r"^prefix: was read by engines/ort-cpu/dense-prefill-.*; read it again here"):
         generator.generate([[4]], 2, prefix=prefix)
+
+
+def test_a_prefix_belongs_to_the_weights_that_read_it(written: Path) -> None:
+    """Another build into the same folder leaves the paths as they are."""
+    manifest = open_folder(written, verify=False)
+    engines = served_engines(written, manifest, "mod", None, None, texts=True)
+    weights = engines[0].files[-1]
+    entry = manifest.files[weights].model_copy(update={"sha256": "0" * 64})
+    rebuilt = manifest.model_copy(update={"files": {**manifest.files, weights: entry}})
+    with Generator(written, manifest, engines, 1, 0) as before, Generator(written, rebuilt, engines, 1, 0) as after:
+        prefix = before.prefix([1, 2, 3])
+        with pytest.raises(UsageError, match=r"^prefix: was read by .*; read it again here"):
+            after.generate([[4]], 2, prefix=prefix)
