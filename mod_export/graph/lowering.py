@@ -157,13 +157,13 @@ def _lowered_clamp(node: fx.Node) -> Lowered | None:
 
 
 def _lowered_sort(node: fx.Node) -> Lowered | None:
-    """Sorts a mask as integers, because ONNX's TopK takes no booleans."""
+    """Sorts a mask as integers, because ONNX's TopK takes no booleans, and TensorRT has no 8-bit integers."""
     target: Any = node.target
     if argument_of(node, "self").meta["val"].dtype is not torch.bool:
         return None
 
     def sort(mask: Tensor, *how: Any, **named: Any) -> Any:
-        result = target(mask.to(torch.uint8), *how, **named)
+        result = target(mask.to(torch.int32), *how, **named)
         if isinstance(result, Tensor):
             return result.to(node.meta["val"].dtype)
         values, indices = result

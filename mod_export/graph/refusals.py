@@ -54,7 +54,7 @@ NONZERO = Pattern(
     "Indices of what is true",
     "`nonzero`, or `torch.where` with a condition alone, returns as many indices as are true",
     (
-        "rank_BS = chosen_BS.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices",
+        "rank_BS = chosen_BS.to(torch.int32).sort(dim=1, descending=True, stable=True).indices",
         "index_BK = rank_BS[:, :k]  # the first k that are true, then others; live_BK = chosen_BS.gather(1, index_BK)",
     ),
 )

@@ -60,7 +60,7 @@ MASKS = 'See "Boolean masks" in docs/models.md'
 MASK = f"A boolean mask picks tokens, and how many depends on the data. Write instead:\n{TOP_K}"
 NONZERO = """\
 `nonzero`, or `torch.where` with a condition alone, returns as many indices as are true. Write instead:
-    rank_BS = chosen_BS.to(torch.uint8).sort(dim=1, descending=True, stable=True).indices
+    rank_BS = chosen_BS.to(torch.int32).sort(dim=1, descending=True, stable=True).indices
     index_BK = rank_BS[:, :k]  # the first k that are true, then others; live_BK = chosen_BS.gather(1, index_BK)
 See "Indices of what is true" in docs/models.md"""
 CONDITION = """\
