@@ -175,7 +175,7 @@ class Attention(nn.Module):
 
 SHORT_ROW = 512
 """Number of tokens up to which batched products are faster than PyTorch's fused attention in a training step with
-bfloat16 on a CPU: a third to twice as fast at 128 to 512 tokens, slower at 1,024, where memory would grow as well.
+bfloat16 on a CPU: 1.2 to 3 times as fast at 128 to 512 tokens, slower at 1,024, where memory would grow as well.
 """
 
 

@@ -131,7 +131,8 @@ def build_and_show(
 ) -> int:
     """Runs a build, with its progress on stderr and its report on stdout, and returns the exit code.
 
-    `unverified` stops after the engines are built.
+    `named` is the request with the names that the user typed, for the command that repeats the build; by default they
+    are those of the request. `unverified` stops after the engines are built.
     """
     from rich.console import Console
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from mod_export.model.tokenizer_files import TokenizerFiles
 
 Way = Literal["checkpoint", "programs", "factory"]
+ENDINGS = (".pt2", ".pt", ".py", ".gguf")
+"""Endings of file names that are no part of a model's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,9 +129,6 @@ def _at_capacity(model: Model, capacity: float | None) -> Model:
         raise ConfigError([f"capacity {capacity:g}: {error}"]) from error
     changed.origin = model.origin
     return changed
-
-
-ENDINGS = (".pt2", ".pt", ".py", ".gguf")
 
 
 def title_of(source: str | Path) -> str:

@@ -272,13 +272,8 @@ def error_figure(rows: Sequence[ParityRow]) -> Markup:
     outputs: list[tuple[str, bool, ParityRow | OutputParity]] = []
     for row in rows:
         engine = f"{row.setting} {name_of(row.model)}"
-        outputs += [
-            (engine, row.passed, row),
-            *(
-                (f"{engine}, {further.name}", further.error.max_abs <= further.allowed_max_abs, further)
-                for further in row.further_outputs
-            ),
-        ]
+        outputs.append((engine, row.passed, row))
+        outputs += [(f"{engine}, {o.name}", o.error.max_abs <= o.allowed_max_abs, o) for o in row.further_outputs]
     axis = axis_of_logarithm(
         [n for _, _, o in outputs for n in (o.error.max_abs, o.error.mean_abs, o.rounding_error, o.allowed_max_abs)]
     )

@@ -87,8 +87,8 @@ def served_engines(
     With `texts` these are prefill and decode engines, otherwise forward engines. Without a target, the choice is the
     fastest pair of target and dtype that met its gates in the build's measurements (of `dtype`, if given), or the first
     pair if nothing was measured, without pairs that were made for another machine and cannot be loaded on this one.
-    With a target but no dtype, it is the first dtype built. Engines that missed a gate
-    are never replaced by another dtype: the user has to name one.
+    With a target but no dtype, it is the first dtype built. Engines that missed a gate are never replaced by another
+    dtype: the user has to name one.
 
     Raises:
         UsageError: the folder has no engine of this model.

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mod_export.config import BuildConfig, toml_from_config
+from mod_export.environment import package_version
 from mod_export.folder.manifest import read_manifest
 from mod_export.pipeline.rerun import Rerun
 from mod_export.pipeline.stages import BUILDING, EVIDENCE
@@ -56,6 +60,21 @@ def changed(config: BuildConfig, fields: Mapping[str, Any]) -> BuildConfig:
         assert section[last] != value, field
         section[last] = value
     return BuildConfig.model_validate(data)
+
+
+@contextlib.contextmanager
+def upgraded(folder: Path, monkeypatch: pytest.MonkeyPatch, *packages: str) -> Iterator[None]:
+    """Context in which packages have version 99.0: their metadata comes first on the path, as after an upgrade."""
+    for name in packages:
+        (folder / f"{name}-99.0.dist-info").mkdir(parents=True)
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 99.0\n"
+        (folder / f"{name}-99.0.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(folder)
+    package_version.cache_clear()
+    try:
+        yield
+    finally:
+        package_version.cache_clear()
 
 
 def flip(path: Path) -> None:

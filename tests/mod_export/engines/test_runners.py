@@ -65,6 +65,18 @@ def bindable(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bindabl
 WHOLE = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
+def every_runner(path: Path) -> list[EngineRunner]:
+    """Every runner of ONNX Runtime for a graph with the weights file `w.data` beside it."""
+    api = ort_c()
+    assert api is not None
+    session = session_from_onnx(path, path.parent, [CPU], 1)
+    return [
+        shared_runner(api, path, path.parent / "w.data", "small", 1),
+        OrtRunner(session, "small", 1),
+        BoundRunner(session, "small", 1, "cpu", 0),
+    ]
+
+
 @pytest.mark.parametrize("name", [*WHOLE, "float16", "float32", "double", "bool"])
 def test_every_dtype_of_numpy_goes_in_and_comes_out(tmp_path: Path, name: str) -> None:
     """Models of users take token ids of int32, for example."""
@@ -74,15 +86,8 @@ def test_every_dtype_of_numpy_goes_in_and_comes_out(tmp_path: Path, name: str) -
         ir.to_proto(parsed(f"g ({onnx}[3] x) => ({onnx}[3] y) {{ y = Identity (x) }}")).SerializeToString()
     )
     write_weights(tmp_path / "w.data", {"w": torch.ones(1)}, "float32")
-    api = ort_c()
-    assert api is not None
     x = np.array([0, 1, 3]).astype(name)
-    session = session_from_onnx(path, tmp_path, [CPU], 1)
-    for made in (
-        shared_runner(api, path, tmp_path / "w.data", "small", 1),
-        OrtRunner(session, "small", 1),
-        BoundRunner(session, "small", 1, "cpu", 0),
-    ):
+    for made in every_runner(path):
         with made as runner:
             (y,) = runner.run({"x": x}).values()
             assert y.dtype == x.dtype
@@ -96,14 +101,7 @@ def test_inputs_and_outputs_may_have_no_dimension(tmp_path: Path) -> None:
         value.shape = ir.Shape([])
     path.write_bytes(ir.to_proto(graph).SerializeToString())
     write_weights(tmp_path / "w.data", {"w": torch.ones(1)}, "float32")
-    api = ort_c()
-    assert api is not None
-    session = session_from_onnx(path, tmp_path, [CPU], 1)
-    for made in (
-        shared_runner(api, path, tmp_path / "w.data", "small", 1),
-        OrtRunner(session, "small", 1),
-        BoundRunner(session, "small", 1, "cpu", 0),
-    ):
+    for made in every_runner(path):
         with made as runner:
             outputs = runner.run({"x": np.ones(2, np.float32), "t": np.array(3, np.float32)})
             assert outputs["u"].shape == ()

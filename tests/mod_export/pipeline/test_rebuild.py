@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_folders import STAGES, Silent, changed, check_files, steps_of
+from build_folders import STAGES, Silent, changed, check_files, steps_of, upgraded
 
 import mod_export
 from mod_export.config import BuildConfig, config_from_toml, toml_from_config
 from mod_export.engines import ENGINES
-from mod_export.environment import package_version
 from mod_export.errors import BuildFolderError
 from mod_export.folder.manifest import read_manifest
 from mod_export.folder.workspace import Step
@@ -185,17 +184,8 @@ def test_other_fields_redo_nothing(
 def test_another_version_of_the_runtime(
     built_copy: Path, tmp_path: Path, checkpoint: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The metadata of another version comes first on the path, as after an upgrade.
-    for name in ("onnxruntime", "onnxruntime_gpu"):
-        folder = tmp_path / f"upgraded/{name}-99.0.dist-info"
-        folder.mkdir(parents=True)
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: 99.0\n")
-    monkeypatch.syspath_prepend(tmp_path / "upgraded")
-    package_version.cache_clear()
-    try:
+    with upgraded(tmp_path / "upgraded", monkeypatch, "onnxruntime", "onnxruntime_gpu"):
         done, report = redone(built_copy, checkpoint, config, monkeypatch)
-    finally:
-        package_version.cache_clear()
     assert done == {*of_engines("engine/ort-cpu", *BUCKETS), *PARITY, *CAUSALITY, *LATENCY, *PROFILE}
     assert report.environment["onnxruntime"] == "99.0"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from build_folders import upgraded
 from command_line import invoke
 from rich.console import Console
 
 from mod_export.config import BuildConfig, config_from_toml
-from mod_export.environment import package_version
 from mod_export.folder.manifest import read_manifest
 from mod_export.model.model import Model
 from mod_export.rows.report import report_from_json
@@ -124,16 +124,8 @@ def test_a_cell_of_another_version_of_an_engine_is_done_again(
 ) -> None:
     cell = GridCell(capacity=0.25, bucket=Bucket(1, 16), target="openvino")
     before = _job(cell, model, checkpoint, config, tmp_path, "mod-export sweep")
-    # The metadata of another version comes first on the path, as after an upgrade.
-    folder = tmp_path / f"upgraded/{package}-99.0.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package.replace('_', '-')}\nVersion: 99.0\n")
-    monkeypatch.syspath_prepend(tmp_path / "upgraded")
-    package_version.cache_clear()
-    try:
+    with upgraded(tmp_path / "upgraded", monkeypatch, package):
         after = _job(cell, model, checkpoint, config, tmp_path, "mod-export sweep")
-    finally:
-        package_version.cache_clear()
     assert before.fingerprint != after.fingerprint
 
 
