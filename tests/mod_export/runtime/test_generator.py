@@ -228,17 +228,18 @@ def test_cache_bytes_are_what_is_allocated(generator: Generator) -> None:
 
 
 def many_buckets(written: Path, target: str = "ort-cpu", dtype: DType = "float32") -> Generator:
-    """A generator that opens no engines."""
+    """A generator that opens no engines. They may be of any target, so their files are any of the folder."""
     decodes = [Bucket(b, c) for b in (1, 3, 8) for c in (16, 32)]
+    manifest = open_folder(written, verify=False)
+    path, weights, *_ = manifest.files
     engines = [
-        Engine(target=target, model="mod", bucket=bucket, dtype=dtype, path="p", weights="w", role="decode")
+        Engine(target=target, model="mod", bucket=bucket, dtype=dtype, path=path, weights=weights, role="decode")
         for bucket in decodes
     ]
     facts = GenerationFacts(
         window=64, sites={"mod": (0, 2)}, capacity={0: 8, 2: 8}, kv_bytes={"mod": {16: 10, 32: 20}}, step_bytes={}
     )
-    manifest = open_folder(written, verify=False).model_copy(update={"generation": facts})
-    return Generator(written, manifest, engines, 1)
+    return Generator(written, manifest.model_copy(update={"generation": facts}), engines, 1)
 
 
 def test_bucket_for(written: Path) -> None:
