@@ -145,6 +145,10 @@ class TargetOptions(_Section):
     tensorrt: TensorRTOptions = TensorRTOptions()
     tensorrt_rtx: TensorRTRTXOptions = TensorRTRTXOptions()
 
+    def of(self, target: str) -> Any:
+        """Returns the section of one target. Every section has `dtypes`."""
+        return getattr(self, target.replace("-", "_"))
+
 
 class ParityGate(_Section):
     """Limits that an engine or graph of one dtype must meet, compared with eager float32. Reasons: docs/evidence.md.
@@ -371,7 +375,6 @@ def config_from_toml(path: Path | None, overrides: Mapping[str, Any] | None = No
         ConfigError: the file does not exist or is not TOML, a key is unknown (the message names the nearest known one),
             or a value is out of range.
     """
-    defaults = tomllib.loads(files("mod_export_configs").joinpath("default.toml").read_text(encoding="utf-8"))
     data: dict[str, Any] = {}
     if path is not None:
         try:
@@ -384,12 +387,20 @@ def config_from_toml(path: Path | None, overrides: Mapping[str, Any] | None = No
             raise ConfigError([f"{path}: not valid TOML: {error}"]) from error
     prefix = f"{path}: " if path else ""
     try:
-        config = BuildConfig.model_validate(_merged(defaults, data) | dict(overrides or {}))
+        config = BuildConfig.model_validate(with_defaults(data) | dict(overrides or {}))
     except ValidationError as error:
         raise ConfigError([prefix + _problem(item) for item in error.errors()]) from error
     # Values of default.toml do not count as set: only a gate that the user set is refused without a dense baseline.
     latency = LatencyOptions.model_construct(_fields_set={*data.get("latency", ())}, **dict(config.latency))
     return config.model_copy(update={"latency": latency})
+
+
+def with_defaults(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a configuration as plain data, with the values of default.toml for what it leaves out. The configuration
+    in a build folder of an earlier release leaves out the gates that were added since.
+    """
+    defaults = tomllib.loads(files("mod_export_configs").joinpath("default.toml").read_text(encoding="utf-8"))
+    return _merged(defaults, data)
 
 
 def toml_from_config(config: BuildConfig) -> str:

@@ -170,7 +170,8 @@ class TargetLimits:
         topk_saving: smallest number of positions of an axis that a TopK in groups must save to be faster; None if it
             never is.
         scatter_reduction: whether ScatterND and ScatterElements may reduce.
-        whole_scores: whether attention holds all its (B, H, T, T) scores in this machine's memory at once.
+        whole_scores: whether attention holds all its (B, H, T, T) scores in this machine's memory at once. The target's
+            options then have `query_block`, which limits how many.
         attention_dtypes: dtypes in which the ONNX Attention operator is supported; others get primitive operators.
         attention_widths: smallest and largest width of a head for which Attention is supported, or None.
         extra_domains: operator domains that are allowed in addition to the standard one.

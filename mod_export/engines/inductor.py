@@ -216,9 +216,6 @@ class Inductor(AotInductor):
             return Availability(builds=False, runs=True, reason=NO_COMPILER)
         return Availability(builds=True, runs=True, reason=f"torch {package_version('torch')}, {compiler}")
 
-    def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        return [Variant(dtype=dtype) for dtype in config.target.inductor.dtypes]
-
     def _compiler_options(self) -> Mapping[str, bool | int]:
         import torch
 

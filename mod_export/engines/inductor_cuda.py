@@ -28,7 +28,7 @@ from mod_export.engines.inductor import (
 from mod_export.engines.protocol import ON_GPU, Arrays, OptionalArrays
 from mod_export.environment import package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import Availability, Engine, Variant
+from mod_export.types import Availability, Engine
 
 if TYPE_CHECKING:
     import torch
@@ -126,9 +126,6 @@ class InductorCuda(AotInductor):
         if compiler is None or missing:
             return Availability(builds=False, runs=True, reason=missing or NO_COMPILER)
         return Availability(builds=True, runs=True, reason=f"{about}, {compiler}")
-
-    def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        return [Variant(dtype=dtype) for dtype in config.target.inductor_cuda.dtypes]
 
     def _placed(self, program: torch.export.ExportedProgram, config: BuildConfig) -> torch.export.ExportedProgram:
         return placed(program, f"cuda:{config.target.inductor_cuda.device}")

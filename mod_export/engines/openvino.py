@@ -210,9 +210,6 @@ class OpenVino(EngineBuilder):
             return Availability(builds=False, runs=False, reason=f"{about}, which has no plug-in for this CPU")
         return Availability(builds=True, runs=True, reason=about)
 
-    def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        return [Variant(dtype=dtype) for dtype in config.target.openvino.dtypes]
-
     def problems(self, config: BuildConfig) -> Sequence[str]:
         narrow = [dtype for dtype in config.target.openvino.dtypes if dtype != "float32"]
         if not narrow or BFLOAT16 in _capabilities():

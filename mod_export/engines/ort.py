@@ -7,7 +7,6 @@ import io
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,9 +63,6 @@ class OrtCpu(_Ort):
     def _installed(self) -> Availability:
         return Availability(builds=True, runs=True, reason=f"onnxruntime {package_version('onnxruntime')}")
 
-    def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        return [Variant(dtype=dtype) for dtype in config.target.ort_cpu.dtypes]
-
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:
@@ -111,9 +107,6 @@ class OrtCuda(_Ort):
                 builds=False, runs=False, reason="onnxruntime-gpu is installed, but there is no NVIDIA GPU"
             )
         return Availability(builds=True, runs=True, reason=f"onnxruntime-gpu {package_version('onnxruntime')} on CUDA")
-
-    def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        return [Variant(dtype=dtype) for dtype in config.target.ort_cuda.dtypes]
 
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None

@@ -1,7 +1,7 @@
 """Measures on this machine how many queries a block of causal attention should have on ONNX Runtime's CPU kernels.
 
 Small blocks compute fewer scores that the mask hides; large blocks multiply larger matrices. The best size depends on
-the processor's caches and on the length, so the sizes are timed one after the other on an attention of the same shape.
+the processor's caches and on the length, so the sizes are timed in turns on an attention of the same shape.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class AttentionShape:
 
 
 def default_block(tokens: int) -> int:
-    """Returns the number of queries in a block if nothing was measured. The result `tokens` stands for one block of all
-    queries.
-    """
+    """Returns the number of queries in a block if nothing was measured; one block has all queries if it is `tokens`."""
     return DEFAULT if tokens >= SHORTEST else tokens
 
 
@@ -60,10 +58,10 @@ def is_measured(shape: AttentionShape) -> bool:
 
 
 def time_blocks(shape: AttentionShape, threads: int) -> dict[int, float]:
-    """Returns number of queries in a block -> milliseconds of the fastest round. The number of tokens as key stands for
-    attention in one block.
+    """Returns number of queries in a block -> milliseconds of the fastest round.
 
-    The result is empty if the attention is too short to split.
+    Where the key is the number of tokens, one block has all queries. The result is empty if the attention is too short
+    to split.
     """
     if not is_measured(shape):
         return {}

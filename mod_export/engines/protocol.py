@@ -194,9 +194,9 @@ class EngineBuilder(ABC):
         """Returns the versions of the libraries that decide whether an engine must be built again."""
         return {package: package_version(package) or "" for package in self.packages}
 
-    @abstractmethod
     def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        """Returns the variants that the configuration asks for."""
+        """Returns the variants that the configuration asks for: one for each dtype, if there are no others."""
+        return [Variant(dtype=dtype) for dtype in config.target.of(self.name).dtypes]
 
     def problems(self, config: BuildConfig) -> Sequence[str]:
         """Returns reasons why these variants cannot be built, as far as they are known without a graph."""

@@ -276,9 +276,6 @@ class TensorRT(_LoggerBase):
     title = "TensorRT"
     limits = LIMITS
 
-    def variants(self, config: BuildConfig) -> Sequence[Variant]:
-        return [Variant(dtype=dtype) for dtype in config.target.tensorrt.dtypes]
-
     def made_here(self, root: Path, engine: Engine) -> bool:
         return False  # A plan does not say which GPU it was made on.
 

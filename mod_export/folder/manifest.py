@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
-from mod_export.config import BuildConfig
+from mod_export.config import BuildConfig, with_defaults
 from mod_export.errors import BuildFolderError
 from mod_export.folder.files import FileEntry, verify_files
 from mod_export.folder.programs import PROGRAM, program_files
@@ -134,8 +134,11 @@ def open_folder(root: Path, *, verify: bool = True) -> Manifest:
     data = read_manifest(root)
     if "files" not in data:
         raise BuildFolderError(f"{root}: the build was not finished; run the same build again, it resumes")
+    facts = {name: value for name, value in data.items() if name not in EMPTY}
+    if isinstance(facts.get("config"), dict):
+        facts["config"] = with_defaults(facts["config"])
     try:
-        manifest = Manifest.model_validate({name: value for name, value in data.items() if name not in EMPTY})
+        manifest = Manifest.model_validate(facts)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

@@ -26,7 +26,6 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils.flop_counter import FlopCounterMode
 
-ATEN = torch.ops.aten
 LARGEST = 2**27
 """The most elements of a result that is computed here; a larger result counts as unknown."""
 _REMEMBERED = 2**16

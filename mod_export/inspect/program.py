@@ -14,7 +14,6 @@ import torch
 from torch import fx
 from torch._guards import detect_fake_mode
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.utils.flop_counter import FlopCounterMode
 
 from mod_export.errors import CheckpointError
@@ -24,6 +23,7 @@ from mod_export.graph.program_nodes import shape_of
 from mod_export.graph.sites import Marked, routing_sites
 from mod_export.graph.token_flow import Selector, flows_of, nodes_of
 from mod_export.marker import MARKER, REORDERED
+from mod_export.model.plain_programs import input_nodes
 from mod_export.model.pt2 import read_program
 from mod_export.report.tables import table_lines
 from mod_export.types import BY_POSITION, BY_SCORE
@@ -61,7 +61,7 @@ def _described(name: str, program: ExportedProgram) -> str:
     flops = _flops(program)
     lines = [
         f"{name}  {len(weights)} weights, {count:,} parameters",
-        *(f"in   {node.name} {_type(node)}" for node in _inputs(program)),
+        *(f"in   {node.name} {_type(node)}" for node in input_nodes(program)),
         *(f"out  {_type(node)}" for node in program.graph.output_node().args[0]),
         flops if isinstance(flops, str) else f"{sum(flops.values()):,} FLOPs of matrix products",
         "",
@@ -122,12 +122,6 @@ def _shapes_of(node: fx.Node) -> list[fx.Node]:
     for current in nodes:  # The loop appends to this list.
         nodes += [use for use in current.users if use.target in (ATEN.t.default, ATEN.reshape.default)]
     return nodes
-
-
-def _inputs(program: ExportedProgram) -> list[fx.Node]:
-    nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
-    specs = program.graph_signature.input_specs
-    return [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
 
 
 def _type(node: Any) -> str:

@@ -61,7 +61,7 @@ class PlainProgram:
     @property
     def constant_outputs(self) -> frozenset[str]:
         """Names of the outputs that depend on no input, such as a weight that is returned."""
-        inputs, (returned,) = set(_input_nodes(self.program)), self.program.graph.output_node().args
+        inputs, (returned,) = set(input_nodes(self.program)), self.program.graph.output_node().args
         nodes = zip(self.outputs, cast(Sequence[fx.Node], returned), strict=True)
         return frozenset(name for name, node in nodes if not _reads(node, inputs))
 
@@ -83,9 +83,9 @@ def plain_program(program: ExportedProgram, where: str, samples: Sequence[Sequen
     write_out_flex_attention(module)
     specs = list(program.graph_signature.input_specs)
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
-    input_nodes = [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+    user_inputs = [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
     assert program.call_spec.in_spec is not None
-    names = dict(zip(input_nodes, input_names(input_nodes, program.call_spec.in_spec), strict=True))
+    names = dict(zip(user_inputs, input_names(user_inputs, program.call_spec.in_spec), strict=True))
     tensors = {**program.state_dict, **program.constants}
     targets = {node: str(spec.target) for node, spec in zip(nodes, specs, strict=True) if spec.kind in STATE}
     held = {node: tensors[target] for node, target in targets.items()}
@@ -136,7 +136,7 @@ def _arguments(specs: Sequence[InputSpec], tensors: Mapping[str, Any], sample: S
 
 @contextlib.contextmanager
 def _in_float32(where: str) -> Iterator[None]:
-    """Within this context, a program runs in float32 that may be written for another dtype."""
+    """Turns errors of a program that runs in float32, although it may be written for another dtype, into refusals."""
     try:
         yield
     except CaptureError:
@@ -154,10 +154,11 @@ def copied(program: ExportedProgram) -> ExportedProgram:
 
 def input_values(program: ExportedProgram) -> list[torch.Tensor]:
     """Returns the shapes and dtypes of the program's inputs, as tensors without values."""
-    return [node.meta["val"] for node in _input_nodes(program)]
+    return [node.meta["val"] for node in input_nodes(program)]
 
 
-def _input_nodes(program: ExportedProgram) -> list[fx.Node]:
+def input_nodes(program: ExportedProgram) -> list[fx.Node]:
+    """Returns the placeholders of the program's inputs, without those of weights and constants."""
     nodes = [node for node in program.graph.nodes if node.op == "placeholder"]
     specs = program.graph_signature.input_specs
     return [node for node, spec in zip(nodes, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
@@ -272,7 +273,7 @@ def _made(
     constants: dict[str, torch.Tensor] = {}
     specs = []
     for node, spec in kept:
-        # The node has another name in the copied graph if its name is one of Python's own.
+        # A node whose name is a builtin of Python has another name in the copied graph.
         spec = replace(spec, arg=TensorArgument(name=node.name))
         if spec.kind is not InputKind.USER_INPUT:
             name = str(spec.target)

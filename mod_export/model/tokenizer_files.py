@@ -40,7 +40,7 @@ READ = (
     "*.tiktoken", "tokenizer.*.json", f"{MORE_TEMPLATES}/*.jinja", GENERATION_CONFIG, CONFIG,
 )  # fmt: skip
 """Files that transformers reads of a folder for its tokenizer and for the ends of texts."""
-READERS = ("sentencepiece", "tiktoken")
+VOCABULARY_PACKAGES = ("sentencepiece", "tiktoken")
 """Packages that transformers needs to read tokenizers that are not a tokenizer.json."""
 GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p")
 """Settings that older releases of transformers kept in config.json."""
@@ -232,7 +232,7 @@ def _load(path: Path, copy: Path) -> PreTrainedTokenizerBase:
 
 def _hint_about_readers() -> str:
     """Says which package that reads tokenizers is missing or does not work; empty if all of them do."""
-    missing = [name for name in READERS if find_spec(name) is None]
+    missing = [name for name in VOCABULARY_PACKAGES if find_spec(name) is None]
     if missing:
         return f"; it may need {' and '.join(missing)}: pip install 'mod-export[convert]'"
     try:

@@ -268,7 +268,7 @@ class Build:
         return rows
 
     @contextlib.contextmanager
-    def attempt(self, stage: str, about: Mapping[str, Any], arch: str | None = None) -> Iterator[None]:
+    def attempt(self, stage: str, about: Mapping[str, Any]) -> Iterator[None]:
         """Turns a `BuildError` inside into a row of `failed`, and goes on.
 
         Other errors, such as a full disk, end the build.
@@ -276,12 +276,11 @@ class Build:
         Args:
             stage: the stage that is running.
             about: fields of `ABOUT` that say what fails; a field that is missing stands for all.
-            arch: the GPU architecture that an engine is built for.
         """
         try:
             yield
         except BuildError as error:
-            self.fail(stage, about, error, arch)
+            self.fail(stage, about, error)
 
     def fail(self, stage: str, about: Mapping[str, Any], error: BuildError, arch: str | None = None) -> None:
         """Records a failure."""

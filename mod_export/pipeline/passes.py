@@ -162,7 +162,7 @@ def _chosen_limits(build: Build, builder: EngineBuilder, model: ir.Model) -> Tar
         return replace(builder.limits, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
     if not builder.limits.whole_scores:
         return builder.limits
-    option = build.config.target.ort_cpu.query_block
+    option = build.config.target.of(builder.name).query_block
     blocks: dict[int, int] = {}
     for shape in sorted(attention_shapes(model)):
         if option != "measured":

@@ -30,7 +30,7 @@ from mod_export.rows.speed import RivalRow
 from mod_export.types import Bucket, DType, Engine, ModelKind, having, primary_output
 
 Feeds = Mapping[str, np.ndarray]
-CPU_TARGETS = ("ort-cpu", "openvino", "inductor")
+CPU_TARGETS = tuple(name for name, engine in ENGINES.items() if not engine.nvidia)
 """Targets of the engines that are compared: the rivals run on the CPU."""
 WARMUP = 2
 """Rounds before the first sample."""

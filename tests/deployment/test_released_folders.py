@@ -26,6 +26,7 @@ from click.testing import CliRunner
 
 import mod_export
 from mod_export.cli import cli
+from mod_export.config import config_from_toml
 from mod_export.errors import BuildFolderError
 from mod_export.folder.manifest import FORMAT_VERSION, open_folder, read_manifest, with_checksum
 
@@ -82,6 +83,15 @@ def test_it_computes_what_it_computed(folders: Path, release: str) -> None:
         (written,) = generator.generate([expected["prompt"]], new, temperature=0, ignore_eos=True)
     assert written.ids == expected["ids"]
     assert {str(site): tokens for site, tokens in written.ran.items()} == expected["ran"]
+
+
+def test_a_gate_that_is_newer_than_a_folder_has_its_default(folders: Path, tmp_path: Path) -> None:
+    """Otherwise every new gate would make all folders of earlier releases unreadable."""
+    copy = shutil.copytree(folders / OPENED[-1], tmp_path / "folder")
+    manifest = read_manifest(copy)
+    del manifest["config"]["parity"]["int4"]["max_kl"]
+    (copy / "manifest.json").write_text(json.dumps(with_checksum(manifest)), encoding="utf-8")
+    assert open_folder(copy).config.parity.int4.max_kl == config_from_toml(None).parity.int4.max_kl
 
 
 def posted(url: str, body: Mapping[str, Any]) -> dict[str, Any]:

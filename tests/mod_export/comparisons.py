@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from mod_export.config import ParityGate
+from mod_export.config import config_from_toml
 from mod_export.judge.checks import Allowance, Comparison, TextNumbers, allowance
 from mod_export.judge.compare import SiteRouting
 from mod_export.rows.correctness import ErrorNumbers
 
-GATE = ParityGate(
-    rounding_error=16.0, rounding_error_rms=4.0, max_abs=1e-3, near_tie=1e-2, next_token_agreement=0.9, max_kl=1e-3,
-    max_perplexity_ratio=1.01, judged_rows=0.25,
+GATE = config_from_toml(None).parity.float32.model_copy(
+    update={
+        "rounding_error": 16.0, "rounding_error_rms": 4.0, "max_abs": 1e-3, "near_tie": 1e-2, "judged_rows": 0.25,
+        "next_token_agreement": 0.9, "max_kl": 1e-3, "max_perplexity_ratio": 1.01,
+    }
 )  # fmt: skip
 SITE = SiteRouting(site=3, k=2, routed=4, agreed=4, distances=(), min_margin=0.5, scale=1.0)
 TEXT = TextNumbers(tokens=9, nll=18.0, reference_nll=18.0, own_nll=18.0, positions=10, agreed=10)

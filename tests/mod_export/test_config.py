@@ -13,22 +13,13 @@ from command_line import invoke
 from pydantic import BaseModel
 
 from mod_export import config as config_module
-from mod_export.config import GenerationOptions, config_from_toml, toml_from_config
+from mod_export.config import GenerationOptions, ParityGate, config_from_toml, toml_from_config
 from mod_export.errors import ConfigError
 from mod_export.types import DTYPES, Bucket
 
 CONFIGS = sorted(path.name for path in files("mod_export_configs").iterdir() if path.name.endswith(".toml"))
 PACKAGE = Path(__file__).parents[2] / "mod_export"
-GATES = (
-    "rounding_error",
-    "rounding_error_rms",
-    "max_abs",
-    "near_tie",
-    "next_token_agreement",
-    "judged_rows",
-    "max_kl",
-    "max_perplexity_ratio",
-)
+GATES = tuple(ParityGate.model_fields)
 
 
 def problems_of(tmp_path: Path, text: str) -> list[str]:

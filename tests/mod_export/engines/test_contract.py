@@ -58,15 +58,12 @@ def test_each_package_that_is_not_installed_is_named(engine: EngineBuilder, monk
         assert engine.extra in EXTRAS_OF_THIS_PACKAGE
 
 
-NVIDIA = {"ort-cuda", "inductor-cuda", "tensorrt", "tensorrt-rtx"}
-
-
 @each_engine
 def test_what_cannot_work_on_a_mac_says_so(engine: EngineBuilder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not `install mod-export[tensorrt]`: that extra installs nothing there."""
     before = engine.availability()
     monkeypatch.setattr(sys, "platform", "darwin")
-    if engine.name in NVIDIA:
+    if engine.nvidia:
         reason = "needs NVIDIA's libraries, which do not exist for macOS; use a machine with Linux"
         assert engine.availability() == Availability(builds=False, runs=False, reason=reason)
         return

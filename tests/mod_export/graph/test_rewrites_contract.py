@@ -40,8 +40,8 @@ CASES = [
     pytest.param(rewrite, needing[0], dtype, id=f"{rewrite.name}-{dtype}")
     for rewrite in REWRITES
     for dtype in DTYPES
-    # Of these targets, only ort-cpu quantizes weights.
-    for targets in [(ORT_CPU,) if dtype in QUANTIZED else (SMALL, BLOCKED, ORT_CPU)]
+    # Of the targets that ONNX Runtime can stand for, only ort-cpu quantizes weights.
+    for targets in [(ORT_CPU,) if dtype in QUANTIZED else (SMALL, BLOCKED, ORT_CPU, *LIMITS)]
     if (needing := [limits for limits in targets if rewrite.applies(limits, dtype)])
 ]
 """Every rewrite, in every dtype in which a target needs it, with the limits of the first such target."""
