@@ -31,8 +31,15 @@ from benchmarks.corpus.worker import run_apart, stop
 pytestmark = pytest.mark.filterwarnings("ignore")
 THIRDS = 3
 SMALL = "torch.nn.TransformerEncoderLayer"
+FAST = {
+    (field, getattr(entry, field)): name
+    for field in ("package", "manner", "dim", "handed_on")
+    for name, entry in ENTRIES.items()
+}
+"""An entry of every package, with every manner of routing, and of every form of a block's arguments."""
 
 
+@pytest.mark.fast(*FAST.values())
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_router_gives_its_block_k_tokens(name: str) -> None:
     entry = ENTRIES[name]
@@ -172,12 +179,14 @@ def replace_work(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(corpus_worker, "work", importlib.import_module("ending").work)
 
 
+# The first process waits until the fork server has imported what entries need.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("os.abort()", "signal SIGABRT: before"),
         ("sys.exit(3)", "exit 3: before"),
-        pytest.param("time.sleep(600)", "stopped after 10 s: before", marks=pytest.mark.slow),
+        ("time.sleep(600)", "stopped after 10 s: before"),
     ],
 )
 def test_a_process_that_leaves_no_rows(line: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +195,7 @@ def test_a_process_that_leaves_no_rows(line: str, reason: str, tmp_path: Path, m
     assert (row["name"], row["status"], row["sentence"]) == (SMALL, "error", reason)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_stops_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     replace_work("time.sleep(600)", tmp_path, monkeypatch)
     monkeypatch.setattr(corpus_worker, "_stopping", threading.Event())

@@ -23,7 +23,7 @@ OPTIONS = {
 
 @pytest.fixture(scope="module")
 def pair() -> Pair:
-    return pair_of(Namespace(**OPTIONS, tokens=40 * 64))
+    return pair_of(Namespace(**OPTIONS, tokens=10 * 64))
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +68,20 @@ def test_a_run_is_not_repeated_and_results_of_other_runs_are_refused(pair: Pair,
 
 
 def test_the_sources_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The whole standard library has thousands of files.
+    roots = {"stdlib": tmp_path / "python3", "purelib": tmp_path / "site-packages"}
+    for name in ("python3/json/decoder.py", "site-packages/onnx_ir/_core.py", "site-packages/onnx_ir/tests/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(name, encoding="utf-8")
+    monkeypatch.setattr(pair_run.sysconfig, "get_paths", lambda: {name: str(root) for name, root in roots.items()})
     monkeypatch.setattr(pair_run, "PACKAGES", ("onnx_ir",))
-    gather(tmp_path / "text")
-    assert (tmp_path / "text" / "onnx_ir" / "_core.py").read_bytes()
-    first = sorted(tmp_path.rglob("*"))
-    assert not any("tests" in path.parts for path in first)
+    text = tmp_path / "text"
+    gather(text)
+    copied = sorted(path.relative_to(text).as_posix() for path in text.rglob("*.py"))
+    assert copied == ["onnx_ir/_core.py", "python3/json/decoder.py"]
     monkeypatch.setattr(pair_run, "PACKAGES", ("no_such_package",))
-    gather(tmp_path / "text")
-    assert sorted(tmp_path.rglob("*")) == first
+    gather(text)
+    assert sorted(path.relative_to(text).as_posix() for path in text.rglob("*.py")) == copied
     with pytest.raises(FileNotFoundError, match="no_such_package: this package is part of the text"):
         gather(tmp_path / "other")
 

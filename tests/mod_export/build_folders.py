@@ -17,6 +17,7 @@ import pytest
 from mod_export.config import BuildConfig, toml_from_config
 from mod_export.environment import package_version
 from mod_export.folder.manifest import read_manifest
+from mod_export.judge import inputs
 from mod_export.pipeline.rerun import Rerun
 from mod_export.pipeline.stages import BUILDING, EVIDENCE
 from mod_export.rows.correctness import StructureRow
@@ -60,6 +61,16 @@ def changed(config: BuildConfig, fields: Mapping[str, Any]) -> BuildConfig:
         assert section[last] != value, field
         section[last] = value
     return BuildConfig.model_validate(data)
+
+
+@contextlib.contextmanager
+def few_searched_rows() -> Iterator[None]:
+    """Context in which fewer rows are searched for near-ties, on which a tiny model otherwise spends a third of its
+    validation. As many batches of near-ties are found.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inputs, "SEARCHED_TOKENS", 2**10)
+        yield
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from build_folders import Silent, once
+from build_folders import Silent, few_searched_rows, once
 from command_line import FAST_TOML, FEW_SAMPLES
 from headless_chromium import BROWSER, NAMES, Chromium
 from writing import WRITING_TOML, writing_checkpoint
@@ -104,14 +104,23 @@ def model(checkpoint: Path) -> Model:
     return model_from_checkpoint(checkpoint)
 
 
+@pytest.fixture(scope="module")
+def searching_few_rows() -> Iterator[None]:
+    """Makes the builds and validations of a module cheaper."""
+    with few_searched_rows():
+        yield
+
+
 @pytest.fixture(scope="session")
 def built(shared_folder: Path, _roofline: None, checkpoint: Path, config: BuildConfig) -> Path:
     """A finished build folder, read-only; tests that change it use `built_copy`."""
     root = shared_folder / "tiny" / "built"
-    once(
-        root.parent,
-        lambda: build(Request.checkpoint(checkpoint).models, config, root, Silent(), "mod-export build tiny.pt"),
-    )
+
+    def make() -> None:
+        with few_searched_rows():
+            build(Request.checkpoint(checkpoint).models, config, root, Silent(), "mod-export build tiny.pt")
+
+    once(root.parent, make)
     return root
 
 
@@ -131,14 +140,9 @@ def small_folder(shared_folder: Path, _roofline: None) -> Path:
     def make() -> None:
         save_checkpoint(folder / "small.pt", random_checkpoint(SMALL, 0))
         (folder / "small.toml").write_text(FAST_TOML, encoding="utf-8")
-        config = config_from_toml(folder / "small.toml")
-        build(
-            Request.checkpoint(folder / "small.pt").models,
-            config,
-            folder / "build",
-            Silent(),
-            "mod-export build small.pt",
-        )
+        config, models = config_from_toml(folder / "small.toml"), Request.checkpoint(folder / "small.pt").models
+        with few_searched_rows():
+            build(models, config, folder / "build", Silent(), "mod-export build small.pt")
 
     return once(folder, make)
 
@@ -162,10 +166,9 @@ def writing_folder(shared_folder: Path) -> Path:
     def make() -> None:
         save_checkpoint(folder / "writing.pt", writing_checkpoint())
         (folder / "writing.toml").write_text(WRITING_TOML, encoding="utf-8")
-        config = config_from_toml(folder / "writing.toml")
-        report = build(
-            Request.checkpoint(folder / "writing.pt").models, config, folder / "build", Silent(), "mod-export build"
-        )
+        config, models = config_from_toml(folder / "writing.toml"), Request.checkpoint(folder / "writing.pt").models
+        with few_searched_rows():
+            report = build(models, config, folder / "build", Silent(), "mod-export build")
         assert report.verdict.status == "pass", report.verdict.reasons
 
     return once(folder, make)

@@ -36,15 +36,16 @@ from mod_export.rows.speed import LatencyRow
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
+pytestmark = pytest.mark.usefixtures("searching_few_rows")
 TOML = f"""
 targets = ["ort-cpu"]
 {FEW_SAMPLES}"""
 MODELS: dict[str, tuple[type[nn.Module] | str, Callable[..., Any], list[tuple[int, int]], dict[str, int]]] = {
-    "mask and two outputs": (Masked, masked_inputs, [(1, 16), (2, 32)], {"block": 4}),
+    "mask and two outputs": (Masked, masked_inputs, [(2, 16)], {"block": 4}),
+    "two buckets": (Masked, masked_inputs, [(1, 16), (2, 32)], {"block": 4}),
     "embeddings": (Embedded, lambda batch, seq: torch.randn(batch, seq, D), [(1, 16)], {"blocks.1": 4}),
     "images": (Images, lambda batch, seq: torch.randn(batch, 3, 32, 32), [(2, 17)], {"blocks.1": 4}),
 }
-QUICK, OTHERS = "mask and two outputs", ("embeddings", "images")
 MAKER = """
 import torch
 from torch import nn
@@ -96,7 +97,8 @@ def check_folder(root: Path, module: nn.Module, inputs: Any, sites: dict[str, in
             deployment.run(np.zeros((1, 16), np.int64))
 
 
-@pytest.mark.parametrize("name", [QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.fast("mask and two outputs")
+@pytest.mark.parametrize("name", MODELS)
 def test_a_module(
     name: str, tmp_path: Path, toml: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,8 +119,8 @@ def test_a_module(
     rows = [row for row in report.parity if row.target == "ort-cpu"]
     assert {"sample", "near_ties"} <= set(rows[0].inputs)
     assert [row.routing.routed > 0 and row.passed for row in rows] == [True] * len(buckets)
-    assert report.model.reads_tokens == (name == QUICK)
-    assert (report.generation is None) == (name != QUICK)
+    assert report.model.reads_tokens == (kind is Masked)
+    assert (report.generation is None) == (kind is not Masked)
     assert len(rows[0].further_outputs) == len(pytree.tree_leaves(module.eval()(**named(inputs, module, buckets)))) - 1
     assert all(further.error.max_abs <= further.allowed_max_abs for row in rows for further in row.further_outputs)
     check_folder(tmp_path / "built", module.eval(), inputs(*buckets[0]), sites)
@@ -242,6 +244,7 @@ def test_logits_that_are_excluded_and_a_model_that_overflows(tmp_path: Path) -> 
         )
 
 
+@pytest.mark.fast("beside model.pt")
 @pytest.mark.parametrize("form", ["folder", "beside model.pt"])
 def test_a_build_from_python_keeps_the_tokenizer_of_the_model(
     form: str, tmp_path: Path, fast: Path, tiny_spec: ModelSpec
@@ -291,6 +294,14 @@ def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
     wrong = invoke("build", "maker.py:make", "--buckets", "1,2")
     assert wrong.exit_code == 2
     assert "'1,2': expected rows x tokens, such as 1x128,1x512" in wrong.stderr
+    with pytest.raises(ModExportError, match=r"Masked: of a module the inputs must be given: inputs=lambda batch, seq"):
+        mod_export.build(made(Masked), buckets=[(1, 16)], verbosity=-1)
+    with pytest.raises(ModExportError, match=r"Masked: samples belong to \.pt2 files; of a module, inputs"):
+        mod_export.build(made(Masked), masked_inputs, [(1, 16)], samples="s.safetensors", verbosity=-1)
+
+
+@pytest.mark.slow
+def test_what_is_refused_after_a_program_was_read(tmp_path: Path) -> None:
     save_program(tmp_path / "mod.pt2", made("scatter_add"), 1, 16)
     refused(invoke("build", "mod.pt2", "--samples", "none"), r"error: none: no such file")
     refused(invoke("build", "mod.pt2", "--buckets", "1x32", "-q"), r"error: buckets: b1s32: mod was captured at b1s16;")
@@ -305,10 +316,6 @@ def test_what_is_refused(tmp_path: Path, toml: Path) -> None:
         invoke("build", "mod.pt2", "-c", "last.toml", "-q"),
         "outputs: last, but mod is no model of token ids; leave `outputs` out",
     )
-    with pytest.raises(ModExportError, match=r"Masked: of a module the inputs must be given: inputs=lambda batch, seq"):
-        mod_export.build(made(Masked), buckets=[(1, 16)], verbosity=-1)
-    with pytest.raises(ModExportError, match=r"Masked: samples belong to \.pt2 files; of a module, inputs"):
-        mod_export.build(made(Masked), masked_inputs, [(1, 16)], samples="s.safetensors", verbosity=-1)
     torch.export.save(torch.export.export(made(Embedded), (torch.randn(1, 16, D),)), tmp_path / "other.pt2")
     with pytest.raises(ModExportError, match=r"baseline other: has at b1s16 the inputs inputs_embeds float32 .*inst"):
         mod_export.build(made(Masked), masked_inputs, [(1, 16)], baseline=tmp_path / "other.pt2", verbosity=-1)

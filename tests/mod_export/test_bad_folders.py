@@ -18,6 +18,7 @@ from mod_export.pipeline.rerun import validate_folder
 from mod_export.rows.correctness import ParityRow
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("searching_few_rows")
 ENGINE = "engines/ort-cpu/mod-b1s16-float32.onnx"
 GRAPH = "graphs/mod-b1s16.onnx"
 
@@ -256,7 +257,7 @@ def test_without_its_weights_there_is_no_reference(small_copy: Path, damage: Cal
 
 def test_but_the_checkpoint_is_one(small_copy: Path, small_folder: Path) -> None:
     (small_copy / WEIGHTS).unlink()
-    found = validate_folder(small_copy, None, (), small_folder / "small.pt")
+    found = validate_folder(small_copy, None, ["ort-cpu"], small_folder / "small.pt")
     assert WEIGHTS in failed(found)
     assert not any(row.passed for row in found.rows(ParityRow))
 

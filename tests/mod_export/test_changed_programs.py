@@ -15,6 +15,7 @@ from foreign_models import made, token_ids
 import mod_export.pipeline.rerun
 from mod_export.folder.programs import read_arrays, write_arrays
 
+pytestmark = pytest.mark.usefixtures("searching_few_rows")
 GRAPH, SAMPLES, CONSTANTS = (f"programs/mod-{name}" for name in ("b1s8.json", "samples.npz", "constants.npz"))
 
 
@@ -69,6 +70,7 @@ UNREADABLE: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.fast("half a graph", "no graph", "JSON without end", "another JSON", "no archive", "no samples")
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_without_a_reference_there_is_one_sentence_and_no_verdict(name: str, copied: Path) -> None:
     change, message = UNREADABLE[name]

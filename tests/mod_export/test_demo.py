@@ -42,14 +42,14 @@ def test_the_timed_checkpoint_is_large_and_temporary() -> None:
 
 
 def test_the_demo_ends_with_what_to_look_at_and_what_to_try() -> None:
-    text = next_steps(Path("m.pt"), Path("build/demo"), Path("build/demo-timed"), ".venv/bin/mod-export")
+    text = next_steps(Path("m"), Path("build/demo"), Path("build/demo-timed"), ".venv/bin/mod-export")
     lines = [line.strip() for line in text.splitlines()]
     named = [line.rpartition("    ")[0].rstrip() for line in lines if "    " in line]
     assert named == [
         "build/demo/report.html",
         "build/demo-timed/report.html",
         ".venv/bin/mod-export validate build/demo",
-        ".venv/bin/mod-export build m.pt -o build/writing",
+        ".venv/bin/mod-export build m -o build/writing",
         '.venv/bin/mod-export generate build/writing --prompt "    # If the file is " --temperature 0.5',
         ".venv/bin/mod-export targets",
         ".venv/bin/mod-export build MODEL",

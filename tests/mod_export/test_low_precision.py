@@ -24,6 +24,7 @@ from mod_export.types import DType
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
+pytestmark = pytest.mark.usefixtures("searching_few_rows")
 LAX = {"next_token_agreement": 0.0, "max_kl": 100.0, "max_perplexity_ratio": 100.0}
 """The tiny model has random weights, so the effect of a few bits on its next tokens means nothing."""
 

@@ -27,6 +27,7 @@ from mod_export.rows.correctness import CausalityRow
 from mod_export.rows.report import BuildReport
 from mod_export.types import Outputs
 
+pytestmark = pytest.mark.usefixtures("searching_few_rows")
 SHAPES: dict[Outputs, tuple[int, ...]] = {"last": (2, 256), "none": (2, 12, 16)}
 Returning = Callable[[Outputs], tuple[Path, BuildReport]]
 
@@ -61,6 +62,9 @@ def test_a_build_is_judged_by_what_it_returns(returning: tuple[Outputs, Path, Bu
     assert {graph["outputs"] for graph in read_manifest(root)["graphs"]} == {outputs}
     # Only outputs of whole texts have a perplexity.
     assert {row.text is None for row in report.parity} == {outputs == "last"}
+    assert {row.suffixes > 0 for row in report.causality} == {outputs != "last"}
+    if outputs == "last":
+        assert all("only the last token's logits are returned" in row.statement for row in report.causality)
 
 
 def test_what_is_returned_is_the_eager_models(returning: tuple[Outputs, Path, BuildReport], small_folder: Path) -> None:
@@ -79,14 +83,12 @@ def test_what_is_returned_is_the_eager_models(returning: tuple[Outputs, Path, Bu
     np.testing.assert_allclose(*pairs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_the_folder_validates_again(returning: tuple[Outputs, Path, BuildReport]) -> None:
     outputs, root, _ = returning
     found = validate_folder(root, None, [])
     assert found.verdict.status == "pass", found.verdict.reasons
-    probed = {row.suffixes > 0 for row in found.rows(CausalityRow)}
-    assert probed == {outputs != "last"}
-    if outputs == "last":
-        assert all("only the last token's logits are returned" in row.statement for row in found.rows(CausalityRow))
+    assert {row.suffixes > 0 for row in found.rows(CausalityRow)} == {outputs != "last"}
 
 
 def test_what_was_not_probed_is_not_said_to_be_causal(returning: tuple[Outputs, Path, BuildReport]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -81,8 +82,9 @@ class Meaning(NamedTuple):
     margin: float
 
 
+@functools.cache
 def generating_model(name: str, dtype: torch.dtype = torch.float64) -> Transformer:
-    """Returns a lively model whose spec has the length of the window."""
+    """Returns a lively model whose spec has the length of the window. Many tests share it, so none may change it."""
     model = lively_checkpoint(GENERATING[name], seed=1).module()
     return Transformer(for_generation(GENERATING[name], WINDOW)).sharing(model).to(dtype)
 

@@ -49,6 +49,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert (found_BSV - expected_BSV).abs().max() < TOLERANCE
 
 
+@pytest.mark.fast("Llama 3.1", "Mistral", "Qwen2", "Qwen3 with biases", "Phi-3", "Gemma, one key")
 @each_family
 def test_token_by_token(name: str, tmp_path: Path) -> None:
     """Reads a prompt of 9 tokens, then each token with the cache; greedy text agrees as well."""

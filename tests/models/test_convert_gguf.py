@@ -48,6 +48,17 @@ def furthest(theirs: Any, ours: Checkpoint) -> float:
     return float((found_BSV - expected_BSV).abs().max())
 
 
+@pytest.mark.fast(
+    "Llama 2 long",
+    "Llama 3.1",
+    "Llama with biases",
+    "SmolLM",
+    "Mistral",
+    "Qwen2",
+    "Qwen3 with biases",
+    "Phi-3",
+    "Gemma",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_and_text_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     theirs = as_gguf(name, tmp_path / "model.gguf", 4)
@@ -102,7 +113,12 @@ def test_every_type(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert np.abs(expected).max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1])
+@pytest.mark.fast("F16", "Q8_0", "Q4_1")
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1],
+    ids=lambda kind: kind.name,
+)
 def test_a_quantized_model_is_that_of_transformers(kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of queries and keys are reordered in every stored type."""
     monkeypatch.setitem(CONFIGS, "wide", of(LlamaConfig, hidden_size=64, intermediate_size=96))

@@ -270,6 +270,7 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
         read_gguf_file(tmp_path / "folder.gguf")
 
 
+@pytest.mark.fast("0", "1")
 @pytest.mark.parametrize("seed", range(5))
 def test_any_damage_is_refused_or_read(seed: int, tmp_path: Path) -> None:
     """Does one of these 50 times: flips bytes, makes numbers huge, cuts the file, or moves a piece of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from itertools import pairwise
@@ -32,6 +33,7 @@ TEXTS = [
 MORE = [Path(__file__).read_text(encoding="utf-8"), (Path(__file__).parents[2] / "LICENSE").read_text(encoding="utf-8")]
 
 
+@functools.cache
 def trained(pre: str) -> Tokenizer:
     """Byte-level merges of this page, cut up as the original of that name does it."""
     how = BYTE_LEVEL[pre]

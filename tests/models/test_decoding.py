@@ -46,7 +46,7 @@ def assert_split(model: Transformer, ids_BS: Tensor, split: int, max_len: int, n
 @each_kind
 def test_every_split_of_a_text_gives_the_same(name: str) -> None:
     model, ids_BS = generating_model(name), texts(1)
-    caches = [assert_split(model, ids_BS, split, WINDOW) for split in (1, 2, 5, 9, 13, WINDOW)]
+    caches = [assert_split(model, ids_BS, split, WINDOW) for split in (1, 9, WINDOW)]
     for session in caches[1:]:
         for tensor, same in zip(session.cache.values(), caches[0].cache.values(), strict=True):
             if tensor.dtype == torch.int64:
@@ -60,8 +60,8 @@ def test_every_split_of_a_text_gives_the_same(name: str) -> None:
 
 
 @pytest.mark.fast(
-    "0-dense", "0-predictor", "2-predictor", "2-threshold", "2-MLP routed", "0-experts in routed blocks",
-    "2-keys and values kept, adapter", "2-routed apart by predictors",
+    "0-predictor", "0-experts in routed blocks", "2-threshold", "2-MLP routed", "2-keys and values kept, adapter",
+    "2-routed apart by predictors",
 )  # fmt: skip
 @each_kind
 @pytest.mark.parametrize("narrow", [0, 2])
@@ -116,16 +116,15 @@ def slots_in_use(session: Session, layer: int) -> int:
 
 @each_kind
 def test_it_means_what_the_loops_say(name: str) -> None:
-    """Compares with the second implementation, which has no caches."""
+    """Compares the causal model, which prefill and steps equal, with the second implementation."""
     model, ids_BS = generating_model(name), texts(1)
     weights = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     (row,) = reference(model.spec.to_dict(), weights, ids_BS.tolist(), [WINDOW])
-    session = Session(model, WINDOW)
-    logits = [session.read(ids_BS[:, :3], torch.tensor([3]))] + [session.write(ids_BS[:, t]) for t in range(3, WINDOW)]
+    expected = meaning(model, ids_BS)
     # RoPE tables have 32 bits.
-    np.testing.assert_allclose(torch.cat(logits).numpy(), np.array(row.logits[2:]), rtol=0, atol=2e-5)
-    assert session.ran == [row.chosen]
-    assert int(session.overflow_BN.sum()) == row.overflow
+    np.testing.assert_allclose(expected.logits_BSV[0].numpy(), np.array(row.logits), rtol=0, atol=2e-5)
+    assert expected.ran == [row.chosen]
+    assert sum(expected.overflow[0].values()) == row.overflow
 
 
 def test_a_token_that_finds_no_slot_leaves_every_cached_bit_alone() -> None:
@@ -305,7 +304,7 @@ def test_the_shipped_checkpoint_writes_as_it_reads() -> None:
     loaded = MOD_TRANSFORMER.read(MOD_TRANSFORMER.demo_checkpoint())
     model = Transformer(for_generation(loaded.checkpoint.spec, 64, slack=2)).sharing(loaded.module()).double()
     ids_1S = torch.from_numpy(loaded.sample_ids(1, 48, 0))
-    for split in (1, 16, 47):
+    for split in (24, 47):
         session = assert_split(model, ids_1S, split, 64)
         assert all(session.ran[0].values())
     assert_greedy(model, ids_1S[0].tolist(), 12, 64)

@@ -135,6 +135,7 @@ def test_weights_keep_their_names() -> None:
     assert {*program.state_dict} == {*model.state_dict()}
 
 
+@pytest.mark.fast("3")
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_step_is_one_graph_for_every_token(rows: int) -> None:
     """Each step is captured whole and once: no break, no other graph for another token, slot or length."""

@@ -246,7 +246,7 @@ def test_as_many_tokens_as_asked() -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     folder = tmp_path_factory.mktemp("dense")
     config = TrainConfig(
-        steps=300, batch=8, seq=32, warmup=5, eval_every=300, eval_batches=1, learning_rate=2e-2, log_every=300
+        steps=150, batch=8, seq=32, warmup=5, eval_every=150, eval_batches=1, learning_rate=2e-2, log_every=150
     )
     list(train(DENSE, config, folder))
     return Checkpoint(spec=DENSE, weights=state(folder)["model"])

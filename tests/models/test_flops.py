@@ -68,6 +68,7 @@ def total(costs: tuple[LayerCost, ...]) -> int:
     return sum(sum(cost.flops.values()) for cost in costs)
 
 
+@pytest.mark.fast(*(f"{name}-3-7" for name in MORE), "dense-1-1", "topk-1-1", "staged MoDE-1-1", "no slot, adapter-1-1")
 @pytest.mark.parametrize(("batch", "seq"), SHAPES)
 @pytest.mark.parametrize("spec", MORE.values(), ids=MORE)
 def test_torch_counts_the_same(spec: ModelSpec, batch: int, seq: int) -> None:

@@ -21,8 +21,8 @@ from mod_models.selection import FIRST_COME, RANK, Tokens
 from mod_models.spec import ExpertsSpec, ModelSpec, RoutingSpec, Site, is_expert
 from mod_models.transformer import Transformer
 
-few_examples = settings(max_examples=15)
-some_examples = settings(max_examples=35)
+few_examples = settings(max_examples=10)
+some_examples = settings(max_examples=22)
 CAUSAL = ("threshold", "predictor")
 
 

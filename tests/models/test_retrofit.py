@@ -276,6 +276,7 @@ def test_routers_alone_learn_to_select(tmp_path: Path) -> None:
     assert held_out[3e-2] < held_out[1e-9] - 0.05
 
 
+@pytest.mark.fast("block", "separate")
 @pytest.mark.parametrize("parts", PARTS)
 def test_activation_checkpointing_changes_nothing(dense: Checkpoint, tmp_path: Path, parts: str) -> None:
     begin = routed(dense, 0.5, parts)

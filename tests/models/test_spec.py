@@ -324,7 +324,7 @@ def fields_of(kind: type) -> st.SearchStrategy[dict[Any, Any]]:
     fields_of(RopeScaling),
     st.sampled_from(declarations.SELECTIONS),
 )
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_arbitrary_values(
     fields: dict[Any, Any],
     routed: dict[Any, Any],

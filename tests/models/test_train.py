@@ -68,6 +68,10 @@ def test_loss_falls(tmp_path: Path) -> None:
     assert printed[-1] == f"step 60/60  held out: {found}"
 
 
+@pytest.mark.fast(
+    "dense", "stochastic", "early exit with experts", "routed apart by predictors", "staged MoDE, expert choice",
+    "keys and values kept, adapter",
+)  # fmt: skip
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_kind_trains_is_evaluated_and_resumes(name: str, tmp_path: Path) -> None:
     spec = dataclasses.replace(VARIANTS[name], vocab_size=256)

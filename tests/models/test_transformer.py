@@ -66,7 +66,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.utils.counters.clear()
 
 
-@pytest.mark.fast("paper", "attention by threshold", "exits, experts choose", "dense")
+@pytest.mark.fast("attention by threshold", "exits, experts choose")
 @each_spec
 def test_exports_with_static_shapes(spec: ModelSpec) -> None:
     """Every tensor of the exported graph has a shape of plain integers; no operator's shape depends on data."""
@@ -96,7 +96,7 @@ def test_the_ranking_is_declared_stable() -> None:
     assert sorts[0].kwargs["descending"] is True
 
 
-@pytest.mark.fast("paper", "attention by threshold", "exits, experts choose", "MLP gated, added")
+@pytest.mark.fast("paper", "exits, experts choose")
 @each_spec
 def test_compiles_once_without_graph_breaks(spec: ModelSpec) -> None:
     """One graph serves every input of a shape: other ids, other lengths, rows without a real token."""
@@ -177,6 +177,10 @@ def test_outputs_are_parts_of_the_whole(spec: ModelSpec) -> None:
         assert all(torch.equal(selection.index_BK, routed[site].index_BK) for site, selection in found.items())
 
 
+@pytest.mark.fast(
+    *(name for name in ONE_OF_EACH if name != "dense"), "routed apart by predictors", "normed heads", "early exit",
+    "skipped are scaled", "skipped have a linear adapter", "keys and values kept, adapter", "stochastic",
+)  # fmt: skip
 @pytest.mark.parametrize("spec", [*VARIANTS.values(), *ONE_OF_EACH.values()], ids=[*VARIANTS, *ONE_OF_EACH])
 def test_scores_are_float32_in_16_bits(spec: ModelSpec) -> None:
     for dtype in (torch.bfloat16, torch.float16):

@@ -1,6 +1,7 @@
 """Models small enough to run by the hundred, with weights large enough that every declaration affects the logits."""
 
 import dataclasses
+import functools
 
 import torch
 
@@ -27,15 +28,21 @@ def lively_checkpoint(spec: ModelSpec, seed: int = 0) -> Checkpoint:
     """A checkpoint whose weights are so large that every declaration affects the logits; initial weights hide most."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, tensor in random_checkpoint(spec, seed).weights.items():
-        noise = torch.randn(tensor.shape, generator=generator)
+    for name, shape in _shapes(spec).items():
+        noise = torch.randn(shape, generator=generator)
         if name.endswith("norm.weight"):
             weights[name] = 1 + 0.3 * noise
         elif name == "embedding.weight" or name.endswith("bias"):
             weights[name] = noise
         else:
-            weights[name] = noise / tensor.shape[-1] ** 0.5
+            weights[name] = noise / shape[-1] ** 0.5
     return Checkpoint(spec=spec, weights=weights)
+
+
+@functools.cache
+def _shapes(spec: ModelSpec) -> dict[str, torch.Size]:
+    """Shapes of all weights. Making a module takes far longer than drawing its weights."""
+    return {name: tensor.shape for name, tensor in random_checkpoint(spec, 0).weights.items()}
 
 
 def distinct_ids(spec: ModelSpec, batch: int, seq: int) -> torch.Tensor:

@@ -45,6 +45,7 @@ def with_architectures(*names: str) -> BuildConfig:
 
 
 @needs_rtx
+@pytest.mark.fast("mod-float32", "dense-float16")
 @pytest.mark.parametrize(("kind", "dtype"), [("mod", "float32"), ("dense", "float16"), ("mod", "bfloat16")])
 def test_builds_ahead_of_time(tmp_path: Path, kind: str, dtype: DType) -> None:
     spec = make_spec() if kind == "mod" else make_spec().dense()
@@ -106,6 +107,7 @@ def crashing_library(folder: Path, body: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTHONPATH", str(folder))
 
 
+@pytest.mark.fast("killed")
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -161,6 +161,7 @@ def test_builds_strongly_typed_without_tf32(libraries: Path, tmp_path: Path, ver
     assert done["level"] == 4
 
 
+@pytest.mark.fast("no plan")
 @pytest.mark.parametrize(
     ("version", "failure"),
     [(VERSIONS[0], {"plan": ""}), (VERSIONS[1], {"parses": False})],
@@ -172,6 +173,7 @@ def test_a_build_that_fails_writes_nothing(libraries: Path, tmp_path: Path, vers
     assert not (tmp_path / "plan.engine").exists()
 
 
+@pytest.mark.fast(VERSIONS[1])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_probe_without_a_gpu(libraries: Path, version: str) -> None:
     assert process(libraries, version, "probe", {}) == {
@@ -183,6 +185,7 @@ def test_probe_without_a_gpu(libraries: Path, version: str) -> None:
     }
 
 
+@pytest.mark.fast("a GPU that the library cannot use")
 @pytest.mark.parametrize(
     ("extra", "environment", "devices", "problem"),
     [
@@ -202,6 +205,7 @@ def test_probe_with_a_driver(
     assert bool(probed["run_problem"]) == bool(problem)
 
 
+@pytest.mark.fast(VERSIONS[0])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_runs_with_buffers_of_its_own(libraries: Path, tmp_path: Path, version: str) -> None:
     done = process(libraries, version, "run", {"path": str(tmp_path / "e.engine")}, "cudart")
@@ -216,6 +220,7 @@ def test_runs_with_buffers_of_its_own(libraries: Path, tmp_path: Path, version: 
     assert done["error"] == "EngineError: here: input lengths is int32 [2], expected int64 [2]"
 
 
+@pytest.mark.fast(f"{VERSIONS[1]}-True")
 @pytest.mark.parametrize(("version", "shares"), [(VERSIONS[0], False), (VERSIONS[1], True)])
 def test_what_an_engine_updates_in_place_is_one_buffer(
     libraries: Path, tmp_path: Path, version: str, shares: bool
@@ -237,6 +242,7 @@ def test_finds_the_cuda_runtime_of_pip(libraries: Path, tmp_path: Path) -> None:
     assert done["second"] == {"logits": [[25, 27, 29], [31, 33, 35]]}
 
 
+@pytest.mark.fast("broken file", "no CUDA runtime", "device fault")
 @pytest.mark.parametrize(
     ("fault", "extra", "environment", "message"),
     [

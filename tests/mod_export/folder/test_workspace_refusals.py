@@ -202,6 +202,7 @@ def test_a_file_over_the_allowed_size(tmp_path: Path) -> None:
     assert list(root.glob(".partial-*")) == []
 
 
+@pytest.mark.fast("0", "3", "5")
 @pytest.mark.parametrize("number", range(6))
 def test_a_rename_that_fails(tmp_path: Path, number: int) -> None:
     """As on a network file system. The steps before it are kept, and the next build goes on after them."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import onnx_ir as ir
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 from torch.nn import functional as F
 
-from mod_export.graph.capture import captured
+from mod_export.graph.capture import Captured, captured
 from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.rewrites import PORTABLE, apply_rewrites
+from mod_export.graph.sites import routing_sites, with_routed_outputs
 from mod_export.graph.weights import state_of
 
 V, D, HEADS = 40, 16, 2
@@ -127,12 +129,12 @@ DIALECTS = {
 
 
 class Model(nn.Module):
-    """Maps token ids to logits through four blocks, of which the second and the fourth are routed."""
+    """Maps token ids to logits through pairs of blocks, of which every second one is routed."""
 
-    def __init__(self, routed: type[nn.Module]) -> None:
+    def __init__(self, routed: type[nn.Module], pairs: int = 2) -> None:
         super().__init__()
         self.embedding, self.position = nn.Embedding(V, D), nn.Embedding(64, D)
-        self.blocks = nn.ModuleList([Inner(), routed(), Inner(), routed()])
+        self.blocks = nn.ModuleList([block() for block in (Inner, routed) * pairs])
         self.norm, self.head = nn.LayerNorm(D), nn.Linear(D, V, bias=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -142,15 +144,24 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def dialect_graph(name: str, batch: int, seq: int) -> tuple[ir.Model, Model]:
-    """The portable graph of the model with this block, with its weights in it, and the model."""
-    torch.manual_seed(0)
-    module = Model(DIALECTS[name]).eval()
-    capture = captured(module, (torch.zeros(batch, seq, dtype=torch.int64),), name)
+def capture_of(program: ExportedProgram) -> Captured:
+    """What engines are built from, as `captured` makes it of this exported program."""
+    return Captured(with_routed_outputs(program), tuple(routing_sites(program)))
+
+
+def graph_of(capture: Captured, module: nn.Module) -> ir.Model:
+    """The portable graph of a captured model with one input and one output, with its weights in it."""
     state = state_of(module)
-    model = onnx_from_captured(capture, state, ["ids"], ["logits"])
+    model = onnx_from_captured(capture, state, ["x"], ["y"])
     for weight, value in model.graph.initializers.items():
         if weight in state:
             value.const_value = ir.tensor(state[weight].detach().numpy(), name=weight)
     apply_rewrites(model, PORTABLE, "float32")
-    return model, module
+    return model
+
+
+def dialect_graph(name: str, batch: int, seq: int) -> ir.Model:
+    """The portable graph of a model with one block of this dialect."""
+    torch.manual_seed(0)
+    module = Model(DIALECTS[name], pairs=1).eval()
+    return graph_of(captured(module, (torch.zeros(batch, seq, dtype=torch.int64),), name), module)

@@ -47,14 +47,11 @@ from manner_models import (
     Transformers,
     TwoRouters,
 )
-from mod_dialects import Inner, Model, Routed, V
+from mod_dialects import Inner, Model, Routed, V, graph_of
 from torch import Tensor, nn
 
-from mod_export.graph.capture import Captured, captured
-from mod_export.graph.onnx_export import onnx_from_captured
-from mod_export.graph.rewrites import PORTABLE, apply_rewrites
+from mod_export.graph.capture import captured
 from mod_export.graph.sites import RoutingSite
-from mod_export.graph.weights import state_of
 from mod_export.types import BY_POSITION, BY_SCORE
 
 B, S, K = 2, 16, 4
@@ -149,19 +146,8 @@ MANNERS = {
 }
 
 
-def manner_graph(name: str) -> tuple[ir.Model, nn.Module]:
-    """The portable graph of the model of this name, with its weights in it, and the model."""
+def manner_graph(name: str) -> ir.Model:
+    """The portable graph of the model of this name, with its weights in it."""
     torch.manual_seed(0)
     module = MANNERS[name].make().eval()
-    return graph_of(captured(module, MANNERS[name].inputs(0), name), module), module
-
-
-def graph_of(found: Captured, module: nn.Module) -> ir.Model:
-    """The portable graph of a captured model with one input and one output, with its weights in it."""
-    state = state_of(module)
-    model = onnx_from_captured(found, state, ["x"], ["y"])
-    for weight, value in model.graph.initializers.items():
-        if weight in state:
-            value.const_value = ir.tensor(state[weight].detach().numpy(), name=weight)
-    apply_rewrites(model, PORTABLE, "float32")
-    return model
+    return graph_of(captured(module, MANNERS[name].inputs(0), name), module)

@@ -49,7 +49,7 @@ def state(spec: ModelSpec, position: int, seed: int) -> list[torch.Tensor]:
     return [ids_1S, torch.tensor([1 + seed % SEQ]), torch.tensor([position]), *cache]
 
 
-@pytest.mark.fast("predictor-onnxruntime", "dense-openvino")
+@pytest.mark.fast("dense-onnxruntime", "dense-openvino")
 @pytest.mark.parametrize("runtime", LIMITS)
 @pytest.mark.parametrize("name", CONDITIONS)
 def test_every_number_of_slots_in_use(name: str, runtime: str) -> None:

@@ -33,7 +33,7 @@ WRITTEN = {
 """Name -> attentions that the operator replaces: in each branch of a routed layer one, and none in the last layer,
 unless all of its tokens have a query.
 """
-FAST = ("predictor", "dense", "keys and values kept")
+FAST = ("predictor", "dense")
 
 
 def rewritten(name: str, seq: int = SEQ) -> ir.Model:

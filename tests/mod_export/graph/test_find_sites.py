@@ -7,13 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from mod_dialects import DIALECTS, D, IndexPut, Model, OneHot, Routed, SortTail, V, dialect_graph
+from mod_dialects import DIALECTS, D, IndexPut, Model, OneHot, Routed, SortTail, V, capture_of, graph_of
 from small_graphs import run
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mod_export.engines import ENGINES
-from mod_export.graph.capture import Captured, captured, exported
+from mod_export.graph.capture import exported
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.sites import RoutingSite, SiteRun, routing_sites, run_sites
 from mod_export.graph.target import check_limits
@@ -69,8 +69,8 @@ def test_a_selected_token_is_one_that_the_scores_prefer(made: Made) -> None:
 
 
 def test_engines_get_the_indices_as_further_outputs(made: Made) -> None:
-    module, _, ids_BS = made
-    capture: Captured = captured(module, (ids_BS,), "test")
+    _, program, ids_BS = made
+    capture = capture_of(program)
     assert capture.routed == ["routed_blocks.1", "routed_blocks.3"]
     logits_BSV, *routed = capture.program.module()(ids_BS)
     expected_BSV, selected = run_of(made)
@@ -82,20 +82,16 @@ def test_engines_get_the_indices_as_further_outputs(made: Made) -> None:
     "scatter_add-ort-cpu", "one_hot-tensorrt-rtx", "index_put-ort-cpu", "smallest-tensorrt-rtx", "sort_tail-ort-cpu"
 )
 @pytest.mark.parametrize("target", ["ort-cpu", "tensorrt-rtx"])
-@pytest.mark.parametrize("name", DIALECTS)
-def test_graphs_of_targets_compute_the_same(name: str, target: str) -> None:
-    model, module = dialect_graph(name, B, S)
-    limits = ENGINES[target].limits
+def test_graphs_of_targets_compute_the_same(made: Made, target: str) -> None:
+    module, program, ids_BS = made
+    model, limits = graph_of(capture_of(program), module), ENGINES[target].limits
     apply_rewrites(model, limits, "float32")
     check_limits(model, limits, "float32")
-    ids_BS = torch.randint(0, V, (B, S), generator=torch.Generator().manual_seed(1))
-    logits_BSV, *routed = run(model, {"ids": ids_BS.numpy()})
-    program = exported(module, (ids_BS,), name)
-    site_run = SiteRun(S)
-    (expected_BSV,) = run_sites(program, state_of(module), (ids_BS,), site_run)
+    logits_BSV, *routed = run(model, {"x": ids_BS.numpy()})
+    expected_BSV, selected = run_of(made)
     np.testing.assert_allclose(logits_BSV, expected_BSV.numpy(), rtol=0, atol=2e-5)
-    for index_BK, selection in zip(routed, site_run.selections.values(), strict=True):
-        np.testing.assert_array_equal(np.sort(index_BK), selection.index_BK.sort().values.numpy())
+    for index_BK, expected_BK in zip(routed, selected.values(), strict=True):
+        np.testing.assert_array_equal(np.sort(index_BK), expected_BK.sort().values.numpy())
 
 
 class Masked(Routed):
@@ -109,7 +105,7 @@ class Masked(Routed):
 
 
 def test_masked_tokens_cannot_be_selected() -> None:
-    module, ids_BS = Model(Masked).eval(), torch.randint(0, V, (B, S))
+    module, ids_BS = Model(Masked, pairs=1).eval(), torch.randint(0, V, (B, S))
     run = SiteRun(S)
     run_sites(exported(module, (ids_BS,), "test"), state_of(module), (ids_BS,), run)
     assert run.selections["blocks.1"].open_BS.tolist() == [[True] * 10 + [False] * 6] * B
@@ -126,9 +122,8 @@ class TwoInOne(Routed):
 
 
 def test_sites_of_one_module_are_numbered() -> None:
-    program = exported(Model(TwoInOne).eval(), (torch.randint(0, V, (B, S)),), "test")
-    names = [site.name for site in routing_sites(program)]
-    assert names == ["blocks.1.0", "blocks.1.1", "blocks.3.0", "blocks.3.1"]
+    program = exported(Model(TwoInOne, pairs=1).eval(), (torch.randint(0, V, (B, S)),), "test")
+    assert [site.name for site in routing_sites(program)] == ["blocks.1.0", "blocks.1.1"]
 
 
 def experts_of_tokens(x: Tensor, score: Tensor) -> Tensor:
@@ -346,7 +341,7 @@ def test_what_is_no_routing_site(function: Callable[[Tensor, Tensor], Tensor]) -
         def forward(self, x: Tensor) -> Tensor:
             return function(x, self.router(x))
 
-    module, ids_BS = Model(Other).eval(), torch.randint(0, V, (B, S))
+    module, ids_BS = Model(Other, pairs=1).eval(), torch.randint(0, V, (B, S))
     program = exported(module, (ids_BS,), "test")
     assert routing_sites(program) == []
     with torch.no_grad():

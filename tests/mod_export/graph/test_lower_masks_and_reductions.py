@@ -240,12 +240,20 @@ def check(module: nn.Module, inputs: list[Tensor]) -> None:
         np.testing.assert_allclose(value, reference.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fast(
+    "a number", "a row for each", "of a dimension inside, a row for each", "masked_scatter of whole rows",
+    "masked_scatter of elements", "the first that are true",
+)  # fmt: skip
 @pytest.mark.parametrize("case", MASKS)
 def test_what_a_mask_selects_is_chosen_in_place(case: str) -> None:
     function, inputs = MASKS[case]
     check(Calling(function), inputs)
 
 
+@pytest.mark.fast(
+    "scatter_reduce mean", "scatter_reduce prod without what was there", "index_reduce mean without what was there",
+    "index_reduce amax",
+)  # fmt: skip
 @pytest.mark.parametrize("case", SCATTERED)
 @pytest.mark.filterwarnings("ignore:index_reduce.* is in beta:UserWarning")
 def test_every_reduction_of_what_is_scattered(case: str) -> None:
@@ -278,6 +286,7 @@ def test_positions_of_true_entries_depend_on_no_rounding_and_no_order_of_ties() 
     np.testing.assert_array_equal(positions, mask.nonzero_static(size=50))
 
 
+@pytest.mark.fast("mean without padding", "largest")
 @pytest.mark.parametrize("case", BAGS)
 def test_bags_of_one_size_are_rows(case: str) -> None:
     check(Calling(BAGS[case].requires_grad_(False)), [IDS])
@@ -296,9 +305,10 @@ def test_an_lstm_with_projections_is_its_steps() -> None:
             y, (h, c) = self.lstm(x)
             return y, h, c
 
-    check(Projected().requires_grad_(False), [rand(B, S, D)])
+    check(Projected().requires_grad_(False), [rand(B, 3, D)])
 
 
+@pytest.mark.fast("one head of values", "one row of keys", "groups")
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_heads_and_rows_of_keys_are_shared_as_in_pytorch(case: str) -> None:
     key, value, grouped = ATTENTIONS[case]

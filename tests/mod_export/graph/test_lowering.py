@@ -80,6 +80,10 @@ def check(module: nn.Module, inputs: Sequence[Tensor], calls: int) -> None:
     np.testing.assert_allclose(run(None, feeds)[0], before.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.fast(
+    "bhqk,bhke,hed->bqd", "bkt,bkd,bk->btd", "b s d, d -> b s", "i,i->", "bi,bj->b", "ba", "ii->i", "...d,de->...e",
+    "ab,cb->ac",
+)  # fmt: skip
 @pytest.mark.parametrize("equation", EINSUMS)
 def test_einsum_is_products(equation: str) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -94,6 +98,7 @@ def test_an_einsum_of_attention_is_one_product() -> None:
     assert [node.op_type for node in model.graph if node.op_type != "Reshape"] == ["Transpose", "MatMul"]
 
 
+@pytest.mark.fast("two", "causal rows", "a mask for each row", "groups under a mask of each group")
 @pytest.mark.parametrize("case", ATTENTIONS)
 def test_attention_has_four_dimensions(case: str) -> None:
     query, key, mask, how = ATTENTIONS[case]
@@ -116,6 +121,7 @@ class Kth(nn.Module):
         return (scores >= value) * scores + index
 
 
+@pytest.mark.fast("1-True", "4-False", "7-True")
 @pytest.mark.parametrize("keepdim", [True, False])
 @pytest.mark.parametrize("k", [1, 3, 4, 7])
 def test_the_kth_value_is_that_of_a_top_k(k: int, keepdim: bool) -> None:

@@ -8,26 +8,34 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from mod_manners import MANNERS, Manner, graph_of
+from mod_dialects import capture_of, graph_of
+from mod_manners import MANNERS, Manner
 from small_graphs import run
 from torch import Tensor, nn
 
 from mod_export.engines import ENGINES
-from mod_export.graph.capture import Captured, captured, exported
+from mod_export.graph.capture import Captured, exported
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.sites import Selection, SiteRun, routing_sites, run_sites
 from mod_export.graph.target import check_limits
 from mod_export.graph.weights import state_of
 from mod_export.judge.compare import Judged, routing_of_site
 
+FAST = (
+    "take_along_dim", "put_accumulate", "row_loop", "compared", "bool_order", "two_routers", "recursions",
+    "sequence_first", "flat_batch", "shared_index", "top_level", "transformers", "region", "weighted_rows",
+    "class_forced", "pruned",
+)  # fmt: skip
+"""The manners of `make test`: of those that resemble each other, one."""
+
 
 class Made(NamedTuple):
-    """A model, its program with the sites, the capture that engines are built from (`found`), and an input."""
+    """A model, its program with the sites, the capture that engines are built from, and an input."""
 
     manner: Manner
     module: nn.Module
     program: torch.export.ExportedProgram
-    found: Captured
+    capture: Captured
     x: Tensor
 
 
@@ -44,8 +52,8 @@ def made(request: pytest.FixtureRequest) -> Made:
     torch.manual_seed(0)
     manner = MANNERS[request.param]
     module, inputs = manner.make().eval(), manner.inputs(0)
-    program, found = exported(module, inputs, request.param), captured(module, inputs, request.param)
-    return Made(manner, module, program, found, manner.inputs(1)[0])
+    program = exported(module, inputs, request.param)
+    return Made(manner, module, program, capture_of(program), manner.inputs(1)[0])
 
 
 def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Selection]]:
@@ -55,6 +63,7 @@ def run_of(made: Made, forced: dict[str, Tensor] | None = None) -> tuple[Tensor,
     return y, run.selections
 
 
+@pytest.mark.fast(*FAST)
 def test_sites_are_found_and_change_no_bit(made: Made) -> None:
     manner, module, program, _, x = made
     assert routing_sites(program) == manner.sites
@@ -72,6 +81,7 @@ def test_sites_are_found_and_change_no_bit(made: Made) -> None:
         assert all(len(set(row_K)) == site.k for row_K in selection.index_BK.tolist())
 
 
+@pytest.mark.fast(*FAST)
 def test_the_selection_that_is_forced_decides(made: Made) -> None:
     manner = made.manner
     y, unforced = run_of(made)
@@ -87,34 +97,25 @@ def test_the_selection_that_is_forced_decides(made: Made) -> None:
         assert not torch.equal(changed, y)
 
 
-@pytest.mark.fast(
-    "two_routers",
-    "recursions",
-    "additive_mask",
-    "row_loop",
-    "class_forced",
-    "sequence_first",
-    "channels_first",
-    "flat_batch",
-    "shared_index",
-    "region",
-)
+@pytest.mark.fast(*FAST)
 def test_engines_get_the_positions_as_further_outputs(made: Made) -> None:
-    y, *routed = made.found.program.module()(made.x)
+    y, *routed = made.capture.program.module()(made.x)
     expected, own = run_of(made)
     assert torch.equal(y, expected)
     assert all(torch.equal(one, own[site.name].index_BK) for one, site in zip(routed, made.manner.sites, strict=True))
 
 
-# The rewrites for TensorRT include all that those for ONNX Runtime do, and more. `make test` takes every fifth manner.
-@pytest.mark.fast(*(f"{name}-tensorrt-rtx" for name in list(MANNERS)[::5]))
+# The rewrites for TensorRT include all that those for ONNX Runtime do, and more.
+@pytest.mark.fast(
+    *(f"{name}-tensorrt-rtx" for name in ("take_along_dim", "transformers", "weighted_rows", "class_forced"))
+)
 @pytest.mark.parametrize(
     ("made", "target"),
     [(name, target) for name in MANNERS for target in ("ort-cpu", "tensorrt-rtx")],
     indirect=["made"],
 )
 def test_graphs_of_targets_compute_the_same(made: Made, target: str) -> None:
-    model = graph_of(made.found, made.module)
+    model = graph_of(made.capture, made.module)
     limits = ENGINES[target].limits
     apply_rewrites(model, limits, "float32")
     check_limits(model, limits, "float32")

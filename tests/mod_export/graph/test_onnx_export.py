@@ -204,6 +204,7 @@ def test_the_table_of_translations_is_made_once_and_left_as_it_was(monkeypatch: 
     assert len(made) == 1
 
 
+@pytest.mark.fast("nothing", "no translation", "in place")
 @pytest.mark.parametrize(
     ("function", "traces"),
     [

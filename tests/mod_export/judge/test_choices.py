@@ -135,6 +135,7 @@ class WrongDistance(Codebook):
         return x + self.table[(-2 * x @ self.table.T).argmin(-1)]
 
 
+@pytest.mark.fast("argmax-WrongArgmax", "max of a row-WrongMax", "bucketize-WrongBuckets")
 @pytest.mark.parametrize(
     ("name", "faulty"),
     [("argmax", WrongArgmax), ("max of a row", WrongMax), ("bucketize", WrongBuckets), ("codebook", WrongDistance)],
@@ -181,8 +182,13 @@ def near_edge() -> NearEdge:
     return NearEdge().eval()
 
 
+@functools.cache
+def reference_near_edge() -> Reference:
+    return Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near"))
+
+
 def test_a_row_near_an_edge_is_left_out_and_the_others_are_judged() -> None:
-    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near"))
+    reference = reference_near_edge()
     row = judged(near_edge(), reference, [with_zeros(*SHAPE, 0.25)])
     (left,) = row.left_out
     assert (row.passed, left.rows, left.total, row.tokens) == (True, 12, 48, 36)
@@ -194,20 +200,15 @@ def test_a_row_near_an_edge_is_left_out_and_the_others_are_judged() -> None:
 
 
 def test_a_gate_that_cannot_be_evaluated_fails() -> None:
-    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near"))
-    row = judged(near_edge(), reference, [with_zeros(*SHAPE, 0.8)])
+    row = judged(near_edge(), reference_near_edge(), [with_zeros(*SHAPE, 0.8)])
     (reason,) = row.reasons
     assert reason.startswith("logits: could not be evaluated: rounding decides what aten.ge.Tensor in model at ")
     assert reason.endswith(
         "gives there, in the reference itself, and 10 of 48 rows of it are left, at least 25% must be; give samples on "
         "which the model itself decides clearly"
     )
-
-
-def test_the_allowance_does_not_grow_where_the_reference_jumps() -> None:
-    """There float64 and float32 decide differently, far beyond rounding, so both get the same decisions."""
-    reference = Reference(model_from_module(near_edge(), ids_of, [BUCKET], "near"))
-    row = judged(near_edge(), reference, [with_zeros(*SHAPE, 0.8)])
+    # Where the reference jumps, the allowance does not grow: float64 and float32 decide differently there, far beyond
+    # rounding, so both get the same decisions.
     assert row.rounding_error < 1e-5
 
 

@@ -142,8 +142,13 @@ def closest(reference: Reference, batches: list[Batch]) -> dict[int, float]:
     return {layer: min(layer_gaps) for layer, layer_gaps in gaps.items()}
 
 
-def test_rows_are_full_and_closer_than_others(reference: Reference, bucket: Bucket) -> None:
-    batches = near_tie_batches(reference, bucket, 0)
+@pytest.fixture(scope="module")
+def near_ties(reference: Reference, bucket: Bucket) -> list[Batch]:
+    return near_tie_batches(reference, bucket, 0)
+
+
+def test_rows_are_full_and_closer_than_others(reference: Reference, bucket: Bucket, near_ties: list[Batch]) -> None:
+    batches = near_ties
     assert len(batches) == NEAR_TIE_BATCHES
     rng = np.random.default_rng(1)
     for batch in batches:
@@ -160,10 +165,10 @@ def test_rows_are_full_and_closer_than_others(reference: Reference, bucket: Buck
     assert [item.ids_BS.tolist() for item in other_seed] != [item.ids_BS.tolist() for item in batches]
 
 
-def test_rounding_scores_to_a_shorter_float_takes_other_tokens(reference: Reference, bucket: Bucket) -> None:
+def test_rounding_scores_to_a_shorter_float_takes_other_tokens(reference: Reference, near_ties: list[Batch]) -> None:
     """This is the purpose of the rows: they must reveal a router in bfloat16."""
     flipped = set()
-    for batch in near_tie_batches(reference, bucket, 0):
+    for batch in near_ties:
         traced = reference.free(batch)
         for layer, index_BK in traced.routed.items():
             coarse_BS = torch.from_numpy(traced.judged[layer].score_BS).bfloat16().double().numpy()

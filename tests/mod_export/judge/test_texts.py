@@ -49,6 +49,12 @@ def reference(writer: GeneratingModel) -> Reference:
     return Reference(writer.whole_rows)
 
 
+@pytest.fixture(scope="module")
+def original(writing_model: Model) -> Reference:
+    """The reference of the model as it was trained."""
+    return Reference(writing_model)
+
+
 def engine_of(role: str, bucket: Bucket) -> Engine:
     return Engine(
         target="ort-cpu", model="mod", bucket=bucket, dtype="float32", role=role,
@@ -229,6 +235,17 @@ def wrong_late_in_the_text(graph: onnx.GraphProto) -> None:
     )
 
 
+# A large model is judged on fewer tokens, so a fault is harder to find there.
+@pytest.mark.fast(
+    *(
+        f"large-{name}"
+        for name in (
+            "another_layers_cache", "values_for_keys", "rotated_one_further", "counts_stay", "next_slot",
+            "block_is_skipped", "runs_are_mixed_up", "nothing_wanted", "wrong_late_in_the_text",
+        )
+    ),
+    "small-counts_stay", "small-runs_are_mixed_up", "small-nothing_wanted", "small-wrong_late_in_the_text",
+)  # fmt: skip
 @pytest.mark.parametrize(
     "fault",
     [
@@ -251,6 +268,7 @@ def no_cache(graph: onnx.GraphProto) -> None:
                 graph.node.append(helper.make_node("Mul", [f"true_{name}", zero], [name]))
 
 
+@pytest.mark.fast("small-16", "large-8", "large-16")
 @pytest.mark.parametrize("seq", [8, 16])
 def test_a_prompt_that_leaves_no_cache_is_found(finds: Callable[..., None], seq: int) -> None:
     """The logits of the prompt are right; only the steps after it are wrong."""
@@ -286,6 +304,7 @@ class Forgetful(Decoder):
         self.cache["counts"][row] = np.maximum(counts_N, self.cache["counts"][row])
 
 
+@pytest.mark.fast("small-Forgetful", "large-LateRows", "large-RowsOfOthers", "large-Forgetful")
 @pytest.mark.parametrize("kind", [LateRows, RowsOfOthers, Forgetful])
 def test_faults_of_a_cache_are_found(judged: Judge, written: Path, kind: type[Decoder]) -> None:
     row = judged(written, kind)
@@ -296,12 +315,12 @@ def test_faults_of_a_cache_are_found(judged: Judge, written: Path, kind: type[De
 @pytest.mark.fast("16")
 @pytest.mark.parametrize("seq", [8, 16])
 def test_prompts_are_judged_by_their_last_token(
-    written: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
+    written: Path, writing_config: BuildConfig, reference: Reference, seq: int
 ) -> None:
-    reference = Reference(writer.whole_rows, outputs="last")
+    last = reference.returning("last")
     engine = engine_of("prefill", Bucket(1, seq))
     with ENGINES["ort-cpu"].load(written, engine, writing_config, 1) as runner:
-        parts = prompt_parts(Prompts({seq: runner}, WINDOW, "prompts"), engine, reference, writing_config)
+        parts = prompt_parts(Prompts({seq: runner}, WINDOW, "prompts"), engine, last, writing_config)
         found = parts[0][0]
         assert found.outputs == ("last_logits", "routed_0", "routed_2")
         assert set(found.run({"input_ids": np.zeros((1, seq), np.int64), "lengths": np.array([3])}, ["routed_2"])) == {
@@ -309,7 +328,7 @@ def test_prompts_are_judged_by_their_last_token(
         }
         # The longer ones are read in parts, of which the last is padded.
         assert [max(batch.ids_BS.shape[1] for batch in batches) for _, batches in parts] == [seq, 40]
-        row = judge_runner(parts, reference, writing_config.parity.float32, engine.setting)
+        row = judge_runner(parts, last, writing_config.parity.float32, engine.setting)
     assert row.passed, row.reasons
     assert set(row.inputs) >= {"random", "padded"}
 
@@ -317,7 +336,7 @@ def test_prompts_are_judged_by_their_last_token(
 @pytest.mark.fast("8")
 @pytest.mark.parametrize("seq", [8, 16])
 def test_a_prompt_that_does_not_continue_is_found(
-    written_copy: Path, writing_config: BuildConfig, writer: GeneratingModel, seq: int
+    written_copy: Path, writing_config: BuildConfig, reference: Reference, seq: int
 ) -> None:
     """It forgets what the cache holds, which no prompt shows that is read at once."""
     engine = engine_of("prefill", Bucket(1, seq))
@@ -327,12 +346,12 @@ def test_a_prompt_that_does_not_continue_is_found(
     for node in model.graph.node[1:]:
         node.input[:] = ["no_positions" if name == "positions" else name for name in node.input]
     (written_copy / engine.path).write_bytes(model.SerializeToString())
-    reference = Reference(writer.whole_rows, outputs="last")
+    last = reference.returning("last")
     with ENGINES["ort-cpu"].load(written_copy, engine, writing_config, 1) as runner:
-        short, long = prompt_parts(Prompts({seq: runner}, WINDOW, "prompts"), engine, reference, writing_config)
+        short, long = prompt_parts(Prompts({seq: runner}, WINDOW, "prompts"), engine, last, writing_config)
         gate = writing_config.parity.float32
-        assert judge_runner([short], reference, gate, engine.setting).passed
-        assert not judge_runner([short, long], reference, gate, engine.setting).passed
+        assert judge_runner([short], last, gate, engine.setting).passed
+        assert not judge_runner([short, long], last, gate, engine.setting).passed
 
 
 def test_logits_of_steps_are_those_of_prompts(
@@ -379,15 +398,16 @@ def test_texts_and_where_they_differ(
     assert different.first_difference - 1 <= different.same < 40
 
 
-def test_quality_is_of_the_same_text_read_both_ways(writer: GeneratingModel, writing_model: Model) -> None:
-    causal, original = Reference(writer.whole_rows), Reference(writing_model)
-    row = quality_of(writer, causal, original, 2, 0)
+def test_quality_is_of_the_same_text_read_both_ways(
+    writer: GeneratingModel, reference: Reference, original: Reference
+) -> None:
+    row = quality_of(writer, reference, original, 2, 0)
     assert (row.tokens, row.window) == (2 * (WINDOW - 1), WINDOW)
     assert row.perplexity != row.own_perplexity
     for site in ("0", "2"):
         assert 0 <= row.selected[site] <= min(row.wanted[site], 18 / WINDOW) + 1e-9
         assert row.overflow[site] == round((row.wanted[site] - row.selected[site]) * 2 * WINDOW)
-    same = quality_of(writer, causal, causal, 2, 0)
+    same = quality_of(writer, reference, reference, 2, 0)
     assert same.perplexity == same.own_perplexity == row.perplexity
 
 
@@ -397,20 +417,19 @@ class _WithoutText(TransformerModel):
     sample_ids, token_texts, ids_of_text = Model.sample_ids, Model.token_texts, Model.ids_of_text
 
 
-def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingModel, writing_model: Model) -> None:
+def test_a_model_without_text_of_its_own_reads_documentation(
+    writer: GeneratingModel, writing_model: Model, reference: Reference, original: Reference
+) -> None:
     """It needs its tokenizer; one that fails, or gives too few tokens or too large ids, leaves quality out."""
-    causal, full = (
-        Reference(writer.whole_rows),
-        Reference(_WithoutText(cast("TransformerModel", writing_model).checkpoint)),
-    )
+    full = Reference(_WithoutText(cast("TransformerModel", writing_model).checkpoint))
     assert len(documentation()) > 100_000
     text_of = documentation_of(Bytes().ids, 256)
-    assert quality_of(writer, causal, full, 2, 0) is None
-    row = quality_of(writer, causal, full, 2, 0, text_of)
+    assert quality_of(writer, reference, full, 2, 0) is None
+    row = quality_of(writer, reference, full, 2, 0, text_of)
     assert row is not None
     assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
-    assert quality_of(writer, causal, full, 2, 0, text_of) == row
-    held_out = quality_of(writer, causal, Reference(writing_model), 2, 0, text_of)
+    assert quality_of(writer, reference, full, 2, 0, text_of) == row
+    held_out = quality_of(writer, reference, original, 2, 0, text_of)
     assert held_out is not None
     assert held_out.text == "held_out"
 
@@ -418,4 +437,4 @@ def test_a_model_without_text_of_its_own_reads_documentation(writer: GeneratingM
         raise UsageError("no token")
 
     others: list[Callable[[str], Sequence[int]]] = [refuses, lambda text: [1] * WINDOW, lambda text: [256] * 999]
-    assert [quality_of(writer, causal, full, 2, 0, documentation_of(encode, 256)) for encode in others] == [None] * 3
+    assert [quality_of(writer, reference, full, 2, 0, documentation_of(encode, 256)) for encode in others] == [None] * 3

@@ -72,7 +72,7 @@ DENSE, MOD = cost("dense", mlp=4000), cost("mod", mlp=2000)
 
 def test_nothing_is_made_up() -> None:
     assert said(DENSE, MOD) == (
-        "FLOPs predict 2.00x; no cause that can be counted accounts for the rest; a profile of the engine may"
+        "FLOPs predict 2.00x; no cause that can be counted explains the rest; a profile of the engine may show one"
     )
 
 

@@ -83,7 +83,7 @@ def test_what_is_not_faster_is_explained_from_its_cost() -> None:
         "than more rows would"
     )
     assert large.reason == (
-        "FLOPs predict 2.00x; no cause that can be counted accounts for the rest; a profile of the engine may"
+        "FLOPs predict 2.00x; no cause that can be counted explains the rest; a profile of the engine may show one"
     )
 
 

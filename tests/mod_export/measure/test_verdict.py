@@ -90,7 +90,7 @@ MISSED = Control(measured=1.04, ci99=(1.02, 1.06), covers_one=False)
         (speedup(1.3, 1.3, False, half=0.1),
          f"1.300x (95 % interval 1.200 to 1.400) is not clear of the gate of 1.30x: {QUIETER}"),
         (speedup(1.6, 1.0, False, control=MISSED, verdict="inconclusive", reason="the control is not 1"),
-         "1.600x (95 % interval 1.590 to 1.610) cannot be held against the gate of 1.00x: the control is not 1; "
+         "1.600x (95 % interval 1.590 to 1.610) cannot be compared with the gate of 1.00x: the control is not 1; "
          + QUIETER),
         (speedup(math.nan, 1.0, False), "nanx (95 % interval nan to nan) is not a number"),
         (speedup(math.nan, None, False), "nanx (95 % interval nan to nan) is not a number"),

@@ -83,7 +83,7 @@ class Weighed(Rotated):
         return (turns.to(torch.complex64) * scale).index_select(0, index.flatten()).view(B, -1, 1, WIDTH)
 
 
-@pytest.mark.fast("Rotated", "Gathered")
+@pytest.mark.fast("Rotated")
 @pytest.mark.parametrize("kind", [Rotated, Gathered, Exponential, Weighed])
 def test_what_is_captured_computes_what_the_module_does(kind: type[Rotated]) -> None:
     torch.manual_seed(0)
@@ -181,28 +181,37 @@ MANNERS: dict[str, Callable[[Tensor], Tensor]] = {
 """Functions of complex numbers (B, S, WIDTH)."""
 
 
-@pytest.mark.fast(
+TOGETHER = (
     "times complex numbers", "quotient", "matrix product", "slices with steps", "written in place",
     "half a Fourier transform", "a new tensor", "real part alone", "integer tensors added",
     "where, by a mask of one element",
 )  # fmt: skip
-@pytest.mark.parametrize("manner", MANNERS)
-@pytest.mark.filterwarnings("ignore:Casting complex values to real")
-def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manner: str) -> None:
-    def function(x: Tensor) -> Tensor:
-        output = MANNERS[manner](torch.view_as_complex(x)).resolve_conj()
-        return torch.view_as_real(output) if output.is_complex() else output
+"""The functions that differ most in kind, which are captured as one, because most of the time is that of captures."""
 
-    module = Calling(function).eval()
+
+@pytest.mark.fast("together")
+@pytest.mark.parametrize("manners", [TOGETHER, *((name,) for name in MANNERS)], ids=["together", *MANNERS])
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")
+def test_whatever_moves_adds_or_multiplies_complex_numbers_is_captured(manners: tuple[str, ...]) -> None:
+    def results(x: Tensor) -> list[Tensor]:
+        outputs = [MANNERS[name](torch.view_as_complex(x)).resolve_conj() for name in manners]
+        return [torch.view_as_real(output) if output.is_complex() else output for output in outputs]
+
+    module = Calling(lambda x: torch.cat([output.flatten() for output in results(x)])).eval()
     x = torch.randn(B, S, WIDTH, 2, generator=torch.Generator().manual_seed(0))
     model = model_from_module(module, x, [Bucket(B, S)], "mine")
     assert isinstance(model, ProgramModel)
     restored = model.module()
     with torch.no_grad():
         (output,) = restored(x)
-    torch.testing.assert_close(output, function(x), rtol=1e-5, atol=1e-5)
-    computed = run(graph_of(captured(restored, (x,), "mine"), restored), {"x": x.numpy()})[0]
-    torch.testing.assert_close(torch.from_numpy(computed), function(x), rtol=1e-5, atol=1e-5)
+    computed = torch.from_numpy(run(graph_of(captured(restored, (x,), "mine"), restored), {"x": x.numpy()})[0])
+    expected = results(x)
+    sizes = [tensor.numel() for tensor in expected]
+    for name, tensor, restored_N, computed_N in zip(
+        manners, expected, output.split(sizes), computed.split(sizes), strict=True
+    ):
+        for result_N in (restored_N, computed_N):
+            torch.testing.assert_close(result_N, tensor.flatten(), rtol=1e-5, atol=1e-5, msg=f"{name}: {{}}".format)
 
 
 @pytest.mark.parametrize(

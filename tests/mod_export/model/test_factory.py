@@ -106,13 +106,10 @@ def test_another_capacity(code: Path) -> None:
         model_from_factory(f"{code}:make_pair", [BUCKET], 0.5)
 
 
-def test_without_either_there_is_no_baseline(code: Path) -> None:
-    assert model_from_factory(f"{code}:make_alone", [BUCKET])[1] is None
-
-
-def test_a_function_of_a_package(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_of_a_package_without_a_baseline(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(code.parent)
-    assert model_from_factory("my_model:make_alone", [BUCKET])[0].name == "my_model"
+    model, baseline = model_from_factory("my_model:make_alone", [BUCKET])
+    assert (model.name, baseline) == ("my_model", None)
 
 
 WRONG = {

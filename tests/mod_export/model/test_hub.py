@@ -115,15 +115,16 @@ def test_a_model_of_pickles_and_a_file(endpoint: str, tmp_path: Path) -> None:
 @pytest.mark.fast("adapter-safetensors")
 @pytest.mark.parametrize(("name", "suffix"), [("adapter", "safetensors"), ("old-adapter", "bin")])
 def test_an_adapter(name: str, suffix: str, endpoint: str, tmp_path: Path) -> None:
+    """The second command has the adapter from the first, and fetches only the model that it belongs to."""
     Hub.sent.clear()
-    done = in_process(cli("convert", f"hf://org/{name}", tmp_path / "out"), endpoint, tmp_path / "cache")
-    assert sorted(Hub.sent) == ["adapter_config.json", f"adapter_model.{suffix}"]
-    assert done.returncode == 2
+    words = ("convert", f"hf://org/{name}", tmp_path / "out")
+    alone, with_base = cli(*words), cli(*words, "--base", "hf://org/old")
+    code = f"try:\n    exec({alone!r})\nexcept SystemExit as ended:\n    print(ended.code)\n{with_base}"
+    done = in_process(code, endpoint, tmp_path / "cache")
+    assert sorted(Hub.sent[:2]) == ["adapter_config.json", f"adapter_model.{suffix}"]
+    assert sorted(Hub.sent[2:]) == ["config.json", "generation_config.json", "pytorch_model.bin"]
+    assert (done.returncode, done.stdout) == (2, "2\n")
     assert ": a LoRA adapter of org/old, and no model; name the folder of that model: " in done.stderr
-    Hub.sent.clear()
-    words = ("convert", f"hf://org/{name}", tmp_path / "out", "--base", "hf://org/old")
-    done = in_process(cli(*words), endpoint, tmp_path / "cache")
-    assert sorted(Hub.sent) == ["config.json", "generation_config.json", "pytorch_model.bin"]
     assert f"adapter_model.{suffix}: not " in done.stderr
 
 

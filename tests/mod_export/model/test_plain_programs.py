@@ -199,7 +199,7 @@ def test_sixteen_bit_programs_compute_in_float32(dtype: torch.dtype) -> None:
     loaded = captured(module, X.to(dtype))
     x = loaded.sample(BUCKET, 0)["x"]
     assert x.dtype == np.float32
-    assert module.linear.weight.dtype == dtype
+    assert loaded.weights["linear.weight"].dtype == module.linear.weight.dtype == dtype
     (output,) = loaded.module()(torch.from_numpy(x))
     assert output.dtype == torch.float32
     assert torch.equal(output, in_float32(module, X.to(dtype).float()))

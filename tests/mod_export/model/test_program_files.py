@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from foreign_models import Embedded, Images, Masked, made, masked_inputs, token_ids
-from mod_dialects import D
-from torch import Tensor, fx
+from mod_dialects import DIALECTS, D, V
+from torch import Tensor, fx, nn
 
 from mod_export.errors import BuildFolderError
 from mod_export.folder.programs import program_files
@@ -48,12 +48,27 @@ def described(nodes: list[fx.Node]) -> list[Any]:
     ]
 
 
+class OneBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.block = nn.Embedding(V, D), DIALECTS["index_put"]()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.block(self.embedding(ids))
+
+
+@pytest.fixture(scope="module")
+def masked() -> ProgramModel:
+    """A model of one bucket, which tests do not change."""
+    return model_of(Masked, masked_inputs, [SHORT])
+
+
 CASES: dict[str, tuple[Any, Any, list[Bucket], torch.dtype]] = {
     "scatter_add": ("scatter_add", token_ids, [SHORT, LONG], torch.float32),
     "ids and mask": (Masked, masked_inputs, [SHORT, LONG], torch.float32),
     "embeddings": (Embedded, embeddings, [SHORT], torch.float32),
     "images": (Images, lambda batch, seq: torch.rand(batch, 3, 32, 32), [Bucket(1, 17)], torch.float32),
-    "bfloat16": ("index_put", token_ids, [SHORT], torch.bfloat16),
+    "bfloat16": (OneBlock, token_ids, [SHORT], torch.bfloat16),
 }
 
 
@@ -86,23 +101,22 @@ def test_a_restored_model_gives_the_same_graphs(case: str, tmp_path: Path) -> No
         assert str(first.graph_signature) == str(second.graph_signature)
 
 
-def test_graphs_hold_no_weights(tmp_path: Path) -> None:
-    model = model_of(Masked, masked_inputs, [SHORT])
-    write_graphs(model, "dense", tmp_path)
+def test_graphs_hold_no_weights(masked: ProgramModel, tmp_path: Path) -> None:
+    write_graphs(masked, "dense", tmp_path)
     text = (tmp_path / "programs" / "dense-b2s8.json").read_bytes()
-    assert model.weights["embedding.weight"][0].numpy().tobytes() not in text
+    assert masked.weights["embedding.weight"][0].numpy().tobytes() not in text
     with np.load(tmp_path / "programs" / "dense-constants.npz") as constants:
         assert set(constants) == {"scale", "position_ids", "offset"}
     with np.load(tmp_path / "programs" / "dense-samples.npz") as samples:
-        assert np.array_equal(samples["b2s8/input_ids.0"], model.sample(SHORT, 0)["input_ids"])
+        assert np.array_equal(samples["b2s8/input_ids.0"], masked.sample(SHORT, 0)["input_ids"])
 
 
-class PerLength(torch.nn.Module):
+class PerLength(nn.Module):
     """Has a constant whose name is the same at each length, and whose value is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = torch.nn.Embedding(40, D)
+        self.embedding = nn.Embedding(V, D)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.embedding(ids) * torch.tensor([1.0, float(ids.shape[1])])[1]
@@ -141,14 +155,13 @@ def test_the_same_graphs_are_the_same_bytes_in_another_process(tmp_path: Path) -
     assert all((here / name).read_bytes() == (elsewhere / name).read_bytes() for name in files)
 
 
-def test_damaged_graphs_are_refused(tmp_path: Path) -> None:
-    model = model_of("index_put", token_ids, [SHORT])
-    write_graphs(model, "mod", tmp_path)
+def test_damaged_graphs_are_refused(masked: ProgramModel, tmp_path: Path) -> None:
+    write_graphs(masked, "mod", tmp_path)
     graph = tmp_path / "programs" / "mod-b2s8.json"
     text = graph.read_text(encoding="utf-8")
 
     def restore() -> ProgramModel:
-        return read_graphs(tmp_path, "mod", model.spec, as_stored(model))
+        return read_graphs(tmp_path, "mod", masked.spec, as_stored(masked))
 
     restore()
     graph.write_text(text.replace("torch.ops.aten.topk.default", "torch.os.system"), encoding="utf-8")
@@ -166,20 +179,19 @@ def test_damaged_graphs_are_refused(tmp_path: Path) -> None:
         restore()
 
 
-def test_files_that_hold_something_else_than_was_captured_are_told(tmp_path: Path) -> None:
-    model = model_of(Masked, masked_inputs, [SHORT])
-    write_graphs(model, "mod", tmp_path)
+def test_files_that_hold_something_else_than_was_captured_are_told(masked: ProgramModel, tmp_path: Path) -> None:
+    write_graphs(masked, "mod", tmp_path)
     graph, samples, constants = program_files("mod", [SHORT.name])
-    assert changed_files(tmp_path, "mod", model.spec) == {graph: "", samples: "", constants: ""}
+    assert changed_files(tmp_path, "mod", masked.spec) == {graph: "", samples: "", constants: ""}
     (tmp_path / graph).write_text((tmp_path / graph).read_text().replace("1e-05", "1e-06"))
-    np.savez(tmp_path / constants, **{name: array + 1 for name, array in model.constants.items()})
-    assert changed_files(tmp_path, "mod", model.spec) == {
+    np.savez(tmp_path / constants, **{name: array + 1 for name, array in masked.constants.items()})
+    assert changed_files(tmp_path, "mod", masked.spec) == {
         graph: "not the graph that was captured",
         samples: "",
         constants: "not the constants that were captured",
     }
     (tmp_path / graph).unlink()
     (tmp_path / samples).write_bytes(b"no archive")
-    problems = changed_files(tmp_path, "mod", model.spec)
+    problems = changed_files(tmp_path, "mod", masked.spec)
     assert problems[graph].startswith("missing or damaged")
     assert "mod-samples.npz: missing or damaged" in problems[samples]

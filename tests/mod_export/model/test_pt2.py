@@ -297,7 +297,7 @@ def mutated(rng: random.Random, value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, MUTATIONS), marks=pytest.mark.slow)], ids=["few", "many"]
+    "seeds", [range(20), pytest.param(range(20, MUTATIONS), marks=pytest.mark.slow)], ids=["few", "many"]
 )
 def test_files_that_were_changed_anywhere(seeds: range, records: dict[str, bytes], tmp_path: Path) -> None:
     """A changed file is either read, or refused with an error of one line."""

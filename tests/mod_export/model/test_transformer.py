@@ -35,6 +35,7 @@ def test_entry_point() -> None:
     assert MOD_TRANSFORMER.name == "mod_transformer"
 
 
+@pytest.mark.slow  # lint-imports checks the same of the source.
 def test_the_models_import_nothing_of_the_exporter() -> None:
     code = "import sys, mod_models.convert, mod_models.train; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()

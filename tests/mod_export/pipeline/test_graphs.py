@@ -18,12 +18,12 @@ from mod_export.pipeline.graphs import fresh_graph
 from mod_export.types import DType, Graph
 
 WEIGHTS = "graphs/weights-float32.data"
-DENSE = "graphs/dense-b1s64.onnx"
+DENSE = "graphs/dense-b1s16.onnx"
 
 
 @pytest.fixture
-def context(built_copy: Path) -> Build:
-    return Build.open(built_copy, None, (), verify=False)
+def context(small_copy: Path) -> Build:
+    return Build.open(small_copy, None, (), verify=False)
 
 
 def graph_at(context: Build, path: str) -> Graph:
@@ -82,7 +82,7 @@ def test_a_weights_file_that_is_not_there_or_holds_too_little(context: Build) ->
     tensors = load_file(context.root / WEIGHTS)
     context.source(graph)  # The model is loaded first, because it reads the same file.
     save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, context.root / WEIGHTS)
-    with pytest.raises(GraphError, match=rf"dense-b1s64\.onnx: no value for norm\.weight in {WEIGHTS}"):
+    with pytest.raises(GraphError, match=rf"dense-b1s16\.onnx: no value for norm\.weight in {WEIGHTS}"):
         fresh_graph(context, graph)
     (context.root / WEIGHTS).unlink()
     with pytest.raises(BuildFolderError, match="expected a regular file of weights"):

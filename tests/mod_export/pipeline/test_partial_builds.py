@@ -33,6 +33,7 @@ from mod_export.rows.report import BuildReport, report_from_json
 from mod_export.runtime.generator import load_generator
 from mod_models.checkpoint import load_checkpoint
 
+pytestmark = pytest.mark.usefixtures("searching_few_rows")
 D, VOCABULARY = 32, 40
 QUICK = f"{FEW_SAMPLES}[cost]\nprofile_runs = 0\n"
 FOUR_BITS = f'{QUICK}[target.ort-cpu]\ndtypes = ["float32", "int4"]\n'
@@ -82,13 +83,9 @@ def about(report: BuildReport) -> list[tuple[str | None, ...]]:
 
 @pytest.fixture(scope="module")
 def four_bits(shared_folder: Path) -> tuple[Path, BuildReport]:
-    """A float32 build, read-only, of a model of which no int4 build is possible; it has two buckets."""
+    """A float32 build, read-only, of a model of which no int4 build is possible."""
     folder = shared_folder / "partial"
-    buckets = [(1, 16), (2, 16)]
-    once(
-        folder,
-        lambda: built(model_of(scale=1e19), model_of(1.0, 1e19), folder / "m", FOUR_BITS, "ort-cpu", buckets=buckets),
-    )
+    once(folder, lambda: built(model_of(scale=1e19), model_of(1.0, 1e19), folder / "m", FOUR_BITS, "ort-cpu"))
     return folder / "m", report_from_json((folder / "m" / "report.json").read_text(encoding="utf-8"))
 
 
@@ -97,7 +94,7 @@ def test_a_dtype_that_fails_leaves_the_others(four_bits: tuple[Path, BuildReport
     assert set(about(report)) == {("onnx", None, "int4", kind, None) for kind in ("mod", "dense")}
     assert {stage.name: stage.failed for stage in report.stages if stage.failed} == {"onnx": 2}
     assert {(row.dtype, row.model, row.bucket) for row in report.parity if row.target == "ort-cpu" and row.passed} == {
-        ("float32", model, bucket) for model in ("mod", "dense") for bucket in ("b1s16", "b2s16")
+        ("float32", model, "b1s16") for model in ("mod", "dense")
     }
     assert {row.dtype for row in report.speedup} == {"float32"}
     assert {row.dtype for row in report.artifacts} == {"float32"}
@@ -141,7 +138,7 @@ def test_the_next_build_tries_again_what_failed_and_nothing_else(
 ) -> None:
     root, report = four_bits
     copy = Path(shutil.copytree(root, tmp_path / "m"))
-    again = built(model_of(scale=1e19), model_of(1.0, 1e19), copy, FOUR_BITS, "ort-cpu", buckets=[(1, 16), (2, 16)])
+    again = built(model_of(scale=1e19), model_of(1.0, 1e19), copy, FOUR_BITS, "ort-cpu")
     assert again.failed == report.failed
     found = {stage.name: (stage.status, stage.failed) for stage in again.stages if stage.name != "report"}
     assert found == {name: ("built", 2) if name == "onnx" else ("reused", 0) for name in found}

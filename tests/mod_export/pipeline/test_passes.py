@@ -12,12 +12,12 @@ import pytest
 from build_folders import changed
 from small_graphs import parsed
 
-from mod_export.config import BuildConfig
+from mod_export.config import config_from_toml
 from mod_export.engines import ENGINES
 from mod_export.errors import GraphError, LimitError
 from mod_export.folder.workspace import Step, Workspace
 from mod_export.graph.rewrites import PORTABLE
-from mod_export.model.model import Model
+from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.transformer import TransformerModel
 from mod_export.pipeline import graphs
 from mod_export.pipeline import passes as stage
@@ -32,11 +32,11 @@ TARGET = "ort-cuda"
 
 
 @pytest.fixture
-def context(built_copy: Path, model: Model, config: BuildConfig) -> Iterator[Build]:
+def context(small_folder: Path, small_copy: Path) -> Iterator[Build]:
     """Stages up to the portable graphs, all reused, for a target whose graphs are rewritten."""
-    plan = make_plan(model, None, config.model_copy(update={"buckets": ((1, 64),)}), built_copy)
-    plan = replace(plan, targets={TARGET: ENGINES[TARGET]})
-    with Workspace(built_copy) as workspace:
+    model, config = model_from_checkpoint(small_folder / "small.pt"), config_from_toml(small_folder / "small.toml")
+    plan = replace(make_plan(model, None, config, small_copy), targets={TARGET: ENGINES[TARGET]})
+    with Workspace(small_copy) as workspace:
         context = Build.start(plan, workspace, lambda name: None)
         capture(context)
         onnx(context)
@@ -53,8 +53,8 @@ def rewritten(context: Build) -> list[Step]:
 def test_only_what_differs_is_rewritten_and_it_is_proven(context: Build) -> None:
     steps = rewritten(context)
     assert [step.name for step in steps] == [
-        "rewrite/ort-cuda/mod-b1s64-float16",
-        "rewrite/ort-cuda/dense-b1s64-float16",
+        "rewrite/ort-cuda/mod-b1s16-float16",
+        "rewrite/ort-cuda/dense-b1s16-float16",
     ]
     for step in steps:
         assert step.result["passes"]["cast_floats"] > 0
@@ -74,7 +74,7 @@ def test_only_what_differs_is_rewritten_and_it_is_proven(context: Build) -> None
 def test_a_rewrite_that_changes_the_meaning_is_refused_and_leaves_other_dtypes(context: Build) -> None:
     context.config = changed(context.config, {"parity/float16/rounding_error": 0.0})
     message = (
-        r"graphs/mod-b1s64\.ort-cuda\.float16\.onnx: the rewrite changed the meaning of the graph: "
+        r"graphs/mod-b1s16\.ort-cuda\.float16\.onnx: the rewrite changed the meaning of the graph: "
         r"text: logits: max abs error .* given the same routing, allowed 0"
     )
     passes(context)
@@ -100,7 +100,7 @@ def test_without_onnx_runtime_the_proof_says_so(context: Build, monkeypatch: pyt
 def test_without_memory_the_proof_says_so(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage, "_attention_bytes", lambda model: 2**60)
     proofs = {step.result["proof"] for step in rewritten(context)}
-    assert proofs == {"not run: attention over 64 tokens needs about 1073741824 GiB on the CPU"}
+    assert proofs == {"not run: attention over 16 tokens needs about 1073741824 GiB on the CPU"}
 
 
 def test_a_limit_of_the_target_is_an_error_before_its_parser_sees_the_graph(
@@ -118,7 +118,7 @@ def test_weights_that_the_file_does_not_hold_are_named(context: Build, tmp_path:
     lost = ir.Value(name="layers.9.lost", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([1]))
     model.graph.initializers.add(lost)
     with pytest.raises(
-        GraphError, match=r"mod-b1s64\.onnx: no value for layers\.9\.lost in graphs/weights-float32\.data"
+        GraphError, match=r"mod-b1s16\.onnx: no value for layers\.9\.lost in graphs/weights-float32\.data"
     ):
         save_graph(context, model, graph, tmp_path / "graph.onnx")
     assert not (tmp_path / "graph.onnx").exists()
@@ -133,12 +133,12 @@ def test_every_target_starts_from_the_portable_graph() -> None:
 def test_sites_that_the_spec_does_not_declare_are_refused(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
     class OtherSpec(TransformerModel):
         def k_by_layer(self, seq: int) -> dict[Site, int]:
-            return {1: 8}
+            return {1: 1}
 
     loaded = context.model("mod")
     assert isinstance(loaded, TransformerModel)
     monkeypatch.setattr(context, "model", lambda kind: OtherSpec(loaded.checkpoint))
-    message = r"mod-b1s64\.onnx: marks the routing sites \{1: 8, 3: 8\}, and the spec declares \{1: 8\}$"
+    message = r"mod-b1s16\.onnx: marks the routing sites \{1: 2\}, and the spec declares \{1: 1\}$"
     with pytest.raises(GraphError, match=message):
         graphs._portable(context, context.plan.graphs[0])
 

@@ -13,7 +13,7 @@ import pytest
 from build_folders import STAGES, Silent, changed, check_files, steps_of, upgraded
 
 import mod_export
-from mod_export.config import BuildConfig, config_from_toml, toml_from_config
+from mod_export.config import BuildConfig, ParityGate, config_from_toml, toml_from_config
 from mod_export.engines import ENGINES
 from mod_export.errors import BuildFolderError
 from mod_export.folder.manifest import read_manifest
@@ -24,6 +24,7 @@ from mod_export.rows.report import BuildReport
 from mod_export.types import Bucket
 from mod_models.checkpoint import load_checkpoint, random_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.usefixtures("searching_few_rows")
 STAGE_OF = {
     "load": "load", "capture": "capture", "weights": "onnx", "graph": "onnx", "formulation": "passes",
     "rewrite": "passes", "engine": "engines",
@@ -78,9 +79,8 @@ def of_bucket(bucket: str) -> set[str]:
     return {*steps, f"latency/ort-cpu/{bucket}-float32", f"map/{bucket}", "structure"}
 
 
-GATES = (
-    "rounding_error_rms", "near_tie", "judged_rows", "next_token_agreement", "max_kl", "max_perplexity_ratio",
-)  # fmt: skip
+OF_CAUSALITY = ("rounding_error", "max_abs")
+"""Gates that the causality test has too."""
 REDONE: dict[str, set[str]] = {
     "cost/profile_runs": PROFILE,
     "seed": PARITY | CAUSALITY | MAP | LATENCY | PROFILE,
@@ -96,8 +96,8 @@ REDONE: dict[str, set[str]] = {
     "parity/batches_per_kind": PARITY | CAUSALITY,
     "parity/text_batches": PARITY | CAUSALITY,
     "parity/suffixes": CAUSALITY,
-    **{f"parity/float32/{gate}": PARITY for gate in GATES},
-    **{f"parity/float32/{gate}": PARITY | CAUSALITY for gate in ("rounding_error", "max_abs")},
+    **{f"parity/float32/{gate}": PARITY for gate in ParityGate.model_fields},
+    **{f"parity/float32/{gate}": PARITY | CAUSALITY for gate in OF_CAUSALITY},
 }  # fmt: skip
 """Field -> steps that a build of ort-cpu redoes for another value. All other fields redo nothing here: this model
 cannot write text (for one that can, see pipeline/test_generation.py), and the attention of such short buckets is never
@@ -161,6 +161,10 @@ def others(config: BuildConfig) -> dict[str, Any]:
     return dict(fields_of(tomllib.loads(toml_from_config(config))))
 
 
+@pytest.mark.fast(
+    "cost/profile_runs", "seed", "latency/threads", "latency/min_speedup", "latency/samples",
+    "parity/batches_per_kind", "parity/suffixes", "parity/float32/near_tie", "parity/float32/rounding_error",
+)  # fmt: skip
 @pytest.mark.parametrize("field", REDONE)
 def test_a_changed_field_redoes_what_depends_on_it_and_nothing_else(
     field: str, others: dict[str, Any], built_copy: Path, checkpoint: Path, config: BuildConfig,
@@ -203,6 +207,7 @@ def small_config(small_folder: Path) -> BuildConfig:
     return config_from_toml(small_folder / "small.toml")
 
 
+@pytest.mark.slow
 def test_another_seed(small_copy: Path, small_checkpoint: Path, small_config: BuildConfig) -> None:
     done, report = rebuild(small_copy, small_checkpoint, changed(small_config, {"seed": 1}))
     steps = of_engines("parity/portable", "b1s16")

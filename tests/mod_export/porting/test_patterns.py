@@ -130,6 +130,16 @@ def test_both_forms_compute_the_same(pair: tuple[nn.Module, nn.Module, Case]) ->
             torch.testing.assert_close(static(*inputs), original(*inputs), rtol=0, atol=1e-6)
 
 
+@pytest.mark.fast(
+    *(
+        f"{name}-{name}"
+        for name in (
+            "Boolean masks", "k from data", "Numbers and conditions", "Prints and other side effects",
+            "State that changes", "Masks that keep some results", "Attention that sees every token",
+            "Top-k of the whole batch", "Tokens that change places",
+        )
+    )
+)  # fmt: skip
 @pytest.mark.parametrize(("pair", "section"), [(name, name) for name in CASES], indirect=["pair"])
 def test_the_original_is_refused_or_has_another_site(pair: tuple[nn.Module, nn.Module, Case], section: str) -> None:
     original, _, case = pair
@@ -143,7 +153,7 @@ def test_the_original_is_refused_or_has_another_site(pair: tuple[nn.Module, nn.M
         prove_static(original, examples, "mine")
 
 
-@pytest.mark.fast("Boolean masks", "Top-k of the whole batch", "Indices of what is true", "k from data")
+@pytest.mark.fast("Top-k of the whole batch", "Indices of what is true")
 @every_section
 def test_the_static_form_has_its_site_and_computes_the_same_in_onnx_runtime(
     pair: tuple[nn.Module, nn.Module, Case],

@@ -47,7 +47,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "either": {"anyOf": [{"type": "null"}, {"type": "string", "pattern": "^[a-c]{2,4}$"}]},
     "nested": {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}, "maxItems": 1}}},
 }
-SEEDS = 50
+SEEDS = 20
 
 
 def vocabulary(name: str, folder: Path) -> tuple[Vocabulary, int]:

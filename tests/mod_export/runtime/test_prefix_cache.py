@@ -28,6 +28,7 @@ def cached(written: Path) -> Iterator[Generator]:
         yield found
 
 
+@pytest.mark.fast("0", "1")
 @pytest.mark.parametrize("seed", range(4))
 def test_texts_are_bit_equal_with_and_without(generator: Generator, cached: Generator, seed: int) -> None:
     taken = 0

@@ -39,7 +39,7 @@ from mod_export.runtime.generator import Generator, load_generator
         (
             [[1] * 49],
             {"rolling": True},
-            "a prompt of 49 tokens does not fit the window of 48, also where texts roll; give its last 48 tokens, or ",
+            "a prompt of 49 tokens does not fit the window of 48, even if texts roll; give its last 48 tokens, or ",
         ),
         ([[1]], {"temperature": -1.0}, "temperature: got -1.0, expected a finite number of at least 0; "),
         ([[1]], {"top_k": -1}, "top_k: got -1, expected a whole number of at least 0; "),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from build_folders import once
 from chat_models import built, random_llama, save_chat_model, text_toml
 from chat_templates import LLAMA3
 from serving import Server, serving
@@ -28,8 +29,12 @@ def other(written: Path) -> Iterator[Generator]:
 
 
 @pytest.fixture(scope="session")
-def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build folder of a random Llama with Llama 3's tokenizer and template."""
-    source = tmp_path_factory.mktemp("chat") / "llama"
-    save_chat_model(source, random_llama(408, 128), "llama3", LLAMA3)
-    return built(source, text_toml(128, 64, [2]))
+def chat_folder(shared_folder: Path) -> Path:
+    """Build folder, read-only, of a random Llama with Llama 3's tokenizer and template."""
+    folder = shared_folder / "chat"
+
+    def make() -> None:
+        save_chat_model(folder / "llama", random_llama(408, 128), "llama3", LLAMA3)
+        built(folder / "llama", text_toml(128, 64, [2]))
+
+    return once(folder, make) / "built"

@@ -61,6 +61,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mod_export.serve.connection.HEAD_S", HEAD_S)
 
 
+@pytest.mark.fast("half a head", "half of a second head", "half a body")
 @pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize(
     ("begun", "answered"),

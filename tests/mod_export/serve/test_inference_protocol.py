@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import tritonclient.http as triton
-from command_line import invoke
+from command_line import FEW_SAMPLES, invoke, toml_file
 from serving import PATIENCE_S, Server, serving
 from torch import nn
 from tritonclient.utils import InferenceServerException
@@ -102,13 +102,15 @@ class Images(nn.Module):
         return mixed, mixed.mean(1), chosen, chosen.sum(1, dtype=torch.int32), weight > 0, mixed.mean()
 
 
+@pytest.mark.usefixtures("searching_few_rows")
 def test_a_model_with_inputs_of_its_own(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = Images().eval()
     rng = np.random.default_rng(0)
+    config = toml_file(tmp_path, f"{FEW_SAMPLES}[cost]\nprofile_runs = 0\n")
     mod_export.build(
         model, inputs=lambda b, s: (torch.randn(b, s, 6), torch.ones(())), buckets=[(1, 16), (2, 16)],
-        targets=["ort-cpu"], out=tmp_path / "images",
+        targets=["ort-cpu"], out=tmp_path / "images", config=config, verbosity=-1,
     )  # fmt: skip
     with (
         serving(tmp_path / "images") as server,

@@ -53,6 +53,7 @@ def running(on_ray: OnRay, written: Path) -> Iterator[Application]:
         yield found
 
 
+@pytest.mark.slow
 def test_texts_are_those_of_generate_and_come_piece_by_piece(running: Application, written: Path) -> None:
     with mod_export.load_generator(written, threads=1) as generator:
         (expected,) = generator.generate([PROMPT], 30)

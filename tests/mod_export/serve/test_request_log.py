@@ -73,6 +73,7 @@ def test_the_log_of_a_request(server: Server, logged: pytest.LogCaptureFixture) 
     assert re.fullmatch(r"127.0.0.1 GET /no\\nwhere 404 \d+\.\d{3} s", records[1].getMessage())
 
 
+@pytest.mark.fast("json")
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_the_log_of_a_command(written: Path, form: str) -> None:
     """An error has the name of the request in which it happened."""

@@ -142,6 +142,7 @@ TextRows.step = step
         assert process.wait(PATIENCE_S) == 1
 
 
+@pytest.mark.slow
 def test_an_engine_that_keeps_failing_ends_the_server(written: Path) -> None:
     broken = """
 from mod_export.errors import EngineError

@@ -23,6 +23,7 @@ import psutil
 import pytest
 from build_folders import flip, rewrite_manifest
 from command_line import invoke, refused
+from ending_workers import crash, leave
 from serving import PATIENCE_S, SLOW_STEPS, command, metric, received, until
 
 from mod_export.errors import EngineError, UsageError
@@ -161,16 +162,6 @@ def _ignoring(url: str) -> None:
         httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S)
 
 
-def test_the_worker_ends_with_its_supervisor(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with command(written, "--supervise") as (process, _):
-        worker = worker_of(process)
-        assert list(tmp_path.iterdir())
-        process.kill()
-        assert not psutil.wait_procs([worker], PATIENCE_S)[1]
-        assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_a_client_that_leaves_makes_its_row_free(written: Path, slow: Callable[[float], None]) -> None:
     slow(0.2)
@@ -202,15 +193,6 @@ def test_what_it_does_not_start_with(written_copy: Path) -> None:
     refused(invoke("serve", written_copy, "--supervise", "--rows", "9", "--port", 0), "rows: no engine writes 9 texts")
     flip(written_copy / "manifest.json")
     refused(invoke("serve", written_copy, "--supervise", "--port", 0), "has been changed since it was written|damaged")
-
-
-def crash(path: str, restarts: int, say: Callable[[str], None]) -> int:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return 0
-
-
-def leave(path: str, restarts: int, say: Callable[[str], None]) -> int:
-    return 7
 
 
 @pytest.mark.fast("crash-SIGKILL")
@@ -316,19 +298,33 @@ def head_and_body(answer: bytes) -> tuple[bytes, set[bytes], bytes]:
     return status, set(headers), body
 
 
-def test_a_body_that_does_not_come(written: Path) -> None:
-    """Nobody can hold a connection for ever."""
+def test_a_body_that_does_not_come_and_the_clients_of_the_log(written: Path) -> None:
+    """Nobody can hold a connection for ever, and the log names the client, not the supervisor."""
     code = "from mod_export.serve import supervisor\nsupervisor.BODY_S = 0.5"
-    with command(written, "--supervise", code=code) as (_, url):
+    with command(written, "--supervise", "-v", code=code) as (process, url):
         found = raw(int(url.rpartition(":")[2]), POST + b"Content-Length: 1000\r\n\r\n{")
         assert found.startswith(b"HTTP/1.1 408 Request Timeout\r\n"), found
         assert b"the body of the request did not come within" in found
         assert is_ready(url)
+        # A proxy on the same machine may say who asks, as without a supervisor; what it says is passed on.
+        httpx2.get(f"{url}/v1/models", headers={"X-Forwarded-For": "203.0.113.9"})
+        httpx2.get(f"{url}/v1/models", headers={"Forwarded": "for=203.0.113.8"})
+        process.terminate()
+        assert process.stderr is not None
+        log = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 0
+        lines = [line for line in log.splitlines() if "GET /v1/models 200" in line]
+        assert [line.split()[1] for line in lines] == ["203.0.113.9", "127.0.0.1"], log
 
 
-def test_a_supervisor_without_descriptors(written: Path, slow: Callable[[float], None]) -> None:
-    """It says so, and not that the engines have crashed."""
+def test_without_descriptors_and_killed(
+    written: Path, slow: Callable[[float], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor without descriptors says so, and not that the engines have crashed. The worker ends with it."""
     slow(0.2)
+    sockets = tmp_path / "s"  # Paths of sockets are short.
+    sockets.mkdir()
+    monkeypatch.setenv("TMPDIR", str(sockets))
     code = """
 import resource
 from mod_export.serve import server
@@ -349,16 +345,8 @@ server._allow_connections = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (
         assert b"the server has no room for another connection; try again" in answer
         opened.close()
         until(lambda: is_ready(url))
-
-
-def test_the_log_names_the_client_and_not_the_supervisor(written: Path) -> None:
-    with command(written, "--supervise", "-v") as (process, url):
-        # A proxy on the same machine may say who asks, as without a supervisor; what it says is passed on.
-        httpx2.get(f"{url}/v1/models", headers={"X-Forwarded-For": "203.0.113.9"})
-        httpx2.get(f"{url}/v1/models", headers={"Forwarded": "for=203.0.113.8"})
-        process.terminate()
-        assert process.stderr is not None
-        log = process.stderr.read()
-        assert process.wait(PATIENCE_S) == 0
-        lines = [line for line in log.splitlines() if "GET /v1/models 200" in line]
-        assert [line.split()[1] for line in lines] == ["203.0.113.9", "127.0.0.1"], log
+        worker = worker_of(process)
+        assert list(sockets.iterdir())
+        process.kill()
+        assert not psutil.wait_procs([worker], PATIENCE_S)[1]
+        assert not list(sockets.iterdir())

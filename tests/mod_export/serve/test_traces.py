@@ -105,13 +105,16 @@ def traced(folder: Path, ask: Callable[[str], None], *options: str, code: str = 
     return output
 
 
-def test_the_spans_of_a_text(written: Path, collector: Collector) -> None:
+def test_the_spans_of_a_text(written: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "chat")
+
     def ask(url: str) -> None:
         headers = {"traceparent": f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01", "X-Request-Id": "mine"}
         answer = httpx2.post(f"{url}/v1/completions?key=secret", json=TEXT, headers=headers, timeout=PATIENCE_S)
         assert answer.status_code == 200
 
     log = traced(written, ask)
+    assert (collector.resource["service.name"], collector.resource["service.version"]) == ("chat", __version__)
     spans = {span.name: span for span in collector.spans}
     assert set(spans) == {"POST /v1/completions", "text", "queue", "prompt", "write"}
     request, text = spans["POST /v1/completions"], spans["text"]
@@ -154,12 +157,22 @@ def test_the_spans_of_a_text(written: Path, collector: Collector) -> None:
     assert next(line for line in lines if line.get("request_id") == "mine")["trace_id"] == CLIENT_TRACE
 
 
-def test_requests_of_other_kinds(written: Path, collector: Collector) -> None:
-    """Several texts, a stream, a refusal, an address that does not exist, and one whose engine fails."""
-    code = (
-        "from mod_export.serve import inference_protocol as p\nfrom mod_export.serve.service import Scoring\n"
-        "def fail(*_): raise RuntimeError('broken')\nScoring.admitted = fail\n"
-    )
+def test_requests_of_other_kinds(written: Path, collector: Collector, tmp_path: Path) -> None:
+    """Several texts, a stream, a refusal, an address that does not exist, whole rows and a text whose engine fails."""
+    without_memory = tmp_path / "no memory"
+    code = f"""
+import pathlib
+from mod_export.errors import EngineError
+from mod_export.runtime.decoder import Decoder
+from mod_export.serve.service import Scoring
+def fail(*_): raise RuntimeError('broken')
+Scoring.admitted = fail
+step = Decoder.step
+def step_with_memory(*arguments):
+    if pathlib.Path({str(without_memory)!r}).exists(): raise EngineError('no memory')
+    return step(*arguments)
+Decoder.step = step_with_memory
+"""
 
     def ask(url: str) -> None:
         with httpx2.Client(base_url=url, timeout=PATIENCE_S) as client:
@@ -170,6 +183,8 @@ def test_requests_of_other_kinds(written: Path, collector: Collector) -> None:
             name = client.get("/v1/models").json()["data"][0]["id"]
             ids = {"name": "input_ids", "shape": [1, 4], "datatype": "INT64", "data": [1, 2, 3, 4]}
             assert client.post(f"/v2/models/{name}/infer", json={"inputs": [ids]}).status_code == 500
+            without_memory.touch()
+            assert client.post("/v1/completions", json=TEXT).status_code == 500
 
     traced(written, ask, code=code)
     spans = collector.spans
@@ -180,38 +195,27 @@ def test_requests_of_other_kinds(written: Path, collector: Collector) -> None:
         ("POST /v1/completions", 200),
         ("POST /v1/completions", 200),
         ("POST /v1/completions", 400),
+        ("POST /v1/completions", 500),
         ("POST /v2/models/{name}/infer", 500),
     ]
     texts = {span.span_id: [text for text in spans if text.parent_span_id == span.span_id] for span in requests}
-    assert sorted(len(found) for found in texts.values()) == [0, 0, 0, 0, 1, 2]
+    assert sorted(len(found) for found in texts.values()) == [0, 0, 0, 0, 1, 1, 2]
     failed = [span for span in requests if span.status.code == Status.STATUS_CODE_ERROR]
-    assert [(span.name, plain(span.attributes)["error.type"]) for span in failed] == [
-        ("POST /v2/models/{name}/infer", "500")
+    assert sorted((span.name, plain(span.attributes)["error.type"]) for span in failed) == [
+        ("POST /v1/completions", "500"),
+        ("POST /v2/models/{name}/infer", "500"),
     ]
-
-
-def test_a_text_whose_engine_fails(written: Path, collector: Collector) -> None:
-    code = (
-        "from mod_export.errors import EngineError\nfrom mod_export.runtime.decoder import Decoder\n"
-        "def fail(*_): raise EngineError('no memory')\nDecoder.step = fail\n"
-    )
-
-    def ask(url: str) -> None:
-        assert httpx2.post(f"{url}/v1/completions", json=TEXT, timeout=PATIENCE_S).status_code == 500
-
-    traced(written, ask, code=code)
-    (text,) = (span for span in collector.spans if span.name == "text")
-    assert (text.status.code, text.status.message) == (Status.STATUS_CODE_ERROR, "no memory")
+    (text,) = (span for span in spans if span.name == "text" and span.status.code == Status.STATUS_CODE_ERROR)
+    assert text.status.message == "no memory"
     assert plain(text.attributes)["gen_ai.response.finish_reasons"] == ["failed"]
     assert [event.name for event in text.events] == ["exception"]
 
 
-@pytest.mark.fast("variables1-chat")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "name"),
     [
         ({}, "mod-export"),
-        ({"OTEL_SERVICE_NAME": "chat"}, "chat"),
         ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=search,region=eu"}, "search"),
     ],
 )
@@ -224,6 +228,7 @@ def test_the_name_of_the_service(
     assert (collector.resource["service.name"], collector.resource["service.version"]) == (name, __version__)
 
 
+@pytest.mark.slow
 def test_a_sampler_of_the_environment(written: Path, collector: Collector, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     traced(written, lambda url: httpx2.post(f"{url}/v1/completions", json=TEXT).raise_for_status())

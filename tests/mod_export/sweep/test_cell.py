@@ -21,6 +21,7 @@ from mod_export.folder.files import write_whole
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
 from mod_export.model.transformer import MOD_TRANSFORMER
+from mod_export.sweep import cell as sweep_cell
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
     finished_cell,
@@ -131,7 +132,10 @@ def test_perplexity_by_the_definition(model: Model) -> None:
     assert found == quality_of(model, 100, seed=3)
 
 
-def test_a_trained_model_knows_more_than_an_untrained_one(model: Model, tiny_spec: ModelSpec, tmp_path: Path) -> None:
+def test_a_trained_model_knows_more_than_an_untrained_one(
+    model: Model, tiny_spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep_cell, "QUALITY_TOKENS", 1024)
     trained = quality_of(model_from_checkpoint(MOD_TRANSFORMER.demo_checkpoint()), 128, seed=0)
     untrained = quality_of(model, 128, seed=0)
     assert trained is not None

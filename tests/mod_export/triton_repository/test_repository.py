@@ -272,4 +272,4 @@ def test_a_folder_that_nobody_verified(written_copy: Path, repository: Path, wri
     amend(written_copy, {"verified": False}, {})
     found = write(written_copy, "-o", repository)
     assert found.exit_code == 0
-    assert "nothing of it was verified: it was built with --no-evidence" in found.stderr
+    assert "nothing in it was verified: it was built with --no-evidence" in found.stderr
