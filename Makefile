@@ -24,7 +24,7 @@ demo-install: .venv/demo
 .venv/demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip uninstall -qqq --yes $(OTHER_ORT)
-	$(PIP) --editable ".[build,$(ORT),tensorrt-rtx]"
+	$(PIP) --editable ".[build,convert,$(ORT),tensorrt-rtx]"
 	touch $@
 
 .venv/bench: .venv/demo

@@ -55,17 +55,17 @@ Site = int | str
 
 
 def expert_site(layer: int, expert: int) -> Site:
-    """The routing site of an expert."""
+    """Returns the routing site of an expert."""
     return f"{layer}.expert{expert}"
 
 
 def is_expert(site: Site) -> bool:
-    """Whether the site is an expert. Any other site is a block, or a part of one, that skips tokens."""
+    """Returns whether the site is an expert. Any other site is a block, or a part of one, that skips tokens."""
     return ".expert" in str(site)
 
 
 def layer_of(site: Site) -> int:
-    """The layer that the site belongs to."""
+    """Returns the layer that the site belongs to."""
     return int(str(site).partition(".")[0])
 
 
@@ -77,7 +77,7 @@ class LayerTokens(NamedTuple):
         attending: tokens with a query in its attention.
         attended: tokens with a key and a value in its attention.
         transformed: tokens that its MLP or experts get.
-        replaced: tokens that its adapter gets; it is computed for every token, and selected tokens do not use it.
+        replaced: tokens that its adapter gets: every token, although selected tokens do not use the result.
     """
 
     scored: int
@@ -163,7 +163,7 @@ class ModelSpec:
         return tuple(declarations)
 
     def k_of_layer(self, seq: int) -> dict[int, int]:
-        """Routed layer -> number of tokens that it selects in a row of `seq` positions."""
+        """Returns routed layer -> number of tokens that it selects in a row of `seq` positions."""
         if self.routing is None:
             return {}
         rule, capacity, layers = CAPACITY_RULES[self.routing.capacity_rule], self.routing.capacity, self.routed_layers
@@ -171,7 +171,7 @@ class ModelSpec:
         return {layer: rule(share, seq) for layer, share in zip(layers, schedule, strict=True)}
 
     def tokens_of_layer(self, seq: int) -> tuple[LayerTokens, ...]:
-        """For each layer, the numbers of tokens of a row of `seq` positions; no later layer gets a token that exits."""
+        """Returns each layer's numbers of tokens in a row of `seq` positions. No later layer gets tokens that exit."""
         slots_of, counts, left = self.k_of_layer(seq), [], seq
         for layer in range(self.n_layers):
             k = slots_of.get(layer)
@@ -194,7 +194,7 @@ class ModelSpec:
         return tuple(counts)
 
     def k_by_layer(self, seq: int) -> dict[Site, int]:
-        """Routing site -> tokens that it selects in a row of `seq` positions: constants in the graph of that bucket.
+        """Returns routing site -> tokens that it selects in a row of `seq` positions, constants in that bucket's graph.
 
         Experts come after the routing of their layer. Experts whose layer passes them no token are left out.
         """
@@ -211,7 +211,7 @@ class ModelSpec:
         return k_of_site
 
     def expert_slots(self, layer: int, tokens: int) -> int:
-        """Slots of each expert of a layer when its experts get `tokens` tokens."""
+        """Returns the slots of each expert of a layer if its experts get `tokens` tokens."""
         assert self.experts is not None
         if not self.experts.fixed_places:
             return self.experts.slots(tokens)

@@ -148,8 +148,8 @@ class RoutedBlock(Block):
         self.narrow = 0
         self.router = ROUTERS[routing.router](spec, routing)
         self.mlp_router = ROUTERS[routing.router](spec, routing) if routing.parts == "separate" else None
-        # The predictor is trained beside the model on the router's decisions. Top-k needs future tokens and the
-        # predictor does not, so it decides for `selection="predictor"`, and in generation.
+        # The predictor is trained beside the model on the router's decisions. Unlike top-k, it needs no later tokens.
+        # So it decides for `selection="predictor"`, and in generation.
         width = routing.predictor_hidden
         self.predictor = MlpRouter(spec.d_model, width) if width else None
         self.mlp_predictor = MlpRouter(spec.d_model, width) if width and routing.parts == "separate" else None
@@ -199,7 +199,7 @@ class RoutedBlock(Block):
         if part == "attention":
             attended_B1D = self._last(tokens, decisions, k, noise, part, x_BTD, index_B1)
             return attended_B1D + self.transformed(tokens._replace(x_BTD=attended_B1D), decisions)
-        # The router of the MLP reads what attention leaves of every token.
+        # The MLP's router scores every token, so attention has to finish for all of them first.
         attended_BTD = (
             x_BTD + self.attended(tokens, decisions)
             if part == "mlp"
@@ -508,7 +508,7 @@ def _with_room(live_BK: Tensor, decisions: Decisions, site: Site) -> Tensor:
 
 
 def weight_shapes(spec: ModelSpec) -> dict[str, torch.Size]:
-    """state_dict name -> shape of every weight of a model with this spec."""
+    """Returns state_dict name -> shape, for every weight of a model with this spec."""
     # One position is enough: no weight depends on it, and RoPE tables take memory even on the meta device.
     with torch.device("meta"):
         state = Transformer(replace(spec, max_positions=1)).state_dict()

@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
 
 
 def small(name: str, **changes: Any) -> nn.Module:
-    """A model of transformers with initial weights. `changes` override or extend the table of sizes."""
+    """Builds a model of transformers with initial weights. `changes` override or extend the table of sizes."""
     model = getattr(transformers, name)
     default = model.config_class()
     sizes = {
@@ -63,7 +63,7 @@ def small(name: str, **changes: Any) -> nn.Module:
 
 
 def token_ids(batch: int, seq: int) -> Inputs:
-    """Ids of a text."""
+    """Draws the ids of texts."""
     return {"input_ids": torch.randint(FIRST, VOCABULARY, (batch, seq))}
 
 

@@ -81,5 +81,5 @@ def shape_of(value: ir.Value) -> tuple[int, ...]:
 
 
 def gate_mul(s: Surgery) -> ir.Node:
-    """The node g * (attention delta + MLP delta), the last Mul of layer 1."""
+    """Returns the node g * (attention delta + MLP delta), the last Mul of layer 1."""
     return s.node(1, "Mul", -1)

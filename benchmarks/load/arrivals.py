@@ -39,7 +39,7 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
 
 
 def spread(samples: Sequence[float], digits: int = 2) -> str:
-    """Text of the median, with the smallest and the largest sample in brackets."""
+    """Returns the median as text, with the smallest and the largest sample in brackets."""
     return f"{median(samples):.{digits}f} ({min(samples):.{digits}f} to {max(samples):.{digits}f})"
 
 

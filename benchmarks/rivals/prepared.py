@@ -14,7 +14,7 @@ Steps = Mapping[str, tuple[str | None, Callable[..., None]]]
 
 
 def prepare(steps: Steps, wanted: Iterable[str], subject: Any, folder: Path) -> dict[str, str]:
-    """Does the wanted steps and the steps that they need, unless they were done before. Returns the reason for every
+    """Runs the wanted steps and the steps that they need, unless they were done before. Returns the reason for every
     step that failed or that needs a failed one.
     """
     folder.mkdir(parents=True, exist_ok=True)

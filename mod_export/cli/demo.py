@@ -40,7 +40,7 @@ def demo(out: Path, verbosity: int) -> int:
     trained = build_and_show(Request.checkpoint(checkpoint), config_of(configs / "demo.toml"), out, verbosity)
     with timed_checkpoint() as untrained:
         timed = build_and_show(Request.checkpoint(untrained), config_of(configs / "bench.toml"), timed_out, verbosity)
-    click.echo(next_steps(checkpoint, out, timed_out, sys.argv[0]))
+    click.echo(next_steps(text_checkpoint() or checkpoint, out, timed_out, sys.argv[0]))
     return trained or timed
 
 
@@ -61,6 +61,13 @@ def demo_checkpoint() -> Path:
     )
 
 
+def text_checkpoint() -> Path | None:
+    """Returns the trained checkpoint with a tokenizer that an installed architecture ships, or None."""
+    from mod_export.model.checkpoint import architectures
+
+    return next(filter(None, (architecture.text_checkpoint() for architecture in architectures().values())), None)
+
+
 @contextlib.contextmanager
 def timed_checkpoint() -> Iterator[Path]:
     """Yields a checkpoint with initial weights, of a size that can be timed; it is deleted when the context ends.
@@ -78,8 +85,15 @@ def timed_checkpoint() -> Iterator[Path]:
     raise CheckpointError("no installed architecture declares a size to be timed")
 
 
-def next_steps(checkpoint: Path, trained: Path, timed: Path, command: str) -> str:
-    """Says what to look at after a demo, and what to try next; `command` is how mod-export is called here."""
+def next_steps(writer: Path, trained: Path, timed: Path, command: str) -> str:
+    """Says what to look at after a demo, and what to try next.
+
+    Args:
+        writer: a checkpoint that writes text.
+        trained: the build folder of the trained model.
+        timed: the build folder of the model that was timed.
+        command: how mod-export is called here.
+    """
     writing = trained.with_name("writing")
     look = {
         str(trained / "report.html"): "parity with PyTorch, and which tokens of a text each layer selected",
@@ -87,7 +101,7 @@ def next_steps(checkpoint: Path, trained: Path, timed: Path, command: str) -> st
     }
     tries = {
         f"{command} validate {trained}": "check a build folder again, on any machine",
-        f"{command} build {checkpoint} -o {writing}": "the same model for every target, and engines that write text",
+        f"{command} build {writer} -o {writing}": "a trained model for every target, and engines that write text",
         f'{command} generate {writing} --prompt "    # If the file is " --temperature 0.5': "let them write",
         f"{command} targets": "which targets can build and run here, and what the others lack",
         f"{command} build MODEL": "your own checkpoint, for every target that can build here",

@@ -20,12 +20,12 @@ METADATA = ("nn_module_stack", "stack_trace")
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The static shape of a node's tensor."""
+    """Returns the static shape of a node's tensor."""
     return tuple(node.meta["val"].shape)
 
 
 def argument_of(node: fx.Node, *names: str) -> Any:
-    """The argument with one of these names, or its default; None if the operator has no such argument."""
+    """Returns the argument with one of these names, or its default; None if the operator has no such argument."""
     for position, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]  # An operator has one.
         if argument.name in names:
             if position < len(node.args):
@@ -35,7 +35,7 @@ def argument_of(node: fx.Node, *names: str) -> Any:
 
 
 def behind(node: fx.Node) -> set[fx.Node]:
-    """A node and all nodes that depend on it."""
+    """Returns a node and all nodes that depend on it."""
     dependents, waiting = {node}, [node]
     while waiting:
         new = [use for use in waiting.pop().users if use not in dependents]
@@ -45,7 +45,7 @@ def behind(node: fx.Node) -> set[fx.Node]:
 
 
 def behind_inputs(program: ExportedProgram) -> set[fx.Node]:
-    """The inputs of a program and all nodes that depend on one, and not on weights and constants alone."""
+    """Returns the inputs of a program and all nodes that depend on at least one of them."""
     dependents = {
         node
         for node, spec in zip(program.graph.nodes, program.graph_signature.input_specs, strict=False)
@@ -58,7 +58,7 @@ def behind_inputs(program: ExportedProgram) -> set[fx.Node]:
 
 
 def module_path(node: fx.Node) -> str:
-    """The path of the module whose forward pass the node belongs to; `model` for the outermost one."""
+    """Returns the path of the module whose forward pass the node belongs to; `model` for the outermost one."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     return stack[-1][0] if stack and stack[-1][0] else "model"
 
@@ -72,7 +72,7 @@ def add_node(graph: fx.Graph, beside: fx.Node, target: Any, *args: Any) -> fx.No
 
 
 def infer(node: fx.Node) -> None:
-    """Infers the result of a call, without values, from its inputs."""
+    """Gives a call the result, a tensor without values, that torch infers from its inputs."""
     target: Any = node.target
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
     mode = detect_fake_mode([source.meta["val"] for source in node.all_input_nodes])
@@ -88,7 +88,8 @@ def replace_by(graph: fx.Graph, node: fx.Node, function: Callable[..., Any], *, 
         graph: the graph that contains the node.
         node: a node that returns one tensor or several.
         function: a function that returns as many tensors.
-        whole: whether attention and matmul stay one operator each; if not, vmap becomes operators on all rows.
+        whole: whether attention and matmul stay one operator each. If not, they become the operators that they call,
+            and a vmap becomes operators on all rows.
     """
     leaves, structure = pytree.tree_flatten((node.args, node.kwargs))
     leaves = [_called(leaf) for leaf in leaves]

@@ -100,7 +100,7 @@ def _graph(path: Path) -> str:
 
 
 def _cost_line(model: ir.Model) -> str:
-    """FLOPs and bytes of weights, and a note on what could not be counted, because the graph may be any graph."""
+    """Returns FLOPs and bytes of weights, and names operators that could not be counted: the graph may be any graph."""
     from mod_export.measure.cost import cost_row
 
     ids = model.graph.inputs[0].shape if model.graph.inputs else None
@@ -138,7 +138,7 @@ def _folder(path: Path) -> str:
 
 
 def _beside(row: CostRow, dense: Mapping[str, CostRow]) -> list[str]:
-    """Cells with the FLOPs of the dense baseline and their ratio, or "-" if unknown; empty if there is no baseline."""
+    """Returns cells with the baseline's FLOPs and the ratio, or "-" if unknown; none if there is no dense baseline."""
     if not dense:
         return []
     baseline = dense.get(row.bucket)

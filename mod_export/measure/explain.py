@@ -12,8 +12,8 @@ WORTH_HAVING = 1.1
 LARGE_SHARE = 1 / 3
 """A part with a larger share of the remaining FLOPs limits the speed-up, whatever is saved elsewhere."""
 FEW_ROWS = 16
-"""Rows of a matrix product up to which more rows would cost little. Kernels work on tiles of 4 to 16 rows on CPUs, 64
-and more on GPUs; a smaller product is padded to a tile, and reads each weight for a few FLOPs."""
+"""A matrix product of at most this many rows would take little longer with more. Kernels work on tiles of 4 to 16 rows
+on CPUs, of 64 and more on GPUs; a smaller product is padded to a tile, and reads each weight for a few FLOPs."""
 FEW_FLOP_PER_BYTE = 4.0
 """Every current processor can do more float32 FLOPs than this in the time that it takes to read a byte from memory."""
 SLOW_GFLOPS = 2.0
@@ -68,7 +68,7 @@ def explain(
             *_of_few_rows(bucket, depth),
             *_of_memory(mod),
         ]
-        causes = known[:2] or ["no cause that can be counted accounts for the rest; a profile of the engine may"]
+        causes = known[:2] or ["no cause that can be counted explains the rest; a profile of the engine may show one"]
     return "; ".join([f"FLOPs predict {predicted:.2f}x", *causes])
 
 

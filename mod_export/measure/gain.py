@@ -1,8 +1,8 @@
 """Predicts what routing gains on a machine from a model's layers and the machine's roofline. Nothing is built or run.
 
 A matrix product takes at least as long as its FLOPs take at the machine's peak, and at least as long as its weights
-take to be read (Williams, Waterman and Patterson, CACM 52(4), 2009). The prediction adds these times over all products
-of a model, once for the model and once for its dense baseline. It leaves out everything else: norms, softmax,
+take to be read (Williams, Waterman and Patterson, CACM 52(4), 2009). The prediction adds the longer of these two times
+over all products, once for the model and once for its dense baseline. It leaves out everything else: norms, softmax,
 selection, gather and scatter, and the start of kernels. So the measured gain is smaller than the predicted one, and a
 model without a predicted gain gains nothing.
 
@@ -54,7 +54,7 @@ class Machine:
         return self.flops * self.weight_bytes / (2 * self.bandwidth)
 
     def seconds(self, flops: float, weight_bytes: float = 0.0, cache_bytes: float = 0.0) -> float:
-        """Returns the time of a product that reads weights or the cache. Both are bytes in float32."""
+        """Returns the time of a product that reads weights or the cache. Sizes are given as if they were in float32."""
         read = (weight_bytes * self.weight_bytes + cache_bytes * self.cache_bytes) / FLOAT32_BYTES
         return max(flops / self.flops, read / self.bandwidth)
 
@@ -74,7 +74,7 @@ class Proposal:
     Attributes:
         parts: `block`, `attention` or `mlp`.
         layers: the routed layers.
-        capacity: share of the tokens.
+        capacity: share of the tokens that a routed layer selects.
         keys_values: whether skipped tokens keep their keys and values: `absent` or `kept`.
     """
 
@@ -216,7 +216,7 @@ CAPACITIES = (0.125, 0.25, 0.5, 0.75)
 
 def proposals(n_layers: int) -> list[Proposal]:
     """Returns the ways to route a dense model that the literature uses: every other block as in the paper; all blocks
-    but the first and the last two; MLPs alone; and blocks whose skipped tokens keep their keys and values.
+    but the first two and the last two; MLPs alone; and blocks whose skipped tokens keep their keys and values.
     """
     every_other = tuple(range(1, n_layers, 2))
     inner = tuple(range(2, n_layers - 2)) or every_other
@@ -236,9 +236,9 @@ def machine_of(name: str, tflops: float | None, bandwidth: float | None, weight_
     """Returns a machine by its name in MACHINES, this one (`this`), or one with the given rates.
 
     Args:
-        name: the name.
-        tflops: TFLOP/s; with `bandwidth`, in GB/s, it describes another machine.
-        bandwidth: see `tflops`.
+        name: the name, which the two rates override.
+        tflops: TFLOP/s of another machine; None, and so is `bandwidth`, if the name says which machine it is.
+        bandwidth: GB/s of that other machine.
         weight_bytes: bytes of a weight, such as 1 for int8; None for those of the machine.
 
     Raises:

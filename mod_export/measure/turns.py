@@ -36,7 +36,7 @@ class Worker:
     """One route that is open in its own process, which performs one action at a time on request."""
 
     def __init__(self, log: Path, opener: Opener, *args: Any) -> None:
-        """`opener(*args)` runs in the process and returns actions by name. Its output is appended to `log`."""
+        """`opener(*args)` runs in the process and returns actions by name. What the process prints goes to `log`."""
         self._pipe, far_end = FRESH.Pipe()
         self._process = FRESH.Process(target=_serve, args=(far_end, str(log), opener, args), daemon=True)
         self._process.start()
@@ -98,7 +98,7 @@ def _serve(pipe: Connection, log: str, opener: Opener, args: Sequence[Any]) -> N
             begin = time.perf_counter()
             value = actions[name](*arguments)
             pipe.send((False, (time.perf_counter() - begin, value)))
-    except Exception as error:  # Any exception of a library is the reason why there is no time.
+    except Exception as error:  # Whatever a library raises is why the route has no time.
         traceback.print_exc()
         pipe.send((True, reason_of(error)))
 
@@ -112,7 +112,7 @@ def _write_to(log: str) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """Text of an error in one line."""
+    """Returns the text of an error in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, ImportError):
         return f"not installed ({lines[0] if lines else error!r})"

@@ -25,8 +25,8 @@ from mod_export.rows.speed import LatencyRow, SpeedupRow
 from mod_export.types import KINDS, Bucket, ModelKind, Setting, Site, pairs_of
 
 GIVE_A_BASELINE = (
-    "give a dense model with --baseline dense.pt, in Python with baseline=dense_module (of a factory that takes a "
-    "capacity, the same module with capacity=1.0)"
+    "give a dense model with --baseline dense.pt, in Python with baseline=dense_module (if a function with a parameter "
+    "capacity makes your module, what it makes with capacity=1.0)"
 )
 NOTHING_COMPARED = f"there is no dense baseline, so latency has no speed-up and no gate; {GIVE_A_BASELINE}"
 NO_SITE_TO_COMPARE = (
@@ -120,8 +120,8 @@ def speedup_rows(
 def _cost(costs: Mapping[tuple[ModelKind, str], CostRow], model: ModelKind, bucket: Bucket) -> CostRow:
     if (model, bucket.name) not in costs:
         raise GraphError(
-            f"{model} {bucket.name}: the FLOPs of this graph were not counted, so its latency has nothing to be held "
-            "against; count them with measure.cost.cost_row"
+            f"{model} {bucket.name}: the FLOPs of this graph were not counted, so its latency cannot be compared "
+            "with them; count them with measure.cost.cost_row"
         )
     return costs[model, bucket.name]
 
@@ -257,7 +257,7 @@ def _too_slow(row: SpeedupRow) -> str:
         return f"{text} is not a number"
     gate = f"the gate of {row.gate:.2f}x"
     if row.control is not None and not row.control.covers_one:
-        return f"{text} cannot be held against {gate}: {row.reason}; {QUIETER}"
+        return f"{text} cannot be compared with {gate}: {row.reason}; {QUIETER}"
     if high < row.gate:
         why = row.reason or ("" if row.predicted_flops is None else f"FLOPs predict {row.predicted_flops:.2f}x")
         return f"{text} does not reach {gate}" + (f": {why}" if why else "")

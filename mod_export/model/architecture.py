@@ -74,6 +74,10 @@ class Architecture(ABC):
         """Returns a small trained checkpoint that ships with the package, or None."""
         return None
 
+    def text_checkpoint(self) -> Path | None:
+        """Returns a small trained checkpoint with a tokenizer that ships with the package and writes text, or None."""
+        return None
+
     def timed_checkpoint(self, seed: int, path: Path) -> bool:
         """Writes a checkpoint with initial weights, large enough to measure a speed-up. Returns whether it did."""
         return False

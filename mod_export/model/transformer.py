@@ -323,8 +323,10 @@ class ModTransformer(Architecture):
         return TransformerModel(Checkpoint(spec=ModelSpec.from_dict(spec), weights=weights))
 
     def demo_checkpoint(self) -> Path | None:
-        path = Path(str(files("mod_models").joinpath("checkpoints", "stdlib-3m.pt")))
-        return path if path.exists() else None
+        return _shipped("stdlib-3m.pt")
+
+    def text_checkpoint(self) -> Path | None:
+        return _shipped("python-4m")
 
     def timed_checkpoint(self, seed: int, path: Path) -> bool:
         save_checkpoint(path, random_checkpoint(TIMED_SPEC, seed))
@@ -352,6 +354,11 @@ class ModTransformer(Architecture):
 
 
 MOD_TRANSFORMER = ModTransformer()
+
+
+def _shipped(name: str) -> Path | None:
+    path = Path(str(files("mod_models").joinpath("checkpoints", name)))
+    return path if path.exists() else None
 
 
 def _with_tokenizer(foreign: ForeignModel) -> ForeignModel:

@@ -23,7 +23,7 @@ def input_names(placeholders: Sequence[fx.Node], structure: pytree.TreeSpec) -> 
 
 def output_names(returned: Sequence[Any], structure: pytree.TreeSpec) -> list[str]:
     """Returns the names of the returned values, in the order of the structure. A value that is no node of the graph,
-    such as None, is no output. The name of a single output without keys is empty.
+    such as None, has a name too, but does not count as an output. The name of a single output without keys is empty.
     """
     several = sum(isinstance(value, fx.Node) for value in returned) > 1
     names = []

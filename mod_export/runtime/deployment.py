@@ -85,10 +85,10 @@ def served_engines(
     """Chooses the engines to serve: all of one model, target and dtype, which run here and met their gates.
 
     With `texts` these are prefill and decode engines, otherwise forward engines. Without a target, the choice is the
-    fastest pair of target and dtype that met its gates in the build's measurements (of `dtype`, if given), or the first
-    pair if nothing was measured, without pairs that were made for another machine and cannot be loaded on this one.
-    With a target but no dtype, it is the first dtype built. Engines that missed a gate are never replaced by another
-    dtype: the user has to name one.
+    pair of target and dtype (`dtype`, if given) that met its gates and was the fastest in the build, or the first pair
+    if nothing was measured. Pairs that were made on another machine and cannot be loaded on this one are left out. With
+    a target but no dtype, the choice is the first dtype built. Engines that missed a gate are never replaced by those
+    of another dtype: the user has to name one.
 
     Raises:
         UsageError: the folder has no engine of this model.
@@ -137,7 +137,7 @@ def served_engines(
 
 
 def _refusal(folder: Path, manifest: Manifest, engine: Engine) -> str:
-    """Says why this machine cannot run an engine; empty if it can. Only an engine that was made elsewhere is loaded.
+    """Says why this machine cannot run an engine; empty if it can. An engine is loaded only if it was made elsewhere.
 
     Raises:
         BuildFolderError: a file has changed since the build.
@@ -149,7 +149,7 @@ def _refusal(folder: Path, manifest: Manifest, engine: Engine) -> str:
     try:
         with builder.load(folder, engine, manifest.config, 1):
             return ""
-    except (TargetError, EngineError) as error:  # A plan of TensorRT for another GPU cannot be used, it says no more.
+    except (TargetError, EngineError) as error:  # TensorRT says no more about a plan for another GPU.
         return str(error)
 
 
@@ -209,7 +209,7 @@ def warn_unverified(folder: Path, manifest: Manifest) -> None:
     """Warns that a folder was built without evidence. The warning points at the caller's caller."""
     if not manifest.verified:
         warnings.warn(
-            f"{folder}: nothing of it was verified: it was built with --no-evidence. `mod-export validate {folder}` "
+            f"{folder}: nothing in it was verified: it was built with --no-evidence. `mod-export validate {folder}` "
             "compares its engines with PyTorch",
             UnverifiedWarning,
             stacklevel=3,
@@ -360,7 +360,7 @@ class Deployment:
         """Answers a request of a server: runs token ids with `run`, and other inputs with `infer`.
 
         Raises:
-            UsageError: a name is unknown, or as for these two.
+            UsageError: a name is unknown, or `run` or `infer` refuses the inputs.
             BuildFolderError: a file has changed since the build.
         """
         if self.vocab_size is None:

@@ -53,12 +53,13 @@ def load_generator(
     trusted_keys: Sequence[str | Path] | None = None,
 ) -> Generator:
     """Opens a build folder for writing text. Takes the arguments of `load`, and `prefix_cache_bytes`, the memory of a
-    `PrefixCache`, from which later texts take what texts with the same beginning have read; 0 keeps nothing.
+    `PrefixCache`. It keeps what texts have read, for later texts with the same beginning; 0 keeps nothing.
 
     Raises:
         BuildFolderError: the folder is not a complete build folder, a file is damaged, the folder is not signed by the
             owner of one of `trusted_keys`, or its engines can only read a prompt as a whole.
-        UsageError: the folder's model cannot generate (the message says why and what to do), or has no such engines.
+        UsageError: the folder's model cannot generate (the message says why and what to do), or the folder has no
+            engines that write its text.
         TargetError: no engine for generation runs here, or the engines missed their gates.
     """
     folder = Path(root)
@@ -270,7 +271,7 @@ class Generator:
         longest = max(len(text.completion.prompt_ids) for text in texts)
         if rolling and longest > self.window:
             raise UsageError(
-                f"a prompt of {longest} tokens does not fit the window of {self.window}, also where texts roll; give "
+                f"a prompt of {longest} tokens does not fit the window of {self.window}, even if texts roll; give "
                 f"its last {self.window} tokens, or build a longer window (generation.window)"
             )
         if not rolling:

@@ -180,7 +180,7 @@ async def _read(request: Request, most_bytes: int) -> bytes:
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns when the client has disconnected. It drops parts of a body, so the body must have been read."""
+    """Returns when the client has disconnected. It drops parts of a body, so the body must be read before."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -263,7 +263,7 @@ def problem_of(error: Exception) -> ApiError:
             return ApiError(503, str(error), code="not_rendered", retry_after_s=RETRY_S)
         case ClosingError():
             return ApiError(503, str(error), code="shutting_down", retry_after_s=RETRY_S)
-        case UsageError() if not isinstance(error, BuildFolderError | TargetError):  # Those two blame no request.
+        case UsageError() if not isinstance(error, BuildFolderError | TargetError):  # Not the client's fault.
             return ApiError(400, str(error))
         case ValidationError():
             return _invalid(error)

@@ -233,8 +233,8 @@ def _texts(
 
 
 async def _compiled(generator: Generator, asked: OpenAIRequest) -> str | None:
-    """Waits until the grammar of a request is compiled, and returns it; None if its texts are free. While it is being
-    compiled, the request takes no thread from others.
+    """Waits until the grammar of a request is compiled, and returns it; None if the request has none. While it is
+    being compiled, the request takes no thread from others.
     """
 
     def read() -> str | None:
@@ -266,7 +266,7 @@ def _demands_call(asked: OpenAIRequest) -> bool:
 
 
 def _text_of(generator: Generator, prompt: str | Sequence[int]) -> str:
-    """Text of a prompt, which `echo` shows; empty if its ids do not represent text."""
+    """Returns the text of a prompt, which `echo` shows; empty if its ids do not represent text."""
     if isinstance(prompt, str) or generator.vocabulary is None:
         return prompt if isinstance(prompt, str) else ""
     reader = generator.vocabulary.reader()

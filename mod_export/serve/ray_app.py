@@ -35,8 +35,8 @@ from mod_export.serve.service import ServiceOptions
 from mod_export.types import ModelKind, having
 
 BESIDE_TEXTS = 16
-"""Requests that a replica accepts beyond those that it writes, scores or queues. They are requests for metrics, health
-and lists of models, and requests that are refused, which takes milliseconds.
+"""Requests that a replica accepts beyond those that it answers with texts or scores, or queues. They are requests for
+metrics, health and lists of models, and requests that are refused; each takes milliseconds.
 """
 HEALTH_S = 2.0
 """Seconds between two health checks of a replica. Ray replaces it after three failures in a row."""
@@ -145,7 +145,7 @@ def app(args: Arguments) -> serve.Application:
 
     Raises:
         UsageError: there is no build folder.
-        BuildFolderError: `rows` is not given, and a folder from which to read it is damaged or missing.
+        BuildFolderError: `rows` is not given, and a folder whose engines would tell it is damaged or missing.
     """
     folders = args.by_name()
     rows = args.rows or max(map(_most_rows, folders.values()))
@@ -178,7 +178,7 @@ def app(args: Arguments) -> serve.Application:
 
 
 def _most_rows(folder: Path) -> int:
-    """Largest number of texts that an engine of a build folder writes at once; 0 if it writes no text."""
+    """Returns the largest number of texts that an engine of a build folder writes at once; 0 if none writes text."""
     engines = open_folder(folder, verify=False).engines
     return max((engine.bucket.batch for engine in having(engines, role="decode")), default=0)
 

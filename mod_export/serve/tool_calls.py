@@ -29,7 +29,8 @@ MARKS = (HERMES, MISTRAL)
 SHOWN = (*MARKS, HERMES_END)
 """Marks that may be special tokens of a vocabulary. Texts show special tokens only on request."""
 NUMBER = secrets.token_hex(16)
-"""Stands before numbers while JSON is read and written, so that they keep their digits. No text can know it."""
+"""Stands before numbers while JSON is read and written, so that they keep their digits. It is random, so no text can
+contain it on purpose."""
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 """Schema of a function without `parameters`."""
 ID_LENGTH = 9
@@ -58,7 +59,7 @@ class Function(BaseModel):
 
 
 class Sent(BaseModel):
-    """A part of a request that chat templates read. It is checked, and kept as it was sent with the order of keys."""
+    """A part of a request that chat templates read. It is checked and kept as it was sent, in the order of its keys."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
@@ -173,7 +174,7 @@ class DemandedCall(CallReader):
         return {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]} if arguments else {}
 
     def close(self) -> Json:
-        """Returns the last character if it belongs to the arguments, because the text was cut."""
+        """Returns the last character if the text was cut, because it then belongs to the arguments."""
         remainder = "" if self._told is None or _is_json(self._text) else self._text[self._told :]
         return {"tool_calls": [{"index": 0, "function": {"arguments": remainder}}]} if remainder else {}
 

@@ -69,8 +69,8 @@ class RepositoryRequest:
     Attributes:
         folder: the build folder.
         forward: Triton backend that runs whole rows.
-        name: name of the model that runs whole rows; None is the name of the checkpoint.
-        target: target of the engines that the Python models run; None selects the fastest that runs here.
+        name: name of the model that runs whole rows; None stands for the name of the checkpoint.
+        target: target of the engines that the Python models run; None selects the fastest that run here.
         dtype: dtype of those engines, or of the plans if `forward` is `tensorrt`.
         threads: threads of an engine inside one operator; None uses every physical core.
         max_queue: how many requests may wait for a model.
@@ -80,7 +80,7 @@ class RepositoryRequest:
         vocab_size: vocabulary size; None if the model does not read token ids.
 
     Raises:
-        BuildFolderError: not a finished build folder.
+        BuildFolderError: the folder is not a finished build folder.
         UsageError: an option is out of range.
     """
 
@@ -319,7 +319,7 @@ def _plan_model(request: RepositoryRequest, engines: Sequence[Engine]) -> Triton
 
 
 def _capability(arch: str) -> str:
-    """Compute capability of an architecture: 8.9 for sm89, 12.0 for sm120."""
+    """Returns the compute capability of an architecture: 8.9 for sm89, 12.0 for sm120."""
     digits = arch.removeprefix("sm")
     return f"{digits[:-1]}.{digits[-1]}"
 
@@ -373,7 +373,7 @@ def _router(request: RepositoryRequest, graphs: Mapping[Bucket, Graph]) -> Trito
     }
     return TritonModel(
         name=request.model_name,
-        about=f"Pads a request to its bucket and asks the model of it: {_names_of(graphs)}.",
+        about=f"Pads a request to a bucket and passes it to the model of that bucket: {_names_of(graphs)}.",
         backend="python",
         inputs=_merged(request, inputs.values()),
         outputs=_merged(request, outputs),

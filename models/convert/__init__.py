@@ -84,10 +84,10 @@ def read_foreign(
 
 
 def declared_in(path: Path) -> ModelSpec | None:
-    """Returns the spec that a JSON file declares: a spec, or the config.json of a checkpoint or Hugging Face folder.
+    """Returns the spec in a JSON file, which is a spec, or the config.json of a checkpoint or Hugging Face folder.
 
     Returns:
-        None if the file declares a model of another architecture, or none.
+        None if the file declares a model of another architecture, or no model.
 
     Raises:
         CheckpointError: the file is not readable, its family is unknown, or its spec is not valid.

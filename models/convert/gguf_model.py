@@ -1,11 +1,11 @@
-"""Reads the model of a GGUF file from llama.cpp's converter: the spec in its metadata, and its names of tensors.
+"""Reads the model of a GGUF file that llama.cpp's converter wrote: its metadata as a spec, and its tensors by name.
 
 A file stores the rotary scaling of Llama 3.1 as the divisor of each angle, which the converter computes from the
 parameters of the rule in config.json. A spec needs the parameters, so they are recovered, and only accepted if they
 reproduce the tensor.
 
-Facts are from llama.cpp's `convert_hf_to_gguf.py` (keys, tensors and order of rows) and `src/llama-model.cpp` (defaults
-of missing keys).
+The facts used here are from llama.cpp's `convert_hf_to_gguf.py` (keys, tensors and order of rows) and
+`src/llama-model.cpp` (defaults of missing keys).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ FAMILIES: dict[str, GgufFamily] = {
 
 
 def read_gguf(path: Path, max_positions: int | None, ignored: Collection[str]) -> ForeignModel:
-    """Reads the model of a GGUF file. Of its tensors it only reads the table and the factors of rotary angles.
+    """Reads the model of a GGUF file. Of the tensors, only their table and the factors of rotary angles are read.
 
     Args:
         path: path of the file.
@@ -237,7 +237,7 @@ class _Declared:
         return d_head
 
     def _vocabulary(self) -> int:
-        """Size of the vocabulary from its key or tokens, else from the embedding, whose shape is checked later."""
+        """Returns the vocabulary size from its key or tokens, else from the embedding, whose shape is checked later."""
         key, tokens = self.key("vocab_size"), self.metadata.get(TOKENS)
         size = None if self.config.get(key) is None else self.config.whole(key)
         if isinstance(tokens, list) and size is not None and size != len(tokens):
@@ -327,7 +327,7 @@ def _parts(
 
 
 def _scaling_of(tensor: GgufTensor, theta: float, d_head: int) -> RopeScaling | str | None:
-    """Returns the scaling that gives a tensor of factors, None if all factors are 1, or the problem as text."""
+    """Returns the scaling that leads to a tensor of factors, None if all factors are 1, or the problem as text."""
     if tensor.shape != (d_head // 2,) or tensor.stored is not torch.float32:
         return f"expected {d_head // 2} numbers of float32, got {list(tensor.shape)} of {tensor.stored}"
     factor_E = tensor.rows(0, d_head // 2).double()
@@ -352,7 +352,7 @@ def _scaling_of(tensor: GgufTensor, theta: float, d_head: int) -> RopeScaling | 
 
 
 def _llama3_limits(factor_E: Tensor, angle_E: Tensor, largest: float) -> list[tuple[float, float]]:
-    """Pairs (high_freq_factor, original_positions) that can explain the factors with low_freq_factor = 1.
+    """Returns pairs (high_freq_factor, original_positions) that can explain the factors with low_freq_factor = 1.
 
     Between the two limits of the wavelength, the share of the unscaled angle is
     (positions * angle / 2 pi - 1) / (high - 1).

@@ -27,12 +27,13 @@ WHOLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SHARD = re.compile(r"(?:model|pytorch_model)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
 """Name of a shard. Groups: its number, and how many there are."""
-MOST_SHARDS = 8  # in one message about shards that are missing
+MOST_SHARDS = 8
+"""How many missing shards a message lists after the first."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor in a file, see `foreign.StoredTensor`.
+    """A tensor in a file; see `foreign.StoredTensor`.
 
     `table` is the key under which a pickle holds the table of the tensor; empty if the pickle itself is that table.
     """
@@ -66,7 +67,7 @@ class FileTensor:
 
 
 def tensors_of_folder(folder: Path) -> dict[str, FileTensor]:
-    """Name -> tensor, for all tensors of a model: in one file, in the shards of an index, or in shards without one.
+    """Returns name -> tensor for all tensors of a model: of one file, of the shards in an index, or of other shards.
 
     As in transformers, the index only says which shards there are. A tensor that only the index names, or only a shard
     holds, is no error here: some tools drop derived tensors from the shards and leave their names in the index.
@@ -143,7 +144,7 @@ def _is_file(path: Path) -> bool:
 
 
 def tensors_of_file(path: Path, table: str = "") -> dict[str, FileTensor]:
-    """Name -> tensor of one file. A file without the suffix .safetensors is a pickle. `table` is as in `FileTensor`.
+    """Returns name -> tensor of one file, a pickle if its suffix is not .safetensors. `table` is as in `FileTensor`.
 
     Raises:
         CheckpointError: the file is damaged, or is a pickle that holds more than tensors.

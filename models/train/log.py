@@ -28,7 +28,7 @@ class Log:
     """Writer of log.csv in `folder`; the row of a training step may also hold an evaluation."""
 
     def __init__(self, folder: Path, step: int, kind: str = "csv") -> None:
-        """Deletes the rows after `step` (0 for a new run), because a resumed run repeats those of a killed run.
+        """Deletes the rows after `step` (0 for a new run), because the resumed run writes them again.
 
         `kind` is one of LOGS; `tensorboard` writes the same numbers to the folder `tensorboard` as well.
 
@@ -77,7 +77,7 @@ class Log:
         metrics: Mapping[str, float],
         held_out: Mapping[str, float] | None = None,
     ) -> None:
-        """Writes one row to the disk; every row must have the same names.
+        """Writes one row to the disk; every call must have the same names, except that `held_out` may be missing.
 
         `held_out` is an evaluation: `bits_per_byte`, `next_token_loss` and the same metrics. Its columns begin with
         HELD_OUT and are empty in rows without one.

@@ -3,11 +3,11 @@
 `x.scatter_add(...)` and `index_add` write x + update at given positions. If every position occurs once, that equals
 reading the old values, adding, and writing the sums back, which every target can do.
 
-The proof that every position occurs once follows the indices back to the selections they come from. TopK gives unique
-positions in each row, and the proof can start from nothing else, because the positions themselves are only known when
-the graph runs. So every index is represented as a constant plus an unknown position, `offset + draw[slot]`. A draw is
-one unknown selection, whose slots hold different numbers in [0, span). Reshaping, slicing, concatenating and adding
-constants keep that form.
+The proof that every position occurs once follows the indices back to the constants and selections that they come from.
+What a selection returns is only known when the graph runs, but a TopK is known to return unique positions in each row.
+So every index is represented as a constant plus an unknown position, `offset + draw[slot]`. A draw is one unknown
+selection, whose slots hold different numbers in [0, span). Reshaping, slicing, concatenating and adding constants keep
+that form.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SAME_ORDER = ("Reshape", "Unsqueeze", "Squeeze", "Flatten", "Identity", "Cast")
 class PlainScatter:
     """Rewrites scatters with a reduction whose positions are proven to be unique, so that each is written once.
 
-    It runs before `threshold_selection`, because the proof starts from TopK.
+    It runs before `threshold_selection`, which replaces a TopK that the proof needs.
     """
 
     name: ClassVar[str] = "plain_scatter"
@@ -102,14 +102,14 @@ def has_unique_targets(node: ir.Node) -> bool:
 
 
 class _Tracer:
-    """Follows indices upwards, and numbers the draws it meets. Indices are INDEX arrays in the shape of their value."""
+    """Follows indices to their sources, and numbers the draws. Indices are INDEX arrays in the shape of their value."""
 
     def __init__(self) -> None:
         self._known: dict[ir.Value, np.ndarray | None] = {}
         self._draws = 0
 
     def index(self, value: ir.Value | None) -> np.ndarray | None:
-        """The indices in an integer value; None if nothing is known about them."""
+        """Returns the indices in an integer value; None if nothing is known about them."""
         if value is None:
             return None
         if value not in self._known:
@@ -131,7 +131,7 @@ class _Tracer:
         return _follow(node, inputs, shape) if len(inputs) == len(read) else None
 
     def _selected(self, node: ir.Node, value: ir.Value, shape: tuple[int, ...]) -> np.ndarray | None:
-        """A new draw for each row of a TopK: the indices are positions of the axis, the values some of the inputs."""
+        """Returns a new draw for each row of a TopK. Its indices are positions on the axis, its values are inputs."""
         axis = node.attributes.get_int("axis", -1) % len(shape)
         source = static_shape(node.inputs[0])
         if source is None:
@@ -145,7 +145,7 @@ class _Tracer:
         return self._drawn(shape, axis, offset, span)
 
     def _looked_up(self, node: ir.Node, shape: tuple[int, ...]) -> np.ndarray | None:
-        """A new draw for each line of a GatherElements whose table and indices have no repetition in any line."""
+        """Returns a new draw for each line of a GatherElements if no line of its table or indices repeats a number."""
         axis = node.attributes.get_int("axis", 0) % len(shape)
         table, index = self.index(node.inputs[0]), self.index(node.inputs[1])
         if table is None or index is None or not _distinct_lines(table, axis) or not _distinct_lines(index, axis):
@@ -155,7 +155,7 @@ class _Tracer:
         return self._drawn(shape, axis, offset[tuple(slices)], span[tuple(slices)])
 
     def _drawn(self, shape: tuple[int, ...], axis: int, offset: np.ndarray, span: np.ndarray) -> np.ndarray:
-        """A new draw for each line along the axis."""
+        """Returns a new draw for each line along the axis."""
         rows = [1 if i == axis else size for i, size in enumerate(shape)]
         draw = self._draws + np.arange(math.prod(rows)).reshape(rows)
         self._draws += math.prod(rows)
@@ -178,7 +178,7 @@ def _distinct_lines(index: np.ndarray, axis: int) -> bool:
 
 
 def _range_of_lines(index: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """(offset, span) of a range that contains every index of a line, with one element along the axis."""
+    """Returns (offset, span) of a range that contains every index of a line, with one element along the axis."""
     first = index["offset"].min(axis, keepdims=True)
     return first, (index["offset"] + index["span"]).max(axis, keepdims=True) - first
 
@@ -207,7 +207,7 @@ def _follow(node: ir.Node, inputs: list[np.ndarray], shape: tuple[int, ...]) -> 
 
 
 def _sliced(node: ir.Node, index: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """A slice of indices, such as the last k of a whole sort. With positive steps, bounds are those of Python."""
+    """Returns a slice of indices, such as the last k of a whole sort. With positive steps, bounds are as in Python."""
     bounds = [None if value is None else constant_array(value) for value in node.inputs[1:]]
     if len(bounds) < 2 or any(array is None for array in bounds):
         return None
@@ -222,7 +222,7 @@ def _sliced(node: ir.Node, index: np.ndarray, shape: tuple[int, ...]) -> np.ndar
 
 
 def _sum(a: np.ndarray, b: np.ndarray, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The sum of two indices; None if both are unknown at some element."""
+    """Returns the sum of two indices; None if both are unknown at some element."""
     a, b = (np.broadcast_to(item, shape) for item in (a, b))
     if ((a["draw"] != CONSTANT) & (b["draw"] != CONSTANT)).any():
         return None
