@@ -9,9 +9,10 @@ import pytest
 import torch
 from observing import observed
 from packages import OnlyReads
+from tokenizers import Tokenizer
 
 from mod_export.cli import cli
-from mod_export.cli.demo import demo_checkpoint, next_steps, timed_checkpoint
+from mod_export.cli.demo import demo_checkpoint, next_steps, text_checkpoint, timed_checkpoint
 from mod_export.errors import CheckpointError
 from mod_export.model import checkpoint as reading
 from mod_export.model.checkpoint import model_from_checkpoint
@@ -31,6 +32,22 @@ def test_the_shipped_checkpoint_is_trained() -> None:
     assert bits < 2.6
     card = path.with_suffix(".md").read_text(encoding="utf-8")
     assert f"{model_from_checkpoint(path).parameters:,} parameters" in card
+
+
+def test_the_checkpoint_that_writes_text_is_trained_and_has_its_tokenizer() -> None:
+    path = text_checkpoint()
+    assert path is not None
+    assert sum(file.stat().st_size for file in path.iterdir()) < 8 * 2**20
+    loaded = model_from_checkpoint(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    # It has not read this project's own sources.
+    ids = tokenizer.encode(Path(reading.__file__).read_text(encoding="utf-8")).ids[:1025]
+    with torch.no_grad():
+        logits_1SV, _ = observed(loaded.module(), torch.tensor([ids[:-1]]), torch.tensor([1024]))
+    nats = torch.nn.functional.cross_entropy(logits_1SV[0], torch.tensor(ids[1:]), reduction="sum").item()
+    # The card says 1 bit per byte of sources like those that it was trained on; an untrained model has 3.
+    assert nats / np.log(2) / len(tokenizer.decode(ids[1:]).encode()) < 2
+    assert f"{loaded.parameters:,} parameters" in (path / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_timed_checkpoint_is_large_and_temporary() -> None:
