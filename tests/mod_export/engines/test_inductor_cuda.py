@@ -278,6 +278,7 @@ def test_no_float32_is_rounded_while_an_engine_is_compiled_or_runs() -> None:
         convolutions.allow_tf32, products.allow_tf32 = before
 
 
+@pytest.mark.slow
 def test_an_engine_of_another_gpu_was_not_made_here(root: Path) -> None:
     """The package is one for the processor, so it names no GPU."""
     assert Inductor().made_here(root, ENGINE)

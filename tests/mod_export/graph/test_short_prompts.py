@@ -41,8 +41,9 @@ def branch_nodes(model: ir.Model) -> list[list[ir.Node]]:
     return [list(branch) for node in model.graph for branch in branches_of(node)]
 
 
+@pytest.mark.fast("predictor-openvino")
 @pytest.mark.parametrize("target", WITHOUT)
-@pytest.mark.parametrize("name", ["predictor", pytest.param("routed apart by predictors", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["predictor", "routed apart by predictors"])
 def test_prompts_that_need_each_branch(name: str, target: str) -> None:
     """The eager model has no branches. Of two rows, the one that runs more tokens decides which branch runs."""
     limits, dtype, gone = WITHOUT[target]

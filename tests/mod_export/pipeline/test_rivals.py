@@ -44,6 +44,7 @@ def only(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     monkeypatch.setattr(rivals, "SECONDS_SHARE", 0.0)
 
 
+@pytest.mark.slow
 def test_programs_are_compared_with_the_engine_of_their_dtype(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch, "openvino")
     rows = list(measure_rivals(Build.open(small, None, (), verify=False)))
