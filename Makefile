@@ -144,7 +144,7 @@ test: install
 test-slice: install
 	$(PYTEST) -m slow --slice --commit $(COMMIT)
 
-# Everything; of the corpus a third, another one with every commit.
+# Everything; of the tests that are marked `drawn` a third, another one with every commit.
 test-all: install
 	$(PYTEST) --commit $(COMMIT)
 

@@ -1,10 +1,10 @@
 """Every test runs on one thread and starts from the same seed, so that a failure can be reproduced.
 
 The marker `slow` says which tests `make test` leaves out, and `fast("a", "b")` that it leaves out all cases of a test
-but these. `--commit HASH` draws the third of the corpus that is built, and `--slice` one of five parts of the collected
-tests. Tests marked `real` need a model from outside the project and run only with `--real-model FILE`. Tests marked
-`triton` need a Triton server and run only with `-m triton`, those marked `clients` need programs of another environment
-and run only with `-m clients`.
+but these. `--commit HASH` draws a third of the slow tests that are marked `drawn`, and `--slice` one of five parts of
+the collected tests. Tests marked `real` need a model from outside the project and run only with `--real-model FILE`.
+Tests marked `triton` need a Triton server and run only with `-m triton`, those marked `clients` need programs of
+another environment and run only with `-m clients`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from mod_export.graph.capture import ALLOCATIONS
 pytest_plugins = ["pytester"]
 SLICES = 5
 """Number of parts that `--slice` divides tests into. One part of the slow tests takes about 5 minutes on two cores."""
+THIRDS = 3
 SLOWEST_FOLDER = "writing_folder"
 """The shared build that takes longest. Test files that need it come first, so the worker that begins in the middle of
 the tests seldom waits for it."""
@@ -39,7 +40,7 @@ def _torch_seed_and_threads() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    drawing = "hash of the commit, which draws tests where only some are run: a third of the corpus, and the slice"
+    drawing = "hash of the commit, which draws a third of the slow tests that are marked so, and the slice"
     parser.addoption("--commit", metavar="HASH", type=lambda text: int(text, 16), help=drawing)
     parser.addoption("--slice", action="store_true", help=f"run only one of {SLICES} equal parts; needs --commit")
     parser.addoption("--real-model", metavar="FILE.gguf", help="run the tests that need this model, and no others")
@@ -77,9 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _keep(config, items, {item.nodeid for item in items if (item.get_closest_marker(marker) is not None) == wanted})
     waiting = {item.path for item in items if SLOWEST_FOLDER in getattr(item, "fixturenames", ())}
     items.sort(key=lambda item: item.path not in waiting)
+    commit: int | None = config.getoption("--commit")
+    if commit is not None:
+        many = sorted(item.nodeid for item in items if {"drawn", "slow"} <= {mark.name for mark in item.iter_markers()})
+        # Other digits than those of the slice, so that every test is in the slice of some commit.
+        left_out = set(many).difference(many[(commit >> 16) % THIRDS :: THIRDS])
+        _keep(config, items, {item.nodeid for item in items} - left_out)
     if not config.getoption("--slice"):
         return
-    commit: int | None = config.getoption("--commit")
     if commit is None:
         raise pytest.UsageError("--slice needs --commit, which draws the slice")
     # Tests are dealt out in the order of their names, because neighbours take about equally long.

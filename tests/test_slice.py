@@ -42,6 +42,31 @@ def test_every_slow_test_is_drawn_by_one_hash_in_so_many(pytester: pytest.Pytest
     assert drawn(pytester, f"{0xABC * SLICES:040X}") == parts[0]
 
 
+def test_a_commit_draws_a_third_of_what_a_make_target_of_its_own_runs(pytester: pytest.Pytester) -> None:
+    pytester.makeconftest(CONFTEST)
+    pytester.makeini("[pytest]\nmarkers =\n    slow\n    fast\n    drawn\n")
+    pytester.makepyfile("""
+        import pytest
+
+        @pytest.mark.drawn
+        @pytest.mark.fast("0")
+        @pytest.mark.parametrize("number", range(10))
+        def test_many(number): ...
+
+        @pytest.mark.slow
+        def test_other(): ...
+    """)
+    parts = []
+    for commit in range(3):
+        outcome = pytester.runpytest_inprocess(
+            "--commit", f"{commit << 16:x}", "--collect-only", "-q", "-p", "no:randomly"
+        )
+        parts.append(re.findall(r"::test_(\w+\[?\d?)", "\n".join(outcome.outlines)))
+    assert all({"many[0", "other"} <= set(part) and len(part) == 5 for part in parts)
+    assert set().union(*parts) == {"other", *(f"many[{number}" for number in range(10))}
+    assert len(pytester.runpytest_inprocess("--collect-only", "-q").outlines) > 11
+
+
 @pytest.mark.parametrize(("marker", "expected"), [("slow", ["two"]), ("not slow", ["one", "three", "four"])])
 def test_the_cases_that_are_not_fast_are_slow(pytester: pytest.Pytester, marker: str, expected: list[str]) -> None:
     folder_with_cases(pytester, '"one", "three"')

@@ -130,6 +130,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # The rivals warn about their own internals.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.drawn
 class TestMeasured:
     @pytest.fixture(scope="class")
     def results(self, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -29,7 +29,6 @@ from benchmarks.corpus.worker import run_apart, stop
 
 # Packages warn about themselves and each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
-THIRDS = 3
 SMALL = "torch.nn.TransformerEncoderLayer"
 FAST = {
     (field, getattr(entry, field)): name
@@ -64,17 +63,12 @@ def test_the_corpus_is_as_wide_as_it_says() -> None:
     assert len(ENTRIES) == len({entry.name for entry in ENTRIES.values()})
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """With `--commit`, builds a third of the entries, another third with each commit; otherwise builds all of them."""
-    if "built_name" in metafunc.fixturenames:
-        commit, names = metafunc.config.getoption("--commit"), list(ENTRIES)
-        metafunc.parametrize("built_name", names if commit is None else names[(commit >> 16) % THIRDS :: THIRDS])
-
-
 @pytest.mark.slow
-def test_an_entry_is_built_for_onnx_runtime_and_computes_what_eager_does(built_name: str) -> None:
-    (row,) = run_apart(ENTRIES[built_name], ["ort-cpu"])
-    assert as_expected(ENTRIES[built_name], row), row
+@pytest.mark.drawn
+@pytest.mark.parametrize("name", ENTRIES)
+def test_an_entry_is_built_for_onnx_runtime_and_computes_what_eager_does(name: str) -> None:
+    (row,) = run_apart(ENTRIES[name], ["ort-cpu"])
+    assert as_expected(ENTRIES[name], row), row
 
 
 def test_arguments_at_the_selected_tokens() -> None:

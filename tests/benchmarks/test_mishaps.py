@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", WORKS)
 def test_a_command_survives(name: str) -> None:
     """Mishaps of every kind, in a namespace and with the library of its own."""

@@ -53,6 +53,7 @@ def test_there_are_as_many_as_promised() -> None:
     assert set(ONNX_FAULTS) >= TELLING
 
 
+@pytest.mark.drawn
 @pytest.mark.fast(*TELLING)
 @pytest.mark.parametrize("name", [name for name in ONNX_FAULTS if name != EPSILON])
 def test_a_fault_in_a_graph_or_a_file(name: str, sound: Sound, tmp_path: Path) -> None:
@@ -68,6 +69,7 @@ def test_a_fault_in_a_graph_or_a_file(name: str, sound: Sound, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("name", COMPILED_FAULTS)
 def test_a_fault_in_compiled_code(name: str, sound: Sound, packages: Path, tmp_path: Path) -> None:
     found = outcome_of(name, sound(FAULTS[name].folder), packages, tmp_path)
@@ -86,6 +88,7 @@ def test_a_sound_folder_passes(name: FolderName, sound: Sound, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("seed", [*FEW_CLEAN, LUCKY])
 def test_sound_builds_of_random_models_pass(seed: int, tmp_path: Path) -> None:
     """`make faults` builds 200 of these models."""
@@ -95,6 +98,7 @@ def test_sound_builds_of_random_models_pass(seed: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.drawn
 @pytest.mark.parametrize("seed", FEW_FOREIGN)
 def test_sound_builds_of_modules_of_users_pass(seed: int, tmp_path: Path) -> None:
     reasons, ratio = build_clean(tmp_path, random_foreign, seed)
