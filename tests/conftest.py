@@ -40,7 +40,7 @@ def _torch_seed_and_threads() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    drawing = "hash of the commit, which draws a third of the slow tests that are marked so, and the slice"
+    drawing = "hash of the commit, which draws a third of the slow tests that are marked `drawn`, and the slice"
     parser.addoption("--commit", metavar="HASH", type=lambda text: int(text, 16), help=drawing)
     parser.addoption("--slice", action="store_true", help=f"run only one of {SLICES} equal parts; needs --commit")
     parser.addoption("--real-model", metavar="FILE.gguf", help="run the tests that need this model, and no others")

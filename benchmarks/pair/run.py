@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import shutil
 import sysconfig
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
@@ -154,7 +153,6 @@ def run_one(pair: Pair, results: Path, samples: Path, name: str, seed: int, corp
         if json.loads(other.read_text(encoding="utf-8"))["text"] != corpus.fingerprint:
             raise ValueError(f"{other}: was trained on the sources of another Python or of other packages")
     spec, config = pair.spec(name), pair.config(name, seed)
-    begin = time.monotonic()
     for _ in train(spec, config, folder, corpus=corpus):
         pass
     result = {
@@ -164,7 +162,6 @@ def run_one(pair: Pair, results: Path, samples: Path, name: str, seed: int, corp
         "tokens": config.steps * config.batch * config.seq,
         "parameters": sum(parameter.numel() for parameter in Transformer(spec).parameters()),
         "forward_flops": flops_of_row(spec, training=False, seq=pair.seq),
-        "seconds": time.monotonic() - begin,
         "curve": _curve(folder / "log.csv", config.steps),
         **_measured(folder, spec, config, corpus),
         "pair": pair.to_dict(),
@@ -172,7 +169,7 @@ def run_one(pair: Pair, results: Path, samples: Path, name: str, seed: int, corp
     }
     samples.mkdir(parents=True, exist_ok=True)
     sample.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return f"{name}, seed {seed}: {result['bits_per_byte']:.4f} bits/byte, {result['seconds']:.0f} s"
+    return f"{name}, seed {seed}: {result['bits_per_byte']:.4f} bits/byte"
 
 
 def _measured(folder: Path, spec: ModelSpec, config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
