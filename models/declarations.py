@@ -26,6 +26,7 @@ FFN_GATED = ("ffn_gated", "double_residual_ffn_gated")
 SELECTIONS = ("topk", "threshold", "predictor", "random", "exit")
 CAUSAL_SELECTIONS = ("threshold", "predictor")
 """Selections that decide about a token without looking at later tokens."""
+CANDIDATES = ("all", "previous")
 PARTS = ("block", "attention", "mlp", "separate")
 POSITIONS = ("original", "compact")
 KEYS_VALUES = ("absent", "kept")
@@ -104,7 +105,9 @@ class RoutingSpec:
     """Routing of blocks; the defaults are the paper's (arXiv 2404.02258, section 3).
 
     Attributes:
-        layers: the routed blocks, as a pattern or an explicit ascending list.
+        layers: the blocks with a router, as a pattern or an explicit ascending list.
+        blocks_per_router: how many consecutive blocks a router decides about, its own first: the tokens that it selects
+            run all of them, and meet the others again after the last (Mixture-of-Recursions, arXiv 2507.10524).
         parts: the routed part of a block: the whole `block`; only its `attention` or only its `mlp`, while the other
             part runs on every token; or `separate`, both parts with one router each.
         router: `linear` (D -> 1), `linear_bias`, `mlp` (D -> router_hidden -> 1 with an activation), `norm_mlp` (`mlp`
@@ -123,7 +126,8 @@ class RoutingSpec:
         combine: the new value of a selected token x, with attention delta A, MLP delta M (on x + A), and
             Block = x + A + M: `paper` x + g (A + M); `replace` g * Block; `double_residual` x + g * Block;
             `replace_ungated` Block; `ffn_gated` x + A + g M; `double_residual_ffn_gated` x + (x + A + g M). If only one
-            part is routed, the delta of the other part is left out.
+            part is routed, the delta of the other part is left out. If a router decides about several blocks, Block is
+            the result of all of them, and `paper` is x + g (Block - x).
         skipped_keys_values: whether routed attention sees the keys and values of skipped tokens: `absent`, as in the
             paper; `kept`, every token has a key and a value, and a selected token sees those of all tokens up to its
             own (FlexiDepth, arXiv 2503.23798).
@@ -139,6 +143,8 @@ class RoutingSpec:
             `predictor`, like `threshold` with the auxiliary predictor's output, but top-k during training; `random`,
             the k largest of Gaussian noise, gated by the router (a control in which only the choice is not learned);
             `exit`, top-k among the remaining tokens; a token that is not selected also skips all later blocks.
+        candidates: the tokens that a router selects from: `all` tokens of the row; `previous`, only those that ran in
+            the routed blocks of the router before it, which itself selects from all if it is the first one.
         always_first: how many tokens at the start of each row always run; they get slots before other tokens.
         noise_seed: seed of the noise for the router `noise` and the selection `random`.
         capacity_rule: name in CAPACITY_RULES.
@@ -149,6 +155,7 @@ class RoutingSpec:
     """
 
     layers: EveryNth | tuple[int, ...] = EveryNth()
+    blocks_per_router: int = 1
     parts: str = "block"
     router: str = "linear"
     router_input: str = "raw"
@@ -165,6 +172,7 @@ class RoutingSpec:
     adapter_hidden: int = 0
     adapter_gate: str = "ones"
     selection: str = "topk"
+    candidates: str = "all"
     always_first: int = 0
     noise_seed: int = 0
     capacity_rule: str = "floor_min1"
@@ -223,7 +231,7 @@ LIMITS = {
     "vocab_size": 2**24, "d_model": 2**20, "n_layers": 2**10, "n_heads": 2**12, "n_kv_heads": 2**12, "d_head": 2**12,
     "d_ff": 2**20, "max_positions": 2**24, "router_hidden": 2**20, "predictor_hidden": 2**20, "adapter_hidden": 2**20,
     "noise_seed": 2**31,
-    "always_first": 2**24,
+    "always_first": 2**24, "blocks_per_router": 2**10,
     "n_experts": 2**10, "noop_experts": 2**10, "top_k": 2**5, "fixed_places": 2**24,
     "original_positions": 2**24,
 }  # fmt: skip
@@ -262,9 +270,10 @@ def routing_problems(routing: RoutingSpec, n_layers: int) -> list[str]:
         "parts": PARTS, "router": ROUTERS, "router_input": ROUTER_INPUTS, "gate": GATES, "combine": COMBINES,
         "selection": SELECTIONS, "capacity_rule": tuple(CAPACITY_RULES), "positions": POSITIONS,
         "router_stream": ROUTER_STREAMS, "router_activation": ROUTER_ACTIVATIONS, "skipped_keys_values": KEYS_VALUES,
-        "skipped_result": RESULTS, "adapter": ADAPTERS, "adapter_gate": ADAPTER_GATES,
+        "skipped_result": RESULTS, "adapter": ADAPTERS, "adapter_gate": ADAPTER_GATES, "candidates": CANDIDATES,
     }  # fmt: skip
     problems = name_problems("spec.routing", routing, tables)
+    problems += size_problems("spec.routing", routing, "blocks_per_router", least=1)
     sizes = ("router_hidden", "predictor_hidden", "adapter_hidden", "always_first", "noise_seed")
     problems += size_problems("spec.routing", routing, *sizes, least=0)
     for name in ("gate_scale", "gate_shift"):
@@ -275,8 +284,36 @@ def routing_problems(routing: RoutingSpec, n_layers: int) -> list[str]:
     problems += _layer_problems("spec.routing.layers", routing.layers, n_layers, "routed; use routing=null")
     if problems:
         return problems
+    layers = declared_layers(routing, n_layers)
     # A schedule is compared with other declarations only after it is known to consist of numbers.
-    return _capacity_problems(routing, len(declared_layers(routing, n_layers))) or _combination_problems(routing)
+    return (
+        _group_problems(routing, layers, n_layers)
+        or _capacity_problems(routing, len(layers))
+        or _combination_problems(routing)
+    )
+
+
+def _group_problems(routing: RoutingSpec, layers: Sequence[int], n_layers: int) -> list[str]:
+    """Returns the problems of a router that decides about several blocks."""
+    size, where = routing.blocks_per_router, "spec.routing.blocks_per_router"
+    if size == 1:
+        return []
+    for layer, following in zip(layers, (*layers[1:], n_layers), strict=True):
+        if layer + size > following:
+            ending = "the model has no more" if following == n_layers else f"block {following} has the next router"
+            return [f"{where}: {size} blocks from block {layer} on are too many, because {ending}"]
+    plain = {"parts": "block", "skipped_keys_values": "absent", "skipped_result": "identity"}
+    problems = [
+        f"{where}: a token that a router skips for {size} blocks is absent from all of them; expected {name}={value}, "
+        f"got {getattr(routing, name)}"
+        for name, value in plain.items()
+        if getattr(routing, name) != value
+    ]
+    if routing.combine in FFN_GATED:
+        problems.append(f"{where}: {routing.combine} weighs the MLP of one block; declare another combine rule")
+    if routing.selection == "exit":
+        problems.append(f"{where}: a token that exits skips all later blocks anyway; expected 1, got {size}")
+    return problems
 
 
 def _combination_problems(routing: RoutingSpec) -> list[str]:
@@ -302,9 +339,22 @@ def _combination_problems(routing: RoutingSpec) -> list[str]:
             f"spec.routing.combine: {routing.combine} weighs the MLP, and with parts={routing.parts} attention is "
             "routed by itself, without a weight; declare paper"
         )
+    if routing.candidates == "previous":
+        problems += _candidates_problems(routing)
     if routing.selection == "exit":
         problems += _exit_problems(routing)
     return problems + _skipped_problems(routing)
+
+
+def _candidates_problems(routing: RoutingSpec) -> list[str]:
+    """Returns the problems of routers that select from the tokens of the router before."""
+    problems = []
+    if routing.selection == "exit":
+        problems.append("spec.routing.candidates: with selection=exit a router is only given the tokens that are left; "
+                        "expected all")  # fmt: skip
+    if routing.parts == "separate":
+        problems.append("spec.routing.candidates: with parts=separate, a layer has two routers; expected all")
+    return problems + _rising_problems(routing, "a router cannot select more tokens than the router before it ran")
 
 
 def _skipped_problems(routing: RoutingSpec) -> list[str]:
@@ -355,13 +405,15 @@ def _exit_problems(routing: RoutingSpec) -> list[str]:
         problems.append(
             "spec.routing.capacity_rule: floor can leave no token at all in the model; declare floor_min1 or ceil"
         )
+    return problems + _rising_problems(routing, "tokens that exit never come back")
+
+
+def _rising_problems(routing: RoutingSpec, why: str) -> list[str]:
+    """Returns a problem if a capacity is larger than the one before it."""
     capacity = routing.capacity if isinstance(routing.capacity, tuple) else (routing.capacity,)
-    if list(capacity) != sorted(capacity, reverse=True):
-        problems.append(
-            f"spec.routing.capacity: tokens that exit never come back, so the schedule must not rise, got "
-            f"{shown(list(capacity))}"
-        )
-    return problems
+    if list(capacity) == sorted(capacity, reverse=True):
+        return []
+    return [f"spec.routing.capacity: {why}, so the schedule must not rise, got {shown(list(capacity))}"]
 
 
 def experts_problems(experts: ExpertsSpec, n_layers: int) -> list[str]:

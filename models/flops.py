@@ -88,12 +88,12 @@ def _weight_bytes(spec: ModelSpec) -> Counter[str]:
 
 
 def _layer(spec: ModelSpec, layer: int, tokens: LayerTokens, batch: int, seq: int) -> LayerCost:
-    routing = spec.routing if layer in spec.routed_layers else None
+    routing = spec.routing if layer in spec.router_of_layer else None
     experts = spec.experts if layer in spec.expert_layers else None
     D, H, G, E = spec.d_model, spec.n_heads, spec.n_kv_heads, spec.d_head
     A, K, M = tokens.attending, tokens.attended, tokens.transformed
     flops = {}
-    if routing is not None or experts is not None:
+    if layer in spec.routed_layers or experts is not None:
         scored = batch * tokens.scored * (_scoring(D, routing) if routing else 0)
         flops["routing"] = 2 * (scored + (batch * M * D * (experts.n_experts + experts.noop_experts) if experts else 0))
     flops["attention_projections"] = 4 * batch * D * E * (H * A + G * K)

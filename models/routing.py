@@ -118,6 +118,8 @@ class Decisions:
         keys_values: layer -> the rotated keys and the values (B, G, T, E) of the tokens in its attention. None by
             default; they are only recorded if the caller sets a dictionary.
         before: what the rows hold already; None if the pass begins its texts.
+        ran_BT: bool, the tokens that the last router selected, from which the next one selects if the spec declares
+            `candidates="previous"`; None before the first router, or if every router selects from all tokens.
     """
 
     def __init__(self) -> None:
@@ -126,6 +128,7 @@ class Decisions:
         self.experts: dict[int, ExpertRouterInputs] = {}
         self.keys_values: dict[int, tuple[Tensor, Tensor]] | None = None
         self.before: Continuation | None = None
+        self.ran_BT: Tensor | None = None
 
     def past(self, layer: int) -> Past | None:
         """The cache of a layer, if the pass continues texts."""
@@ -252,6 +255,16 @@ COMBINES: dict[str, Callable[[Tensor, Tensor | None, Tensor | None, Tensor], Ten
 }
 """Combine name -> (x_BKD, attention delta_BKD, MLP delta_BKD, g_BK1) -> the new x at the selected positions. The delta
 of a part that is not routed here is None."""
+
+
+BLOCKS_COMBINES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "paper": lambda x, y, g: x + g * (y - x),
+    "replace": lambda x, y, g: g * y,
+    "double_residual": lambda x, y, g: x + g * y,
+    "replace_ungated": lambda x, y, g: y,
+}
+"""The same rules for a router that decides about several blocks: combine name -> (x_BKD, their result y_BKD, g_BK1) ->
+the new x."""
 
 
 class LinearAdapter(nn.Module):

@@ -141,8 +141,14 @@ class ModelSpec:
 
     @property
     def routed_layers(self) -> tuple[int, ...]:
-        """The routed blocks, ascending; empty if every token runs every block."""
+        """The blocks with a router, ascending; empty if every token runs every block."""
         return () if self.routing is None else declared_layers(self.routing, self.n_layers)
+
+    @property
+    def router_of_layer(self) -> dict[int, int]:
+        """Routed block -> the block whose router decides about it: itself, unless a router decides about several."""
+        blocks = 1 if self.routing is None else self.routing.blocks_per_router
+        return {layer: first for first in self.routed_layers for layer in range(first, first + blocks)}
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -163,7 +169,7 @@ class ModelSpec:
         return tuple(declarations)
 
     def k_of_layer(self, seq: int) -> dict[int, int]:
-        """Returns routed layer -> number of tokens that it selects in a row of `seq` positions."""
+        """Returns layer with a router -> number of tokens that it selects in a row of `seq` positions."""
         if self.routing is None:
             return {}
         rule, capacity, layers = CAPACITY_RULES[self.routing.capacity_rule], self.routing.capacity, self.routed_layers
@@ -172,11 +178,14 @@ class ModelSpec:
 
     def tokens_of_layer(self, seq: int) -> tuple[LayerTokens, ...]:
         """Returns each layer's numbers of tokens in a row of `seq` positions. No later layer gets tokens that exit."""
-        slots_of, counts, left = self.k_of_layer(seq), [], seq
+        slots_of, router_of, counts, left = self.k_of_layer(seq), self.router_of_layer, [], seq
         for layer in range(self.n_layers):
-            k = slots_of.get(layer)
+            k = slots_of.get(router_of.get(layer, layer))
             if k is None or self.routing is None:
                 counts.append(LayerTokens(0, left, left, left))
+                continue
+            if layer not in slots_of:
+                counts.append(LayerTokens(0, k, k, k))
                 continue
             parts = self.routing.parts
             attending = left if parts == "mlp" else k
@@ -299,7 +308,15 @@ def _problems_of(spec: ModelSpec) -> list[str]:
         problems.append(f"spec.d_head: RoPE rotates pairs, so it must be even, got {spec.d_head}")
     problems += rope_scaling_problems(spec.rope_scaling) if spec.rope_scaling else []
     problems += routing_problems(spec.routing, spec.n_layers) if spec.routing else []
-    return problems + (experts_problems(spec.experts, spec.n_layers) if spec.experts else [])
+    problems += experts_problems(spec.experts, spec.n_layers) if spec.experts else []
+    if not problems and spec.routing is not None and spec.routing.blocks_per_router > 1:
+        inside = sorted(set(spec.expert_layers) & set(spec.router_of_layer))
+        if inside:
+            problems.append(
+                f"spec.routing.blocks_per_router: a router decides about one block if it has experts, as block "
+                f"{inside[0]} has; expected 1, got {spec.routing.blocks_per_router}"
+            )
+    return problems
 
 
 def _values(data: Mapping[str, Any]) -> dict[str, Any]:

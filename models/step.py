@@ -27,7 +27,7 @@ from torch import Tensor
 from mod_models.experts import Experts
 from mod_models.generation_spec import check_generates
 from mod_models.layers import Attention, Past, either
-from mod_models.routing import COMBINES, GATES, Continuation, Decisions
+from mod_models.routing import BLOCKS_COMBINES, COMBINES, GATES, Continuation, Decisions
 from mod_models.selection import always_first, select_topk
 from mod_models.spec import ModelSpec, Site, is_expert, layer_of
 from mod_models.transformer import Block, RoutedBlock, Transformer
@@ -192,12 +192,12 @@ class Prefill(Transformer):
 
 def _site_of_cache(spec: ModelSpec, layer: int) -> Site | None:
     """The routing site whose tokens alone have keys in a layer; None if every token has."""
-    routing = spec.routing
-    if routing is None or layer not in spec.routed_layers or routing.parts == "mlp":
+    routing, deciding = spec.routing, spec.router_of_layer.get(layer)
+    if routing is None or deciding is None or routing.parts == "mlp":
         return None
     if routing.skipped_keys_values == "kept":
         return None
-    return f"{layer}.attention" if routing.parts == "separate" else layer
+    return f"{layer}.attention" if routing.parts == "separate" else deciding
 
 
 def _columns(marks: list[Tensor]) -> Tensor:
@@ -214,7 +214,8 @@ class Ran(NamedTuple):
 
     Attributes:
         x_B1D: the stream after the layer.
-        rows: the rotated key and the value of the token, each (B, G, E); empty if the part has no attention.
+        rows: the rotated key and the value of the token, each (B, G, E), for each block that the router decides about;
+            empty if the part has no attention.
         experts: two bool (B, N): the experts that the token chose, and those in which it ran; empty without experts.
     """
 
@@ -347,20 +348,22 @@ def routed_one(
     part: str,
     x_B1D: Tensor,
     angles: tuple[Tensor, Tensor],
-    past: Past | None,
+    pasts: Sequence[Past],
     decision: Decision,
     count_BN: Tensor | None,
+    after: Sequence[Block],
     *,
     skip: bool,
 ) -> Ran:
-    """Runs a routed part for the tokens that run; other tokens get the value of skipped ones.
+    """Runs a routed part, and the blocks `after` it that its router decides about, for the tokens that run; other
+    tokens get the value of skipped ones.
 
-    `angles` are cosines and sines, each (B, 1, 1, E / 2); `past` is None for the part "mlp". With `skip`, a condition
-    around the part prevents its execution if no row runs.
+    `angles` are cosines and sines, each (B, 1, 1, E / 2). `pasts` are the caches of these blocks, none for the part
+    "mlp". With `skip`, a condition around the part prevents its execution if no row runs.
     """
-    past_tensors = () if past is None else tuple(tensor for tensor in past if tensor is not None)
+    past_tensors = tuple(tensor for past in pasts for tensor in past if tensor is not None)
     # A key that exists already is kept for every token, and is no output of the part.
-    n_rows = 2 if len(past_tensors) == 3 else 0
+    n_rows = 2 * len(pasts) if len(past_tensors) == 3 * len(pasts) else 0
 
     def left(x_B1D: Tensor, g_B11: Tensor) -> Tensor:
         return block.left(x_B1D, g_B11 if block.routing.gates_skipped else None)
@@ -368,7 +371,7 @@ def routed_one(
     def nothing(x_B1D: Tensor) -> tuple[Tensor, ...]:
         """Key and value rows of zeros, and no experts, for tokens that do not run."""
         B, n_marks = len(x_B1D), 2 if count_BN is not None else 0
-        G, E = (past.keys_BGLE.shape[1], past.keys_BGLE.shape[3]) if past is not None else (0, 0)
+        G, E = (pasts[0].keys_BGLE.shape[1], pasts[0].keys_BGLE.shape[3]) if pasts else (0, 0)
         rows = tuple(x_B1D.new_zeros(B, G, E) for _ in range(n_rows))
         N = count_BN.shape[1] if count_BN is not None else 0
         return rows + tuple(x_B1D.new_zeros(B, N, dtype=torch.bool) for _ in range(n_marks))
@@ -378,9 +381,9 @@ def routed_one(
         # With a single row and a condition, this branch is taken only if that row runs: the other value is not needed.
         left_B1D = x_B1D if skip and row_R is None and len(x_B1D) == 1 else left(x_B1D, g_B11)
         if row_R is None:
-            return _part(block, part, left_B1D, args, len(past_tensors))
+            return _part(block, part, after, left_B1D, args, len(past_tensors))
         inputs_R = tuple(torch.index_select(tensor, 0, row_R) for tensor in (left_B1D, *args))
-        outputs = _part(block, part, inputs_R[0], inputs_R[1:], len(past_tensors))
+        outputs = _part(block, part, after, inputs_R[0], inputs_R[1:], len(past_tensors))
         skipped_outputs = (left_B1D, *nothing(x_B1D))
         return tuple(into.index_put((row_R,), new) for into, new in zip(skipped_outputs, outputs, strict=True))
 
@@ -394,13 +397,24 @@ def routed_one(
     return Ran(new_B1D, tuple(outputs[:n_rows]), tuple(outputs[n_rows:]))
 
 
-def _part(block: RoutedBlock, part: str, left_B1D: Tensor, args: tuple[Tensor, ...], n_past: int) -> tuple[Tensor, ...]:
+def _part(
+    block: RoutedBlock,
+    part: str,
+    after: Sequence[Block],
+    left_B1D: Tensor,
+    args: tuple[Tensor, ...],
+    n_past: int,
+) -> tuple[Tensor, ...]:
     """Returns the fields of `Ran` in one tuple; rows that do not run get `left_B1D`.
 
-    `args` are the stream, the gate, which rows run, cosines and sines, the `n_past` tensors of the cache (0, 3, or 5
-    with the token's own key and value), and the slots of experts in use if the block has experts.
+    `args` are the stream, the gate, which rows run, cosines and sines, the `n_past` tensors of the caches (for each of
+    them 3, or 5 with the token's own key and value), and the slots of experts in use if the block has experts.
     """
     x_B1D, g_B11, ran_B, cos, sin, *rest = args
+    if after:
+        y_B1D, rows_of_blocks = _through((block, *after), x_B1D, cos, sin, rest)
+        new_B1D = BLOCKS_COMBINES[block.routing.combine](x_B1D, y_B1D, g_B11)
+        return torch.where(ran_B[:, None, None], new_B1D, left_B1D), *rows_of_blocks
     attention_B1D = mlp_B1D = None
     rows: tuple[Tensor, ...] = ()
     marks: tuple[Tensor, ...] = ()
@@ -414,6 +428,20 @@ def _part(block: RoutedBlock, part: str, left_B1D: Tensor, args: tuple[Tensor, .
         mlp_B1D, marks = transformed_one(block, after_B1D, ran_B, rest[n_past] if len(rest) > n_past else None)
     new_B1D = COMBINES[block.routing.combine](x_B1D, attention_B1D, mlp_B1D, g_B11)
     return torch.where(ran_B[:, None, None], new_B1D, left_B1D), *rows, *marks
+
+
+def _through(
+    blocks: Sequence[Block], x_B1D: Tensor, cos: Tensor, sin: Tensor, past_tensors: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the stream after these blocks, and the key and the value of the token in each, (B, G, E)."""
+    rows = []
+    for number, block in enumerate(blocks):
+        past = Past(*past_tensors[3 * number : 3 * number + 3])
+        delta_B1D, *rows_of_two = attended_one(block.attention, block.attention_norm(x_B1D), cos, sin, past)
+        x_B1D = x_B1D + delta_B1D
+        x_B1D = x_B1D + block.mlp(block.mlp_norm(x_B1D))
+        rows += rows_of_two
+    return x_B1D, rows
 
 
 def slots_of_step(spec: ModelSpec, rows: int, max_len: int) -> dict[Site, int]:
@@ -455,6 +483,7 @@ class DecodeStep(Transformer):
         self.slots = slots_of_layer(spec, max_len)
         self.sites = sites(spec)
         self.capacity = spec.k_of_layer(max_len)
+        self.router_of_layer = spec.router_of_layer
         routed = routed_sites(spec)
         self.slots_of_site: dict[Site, int] = dict.fromkeys(routed, rows) | dict(slots or {})
         self.experts = {layer: expert_sites(spec, layer) for layer in range(spec.n_layers)}
@@ -485,8 +514,10 @@ class DecodeStep(Transformer):
         count_B = {site: cache[-1][:, column] for column, site in enumerate(self.sites)}
         run = _Run(self, active_B, seen_B, past, count_B)
         x_B1D = self.embedded(ids_B[:, None])
-        for block in self.layers:
-            assert isinstance(block, Block)
+        for layer in range(self.spec.n_layers):
+            block = self.block(layer)
+            if self.router_of_layer.get(layer, layer) != layer:
+                continue  # The block with the router has run it.
             x_B1D = run.routed(block, x_B1D) if isinstance(block, RoutedBlock) else run.dense(block, x_B1D)
         logits_BV = self.logits(self.norm(x_B1D))[:, 0]
         rows = [row for layer in self.slots for row in run.rows[layer]]
@@ -500,7 +531,21 @@ class DecodeStep(Transformer):
 
 @dataclass
 class _Run:
-    """State of one step, which the layers read and update."""
+    """State of one step, which the layers read and update.
+
+    Attributes:
+        step: the model.
+        active_B: bool, the rows with a token.
+        seen_B: int64, how many tokens each row has read.
+        past: layer -> keys and values of its cache.
+        count_B: routing site -> int64 (B,), its slots in use.
+        rows: layer -> the key and the value of the token.
+        slot_B: layer -> int64 (B,), the slot that these belong to, -1 if a row keeps nothing.
+        wanted_B: routing site -> bool (B,), the tokens that wanted to run.
+        ran_B: routing site -> bool (B,), the tokens that ran.
+        candidate_B: bool, the tokens that the next router selects from: the active ones, or with
+            `candidates="previous"` those that ran at the last routing site.
+    """
 
     step: DecodeStep
     active_B: Tensor
@@ -513,6 +558,7 @@ class _Run:
     ran_B: dict[Site, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.candidate_B = self.active_B
         self.angles = self._angles(self.seen_B)
 
     def _angles(self, position_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -562,22 +608,27 @@ class _Run:
         site, layer = block.site(part), block.layer
         count_B, capacity = self.count_B[site], self.step.capacity[layer]
         free_B, slots = count_B < capacity, self.step.slots_of_site[site]
-        decision = decide(block, part, x_B1D, block_B1D, self.seen_B, self.active_B, free_B, slots)
+        decision = decide(block, part, x_B1D, block_B1D, self.seen_B, self.candidate_B, free_B, slots)
         self.wanted_B[site], self.ran_B[site] = decision.wanted_B, decision.ran_B
-        past = Past(*self.past[layer], count_B) if part != "mlp" else None
-        if past is not None and block.routing.skipped_keys_values == "kept":
+        if block.routing.candidates == "previous":
+            self.candidate_B = decision.ran_B
+        after = [self.step.block(layer + n) for n in range(1, block.routing.blocks_per_router)]
+        layers = [layer, *(other.layer for other in after)] if part != "mlp" else []
+        pasts = [Past(*self.past[number], count_B) for number in layers]
+        if layers and block.routing.skipped_keys_values == "kept":
             own = block.attention.keys_values(block.attention_norm(x_B1D), *self.angles)
-            past = Past(*self.past[layer], self.seen_B, *own)
+            pasts = [Past(*self.past[layer], self.seen_B, *own)]
             self.keep(layer, tuple(tensor[:, :, 0] for tensor in own), self.active_B, self.seen_B)
         angles = self.angles
         if block.routing.positions == "compact":
             # The count of a full row can be beyond the tables, but its token does not run.
             angles = self._angles(count_B.clamp(max=capacity - 1))
         used_BN = self.used(layer) if part != "attention" else None
-        ran = routed_one(block, part, x_B1D, angles, past, decision, used_BN, skip=self.step.skip)
+        ran = routed_one(block, part, x_B1D, angles, pasts, decision, used_BN, after, skip=self.step.skip)
         self.note(layer, ran.experts)
-        if ran.rows:
-            self.keep(layer, ran.rows, decision.ran_B, count_B)
+        # There are no rows if the keys of skipped tokens are kept too: they are noted already.
+        for number, pair in zip(layers, zip(ran.rows[::2], ran.rows[1::2], strict=True), strict=False):
+            self.keep(number, pair, decision.ran_B, count_B)
         return ran.x_B1D
 
     def keep(self, layer: int, rows: tuple[Tensor, ...], kept_B: Tensor, slot_B: Tensor) -> None:

@@ -15,7 +15,7 @@ tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Self
@@ -27,7 +27,16 @@ from torch.nn import functional
 from mod_models.experts import Experts
 from mod_models.fixed_capacity import select_chosen
 from mod_models.layers import Attention, GatedMlp, KeysValues, Past, RMSNorm, either, rope_tables
-from mod_models.routing import ADAPTERS, COMBINES, GATES, ROUTERS, Decisions, MlpRouter, RouterInputs
+from mod_models.routing import (
+    ADAPTERS,
+    BLOCKS_COMBINES,
+    COMBINES,
+    GATES,
+    ROUTERS,
+    Decisions,
+    MlpRouter,
+    RouterInputs,
+)
 from mod_models.selection import (
     FIRST_COME,
     RANK,
@@ -155,27 +164,44 @@ class RoutedBlock(Block):
         self.mlp_predictor = MlpRouter(spec.d_model, width) if width and routing.parts == "separate" else None
         self.adapter = ADAPTERS[routing.adapter](spec, routing) if routing.skipped_result == "adapter" else None
 
-    def forward(self, tokens: Tokens, decisions: Decisions, k: int = 0, noise: Noise | None = None) -> Tensor:
-        """Returns the stream after the block, (B, T, D); k = 0 selects no token. Routing that draws needs `noise`."""
+    def forward(
+        self,
+        tokens: Tokens,
+        decisions: Decisions,
+        k: int = 0,
+        noise: Noise | None = None,
+        after: Sequence[Block] = (),
+    ) -> Tensor:
+        """Returns the stream after the block and those `after` it, about which its router decides too, (B, T, D).
+
+        k = 0 selects no token. Routing that draws needs `noise`.
+        """
         part, x_BTD = self.routing.parts, tokens.x_BTD
         if part == "block":
-            return self._routed(tokens, decisions, k, noise, part, x_BTD)
+            return self._routed(tokens, decisions, k, noise, part, x_BTD, after)
         attended_BTD = (
             x_BTD + self.attended(tokens, decisions)
             if part == "mlp"
             else self._routed(tokens, decisions, k, noise, "attention", x_BTD)
         )
-        after = tokens._replace(x_BTD=attended_BTD)
+        attended = tokens._replace(x_BTD=attended_BTD)
         if part == "attention":
-            return attended_BTD + self.transformed(after, decisions)
-        return self._routed(after, decisions, k, noise, "mlp", x_BTD)
+            return attended_BTD + self.transformed(attended, decisions)
+        return self._routed(attended, decisions, k, noise, "mlp", x_BTD)
 
     def site(self, part: str) -> Site:
         """The routing site of a part: the layer's number, unless the layer has two routed parts."""
         return f"{self.layer}.{part}" if self.routing.parts == "separate" else self.layer
 
     def _routed(
-        self, tokens: Tokens, decisions: Decisions, k: int, noise: Noise | None, part: str, block_BTD: Tensor
+        self,
+        tokens: Tokens,
+        decisions: Decisions,
+        k: int,
+        noise: Noise | None,
+        part: str,
+        block_BTD: Tensor,
+        after: Sequence[Block] = (),
     ) -> Tensor:
         """Returns the stream after a routed part; `block_BTD` is the stream that the block got."""
         if k == 0:
@@ -190,7 +216,8 @@ class RoutedBlock(Block):
             left_BTD = self.left(left_BTD, chosen.g_BT1)
             left_BKD = torch.index_select(left_BTD.reshape(B * T, D), 0, chosen.row_N).reshape(B, k, D)
         run = self.run_few if 0 < self.narrow < k else self.run
-        return tokens._replace(x_BTD=left_BTD).put(chosen.row_N, run(inner, decisions, chosen, part, left_BKD))
+        new_BKD = run(inner, decisions, chosen, part, left_BKD, after)
+        return tokens._replace(x_BTD=left_BTD).put(chosen.row_N, new_BKD)
 
     def last(self, tokens: Tokens, decisions: Decisions, index_B1: Tensor, k: int, noise: Noise | None) -> Tensor:
         part, x_BTD = self.routing.parts, tokens.x_BTD
@@ -315,15 +342,21 @@ class RoutedBlock(Block):
             assert drawn_BT is not None
             score_BT = drawn_BT
         score_BT = always_first(score_BT, tokens.index_BT, self.routing.always_first)
+        open_BT = tokens.live_BT if decisions.ran_BT is None else decisions.ran_BT
         if rule == RANK:
-            selection = select_topk(score_BT, tokens.live_BT, k)
+            # If fewer than k tokens are open, all real tokens are, because the router before has at least k slots. So
+            # the empty slots hold padding here too, which comes last.
+            selection = select_topk(score_BT, open_BT, k)
         else:
-            index_BK, live_BK = select_chosen((score_BT > 0) & tokens.live_BT, k)
+            index_BK, live_BK = select_chosen((score_BT > 0) & open_BT, k)
             selection = index_BK, _with_room(live_BK, decisions, site)
-        index_BK, live_BK = selected_at([site], tokens, decisions, *selection, score_BT, rule)
+        candidates = tokens._replace(live_BT=open_BT)
+        index_BK, live_BK = selected_at([site], candidates, decisions, *selection, score_BT, rule)
+        if self.routing.candidates == "previous":
+            decisions.ran_BT = torch.zeros_like(open_BT).scatter(1, index_BK, live_BK)
         if not self.routing.draws:
             always = self.routing.always_first
-            decisions.seen[site] = RouterInputs(routed_BTD, tokens.live_BT, l_BT, tokens.index_BT, always, k, predictor)
+            decisions.seen[site] = RouterInputs(routed_BTD, open_BT, l_BT, tokens.index_BT, always, k, predictor)
         dtype = tokens.x_BTD.dtype
         g_BK1 = self._gate(torch.gather(l_BT, 1, index_BK), live_BK, dtype)
         g_BT1 = self._gate(l_BT, tokens.live_BT, dtype) if self.routing.gates_skipped else None
@@ -334,8 +367,24 @@ class RoutedBlock(Block):
         g_BT: Tensor = GATES[self.routing.gate](l_BT, live_BT, self.routing)
         return g_BT[..., None].to(dtype)
 
-    def run(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str, left_BKD: Tensor) -> Tensor:
-        """Returns the selected tokens after this part of the block, (B, K, D), and `left_BKD` in empty slots."""
+    def run(
+        self,
+        inner: Tokens,
+        decisions: Decisions,
+        chosen: Chosen,
+        part: str,
+        left_BKD: Tensor,
+        after: Sequence[Block] = (),
+    ) -> Tensor:
+        """Returns the selected tokens after this part of the block, or after the block and those `after` it, (B, K, D),
+        and `left_BKD` in empty slots.
+        """
+        if after:
+            y_BKD = Block.forward(self, inner, decisions)
+            for block in after:
+                y_BKD = block(inner._replace(x_BTD=y_BKD), decisions)
+            new_BKD = BLOCKS_COMBINES[self.routing.combine](inner.x_BTD, y_BKD, chosen.g_BK1)
+            return torch.where(chosen.live_BK[..., None], new_BKD, left_BKD)
         if part == "block":
             deltas: tuple[Tensor | None, Tensor | None] = self.deltas(inner, decisions, chosen.seen)
         elif part == "attention":
@@ -345,17 +394,25 @@ class RoutedBlock(Block):
         new_BKD = COMBINES[self.routing.combine](inner.x_BTD, *deltas, chosen.g_BK1)
         return torch.where(chosen.live_BK[..., None], new_BKD, left_BKD)
 
-    def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str, left_BKD: Tensor) -> Tensor:
+    def run_few(
+        self,
+        inner: Tokens,
+        decisions: Decisions,
+        chosen: Chosen,
+        part: str,
+        left_BKD: Tensor,
+        after: Sequence[Block] = (),
+    ) -> Tensor:
         """Runs only the first `narrow` slots if no other slot is live, else all slots."""
         identity = left_BKD is inner.x_BTD
         before = decisions.before
-        cached = None if part == "mlp" or chosen.seen else decisions.past(self.layer)
+        layers = [] if part == "mlp" or chosen.seen else [self.layer, *(block.layer for block in after)]
 
         def of_first(
             n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor, *more: Tensor
         ) -> tuple[Tensor, ...]:
             left_BKD, more = (x_BKD, more) if identity else (more[0], more[1:])
-            seen, past = (more, ()) if chosen.seen else ((), more)
+            seen, pasts = (more, ()) if chosen.seen else ((), more)
             tokens = Tokens(x_BKD[:, :n], live_BK[:, :n], cos[..., :n, :], sin[..., :n, :], None, inner.seq)
             few = chosen._replace(
                 live_BK=live_BK[:, :n],
@@ -365,21 +422,22 @@ class RoutedBlock(Block):
             noted = Decisions()
             noted.keys_values = {}
             if before is not None:
-                noted.before = before._replace(past={self.layer: Past(*past)} if past else {})
-            outputs = [torch.cat((self.run(tokens, noted, few, part, left_BKD[:, :n]), left_BKD[:, n:]), 1)]
-            for part_BGnE in noted.keys_values.get(self.layer, ()):
+                caches = (Past(*pasts[3 * number : 3 * number + 3]) for number in range(len(layers)))
+                noted.before = before._replace(past=dict(zip(layers, caches, strict=True)))
+            outputs = [torch.cat((self.run(tokens, noted, few, part, left_BKD[:, :n], after), left_BKD[:, n:]), 1)]
+            for part_BGnE in (part for layer in layers for part in noted.keys_values[layer]):
                 B, G, _, E = part_BGnE.shape
                 outputs.append(torch.cat((part_BGnE, part_BGnE.new_zeros(B, G, x_BKD.shape[1] - n, E)), 2))
             return tuple(outputs)
 
         inputs: tuple[Tensor, ...] = (inner.x_BTD, chosen.live_BK, chosen.g_BK1, inner.cos, inner.sin)
-        inputs += (*(() if identity else (left_BKD,)), *(chosen.seen or ()), *(cached[:3] if cached else ()))
+        inputs += (*(() if identity else (left_BKD,)), *(chosen.seen or ()))
+        inputs += tuple(tensor for layer in layers if before for tensor in before.past[layer][:3])
         # Live slots come first, so this slot tells whether more than `narrow` slots are live.
         more_B, k = chosen.live_BK[:, self.narrow], chosen.live_BK.shape[1]
-        new_BKD, *pair = either(more_B, partial(of_first, k), partial(of_first, self.narrow), inputs)
-        if pair and decisions.keys_values is not None:
-            k_BGTE, v_BGTE = pair
-            decisions.keys_values[self.layer] = k_BGTE, v_BGTE
+        new_BKD, *rows = either(more_B, partial(of_first, k), partial(of_first, self.narrow), inputs)
+        if decisions.keys_values is not None:
+            decisions.keys_values |= zip(layers, zip(rows[::2], rows[1::2], strict=True), strict=True)
         return new_BKD
 
 
@@ -437,6 +495,12 @@ class Transformer(nn.Module):
         x: Tensor = self.embedding(ids)
         return x if self.spec.embedding_scale == 1 else x * self.spec.embedding_scale
 
+    def block(self, layer: int) -> Block:
+        """Returns the block of this number."""
+        block = self.layers[layer]
+        assert isinstance(block, Block)
+        return block
+
     @property
     def head_weight(self) -> Tensor:
         """Weight of the head, (V, D), which maps hidden states to logits."""
@@ -465,10 +529,12 @@ class Transformer(nn.Module):
             cos, sin = decisions.before.angles(first_B, S)
             position_BS = first_B[:, None] + torch.arange(S, device=ids_BS.device)
         tokens = Tokens(self.embedded(ids_BS), real_BS, cos, sin, position_BS, S)
-        k_of_layer = self.spec.k_of_layer(S)
+        k_of_layer, router_of_layer = self.spec.k_of_layer(S), self.spec.router_of_layer
         exits = self.spec.routing is not None and self.spec.routing.selection == "exit"
         left: list[tuple[Tokens, Tensor, Tokens]] = []
         for i, layer in enumerate(self.layers):
+            if router_of_layer.get(i, i) != i:
+                continue  # The block with the router has run it.
             noise = None
             if isinstance(layer, RoutedBlock) and layer.routing.draws:
                 noise = partial(noise_of_tokens, self.noise, ids_BS)
@@ -482,7 +548,8 @@ class Transformer(nn.Module):
                 tokens, row_N = layer.narrowed(outer, decisions, k_of_layer[i])
                 left.append((outer, row_N, tokens))
             else:
-                tokens = tokens._replace(x_BTD=layer(tokens, decisions, k_of_layer[i], noise))
+                after = [self.block(i + n) for n in range(1, layer.routing.blocks_per_router)]
+                tokens = tokens._replace(x_BTD=layer(tokens, decisions, k_of_layer[i], noise, after))
         x_BTD = tokens.x_BTD
         # A token that exits keeps its stream of that layer. Tokens that stayed are written back, the last exit first.
         for outer, row_N, inner in reversed(left):

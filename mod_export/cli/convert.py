@@ -31,7 +31,7 @@ from mod_export.cli.boundary import PATH, SOURCE, command
     "--implementation",
     metavar="NAME",
     help="The implementation of Mixture-of-Depths that SOURCE is a folder of, because its files do not say how its "
-    "routers route: astramind, dlo, ohara, sramshetty, d-llm, flexidepth, skipgpt, mindskip, p-mod.",
+    "routers route: astramind, dlo, ohara, sramshetty, d-llm, flexidepth, skipgpt, mindskip, p-mod, recursions.",
 )
 @click.option(
     "--capacity",

@@ -292,9 +292,10 @@ class GeneratingTransformer(GeneratingModel):
     def _site(self, layer: int, part: str) -> Site | None:
         """The routing site that decides whether a part of a layer runs; None if the part always runs."""
         routing = self._spec.routing
-        if routing is None or layer not in self._spec.routed_layers or routing.parts not in ("block", "separate", part):
+        deciding = self._spec.router_of_layer.get(layer)
+        if routing is None or deciding is None or routing.parts not in ("block", "separate", part):
             return None
-        return f"{layer}.{part}" if routing.parts == "separate" else layer
+        return f"{layer}.{part}" if routing.parts == "separate" else deciding
 
 
 class ModTransformer(Architecture):

@@ -11,7 +11,6 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from mod_models.convert.hugging_face import CONFIG, DERIVED, FAMILIES, KNOWN, mo
 from mod_models.convert.implementation_source import (
     MODEL_LAYERS,
     Source,
+    as_family,
     declared_layers,
     notes_of,
     slots_note,
@@ -79,7 +79,7 @@ def read_flexidepth(source: Source) -> ForeignModel:
     if declared is not None and declared != [*layers]:
         problems.append(f"routing_layers: {shown(declared)}, and layers {shown([*layers])} have routers")
     normed = any(name.endswith(".self_attn.q_norm.weight") for name in source.tensors)
-    fields |= _as_family(fields, "qwen3" if normed else "llama", problems)
+    fields |= as_family(fields, "qwen3" if normed else "llama", problems)
     refuse(source.path / CONFIG, problems)
     capacity = source.unlimited_capacity()
     first = f"{MODEL_LAYERS}{layers[0]}.router"
@@ -122,19 +122,6 @@ def read_flexidepth(source: Source) -> ForeignModel:
         "neither stores the same tensors",
     ]
     return with_routers(source, fields, routing, find, own, notes)
-
-
-def _as_family(fields: Mapping[str, Any], family: str, problems: list[str]) -> dict[str, Any]:
-    """Returns the fields of config.json that name a family, to replace those of an implementation that extends its
-    classes. A `model_type` that names another family becomes a problem.
-    """
-    kind = str(fields.get("model_type"))
-    named_family = next((name for name in FAMILIES if name in kind.lower() and name != family), None)
-    if named_family is not None:
-        problems.append(
-            f"model_type: {shown(kind)} names the family {named_family}, and the tensors are those of {family}"
-        )
-    return {"model_type": family, "architectures": [FAMILIES[family].architecture]}
 
 
 def _check_dec(source: Source, layers: Collection[int], hidden: int) -> None:
@@ -195,7 +182,9 @@ def read_skipgpt(source: Source) -> ForeignModel:
         "the more probable class decides; its code draws Gumbel noise at inference too, so that one text has no one "
         "result there",
     ]
-    return with_routers(source, source.fields(CONFIG), routing, find, own, notes, "block.")
+    return with_routers(
+        source, source.fields(CONFIG), routing, find, own, notes, partial(wrapped, layers=layers, wrapper="block.")
+    )
 
 
 def read_mindskip(source: Source) -> ForeignModel:
@@ -270,9 +259,7 @@ def read_p_mod(source: Source) -> ForeignModel:
     dense = {
         name: tensor
         for name, tensor in source.tensors.items()
-        if name not in routers
-        and not name.startswith(P_MOD_IMAGES)
-        and not DERIVED.fullmatch(name.replace(P_MOD_WRAPPER, "", 1))
+        if name not in routers and not name.startswith(P_MOD_IMAGES) and not DERIVED.fullmatch(name)
     }
     spelled = partial(wrapped, layers=routed, wrapper=P_MOD_WRAPPER)
     model = model_of(source.path, fields, dense, source.max_positions, source.ignored, spelled)

@@ -62,8 +62,10 @@ NAMES = (
     (r"layers\.(\d+)\.mlp\.(.*)", r"model.layers.\1.mlp.\2"),
 )
 """Pattern of our name -> name in Llama and families like it."""
-DERIVED = re.compile(r"model\.(layers\.\d+\.self_attn\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)")
-"""Tensors in some files that follow from the config, so they are not read."""
+DERIVED = re.compile(
+    r"model\.(layers\.\d+\.([a-z_]+\.(\d+\.)?)?self_attn\.)?(rotary_emb\.(inv_freq|cos_cached|sin_cached)|masked_bias)"
+)
+"""Tensors in some files that follow from the config, so they are not read; also those of a wrapped layer."""
 
 Say = Callable[[Config], dict[str, Any]]
 

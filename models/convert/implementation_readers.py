@@ -37,6 +37,7 @@ from mod_models.convert.implementation_source import (
     slots_note,
     with_routers,
     with_routing,
+    wrapped,
 )
 from mod_models.convert.tensor_files import FileTensor
 from mod_models.spec import ModelSpec, shown
@@ -112,7 +113,8 @@ def read_astramind(source: Source) -> ForeignModel:
         "capacity_rule": "strict_floor",
         "capacity": ASTRAMIND_CAPACITY if source.capacity is None else source.capacity,
     }
-    return _with_linear_routers(source, fields, routing, f"{MODEL_LAYERS}{{}}{ASTRAMIND_ROUTER}", notes, "block.")
+    spelled = partial(wrapped, layers=routed, wrapper="block.")
+    return _with_linear_routers(source, fields, routing, f"{MODEL_LAYERS}{{}}{ASTRAMIND_ROUTER}", notes, spelled)
 
 
 def read_dlo(source: Source) -> ForeignModel:
@@ -161,7 +163,7 @@ def _with_linear_routers(
     routing: Mapping[str, Any],
     router: str,
     said: list[str],
-    wrapper: str = "",
+    spelled: Callable[[str], str] = str,
 ) -> ForeignModel:
     """Builds a dense model with a linear router in each routed layer. `router` is the name of a layer's router, with
     `{}` for the number of the layer.
@@ -171,7 +173,7 @@ def _with_linear_routers(
     def find(name: str, shape: tuple[int, ...]) -> Place:
         return Place(f"{router.format(name.split('.')[1])}.{name.rpartition('.')[2]}", shape)
 
-    return with_routers(source, fields, routing, find, own, said, wrapper)
+    return with_routers(source, fields, routing, find, own, said, spelled)
 
 
 def read_ohara(source: Source) -> ForeignModel:

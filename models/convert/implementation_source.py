@@ -7,15 +7,14 @@ Some implementations add routers to the layers of a transformers model, whose de
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mod_models.checkpoint import CheckpointError
 from mod_models.convert.foreign import Find, ForeignModel, Part, locate, refuse
-from mod_models.convert.hugging_face import CONFIG, DERIVED, KNOWN, companions_of, model_of
+from mod_models.convert.hugging_face import CONFIG, DERIVED, FAMILIES, KNOWN, companions_of, model_of
 from mod_models.convert.tensor_files import FileTensor, read_json, tensors_of_file, tensors_of_folder
 from mod_models.declarations import RoutingSpec
 from mod_models.generation_spec import why_not
@@ -204,6 +203,19 @@ def declared_layers(source: Source, field: str, listed: object, router: str, pro
     return routed
 
 
+def as_family(fields: Mapping[str, Any], family: str, problems: list[str]) -> dict[str, Any]:
+    """Returns the fields of config.json that name a family, to replace those of an implementation that extends its
+    classes. A `model_type` that names another family becomes a problem.
+    """
+    kind = str(fields.get("model_type"))
+    named_family = next((name for name in FAMILIES if name in kind.lower() and name != family), None)
+    if named_family is not None:
+        problems.append(
+            f"model_type: {shown(kind)} names the family {named_family}, and the tensors are those of {family}"
+        )
+    return {"model_type": family, "architectures": [FAMILIES[family].architecture]}
+
+
 def wrapped(name: str, layers: Iterable[int], wrapper: str) -> str:
     """Returns the name in an implementation that wraps the tensors of these layers, such as `layers.1.block.` for
     `layers.1.`.
@@ -221,7 +233,7 @@ def with_routers(
     find: Find,
     own: Collection[str],
     said: Iterable[str],
-    wrapper: str = "",
+    spelled: Callable[[str], str] = str,
 ) -> ForeignModel:
     """Builds a dense model of a family with routing.
 
@@ -232,15 +244,12 @@ def with_routers(
         find: finds the place of our tensors that the dense model does not have.
         own: names of tensors that the dense model does not have.
         said: notes about the conversion for the user.
-        wrapper: what the names in a routed layer have before those of the family, such as `block.`.
+        spelled: name in the family -> name in the implementation, see `wrapped`.
 
     Raises:
         CheckpointError: see `hugging_face.model_of` and `model_from`.
     """
-    derived = (name for name in source.tensors if DERIVED.fullmatch(name.replace(f".{wrapper}", ".", 1)))
-    left_out = {*own, *derived}
-    dense = {name: tensor for name, tensor in source.tensors.items() if name not in left_out}
-    spelled = partial(wrapped, layers=routing["layers"], wrapper=wrapper)
+    dense = {name: tensor for name, tensor in source.tensors.items() if name not in own and not DERIVED.fullmatch(name)}
     model = model_of(source.path, fields, dense, source.max_positions, source.ignored, spelled)
     spec = with_routing(source, model.spec, **routing)
     return model_from(source, spec, find, family=model.family, declared_by=CONFIG, said=said, dense=model.parts)

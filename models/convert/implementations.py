@@ -22,6 +22,7 @@ from mod_models.convert.implementation_readers import (
     read_sramshetty,
 )
 from mod_models.convert.implementation_source import Source, tensors_of
+from mod_models.convert.recursions_reader import read_recursions
 from mod_models.spec import shown
 
 NOT_A_MODEL = "it is a layer and no model: it has no embedding and no head, and leaves open what its block is"
@@ -113,6 +114,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         repository="MCG-NJU/p-MoD",
         names=(rf"model\.layers\.{N}\.router\.router\.weight", rf"model\.layers\.{N}\.decoder_layer\.self_attn\..*"),
         read=read_p_mod,
+    ),
+    "recursions": Implementation(
+        repository="raymin0223/mixture_of_recursions",
+        names=(rf"model\.layers\.{N}\.mor_router\..*", rf"model\.layers\.{N}\.block\.{N}\.self_attn\..*"),
+        # Token choice has one router for all steps; relaxed steps have LoRA of their own.
+        never=(rf"model\.layers\.{N}\.block\.{N}\.{N}\..*", r".*\.lora_[AB]\..*"),
+        read=read_recursions,
     ),
     "epfml": Implementation(
         repository="epfml/llm-baselines, branch mixture_of_depth",

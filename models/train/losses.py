@@ -214,7 +214,7 @@ def _recomputed(
     """Runs a method of a layer and keeps only its input for the backward pass (Chen et al., arXiv 1604.06174)."""
     if not torch.is_grad_enabled():
         return method(tokens, decisions, *others)
-    unused_decisions = [decisions]
+    unused_decisions, candidate_BT = [decisions], decisions.ran_BT
 
     def run(tokens: Tokens) -> Any:
         if unused_decisions:
@@ -224,7 +224,9 @@ def _recomputed(
             # here, the result has none.
             layer.unshard()
         # The recomputation in the backward pass decides again; its decisions are discarded.
-        return method(tokens, Decisions(), *others)
+        again = Decisions()
+        again.ran_BT = candidate_BT
+        return method(tokens, again, *others)
 
     return checkpoint(run, tokens, use_reentrant=False, preserve_rng_state=False)
 

@@ -416,7 +416,7 @@ def is_trained(name: str, spec: ModelSpec, config: TrainConfig) -> bool:
     if config.train == "routers":
         return ROUTES.match(name) is not None
     layer = re.match(r"layers\.(\d+)\.", name)
-    return config.train == "all" or (layer is not None and int(layer[1]) in spec.routed_layers)
+    return config.train == "all" or (layer is not None and int(layer[1]) in spec.router_of_layer)
 
 
 def _copy_of(initial: Checkpoint, config: TrainConfig) -> Transformer:

@@ -45,7 +45,7 @@ KINDS: dict[str, ModelSpec] = {
             "integrated MoDE, expert choice", "early exit with experts", "biases", "normed heads",
             "keys and values kept", "keys and values kept, attention routed", "keys and values kept, routed apart",
             "keys and values kept, adapter", "skipped are scaled", "skipped have a linear adapter",
-            "skipped have a bottleneck adapter",
+            "skipped have a bottleneck adapter", "several blocks, nested", "several blocks, nested, threshold",
         )
     },
     "stochastic, absolute": make_spec(router="noise", noise_seed=5, capacity_rule="absolute", capacity=3),

@@ -29,6 +29,9 @@ GENERATING: dict[str, ModelSpec] = {
             "keys and values kept, routed apart",
             "keys and values kept, adapter",
             "skipped have a bottleneck adapter",
+            "several blocks, nested, threshold",
+            "several blocks by predictors",
+            "nested",
         )
     },
     "first tokens always": make_spec(selection="threshold", always_first=2, router="norm_mlp", gate="ones"),

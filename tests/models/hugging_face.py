@@ -22,11 +22,11 @@ LLAMA3 = {
     "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-Make = Callable[[], Any]
+Make = Callable[..., Any]
 
 
 def of(kind: type, **changes: Any) -> Make:
-    return lambda: kind(**{**SIZES, **changes})
+    return lambda **more: kind(**{**SIZES, **changes, **more})
 
 
 CONFIGS: dict[str, Make] = {
@@ -53,10 +53,10 @@ CONFIGS: dict[str, Make] = {
 """Configurations by name: every form of each family, and one that only short rows can have."""
 
 
-def made(name: str, seed: int = 0) -> PreTrainedModel:
-    """Makes a model with weights large enough that each of them affects the logits."""
+def made(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """Makes a model with weights large enough that each of them affects the logits; `changes` are of its config."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](**changes)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.dim() == 1 else 0.08))

@@ -36,14 +36,16 @@ class RowTrace:
 
 @dataclass
 class Row:
-    """State of one row in the model. `here` lists the tokens that have not left it, `count` is the number of tokens
-    that a graph counts there, real or not, and `w` has the weights of the current layer.
+    """State of one row in the model. `here` lists the tokens that have not left it, `open` those that the next router
+    can select, `count` is the number of tokens that a graph counts there, real or not, and `w` has the weights of the
+    current layer.
     """
 
     spec: dict
     ids: list[int]
     x: list[np.ndarray]
     here: list[int]
+    open: list[int]
     count: int
     training: bool
     w: Weights = field(default_factory=dict)
@@ -61,20 +63,29 @@ def reference(
 
 def _row(spec: dict, weights: Weights, ids: list[int], padded: int, training: bool) -> RowTrace:
     x = [spec["embedding_scale"] * weights["embedding.weight"][token] for token in ids]
-    row = Row(spec, ids, x, list(range(len(ids))), padded, training)
+    row = Row(spec, ids, x, list(range(len(ids))), list(range(len(ids))), padded, training)
     routed = _layers(spec["routing"], spec["n_layers"])
+    together = spec["routing"]["blocks_per_router"] if routed else 1
     for layer in range(spec["n_layers"]):
-        row.layer = layer
-        row.w = {n.split(".", 2)[2]: value for n, value in weights.items() if n.startswith(f"layers.{layer}.")}
+        _enter(row, layer, weights)
         if layer in routed:
-            _routed_block(row, _capacity(spec["routing"], routed.index(layer), padded))
-        else:
+            k = _capacity(spec["routing"], routed.index(layer), padded)
+            if together > 1:
+                _routed_blocks(row, k, weights, together)
+            else:
+                _routed_block(row, k)
+        elif not any(first < layer < first + together for first in routed):
             _unrouted(row, "attention")
             _unrouted(row, "mlp")
     head = weights["embedding.weight"] if spec["tie_embeddings"] else weights["head.weight"]
     for token in row.x:
         row.trace.logits.append(head @ _rms_norm(token, weights["norm.weight"], spec["norm_eps"]))
     return row.trace
+
+
+def _enter(row: Row, layer: int, weights: Weights) -> None:
+    row.layer = layer
+    row.w = {n.split(".", 2)[2]: value for n, value in weights.items() if n.startswith(f"layers.{layer}.")}
 
 
 def _layers(declared: dict | None, n_layers: int) -> list[int]:
@@ -127,6 +138,26 @@ def _routed_block(row: Row, k: int) -> None:
         row.here, row.count = row.trace.chosen[row.layer], k
 
 
+def _routed_blocks(row: Row, k: int, weights: Weights, together: int) -> None:
+    """One router, the selected tokens in several blocks one after the other, and one sum at the end."""
+    routing, first = row.spec["routing"], row.layer
+    if k == 0:
+        return
+    weigh, decide = _scores(row, first, ("attention", "mlp"), {})
+    chosen = _select(row, first, decide, k)
+    positions = chosen if routing["positions"] == "original" else list(range(len(chosen)))
+    before = [row.x[t] for t in chosen]
+    result = before
+    for layer in range(first, first + together):
+        _enter(row, layer, weights)
+        result = [x + a for x, a in zip(result, _attention(row.spec, row.w, result, positions), strict=True)]
+        result = [x + _mlp(row.spec, row.w, x) for x in result]
+    for i, t in enumerate(chosen):
+        g = _gate(routing, weigh[t], [weigh[other] for other in chosen])
+        delta = result[i] - before[i]
+        row.x[t] = _combine(routing["combine"], before[i], np.zeros_like(delta), delta, g)
+
+
 def _routed_part(row: Row, k: int, site: Site, parts: tuple[str, ...], block_input: dict[int, np.ndarray]) -> None:
     routing = row.spec["routing"]
     gates_skipped = routing["skipped_result"] == "scaled" or (
@@ -139,8 +170,7 @@ def _routed_part(row: Row, k: int, site: Site, parts: tuple[str, ...], block_inp
     weigh, decide = _scores(row, site, parts, block_input)
     chosen: list[int] = []
     if k:
-        chosen = _select(row, decide, k)
-        row.trace.chosen[site], row.trace.scores[site] = chosen, decide
+        chosen = _select(row, site, decide, k)
     before = [row.x[t] for t in chosen]
     positions = chosen if routing["positions"] == "original" else list(range(len(chosen)))
     a = m = None
@@ -207,12 +237,21 @@ def _skipped(row: Row, x: np.ndarray, g: float) -> np.ndarray:
     return x + share * (w["adapter.down_proj.weight"] @ inner)
 
 
-def _select(row: Row, scores: dict[int, float], k: int) -> list[int]:
-    """Tokens that run, in sequence order."""
+def _select(row: Row, site: Site, scores: dict[int, float], k: int) -> list[int]:
+    """Tokens that run, in sequence order; the trace gets them and the scores of the tokens that could."""
+    nested = row.spec["routing"]["candidates"] == "previous"
+    candidates = row.open if nested else row.here
+    row.trace.scores[site] = {t: scores[t] for t in candidates}
+    chosen = row.trace.chosen[site] = _selected(row, candidates, scores, k)
+    row.open = chosen
+    return chosen
+
+
+def _selected(row: Row, candidates: list[int], scores: dict[int, float], k: int) -> list[int]:
     trace, selection = row.trace, row.spec["routing"]["selection"]
     if selection == "threshold" or (selection == "predictor" and not row.training):
         chosen: list[int] = []
-        for t in row.here:
+        for t in candidates:
             trace.margin = min(trace.margin, abs(scores[t]))
             if scores[t] > 0 and len(chosen) < k:
                 chosen.append(t)
@@ -220,7 +259,7 @@ def _select(row: Row, scores: dict[int, float], k: int) -> list[int]:
                 trace.overflow += 1
         return chosen
     # Tokens are ranked by score, the earlier first among equals, and then put back into sequence order.
-    ranked = sorted(row.here, key=lambda t: (-scores[t], t))
+    ranked = sorted(candidates, key=lambda t: (-scores[t], t))
     # Noise is the same number in every precision.
     if k < len(ranked) and selection != "random" and row.spec["routing"]["router"] != "noise":
         trace.margin = min(trace.margin, scores[ranked[k - 1]] - scores[ranked[k]])

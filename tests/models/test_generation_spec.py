@@ -25,6 +25,7 @@ REFUSED = {
             "topk", "attention routed", "MLP routed", "routed apart", "FFN gated", "schedule", "absolute",
             "protected blocks", "staged MoDE", "staged MoDE, expert choice", "skipped are scaled",
             "keys and values kept, attention routed", "skipped have a linear adapter",
+            "several blocks, nested",
         ),
         (RANKED, TRAIN),
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from implementation_models import (
     MindSkip,
     Ohara,
     PMod,
+    Recursions,
     SkipGpt,
     Sramshetty,
 )
+from safetensors.torch import load_file, save_file
 
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.convert import read_foreign
@@ -51,6 +55,12 @@ MODELS: dict[str, tuple[str, Callable[[int], ByRow], float | None]] = {
     "MindSkip, attention": ("mindskip", lambda seed: MindSkip("Llama", seed, "attn_token"), 1.0),
     "MindSkip, block": ("mindskip", lambda seed: MindSkip("Mistral", seed, "block_token", 0.4), 1.0),
     "MindSkip, MLP": ("mindskip", lambda seed: MindSkip("Qwen2", seed, "mlp_token", 0.6), 1.0),
+    "recursions": ("recursions", Recursions, None),
+    "recursions without other layers, MLP routers": (
+        "recursions",
+        lambda seed: Recursions(seed, 12, middle=False, auxiliary=True),
+        None,
+    ),
     "p-MoD": ("p-mod", PMod, None),
     "p-MoD without biases": ("p-mod", lambda seed: PMod(seed, bias=False), None),
 }  # fmt: skip
@@ -98,8 +108,10 @@ def test_logits_are_those_of_the_published_code(
     with torch.no_grad():
         module.hidden(ids_BS, torch.tensor([LENGTH, LENGTH]), decisions)
     assert {layer_of(site) for site in decisions.made} == set(found.spec.routed_layers)
-    for routing in decisions.made.values():
-        assert 0.05 < float(routing.live_BK.sum()) / ids_BS.numel() < 0.95
+    shares = [float(routing.live_BK.sum()) / ids_BS.numel() for routing in decisions.made.values()]
+    # Every token runs the first step of Mixture-of-Recursions.
+    for share in shares[1:] if MODELS[name][0] == "recursions" else shares:
+        assert 0.05 < share < 0.95
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -129,9 +141,52 @@ def test_token_by_token(name: str, tmp_path: Path) -> None:
     assert (torch.stack(written, 1) - theirs(ids_1S)[:, 8:]).abs().max() < TOLERANCE
 
 
+def test_recursions_by_the_sign_of_the_score(tmp_path: Path) -> None:
+    """Its auxiliary loss trains routers to say with sigmoid(l) > 0.5 which tokens run. A spec that declares so can
+    write text; tokens read one by one give the logits of the whole row.
+    """
+    theirs = Recursions(1)
+    theirs.save(tmp_path / "source")
+    theirs.decided_by_zero = True
+    write_folder(read_foreign(tmp_path / "source", implementation="recursions", capacity=1.0), tmp_path / "out")
+    path = tmp_path / "out" / "config.json"
+    fields = json.loads(path.read_text())
+    fields["spec"]["routing"]["selection"] = "threshold"
+    path.write_text(json.dumps(fields))
+    checkpoint = load_checkpoint(tmp_path / "out")
+    model = Transformer(for_generation(checkpoint.spec, 64)).sharing(checkpoint.module())
+    ids_1S = distinct_ids(1)
+    session = Session(model, 64)
+    written = [session.read(ids_1S[:, :9], torch.tensor([9]))]
+    written += [session.write(ids_1S[:, t]) for t in range(9, LENGTH)]
+    expected_1SV = theirs(ids_1S)
+    assert (torch.stack(written, 1) - expected_1SV[:, 8:]).abs().max() < TOLERANCE
+    with torch.no_grad():
+        (found_1SV,) = checkpoint.module()(ids_1S, torch.tensor([LENGTH]))
+    assert (found_1SV - expected_1SV).abs().max() < TOLERANCE
+
+
+def test_shared_weights_can_be_in_any_step(tmp_path: Path) -> None:
+    """A safetensors file does not hold one tensor under several names."""
+    theirs = Recursions(0)
+    theirs.save(tmp_path / "source")
+    path = tmp_path / "source" / "model.safetensors"
+    kept = {name: tensor for name, tensor in load_file(path).items() if not re.match(r"model.layers.[13].block", name)}
+    save_file(kept, path)
+    module = read_foreign(tmp_path / "source", implementation="recursions").checkpoint().module()
+    ids_BS = distinct_ids()
+    with torch.no_grad():
+        (found_BSV,) = module(ids_BS, torch.tensor([LENGTH, LENGTH]))
+    assert (found_BSV - theirs(ids_BS)).abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
+        ("recursions", "a gate of 0.1 sigmoid(l), routers without a temperature, and keys and values of each step's"),
+        ("recursions", "weights that steps share are stored once for each step"),
+        ("recursions", "the capacities 1, 0.667, 0.333 are what its code sets"),
+        ("recursions without other layers, MLP routers", "mlp_router is left out"),
         ("astramind, Llama", "capacity 0.125 is what its loader sets"),
         ("DLO", "every token has a slot, as in its code; a prompt costs as much as in the dense model"),
         ("ohara", "attn.key holds what queries are made of and attn.query what keys are"),

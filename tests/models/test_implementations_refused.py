@@ -20,6 +20,7 @@ from implementation_models import (
     MindSkip,
     Ohara,
     PMod,
+    Recursions,
     SkipGpt,
     Sramshetty,
 )
@@ -40,6 +41,7 @@ ADAPTED: dict[str, Callable[[], Adapted]] = {
     "flexidepth": lambda: FlexiDepth("Llama", 0),
     "skipgpt": lambda: SkipGpt(0),
     "mindskip": lambda: MindSkip("Llama", 0, "attn_token"),
+    "recursions": lambda: Recursions(0),
     "p-mod": lambda: PMod(0),
 }
 UNLIMITED: dict[str, tuple[Callable[[], ByRow], str]] = {
@@ -324,6 +326,41 @@ def test_tensors_of_flexidepth(tmp_path: Path) -> None:
     refused(folder, "model.layers.2.router_proj.up_proj.weight has shape [48, 21], config.json says", **options)
     change(folder, model__layers__2__router__router_enc__bias=torch.ones(12))
     refused(folder, "'model.layers.2.router.router_enc.bias' belongs to nothing that config.json describes", **options)
+
+
+def test_configurations_of_recursions(tmp_path: Path) -> None:
+    shared = "kv_sharing: all steps read the keys and values of the first, and a spec describes steps with their own"
+    changes = {
+        shared: {"kv_sharing": {"enable": True, "base_depth": 2}},
+        "num_hidden_layers: 9, and the tensors are of 8 layers: 3 steps of 2, and 2 others": {"num_hidden_layers": 9},
+        "model_type: 'mor_qwen2' names the family qwen2, and the tensors are those of": {"model_type": "mor_qwen2"},
+        "mor_temperature: unknown field with the value 3": {"mor_temperature": 3},
+    }
+    for number, (message, changed) in enumerate(changes.items()):
+        Recursions(0).save(tmp_path / str(number), **changed)
+        refused(tmp_path / str(number), message, implementation="recursions")
+    uploaded = {"model_type": "mor_llama", "mor_enabled": True, "custom_model": True, "kv_sharing": {"enable": False}}
+    Recursions(0).save(tmp_path / "sound", **uploaded)
+    read_foreign(tmp_path / "sound", implementation="recursions")
+    rising = "recursions: spec.routing.capacity: expected a share in (0, 1], got 1.5"
+    refused(tmp_path / "sound", rising, implementation="recursions", capacity=1.5)
+
+
+def test_tensors_of_recursions(tmp_path: Path) -> None:
+    folder, options = tmp_path / "source", {"implementation": "recursions"}
+    Recursions(0, 12).save(folder)
+    router = "model.layers.2.mor_router.router.0.weight"
+    change(folder, without=router)
+    refused(folder, f"{router} is missing, expected [12, 48]", **options)
+    change(folder, **{router: torch.ones(12, 47)})
+    refused(folder, f"{router} has shape [12, 47], config.json says [12, 48]", **options)
+    change(folder, **{router: torch.ones(12, 48), "model.layers.2.block.1.x": torch.ones(1)})
+    refused(folder, "'model.layers.2.block.1.x' belongs to nothing that config.json describes", **options)
+    # The step of token choice is a list of lists of layers; relaxed steps have LoRA of their own.
+    for name in ("model.layers.1.block.0.1.self_attn.q_proj.weight", "model.layers.1.block.0.q_proj.lora_A.weight"):
+        Recursions(0).save(tmp_path / name)
+        change(tmp_path / name, **{name: torch.ones(1)})
+        refused(tmp_path / name, f"not a model of recursions: there is a tensor '{name[:12]}", **options)
 
 
 def test_tensors_of_skipgpt(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def rows(heading: str) -> list[list[str]]:
         ("`combine`", declarations.COMBINES),
         ("`capacity_rule`", tuple(CAPACITY_RULES)),
         ("`selection`", declarations.SELECTIONS),
+        ("`candidates`", declarations.CANDIDATES),
         ("`parts`", declarations.PARTS),
         ("`choice`", declarations.CHOICES),
         ("`kind`", declarations.ROPE_SCALINGS),

@@ -24,8 +24,9 @@ TABLES = {
     "router": declarations.ROUTERS, "router_input": declarations.ROUTER_INPUTS, "gate": declarations.GATES,
     "combine": declarations.COMBINES, "selection": declarations.SELECTIONS,
     "capacity_rule": tuple(declarations.CAPACITY_RULES), "positions": declarations.POSITIONS,
-    "parts": declarations.PARTS,
+    "parts": declarations.PARTS, "candidates": declarations.CANDIDATES,
 }  # fmt: skip
+STEPS = {"blocks_per_router": 2, "layers": [1]}
 EXIT = {"selection": "exit", "capacity_rule": "ceil"}
 
 
@@ -39,7 +40,8 @@ def test_defaults_are_the_papers() -> None:
     declared = ModelSpec.from_dict({**dict.fromkeys(SIZES, 4), "routing": {}, "experts": {}})
     assert (declared.routing, declared.experts) == (RoutingSpec(), ExpertsSpec())
     assert dataclasses.asdict(RoutingSpec()) == {
-        "layers": {"every": 2, "offset": 1, "skip_first": 0, "skip_last": 0}, "parts": "block",
+        "layers": {"every": 2, "offset": 1, "skip_first": 0, "skip_last": 0}, "blocks_per_router": 1,
+        "parts": "block", "candidates": "all",
         "router": "linear", "router_input": "raw", "router_stream": "part", "router_hidden": 0,
             "router_activation": "silu", "gate": "identity", "gate_scale": 1.0,
         "gate_shift": 0.0, "combine": "paper", "skipped_keys_values": "absent", "skipped_result": "identity",
@@ -58,6 +60,7 @@ def test_every_name_has_its_implementation() -> None:
     assert tuple(routing.ROUTERS) == declarations.ROUTERS
     assert tuple(routing.GATES) == declarations.GATES
     assert tuple(routing.COMBINES) == declarations.COMBINES
+    assert {*routing.BLOCKS_COMBINES} == {*declarations.COMBINES} - {*declarations.FFN_GATED}
     assert tuple(expert_layers.EXPERT_CHOICES) == declarations.CHOICES
 
 
@@ -242,6 +245,51 @@ SKIPS = "layers: skip_first and skip_last must be whole numbers of at least 0, g
             {**EXIT, "capacity": [0.25, 0.5]},
             "capacity: tokens that exit never come back, so the schedule must not rise, got [0.25, 0.5]",
         ),
+        *(
+            ({"blocks_per_router": value}, f"blocks_per_router: {WHOLE.format(1, 2**10, repr(value))}")
+            for value in (0, "2", 2.0, True)
+        ),
+        (
+            {**STEPS, "layers": [0, 1]},
+            "blocks_per_router: 2 blocks from block 0 on are too many, because block 1 has the next router",
+        ),
+        (
+            {**STEPS, "layers": [2]},
+            "blocks_per_router: 2 blocks from block 2 on are too many, because the model has no more",
+        ),
+        *(
+            (
+                {**STEPS, **changes},
+                "blocks_per_router: a token that a router skips for 2 blocks is absent from all of "
+                f"them; expected {said}",
+            )
+            for changes, said in (
+                ({"parts": "mlp"}, "parts=block, got mlp"),
+                ({"skipped_keys_values": "kept"}, "skipped_keys_values=absent, got kept"),
+                ({"skipped_result": "scaled"}, "skipped_result=identity, got scaled"),
+            )
+        ),
+        *(
+            (
+                {**STEPS, "combine": combine},
+                f"blocks_per_router: {combine} weighs the MLP of one block; declare another combine rule",
+            )
+            for combine in declarations.FFN_GATED
+        ),
+        ({**STEPS, **EXIT}, "blocks_per_router: a token that exits skips all later blocks anyway; expected 1, got 2"),
+        (
+            {"candidates": "previous", **EXIT},
+            "candidates: with selection=exit a router is only given the tokens that are left; expected all",
+        ),
+        (
+            {"candidates": "previous", "parts": "separate"},
+            "candidates: with parts=separate, a layer has two routers; expected all",
+        ),
+        (
+            {"candidates": "previous", "capacity": [0.25, 0.5]},
+            "capacity: a router cannot select more tokens than the router before it ran, so the schedule must not "
+            "rise, got [0.25, 0.5]",
+        ),
         # These are not even numbers, and cannot be compared with each other.
         ({**EXIT, "capacity": ["0.5", 0.5]}, NO_CAPACITY + "('0.5', 0.5)"),
     ],
@@ -284,6 +332,14 @@ def test_routing_is_refused(changes: dict[str, Any], said: str) -> None:
 )
 def test_experts_are_refused(changes: dict[str, Any], said: str) -> None:
     assert problems(plain(experts=changes)) == [f"spec.experts.{said}"]
+
+
+def test_a_router_for_several_blocks_with_experts() -> None:
+    data = plain({**STEPS, "layers": [0]}, {"layers": [1, 2]})
+    assert problems(data) == [
+        "spec.routing.blocks_per_router: a router decides about one block if it has experts, as block 1 has; expected "
+        "1, got 2"
+    ]
 
 
 def test_every_problem_at_once() -> None:

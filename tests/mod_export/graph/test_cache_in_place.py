@@ -44,6 +44,8 @@ def rewritten(model: ir.Model, limits: TargetLimits, dtype: DType) -> ir.Model:
         pytest.param("dense", "float32", 4, marks=pytest.mark.slow),
         pytest.param("compact positions", "float16", 1, marks=pytest.mark.slow),
         pytest.param("compact positions", "float32", 4, marks=pytest.mark.slow),
+        pytest.param("several blocks by predictors", "float16", 4, marks=pytest.mark.slow),
+        pytest.param("several blocks, nested, threshold", "float32", 4, marks=pytest.mark.slow),
         pytest.param("experts in routed MLPs", "float32", 1, marks=pytest.mark.slow),
         pytest.param("experts in routed MLPs", "float16", 4, marks=pytest.mark.slow),
     ],

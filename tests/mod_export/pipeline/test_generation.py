@@ -175,6 +175,8 @@ KINDS_THAT_DIFFER = [
     "MLP routed",
     "biases",
     "normed heads",
+    "several blocks, nested, threshold",
+    "several blocks by predictors",
 ]
 
 
