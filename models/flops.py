@@ -108,7 +108,7 @@ def _layer(spec: ModelSpec, layer: int, tokens: LayerTokens, batch: int, seq: in
         flops["adapter"] = batch * tokens.replaced * D * wide[routing.adapter]
     return LayerCost(
         name=str(layer),
-        routed=", ".join(filter(None, [_routing_label(routing), _experts_label(experts)])),
+        routed=", ".join(filter(None, [_routing_label(routing, layer, spec), _experts_label(experts)])),
         selected={site: k for site, k in spec.k_by_layer(seq).items() if layer_of(site) == layer},
         flops=flops,
         needed_flops=sum(flops.values()) - 2 * batch * H * E * A * max(0, K - 1),
@@ -126,9 +126,11 @@ def _scoring(d_model: int, routing: RoutingSpec) -> int:
     return (2 if routing.parts == "separate" else 1) * (router + predictor)
 
 
-def _routing_label(routing: RoutingSpec | None) -> str:
+def _routing_label(routing: RoutingSpec | None, layer: int, spec: ModelSpec) -> str:
     if routing is None:
         return ""
+    if layer not in spec.routed_layers:
+        return f"with block {spec.router_of_layer[layer]}"
     part = {"block": "block", "attention": "attention", "mlp": "MLP", "separate": "attention and MLP"}[routing.parts]
     return f"{part} by {routing.selection}"
 

@@ -118,8 +118,9 @@ class Decisions:
         keys_values: layer -> the rotated keys and the values (B, G, T, E) of the tokens in its attention. None by
             default; they are only recorded if the caller sets a dictionary.
         before: what the rows hold already; None if the pass begins its texts.
-        ran_BT: bool, the tokens that the last router selected, from which the next one selects if the spec declares
-            `candidates="previous"`; None before the first router, or if every router selects from all tokens.
+        ran_BT: layer with a router -> bool (B, T), the tokens that it selected; empty unless the spec declares
+            `candidates="previous"`. It is a table because torch.export forgets an attribute that is set again after a
+            condition.
     """
 
     def __init__(self) -> None:
@@ -128,7 +129,7 @@ class Decisions:
         self.experts: dict[int, ExpertRouterInputs] = {}
         self.keys_values: dict[int, tuple[Tensor, Tensor]] | None = None
         self.before: Continuation | None = None
-        self.ran_BT: Tensor | None = None
+        self.ran_BT: dict[int, Tensor] = {}
 
     def past(self, layer: int) -> Past | None:
         """The cache of a layer, if the pass continues texts."""

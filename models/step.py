@@ -543,8 +543,6 @@ class _Run:
         slot_B: layer -> int64 (B,), the slot that these belong to, -1 if a row keeps nothing.
         wanted_B: routing site -> bool (B,), the tokens that wanted to run.
         ran_B: routing site -> bool (B,), the tokens that ran.
-        candidate_B: bool, the tokens that the next router selects from: the active ones, or with
-            `candidates="previous"` those that ran at the last routing site.
     """
 
     step: DecodeStep
@@ -558,7 +556,6 @@ class _Run:
     ran_B: dict[Site, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.candidate_B = self.active_B
         self.angles = self._angles(self.seen_B)
 
     def _angles(self, position_B: Tensor) -> tuple[Tensor, Tensor]:
@@ -608,10 +605,9 @@ class _Run:
         site, layer = block.site(part), block.layer
         count_B, capacity = self.count_B[site], self.step.capacity[layer]
         free_B, slots = count_B < capacity, self.step.slots_of_site[site]
-        decision = decide(block, part, x_B1D, block_B1D, self.seen_B, self.candidate_B, free_B, slots)
+        candidate_B = self.active_B if block.previous is None else self.ran_B[block.previous]
+        decision = decide(block, part, x_B1D, block_B1D, self.seen_B, candidate_B, free_B, slots)
         self.wanted_B[site], self.ran_B[site] = decision.wanted_B, decision.ran_B
-        if block.routing.candidates == "previous":
-            self.candidate_B = decision.ran_B
         after = [self.step.block(layer + n) for n in range(1, block.routing.blocks_per_router)]
         layers = [layer, *(other.layer for other in after)] if part != "mlp" else []
         pasts = [Past(*self.past[number], count_B) for number in layers]

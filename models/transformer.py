@@ -149,11 +149,14 @@ class RoutedBlock(Block):
         narrow: a smaller number of slots to compute instead of k if all tokens that run fit into it; 0 to compute all
             k. The result does not depend on it. It is not for a block with experts, because their number of slots
             depends on the number of tokens.
+        previous: the layer of the router from whose tokens this one selects; None if it selects from all tokens.
     """
 
     def __init__(self, spec: ModelSpec, layer: int, routing: RoutingSpec) -> None:
         super().__init__(spec, layer)
         self.routing = routing
+        before = [other for other in spec.routed_layers if other < layer]
+        self.previous = before[-1] if before and routing.candidates == "previous" else None
         self.narrow = 0
         self.router = ROUTERS[routing.router](spec, routing)
         self.mlp_router = ROUTERS[routing.router](spec, routing) if routing.parts == "separate" else None
@@ -342,7 +345,7 @@ class RoutedBlock(Block):
             assert drawn_BT is not None
             score_BT = drawn_BT
         score_BT = always_first(score_BT, tokens.index_BT, self.routing.always_first)
-        open_BT = tokens.live_BT if decisions.ran_BT is None else decisions.ran_BT
+        open_BT = tokens.live_BT if self.previous is None else decisions.ran_BT[self.previous]
         if rule == RANK:
             # If fewer than k tokens are open, all real tokens are, because the router before has at least k slots. So
             # the empty slots hold padding here too, which comes last.
@@ -353,7 +356,7 @@ class RoutedBlock(Block):
         candidates = tokens._replace(live_BT=open_BT)
         index_BK, live_BK = selected_at([site], candidates, decisions, *selection, score_BT, rule)
         if self.routing.candidates == "previous":
-            decisions.ran_BT = torch.zeros_like(open_BT).scatter(1, index_BK, live_BK)
+            decisions.ran_BT[self.layer] = torch.zeros_like(open_BT).scatter(1, index_BK, live_BK)
         if not self.routing.draws:
             always = self.routing.always_first
             decisions.seen[site] = RouterInputs(routed_BTD, open_BT, l_BT, tokens.index_BT, always, k, predictor)

@@ -49,6 +49,14 @@ SKIPPED_SPEC = replace(
     ),
 )  # fmt: skip
 """A model whose skipped tokens keep their keys and values and run an adapter, as those of FlexiDepth do."""
+NESTED_SPEC = replace(
+    SPEC,
+    routing=RoutingSpec(
+        layers=(0, 2), blocks_per_router=2, candidates="previous", capacity=(0.75, 0.5), selection="threshold",
+        gate="sigmoid", combine="double_residual",
+    ),
+)  # fmt: skip
+"""A model of Mixture-of-Recursions whose routers decide by the sign of the score."""
 SHAPE = Bucket(2, 32)
 BUCKET = SHAPE.name
 CAPACITY_ONE_MORE = replace(SPEC, routing=RoutingSpec(capacity=9 / 32))
@@ -59,7 +67,7 @@ STD = 0.15
 FOREIGN_STD = 0.3
 """Standard deviation of the weights of users' modules, which are narrower."""
 
-FolderName = Literal["graphs", "skipped", "compiled", "foreign", "two outputs", "compiled foreign"]
+FolderName = Literal["graphs", "skipped", "nested", "compiled", "foreign", "two outputs", "compiled foreign"]
 FOREIGN_SHAPES = [(2, 16), (1, 32)]
 FEW_RUNS = """
 [latency]
@@ -79,7 +87,7 @@ targets = ["ort-cpu", "tensorrt-rtx"]
 dtypes = ["float16"]
 architectures = ["sm89"]
 {FEW_RUNS}"""
-SKIPPED = f"""
+ONLY_ORT = f"""
 buckets = [[2, 32]]
 targets = ["ort-cpu"]
 {FEW_RUNS}"""
@@ -176,7 +184,8 @@ def foreign_folder(make: Callable[[Path], BuildReport], folder: Path) -> Path:
 
 FOLDERS: dict[FolderName, Callable[[Path], Path]] = {
     "graphs": partial(build_folder, GRAPHS),
-    "skipped": partial(build_folder, SKIPPED, spec=SKIPPED_SPEC),
+    "skipped": partial(build_folder, ONLY_ORT, spec=SKIPPED_SPEC),
+    "nested": partial(build_folder, ONLY_ORT, spec=NESTED_SPEC),
     "compiled": partial(build_folder, COMPILED),
     "foreign": partial(foreign_folder, _foreign),
     "two outputs": partial(foreign_folder, _two_outputs),

@@ -12,7 +12,15 @@ from benchmarks.faults.fault_table import FAULTS, Fault
 from mod_export.pipeline.rerun import Rerun, validate_folder
 from mod_export.rows.correctness import ParityRow, StructureRow
 
-for file in ("block_faults", "routing_faults", "skipped_faults", "weight_faults", "folder_faults", "foreign_faults"):
+for file in (
+    "block_faults",
+    "routing_faults",
+    "skipped_faults",
+    "nested_faults",
+    "weight_faults",
+    "folder_faults",
+    "foreign_faults",
+):
     importlib.import_module(f"benchmarks.faults.{file}")  # The import adds the module's faults to FAULTS.
 
 

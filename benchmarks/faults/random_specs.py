@@ -25,6 +25,7 @@ from mod_models.checkpoint import Checkpoint, save_checkpoint
 from mod_models.declarations import (
     ADAPTER_GATES,
     ADAPTERS,
+    CANDIDATES,
     COMBINES,
     GATES,
     KEYS_VALUES,
@@ -176,7 +177,18 @@ def _of_any_kind(base: ModelSpec, rng: random.Random) -> ModelSpec:
         adapter=rng.choice(ADAPTERS),
         adapter_hidden=8,
         adapter_gate=rng.choice(ADAPTER_GATES),
+        candidates="all" if selection == "exit" else rng.choice(CANDIDATES),
     )
+    if selection != "exit" and rng.random() < 0.5:
+        # Most of these have too few layers or other declarations that contradict it.
+        routing = replace(
+            routing,
+            layers=EveryNth(every=rng.choice((2, 3)), offset=rng.choice((0, 1)), skip_last=1),
+            blocks_per_router=2,
+            parts="block",
+            skipped_keys_values="absent",
+            skipped_result="identity",
+        )
     experts = ExpertsSpec(
         layers=EveryNth(every=rng.choice((1, 2)), offset=0),
         n_experts=rng.choice((1, 2, 4, 8)),

@@ -214,7 +214,7 @@ def _recomputed(
     """Runs a method of a layer and keeps only its input for the backward pass (Chen et al., arXiv 1604.06174)."""
     if not torch.is_grad_enabled():
         return method(tokens, decisions, *others)
-    unused_decisions, candidate_BT = [decisions], decisions.ran_BT
+    unused_decisions, ran_BT = [decisions], dict(decisions.ran_BT)
 
     def run(tokens: Tokens) -> Any:
         if unused_decisions:
@@ -225,7 +225,7 @@ def _recomputed(
             layer.unshard()
         # The recomputation in the backward pass decides again; its decisions are discarded.
         again = Decisions()
-        again.ran_BT = candidate_BT
+        again.ran_BT = ran_BT
         return method(tokens, again, *others)
 
     return checkpoint(run, tokens, use_reentrant=False, preserve_rng_state=False)

@@ -18,7 +18,7 @@ from benchmarks.faults.random_specs import foreign_of_ties, random_build, random
 from benchmarks.faults.rates import build_clean
 from mod_export.pipeline.rerun import validate_folder
 from mod_export.rows.correctness import StructureRow
-from mod_models.declarations import CHOICES, KEYS_VALUES, RESULTS, SELECTIONS
+from mod_models.declarations import CANDIDATES, CHOICES, KEYS_VALUES, RESULTS, SELECTIONS
 
 FEW_CLEAN, FEW_FOREIGN = (0, 1, 2, 3), (0, 1, 2)
 Sound = Callable[[FolderName], Path]
@@ -119,4 +119,6 @@ def test_random_models_differ() -> None:
     assert {spec.experts.choice for spec in kinds if spec.experts} == set(CHOICES)
     assert {spec.routing.skipped_keys_values for spec in kinds if spec.routing} == set(KEYS_VALUES)
     assert {spec.routing.skipped_result for spec in kinds if spec.routing} == set(RESULTS)
+    assert {spec.routing.candidates for spec in kinds if spec.routing} == set(CANDIDATES)
+    assert {spec.routing.blocks_per_router for spec in kinds if spec.routing} == {1, 2}
     assert len({repr(random_foreign(seed).module) for seed in range(40)}) > 15

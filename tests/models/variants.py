@@ -83,18 +83,20 @@ VARIANTS: dict[str, ModelSpec] = {
         capacity=(0.75, 0.5, 0.25),
     ),
     "several blocks, nested, threshold": make_spec(
-        n_layers=6,
-        layers=(1, 3),
+        n_layers=7,
+        layers=(0, 2, 4),
         blocks_per_router=2,
         candidates="previous",
         selection="threshold",
         gate="sigmoid",
-        capacity=(0.75, 0.5),
+        capacity=(0.75, 0.625, 0.5),
     ),
     "several blocks by predictors": make_spec(
         n_layers=5, layers=(0, 3), blocks_per_router=2, selection="predictor", predictor_hidden=3, positions="compact"
     ),
-    "nested": make_spec(candidates="previous", selection="threshold", capacity=0.625, parts="attention"),
+    "nested": make_spec(
+        candidates="previous", selection="threshold", capacity=0.625, parts="attention", n_layers=4, layers=(0, 1, 3)
+    ),
     "schedule": make_spec(capacity=(0.25, 0.6)),
     "absolute": make_spec(capacity_rule="absolute", capacity=3),
     "protected blocks": make_spec(n_layers=4, layers=EveryNth(every=1, offset=0, skip_first=1, skip_last=1)),
