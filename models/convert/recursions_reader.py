@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from mod_models.convert.foreign import Derived, ForeignModel, Place, constant, refuse
 from mod_models.convert.hugging_face import CONFIG
 from mod_models.convert.implementation_source import MODEL_LAYERS, Source, as_family, with_routers
+from mod_models.declarations import LIMITS
 from mod_models.spec import shown
 
 LAYER = re.compile(r"model\.layers\.(\d{1,6})\.(block\.(\d{1,6})\.)?")
@@ -52,6 +53,11 @@ class Steps:
         return cls(tuple(sorted(steps)), len(blocks), tuple(sorted(plain)))
 
     @property
+    def n_layers(self) -> int:
+        """Number of layers that a token can run."""
+        return len(self.steps) * self.blocks + len(self.plain)
+
+    @property
     def place_of(self) -> dict[int, tuple[int, int | None]]:
         """Our layer -> its number in the list, and its number in a step."""
         places: list[tuple[int, int | None]] = []
@@ -69,6 +75,7 @@ class Steps:
 def read_recursions(source: Source) -> ForeignModel:
     """Reads such a folder. Steps share weights: a file can hold them once, in any step."""
     layout = Steps.of(source)
+    fields = _fields(source, layout)
     place_of, step_of = layout.place_of, layout.step_of_router
     before = {layer: f"{MODEL_LAYERS}{number}.mor_router." for layer, number in step_of.items()}
     first = next(iter(before.values()))
@@ -105,7 +112,7 @@ def read_recursions(source: Source) -> ForeignModel:
         "capacity": schedule if source.capacity is None else source.capacity,
     }
     own = {name for name in source.tensors if OWN.match(name)}
-    return with_routers(source, _fields(source, layout), routing, find, own, _notes(source, schedule, own), spelled)
+    return with_routers(source, fields, routing, find, own, _notes(source, schedule, own), spelled)
 
 
 def _fields(source: Source, layout: Steps) -> dict[str, object]:
@@ -117,11 +124,10 @@ def _fields(source: Source, layout: Steps) -> dict[str, object]:
         problems.append(
             "kv_sharing: all steps read the keys and values of the first, and a spec describes steps with their own"
         )
-    n_layers = len(layout.place_of)
-    if fields.get("num_hidden_layers") != n_layers:
+    if fields.get("num_hidden_layers") != layout.n_layers or layout.n_layers > LIMITS["n_layers"]:
         problems.append(
-            f"num_hidden_layers: {shown(fields.get('num_hidden_layers'))}, and the tensors are of {n_layers} layers: "
-            f"{len(layout.steps)} steps of {layout.blocks}, and {len(layout.plain)} others"
+            f"num_hidden_layers: {shown(fields.get('num_hidden_layers'))}, and the tensors are of {layout.n_layers} "
+            f"layers: {len(layout.steps)} steps of {layout.blocks}, and {len(layout.plain)} others"
         )
     fields |= as_family(fields, "llama", problems)
     refuse(source.path / CONFIG, problems)

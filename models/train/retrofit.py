@@ -269,11 +269,12 @@ def calibrate(model: Transformer, rows: Iterable[Tensor]) -> None:
         decisions = Decisions()
         model.hidden(ids_BS, torch.full((len(ids_BS),), ids_BS.shape[1], device=ids_BS.device), decisions)
         for site, seen in decisions.seen.items():
-            # Tokens that always run take their slots whatever the predictor says, and leave the others fewer.
-            free_BT = always_first(seen.l_BT, seen.index_BT, seen.always_first) != torch.inf
+            # Tokens that always run take their slots whatever the predictor says, and leave the others fewer. A router
+            # may only select from those of the router before: as many in every row, because top-k chose them.
+            free_BT = seen.live_BT & (always_first(seen.l_BT, seen.index_BT, seen.always_first) != torch.inf)
             score_by_site.setdefault(site, []).append(seen.l_BT[free_BT].float())
-            T, free = free_BT.shape[1], int(free_BT[0].sum())
-            selected_share[site] = max(0, seen.k - (T - free)) / free if free else 1.0
+            candidates, free = int(seen.live_BT[0].sum()), int(free_BT[0].sum())
+            selected_share[site] = max(0, seen.k - (candidates - free)) / free if free else 1.0
     model.train(training)
     for site, scores in score_by_site.items():
         score_N = torch.cat(scores)

@@ -50,6 +50,22 @@ def test_the_quantile_of_more_scores_than_torch_takes() -> None:
     assert quantile(score_N, 0.875) == pytest.approx(0.875 * 2**24)
 
 
+def test_predictors_among_the_tokens_of_the_router_before() -> None:
+    """Each says yes to as many of the tokens that it may select from as its router selects."""
+    steps = {"n_layers": 6, "layers": (0, 2, 4), "blocks_per_router": 2, "candidates": "previous"}
+    spec = make_spec(
+        vocab_size=256, max_positions=64, capacity=(0.75, 0.5, 0.25), predictor_hidden=4, selection="predictor", **steps
+    )
+    model = lively_checkpoint(spec).module().train()
+    ids_BS = distinct_ids(spec, 4, 32)
+    calibrate(model, [ids_BS])
+    for site, seen in seen_by(model, ids_BS).seen.items():
+        assert seen.predictor is not None
+        yes_BT = (seen.predictor(seen.x_BTD) > 0) & seen.live_BT
+        assert int(seen.live_BT.sum()) == 4 * {0: 32, 2: 24, 4: 16}[int(site)]
+        assert abs(int(yes_BT.sum()) - 4 * seen.k) <= 1
+
+
 @pytest.mark.parametrize("router", ["linear", "linear_bias"])
 @pytest.mark.parametrize("parts", ["block", "attention", "mlp", "separate"])
 def test_a_predictor_says_what_its_router_says(parts: str, router: str) -> None:
