@@ -132,6 +132,7 @@ class Chosen(NamedTuple):
         g_BT1: the gates of all T tokens; None if a skipped token needs none.
         seen: keys and values of all T tokens; None if the selected tokens only see each other, or the part has no
             attention.
+        after: the blocks behind this one that they run too, because its router decides about several blocks.
     """
 
     index_BK: Tensor
@@ -140,6 +141,7 @@ class Chosen(NamedTuple):
     g_BK1: Tensor
     g_BT1: Tensor | None
     seen: KeysValues | None = None
+    after: Sequence[Block] = ()
 
 
 class RoutedBlock(Block):
@@ -209,7 +211,7 @@ class RoutedBlock(Block):
         """Returns the stream after a routed part; `block_BTD` is the stream that the block got."""
         if k == 0:
             return self._all_skipped(tokens, noise, part, block_BTD)
-        chosen = self.choose(tokens, decisions, k, noise, part, block_BTD)
+        chosen = self.choose(tokens, decisions, k, noise, part, block_BTD)._replace(after=after)
         if part != "mlp" and self.routing.skipped_keys_values == "kept":
             chosen = chosen._replace(seen=self.keys_values(tokens, decisions, chosen.index_BK))
         inner = self._selected(tokens, decisions, chosen, part)
@@ -219,8 +221,7 @@ class RoutedBlock(Block):
             left_BTD = self.left(left_BTD, chosen.g_BT1)
             left_BKD = torch.index_select(left_BTD.reshape(B * T, D), 0, chosen.row_N).reshape(B, k, D)
         run = self.run_few if 0 < self.narrow < k else self.run
-        new_BKD = run(inner, decisions, chosen, part, left_BKD, after)
-        return tokens._replace(x_BTD=left_BTD).put(chosen.row_N, new_BKD)
+        return tokens._replace(x_BTD=left_BTD).put(chosen.row_N, run(inner, decisions, chosen, part, left_BKD))
 
     def last(self, tokens: Tokens, decisions: Decisions, index_B1: Tensor, k: int, noise: Noise | None) -> Tensor:
         part, x_BTD = self.routing.parts, tokens.x_BTD
@@ -370,21 +371,13 @@ class RoutedBlock(Block):
         g_BT: Tensor = GATES[self.routing.gate](l_BT, live_BT, self.routing)
         return g_BT[..., None].to(dtype)
 
-    def run(
-        self,
-        inner: Tokens,
-        decisions: Decisions,
-        chosen: Chosen,
-        part: str,
-        left_BKD: Tensor,
-        after: Sequence[Block] = (),
-    ) -> Tensor:
-        """Returns the selected tokens after this part of the block, or after the block and those `after` it, (B, K, D),
-        and `left_BKD` in empty slots.
+    def run(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str, left_BKD: Tensor) -> Tensor:
+        """Returns the selected tokens after this part of the block and the blocks `chosen.after`, (B, K, D), and
+        `left_BKD` in empty slots.
         """
-        if after:
+        if chosen.after:
             y_BKD = Block.forward(self, inner, decisions)
-            for block in after:
+            for block in chosen.after:
                 y_BKD = block(inner._replace(x_BTD=y_BKD), decisions)
             new_BKD = BLOCKS_COMBINES[self.routing.combine](inner.x_BTD, y_BKD, chosen.g_BK1)
             return torch.where(chosen.live_BK[..., None], new_BKD, left_BKD)
@@ -397,19 +390,11 @@ class RoutedBlock(Block):
         new_BKD = COMBINES[self.routing.combine](inner.x_BTD, *deltas, chosen.g_BK1)
         return torch.where(chosen.live_BK[..., None], new_BKD, left_BKD)
 
-    def run_few(
-        self,
-        inner: Tokens,
-        decisions: Decisions,
-        chosen: Chosen,
-        part: str,
-        left_BKD: Tensor,
-        after: Sequence[Block] = (),
-    ) -> Tensor:
+    def run_few(self, inner: Tokens, decisions: Decisions, chosen: Chosen, part: str, left_BKD: Tensor) -> Tensor:
         """Runs only the first `narrow` slots if no other slot is live, else all slots."""
         identity = left_BKD is inner.x_BTD
         before = decisions.before
-        layers = [] if part == "mlp" or chosen.seen else [self.layer, *(block.layer for block in after)]
+        layers = [] if part == "mlp" or chosen.seen else [self.layer, *(block.layer for block in chosen.after)]
 
         def of_first(
             n: int, x_BKD: Tensor, live_BK: Tensor, g_BK1: Tensor, cos: Tensor, sin: Tensor, *more: Tensor
@@ -427,7 +412,7 @@ class RoutedBlock(Block):
             if before is not None:
                 caches = (Past(*pasts[3 * number : 3 * number + 3]) for number in range(len(layers)))
                 noted.before = before._replace(past=dict(zip(layers, caches, strict=True)))
-            outputs = [torch.cat((self.run(tokens, noted, few, part, left_BKD[:, :n], after), left_BKD[:, n:]), 1)]
+            outputs = [torch.cat((self.run(tokens, noted, few, part, left_BKD[:, :n]), left_BKD[:, n:]), 1)]
             for part_BGnE in (part for layer in layers for part in noted.keys_values[layer]):
                 B, G, _, E = part_BGnE.shape
                 outputs.append(torch.cat((part_BGnE, part_BGnE.new_zeros(B, G, x_BKD.shape[1] - n, E)), 2))

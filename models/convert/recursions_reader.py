@@ -124,7 +124,11 @@ def _fields(source: Source, layout: Steps) -> dict[str, object]:
         problems.append(
             "kv_sharing: all steps read the keys and values of the first, and a spec describes steps with their own"
         )
-    if fields.get("num_hidden_layers") != layout.n_layers or layout.n_layers > LIMITS["n_layers"]:
+    if layout.n_layers > LIMITS["n_layers"]:
+        problems.append(
+            f"num_hidden_layers: expected at most {LIMITS['n_layers']}, the tensors are of {layout.n_layers}"
+        )
+    elif fields.get("num_hidden_layers") != layout.n_layers:
         problems.append(
             f"num_hidden_layers: {shown(fields.get('num_hidden_layers'))}, and the tensors are of {layout.n_layers} "
             f"layers: {len(layout.steps)} steps of {layout.blocks}, and {len(layout.plain)} others"

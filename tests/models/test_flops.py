@@ -118,6 +118,8 @@ def test_rows_say_what_is_routed() -> None:
     both = make_spec(parts="separate", selection="predictor", predictor_hidden=2, layers=(0,))
     named = {cost.name: cost.routed for cost in layer_costs(both, 1, 8)}
     assert named == {"embedding": "", "0": "attention and MLP by predictor", "1": "", "2": "", "head": ""}
+    together = [cost.routed for cost in layer_costs(make_spec(layers=(1,), blocks_per_router=2), 1, 8)]
+    assert together == ["", "", "block by topk", "with block 1", ""]
     spec = make_spec(layers=(0,), experts=experts(noop_experts=2, top_k=2, layers=EveryNth(every=1, offset=0)))
     named = {cost.name: cost.routed for cost in layer_costs(spec, 1, 8)}
     assert named["0"] == "block by topk, 4 experts + 2 no-op by token, 2 each"

@@ -346,6 +346,15 @@ def test_configurations_of_recursions(tmp_path: Path) -> None:
     refused(tmp_path / "sound", rising, implementation="recursions", capacity=1.5)
 
 
+def test_more_steps_of_recursions_than_a_model_can_have(tmp_path: Path) -> None:
+    """Their layers are counted before they are listed: a hostile file can name millions."""
+    blocks = [f"model.layers.0.block.{block}.self_attn.q_proj.weight" for block in range(40)]
+    routers = [f"model.layers.{step}.mor_router.router.weight" for step in range(30)]
+    folder = with_names(tmp_path / "source", (*blocks, *routers))
+    said = "num_hidden_layers: expected at most 1024, the tensors are of 1200"
+    refused(folder, said, implementation="recursions")
+
+
 def test_tensors_of_recursions(tmp_path: Path) -> None:
     folder, options = tmp_path / "source", {"implementation": "recursions"}
     Recursions(0, 12).save(folder)
