@@ -8,10 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mod_models.cache import cache_layout, prefill_outputs, sites, step_outputs
 from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.routing import Decisions
 from mod_models.spec import Site
-from mod_models.step import DecodeStep, Prefill, cache_layout, prefill_outputs, sites, step_outputs
+from mod_models.step import DecodeStep, Prefill
 from mod_models.transformer import Transformer
 
 

@@ -21,6 +21,15 @@ from mod_export.model.architecture import Architecture, Converted
 from mod_export.model.model import GeneratingModel, GraphSource, LayerCost, Model, TokenIds
 from mod_export.model.tokenizer_files import TokenizerFiles, has_tokenizer, read_tokenizer, settings_in
 from mod_export.types import Outputs, Site
+from mod_models.cache import (
+    cache_layout,
+    prefill_inputs,
+    prefill_outputs,
+    sites,
+    slots_of_layer,
+    step_inputs,
+    step_outputs,
+)
 from mod_models.checkpoint import ARCHITECTURE, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.convert import declared_in, is_foreign, read_foreign
 from mod_models.convert.foreign import ForeignModel, MadeFile, write_folder
@@ -28,19 +37,7 @@ from mod_models.flops import layer_costs
 from mod_models.generate import generate_eager
 from mod_models.generation_spec import for_generation, why_not
 from mod_models.spec import ModelSpec, RoutingSpec, is_expert, layer_of
-from mod_models.step import (
-    DecodeStep,
-    Prefill,
-    cache_layout,
-    narrow_slots,
-    prefill_inputs,
-    prefill_outputs,
-    sites,
-    slots_of_layer,
-    slots_of_step,
-    step_inputs,
-    step_outputs,
-)
+from mod_models.step import DecodeStep, Prefill, narrow_slots, slots_of_step
 from mod_models.train.corpus import batch_at, read_split
 from mod_models.transformer import Transformer
 

@@ -11,9 +11,9 @@ from tiny_models import lively_checkpoint, make_spec
 from torch import Tensor
 from variants import BIASES, EVERY, NORMED_HEADS, VARIANTS, experts
 
+from mod_models.cache import cache_layout
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec, Site
-from mod_models.step import cache_layout
 from mod_models.transformer import Transformer
 
 WINDOW = 14

@@ -11,10 +11,11 @@ from observing import observed
 from torch import Tensor
 
 from mod_export.model.transformer import MOD_TRANSFORMER
+from mod_models.cache import routed_sites, sites, slots_of_layer
 from mod_models.generate import Session, generate_eager
 from mod_models.generation_spec import GenerationError, for_generation
 from mod_models.spec import Site
-from mod_models.step import DecodeStep, routed_sites, sites, slots_of_layer, slots_of_step
+from mod_models.step import DecodeStep, slots_of_step
 from mod_models.transformer import RoutedBlock, Transformer
 
 FEW = (

@@ -17,8 +17,9 @@ from generating import WINDOW, generating_model
 from step_graphs import step_graph
 from torch import Tensor
 
+from mod_models.cache import COUNTS, cache_layout, step_inputs
 from mod_models.spec import ModelSpec
-from mod_models.step import COUNTS, DecodeStep, Prefill, cache_layout, slots_of_step, step_inputs
+from mod_models.step import DecodeStep, Prefill, slots_of_step
 
 TOLERANCE = 2e-5
 

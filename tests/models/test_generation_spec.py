@@ -11,9 +11,10 @@ from tiny_models import make_spec
 from variants import VARIANTS, experts
 
 from mod_export.model.transformer import MOD_TRANSFORMER
+from mod_models.cache import routed_sites, sites, slots_of_layer
 from mod_models.generation_spec import GenerationError, check_generates, for_generation, why_not
 from mod_models.spec import ModelSpec
-from mod_models.step import DecodeStep, Prefill, routed_sites, sites, slots_of_layer
+from mod_models.step import DecodeStep, Prefill
 
 TRAIN = "train the predictor beside it"
 RANKED = "routing.selection=topk: whether a token is among the k best depends on tokens after it"

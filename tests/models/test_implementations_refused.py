@@ -20,10 +20,10 @@ from implementation_models import (
     MindSkip,
     Ohara,
     PMod,
-    Recursions,
     SkipGpt,
     Sramshetty,
 )
+from recursions_model import Recursions
 from safetensors.torch import load_file, save_file
 
 from mod_export.model.transformer import MOD_TRANSFORMER

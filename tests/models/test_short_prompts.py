@@ -9,11 +9,12 @@ from test_decoding import assert_split
 from torch import Tensor
 
 from mod_export.model.transformer import GeneratingTransformer
+from mod_models.cache import prefill_outputs
 from mod_models.checkpoint import Checkpoint
 from mod_models.generation_spec import for_generation
 from mod_models.routing import Decisions
 from mod_models.spec import ModelSpec, RoutingSpec, layer_of
-from mod_models.step import Prefill, narrow_slots, prefill_outputs
+from mod_models.step import Prefill, narrow_slots
 from mod_models.transformer import RoutedBlock, Transformer
 
 KINDS = (

@@ -20,8 +20,9 @@ from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.rewrites.cached_attention import LOGITS, SLOTS, CacheInPlace, is_cache
 from mod_export.graph.target import check_limits
 from mod_export.types import DType, TargetLimits
+from mod_models.cache import COUNTS, cache_layout, step_inputs, step_outputs
 from mod_models.generate import write_rows
-from mod_models.step import COUNTS, DecodeStep, cache_layout, slots_of_step, step_inputs, step_outputs
+from mod_models.step import DecodeStep, slots_of_step
 
 IN_PLACE = ENGINES["tensorrt-rtx"].limits
 ROWS_OUT = TargetLimits(name="rows out", max_opset=23, scatter_reduction=False, branches=True)

@@ -19,9 +19,10 @@ from mod_export.graph.rewrites.cache_in_use import CacheInUse
 from mod_export.graph.rewrites.cached_attention import is_cache
 from mod_export.graph.target import check_limits
 from mod_export.types import TargetLimits
+from mod_models.cache import COUNTS, cache_layout, prefill_inputs, prefill_outputs
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
-from mod_models.step import COUNTS, Prefill, cache_layout, prefill_inputs, prefill_outputs
+from mod_models.step import Prefill
 from mod_models.transformer import Transformer
 
 SEQ = 3

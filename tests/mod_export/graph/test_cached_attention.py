@@ -23,10 +23,11 @@ from mod_export.graph.nodes import branches_of
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.rewrites.cached_attention import CachedAttention
 from mod_export.types import DType
+from mod_models.cache import step_inputs, step_outputs
 from mod_models.generate import write_rows
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
-from mod_models.step import DecodeStep, step_inputs, step_outputs
+from mod_models.step import DecodeStep
 from mod_models.transformer import Transformer
 
 STATES = 9

@@ -19,9 +19,10 @@ from mod_export.engines.ort import OrtCpu
 from mod_export.graph.nodes import branches_of
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.rewrites.continued_attention import ContinuedAttention
+from mod_models.cache import COUNTS, cache_layout, prefill_inputs, prefill_outputs
 from mod_models.generate import append_rows
 from mod_models.generation_spec import for_generation
-from mod_models.step import COUNTS, Prefill, cache_layout, prefill_inputs, prefill_outputs
+from mod_models.step import Prefill
 from mod_models.transformer import Transformer
 
 SEQ, STATES = 5, 12

@@ -18,7 +18,8 @@ from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.rewrites.cached_attention import is_cache
 from mod_export.graph.target import check_limits
 from mod_export.types import DType, TargetLimits
-from mod_models.step import COUNTS, Prefill, cache_layout, narrow_slots, prefill_outputs
+from mod_models.cache import COUNTS, cache_layout, prefill_outputs
+from mod_models.step import Prefill, narrow_slots
 
 SEQ = 5
 TEXTS = 40

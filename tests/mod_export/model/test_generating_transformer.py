@@ -11,10 +11,10 @@ from tiny_models import lively_checkpoint, make_spec
 from variants import experts
 
 from mod_export.model.transformer import GeneratingTransformer
+from mod_models.cache import cache_layout, prefill_inputs, prefill_outputs, step_inputs, step_outputs
 from mod_models.checkpoint import Checkpoint
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
-from mod_models.step import cache_layout, prefill_inputs, prefill_outputs, step_inputs, step_outputs
 
 ATTENTION = 8 + 16 * 8 + 2 * 8 * 8 + 8 * 16
 """Number of weights of a block's attention: norm, queries of 4 x 4, keys and values of 2 x 4, and the output."""
