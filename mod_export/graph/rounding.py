@@ -22,6 +22,9 @@ Shape legend: N columns of the result, K the summed dimension, M blocks, U numbe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
 from mod_export.graph.weights import BITS, BLOCKS, Form
@@ -34,6 +37,10 @@ much text. Here a smaller share improves products of the calibration text, but w
 (docs/LOG.md).
 """
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
+PIECE = 2**19
+"""The most numbers that are rounded at a time: so many stay in a processor's cache, and need little memory."""
+ROWS = 512
+"""The least number of rows that are rounded by GPTQ at a time, because every column is a step of its own."""
 COLUMNS = 128
 """The number of columns that are rounded between two updates of all following ones, as in the paper."""
 
@@ -42,6 +49,16 @@ def range_of(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     """The tensors that a file stores beside the integers: float32 scales (N,) or (N, M), none of them zero; and for
     `int4` the zero points, uint8 (N, M / 2).
     """
+    ranges = (_range_of(piece_NK, form) for piece_NK in _pieces(weight_NK))
+    return tuple(torch.cat(each) for each in zip(*ranges, strict=True))
+
+
+def _pieces(weight_NK: torch.Tensor, least_rows: int = 1) -> Sequence[torch.Tensor]:
+    """Cuts a weight into groups of rows. No row depends on another, so a group is rounded like the whole weight."""
+    return torch.split(weight_NK, max(least_rows, PIECE // max(1, weight_NK.shape[1])))
+
+
+def _range_of(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
     if form == "int4":
         scale_NM, zero_NM = _range_of_four_bits(weight_NK)
         return scale_NM, _packed(torch.nn.functional.pad(zero_NM, (0, zero_NM.shape[1] % 2)))
@@ -78,16 +95,40 @@ def whole_numbers(weight_NK: torch.Tensor, form: Form, moments_KK: torch.Tensor 
         form: the form in which the file stores it.
         moments_KK: for `int4`, sums of x_i x_j over rows x (K,) that the weight is multiplied with; None if unknown.
     """
+    compensation = None if moments_KK is None else Compensation.of(moments_KK)
+    pieces = _pieces(weight_NK, 1 if compensation is None else ROWS)
+    return torch.cat([_whole(piece_NK, form, compensation) for piece_NK in pieces], dim=1 if form == "int8" else 0)
+
+
+def _whole(weight_NK: torch.Tensor, form: Form, compensation: Compensation | None) -> torch.Tensor:
     if form == "int8":
-        (scale_N,) = range_of(weight_NK, form)
-        return torch.round(weight_NK.float() / scale_N[:, None]).to(torch.int8).T.contiguous()
+        (scale_N,) = _range_of(weight_NK, form)
+        return torch.round(weight_NK.float() / scale_N[:, None]).to(torch.int8).T
     whole_NMU, scale_NM, zero_NM = _nearest(weight_NK, form)
-    if moments_KK is not None:
+    if compensation is not None:
         K, U = weight_NK.shape[1], BLOCKS[form]
         scale_NK, zero_NK = (each_NM.repeat_interleave(U, 1)[:, :K] for each_NM in (scale_NM, zero_NM))
         whole_NK = whole_NMU.flatten(1)[:, :K]
-        whole_NK.copy_(_gptq(weight_NK.float(), scale_NK, zero_NK, whole_NK, moments_KK))
+        whole_NK.copy_(compensation.rounded(weight_NK.float(), scale_NK, zero_NK, whole_NK))
     return _packed(whole_NMU) if form == "int4" else whole_NMU.to(torch.uint8)
+
+
+def represented(whole: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    """The weight, float32 (N, K), that the `int4` integers of a weight stand for."""
+    pieces = _pieces(weight_NK)
+    wholes = torch.split(whole, [len(piece_NK) for piece_NK in pieces])
+    return torch.cat([_represented(*each) for each in zip(wholes, pieces, strict=True)])
+
+
+def _represented(whole: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
+    scale_NM, zero_NM = _range_of_four_bits(weight_NK)
+    numbers_NMU = (_unpacked(whole) - zero_NM[..., None]) * scale_NM[..., None]
+    return numbers_NMU.flatten(1)[:, : weight_NK.shape[1]]
+
+
+def _unpacked(whole: torch.Tensor) -> torch.Tensor:
+    """The integers that `_packed` packed, as float32."""
+    return torch.stack([whole & 15, whole >> 4], -1).flatten(-2).float()
 
 
 def _packed(numbers: torch.Tensor) -> torch.Tensor:
@@ -98,11 +139,17 @@ def _packed(numbers: torch.Tensor) -> torch.Tensor:
 
 def is_rounded(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> bool:
     """Whether each integer of a form in blocks is the nearest to its weight; for `int4`, at most MOST_STEPS from it."""
+    pieces = _pieces(weight_NK)
+    return len(whole) == len(weight_NK) and all(
+        _is_rounded(part, piece_NK, form)
+        for part, piece_NK in zip(torch.split(whole, [len(piece_NK) for piece_NK in pieces]), pieces, strict=True)
+    )
+
+
+def _is_rounded(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> bool:
     nearest_NMU, _, _ = _nearest(weight_NK, form)
-    if form == "int4":
-        whole = torch.stack([whole & 15, whole >> 4], -1).flatten(-2)
-    steps = MOST_STEPS if form == "int4" else 0
-    return whole.shape == nearest_NMU.shape and bool(((whole.float() - nearest_NMU).abs() <= steps).all())
+    numbers, steps = (_unpacked(whole), MOST_STEPS) if form == "int4" else (whole.float(), 0)
+    return numbers.shape == nearest_NMU.shape and bool(((numbers - nearest_NMU).abs() <= steps).all())
 
 
 def _blocks(weight_NK: torch.Tensor, form: Form) -> torch.Tensor:
@@ -115,41 +162,62 @@ def _nearest(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.T
     if form == "int4":
         scale_NM, zero_NM = _range_of_four_bits(weight_NK)
     else:
-        (scale_NM,) = range_of(weight_NK, form)
+        (scale_NM,) = _range_of(weight_NK, form)
         zero_NM = torch.full_like(scale_NM, 2 ** (BITS[form] - 1))
     whole_NMU = torch.round(_blocks(weight_NK, form) / scale_NM[..., None]) + zero_NM[..., None]
     return whole_NMU.clamp(0, 2 ** BITS[form] - 1), scale_NM, zero_NM
 
 
-def _gptq(
-    weight_NK: torch.Tensor,
-    scale_NK: torch.Tensor,
-    zero_NK: torch.Tensor,
-    nearest_NK: torch.Tensor,
-    moments_KK: torch.Tensor,
-) -> torch.Tensor:
-    """Rounds by GPTQ, and returns integers from 0 to 15 as float32 (N, K)."""
-    K = weight_NK.shape[1]
-    moments_KK = moments_KK.double()
-    spread = moments_KK.diagonal().mean()
-    # A column whose inputs are all zero does not matter, but without damping the matrix would have no inverse.
-    moments_KK = moments_KK + torch.eye(K, dtype=torch.float64) * (DAMPING * spread if spread > 0 else 1)
-    order_K = moments_KK.diagonal().argsort(descending=True, stable=True)
-    left_NK, scale_NK, zero_NK, nearest_NK = (
-        each_NK[:, order_K] for each_NK in (weight_NK, scale_NK, zero_NK, nearest_NK)
-    )
-    low_NK, high_NK = ((nearest_NK + step).clamp(0, LARGEST_INT4) for step in (-MOST_STEPS, MOST_STEPS))
-    inverse_KK = torch.cholesky_inverse(torch.linalg.cholesky(moments_KK[order_K][:, order_K]))
-    factor_KK = torch.linalg.cholesky(inverse_KK, upper=True).float()
-    whole_NK = torch.empty_like(left_NK)
-    for begin in range(0, K, COLUMNS):
-        end = min(begin + COLUMNS, K)
-        errors = torch.empty_like(left_NK[:, begin:end])
-        for k in range(begin, end):
-            near_N = torch.round(left_NK[:, k] / scale_NK[:, k]) + zero_NK[:, k]
-            whole_NK[:, k] = torch.minimum(torch.maximum(near_N, low_NK[:, k]), high_NK[:, k])
-            rest_N = left_NK[:, k] - (whole_NK[:, k] - zero_NK[:, k]) * scale_NK[:, k]
-            errors[:, k - begin] = rest_N / factor_KK[k, k]
-            left_NK[:, k:end] -= errors[:, k - begin, None] * factor_KK[k, k:end]
-        left_NK[:, end:] -= errors @ factor_KK[begin:end, end:]
-    return whole_NK[:, order_K.argsort()]
+@dataclass(frozen=True, slots=True)
+class Compensation:
+    """What GPTQ derives from the inputs of a weight.
+
+    Attributes:
+        order_K: the order in which columns are rounded, int64.
+        factor_KK: how the error of a column spreads over the later ones, float32, upper triangular.
+    """
+
+    order_K: torch.Tensor
+    factor_KK: torch.Tensor
+
+    @classmethod
+    def of(cls, moments_KK: torch.Tensor) -> Compensation:
+        """Derives it from sums of x_i x_j over inputs x (K,).
+
+        Float32 is exact enough: with the damping, no eigenvalue is smaller than 1 / (K / DAMPING + 1) of the largest.
+        """
+        spread = moments_KK.diagonal().mean()
+        # A column whose inputs are all zero does not matter, but without damping the matrix would have no inverse.
+        added = DAMPING * spread if spread > 0 else 1
+        order_K = moments_KK.diagonal().argsort(descending=True, stable=True)
+        # The paper's upper Cholesky factor of the inverse, from one factorization: with the columns in reverse order,
+        # it is the inverse of the lower factor, in reverse order.
+        backwards_K = order_K.flip(0)
+        backwards_KK = moments_KK[backwards_K[:, None], backwards_K]
+        backwards_KK.diagonal().add_(added)
+        lower_KK = torch.linalg.cholesky(backwards_KK, out=backwards_KK)
+        inverse_KK = torch.linalg.solve_triangular(lower_KK, torch.eye(len(lower_KK)), upper=False)
+        return cls(order_K, inverse_KK.flip(0, 1))
+
+    def rounded(
+        self, weight_NK: torch.Tensor, scale_NK: torch.Tensor, zero_NK: torch.Tensor, nearest_NK: torch.Tensor
+    ) -> torch.Tensor:
+        """Rounds a weight, given the nearest integers, and returns integers from 0 to 15 as float32 (N, K)."""
+        K = len(self.order_K)
+        # A column is a row of these, so that its numbers lie side by side in memory.
+        left_KN, scale_KN, zero_KN, nearest_KN = (
+            each_NK.T[self.order_K] for each_NK in (weight_NK, scale_NK, zero_NK, nearest_NK)
+        )
+        low_KN, high_KN = ((nearest_KN + step).clamp(0, LARGEST_INT4) for step in (-MOST_STEPS, MOST_STEPS))
+        whole_KN = torch.empty_like(left_KN)
+        for begin in range(0, K, COLUMNS):
+            end = min(begin + COLUMNS, K)
+            errors_CN = torch.empty_like(left_KN[begin:end])
+            for k in range(begin, end):
+                near_N = torch.round(left_KN[k] / scale_KN[k]) + zero_KN[k]
+                whole_KN[k] = torch.minimum(torch.maximum(near_N, low_KN[k]), high_KN[k])
+                rest_N = left_KN[k] - (whole_KN[k] - zero_KN[k]) * scale_KN[k]
+                errors_CN[k - begin] = rest_N / self.factor_KK[k, k]
+                left_KN[k:end] -= self.factor_KK[k, k:end, None] * errors_CN[k - begin]
+            left_KN[end:] -= self.factor_KK[begin:end, end:].T @ errors_CN
+        return whole_KN[self.order_K.argsort()].T

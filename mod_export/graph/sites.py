@@ -8,7 +8,8 @@ reads or changes routing works on these nodes, in the same way for every model:
 * `with_routed_outputs` erases the markers, keeps the selections, and adds an output `routed_<site>` for each site.
   ONNX, AOTInductor and TensorRT get this program;
 * `run_sites` runs the program with its markers, reports what each site selected and by which scores, and can replace
-  selections.
+  selections;
+* `stops_at_linears` runs it too, and shows the rows that each weight is multiplied with.
 
 Shape legend: B rows, S positions of a row, T tokens that a site can select from, K slots, N sites of one marker.
 """
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple, Protocol
@@ -278,14 +279,15 @@ class SiteRun:
         return value_BS.scatter(1, positions_BT, value_BT)
 
 
-class _Narrow(NamedTuple):
-    """A weight that is converted to float64 at each use, so that memory never holds all weights in float64."""
+class _AtUse(NamedTuple):
+    """A weight that is converted at each use, so that memory never holds all weights in another form."""
 
+    name: str
     tensor: Tensor
 
 
-Watch = Callable[[str, Tensor], None]
-"""Called for each `linear` with a weight (N, K): the name of the weight, and the rows (..., K) that it multiplies."""
+Convert = Callable[[str, Tensor], Tensor]
+"""Returns the value of a weight, given its name and tensor, with which operations compute in a run."""
 
 
 class Around(Protocol):
@@ -296,33 +298,21 @@ class Around(Protocol):
 
 
 class _Interpreter(fx.Interpreter):
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        run: SiteRun,
-        weights: Mapping[str, str],
-        watch: Watch | None,
-        around: Around | None,
-    ) -> None:
+    def __init__(self, module: fx.GraphModule, run: SiteRun, convert: Convert | None, around: Around | None) -> None:
         super().__init__(module)
-        self._run, self._weights, self._watch, self._around = run, weights, watch, around
+        self._run, self._convert, self._around = run, convert, around
 
     def run_node(self, n: fx.Node) -> Any:
         if self._around is not None:
-            return self._around(n, lambda: self._run_node(n))
-        return self._run_node(n)
-
-    def _run_node(self, n: fx.Node) -> Any:
-        if self._watch is not None and n.target is torch.ops.aten.linear.default:
-            x, weight = n.args[:2]
-            if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and weight.name in self._weights:
-                self._watch(self._weights[weight.name], self.env[x])
+            return self._around(n, lambda: super(_Interpreter, self).run_node(n))
         return super().run_node(n)
 
     def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
         def value_of(node: fx.Node) -> Any:
             value = self.env[node]
-            return value.tensor.double() if isinstance(value, _Narrow) else value
+            if self._convert is not None and isinstance(value, _AtUse):
+                return self._convert(value.name, value.tensor)
+            return value
 
         return fx.map_arg(args, value_of)
 
@@ -347,8 +337,7 @@ def run_sites(
     inputs: Sequence[Tensor],
     run: SiteRun,
     *,
-    widen: bool = False,
-    watch: Watch | None = None,
+    convert: Convert | None = None,
     around: Around | None = None,
 ) -> tuple[Tensor, ...]:
     """Runs a captured program with its markers, on the CPU.
@@ -358,23 +347,66 @@ def run_sites(
         state: name -> parameter or buffer: the captured ones, or others of the same shapes and dtypes.
         inputs: the inputs of the program.
         run: observes and replaces selections.
-        widen: whether the program computes in float64, so that floats in `state` and constants must be converted.
-        watch: called for each `linear` with a weight.
+        convert: called at each use of floats in `state` and of float constants.
         around: called in place of every operation.
 
     Returns:
         The program's own outputs.
     """
+    interpreter = _Interpreter(program.graph_module, run, convert, around)
+    lifted = _lifted(program, state, inputs, at_use=convert is not None)
+    with torch.no_grad():
+        outputs: tuple[Tensor, ...] = interpreter.run(*lifted, enable_io_processing=False)
+    return outputs
+
+
+def _lifted(program: Runnable, state: Mapping[str, Tensor], inputs: Sequence[Tensor], *, at_use: bool) -> list[Any]:
+    """Returns the values of the program's placeholders; with `at_use`, floats will be converted at each use."""
     user_inputs = iter(inputs)
 
     def lifted_of(name: str) -> Any:
         value = state.get(name, program.constants.get(name))
-        return _Narrow(value) if widen and isinstance(value, Tensor) and value.is_floating_point() else value
+        return _AtUse(name, value) if at_use and isinstance(value, Tensor) and value.is_floating_point() else value
 
     specs = program.graph_signature.input_specs
-    lifted = [next(user_inputs) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target)) for spec in specs]
+    return [next(user_inputs) if spec.kind is InputKind.USER_INPUT else lifted_of(str(spec.target)) for spec in specs]
+
+
+def linears_of(program: Runnable) -> dict[fx.Node, str]:
+    """Maps each `linear` with a weight (N, K) to the name of the weight, in the order of the program."""
+    specs = program.graph_signature.input_specs
     weights = {spec.arg.name: str(spec.target) for spec in specs if spec.kind is InputKind.PARAMETER}
-    interpreter = _Interpreter(program.graph_module, run, weights, watch, around)
-    with torch.no_grad():
-        outputs: tuple[Tensor, ...] = interpreter.run(*lifted, enable_io_processing=False)
-    return outputs
+    linears = {}
+    for node in program.graph_module.graph.nodes:
+        if node.target is torch.ops.aten.linear.default:
+            x, weight = node.args[:2]
+            if isinstance(x, fx.Node) and isinstance(weight, fx.Node) and weight.name in weights:
+                linears[node] = weights[weight.name]
+    return linears
+
+
+def stops_at_linears(
+    program: Runnable,
+    state: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    run: SiteRun,
+    *,
+    convert: Convert | None = None,
+) -> Iterator[tuple[str, Tensor]]:
+    """Runs a captured program like `run_sites`, and stops before each of `linears_of`: yields the name of its weight,
+    and the rows (..., K) that the weight will be multiplied with.
+
+    Runs of the same program on several inputs stop at the same places, so they can be advanced together.
+    """
+    interpreter, linears = _Interpreter(program.graph_module, run, convert, None), linears_of(program)
+    interpreter.args_iter = iter(_lifted(program, state, inputs, at_use=convert is not None))
+    for node in program.graph_module.graph.nodes:
+        if node in linears:
+            yield linears[node], interpreter.env[node.args[0]]
+        if node.op == "output":
+            return
+        # Not around the loop: it would hold for the caller too while this generator is suspended.
+        with torch.no_grad():
+            interpreter.env[node] = interpreter.run_node(node)
+        for unused in interpreter.user_to_last_uses.get(node, ()):
+            del interpreter.env[unused]

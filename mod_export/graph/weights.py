@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -51,8 +52,8 @@ BLOCKS: Mapping[Form, int] = {"int8_blocks": 32, "int8_blocks64": 64, "int4": 32
 Forms = Mapping[str, Collection[Form]]
 """Name of a weight -> the forms that it is stored in; a weight that is not named is stored as floats alone."""
 NO_FORMS: Forms = {}
-MomentsOf = Callable[[str], "torch.Tensor | None"]
-"""Name of a weight (N, K) -> second moments of its inputs, float32 (K, K), for `rounding`; None if unknown."""
+Rounded = Iterable[tuple[str, "torch.Tensor"]]
+"""Every weight (N, K) that is stored in `int4`, once, with its integers as `rounding.whole_numbers` packs them."""
 FLOATS_ALONE: tuple[Form, ...] = ("float",)
 BELOW = ".."
 """Joins the names of weights (N, K) that are stored as one, stacked along N: no state_dict name has an empty part."""
@@ -159,18 +160,21 @@ class _Stored:
     shape: tuple[int, ...]
     pieces: Callable[[], Iterable[memoryview]]
 
-    def digest(self, write: Callable[[memoryview], object] = lambda piece: None) -> str:
-        """SHA-256 of its bytes, which are passed to `write` a piece at a time."""
-        digest = hashlib.sha256()
-        for piece in self.pieces():
-            digest.update(piece)
-            write(piece)
-        return digest.hexdigest()
+    def digest(self) -> str:
+        """SHA-256 of its bytes."""
+        return _digest(self.pieces())
 
 
-def _stored_tensors(
-    tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Forms, moments: MomentsOf | None = None
-) -> dict[str, _Stored]:
+def _digest(pieces: Iterable[memoryview], write: Callable[[memoryview], object] = lambda piece: None) -> str:
+    """SHA-256 of the bytes of a tensor, which are passed to `write` a piece at a time."""
+    digest = hashlib.sha256()
+    for piece in pieces:
+        digest.update(piece)
+        write(piece)
+    return digest.hexdigest()
+
+
+def _stored_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Forms) -> dict[str, _Stored]:
     result: dict[str, _Stored] = {}
     for name in (*tensors, *(name for name in forms if BELOW in name)):
         for form in forms.get(name, FLOATS_ALONE):
@@ -182,7 +186,7 @@ def _stored_tensors(
             rows = sum(len(part_NK) for part_NK in parts.values())
             shape = (rows, *next(iter(parts.values())).shape[1:])
             (quantized_name, quantized_spec), *ranges = quantized_tensors(name, shape, form).items()
-            result[quantized_name] = _Stored(*quantized_spec, partial(_whole_bytes, parts, form, moments))
+            result[quantized_name] = _Stored(*quantized_spec, partial(_whole_bytes, parts, form))
             for index, (stored, of_range) in enumerate(ranges):
                 result[stored] = _Stored(*of_range, partial(_range_bytes, parts, form, index))
     return result
@@ -208,25 +212,26 @@ def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
     let_go([tensor])
 
 
-def _whole_bytes(parts: Mapping[str, torch.Tensor], form: Form, moments: MomentsOf | None) -> Iterator[memoryview]:
-    import torch
-
+def _whole_bytes(parts: Mapping[str, torch.Tensor], form: Form) -> Iterator[memoryview]:
     from mod_export.graph.rounding import whole_numbers
 
-    for name, weight_NK in parts.items():
-        moments_KK = moments(name) if moments is not None and form == "int4" else None
-        yield whole_numbers(weight_NK.detach(), form, moments_KK).reshape(-1).view(torch.uint8).numpy().data
+    for weight_NK in parts.values():
+        yield _bytes_of(whole_numbers(weight_NK.detach(), form))
         let_go([weight_NK])
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _range_bytes(parts: Mapping[str, torch.Tensor], form: Form, index: int) -> Iterator[memoryview]:
     """The bytes of the scales (`index` 0) or the zero points (1)."""
-    import torch
-
     from mod_export.graph.rounding import range_of
 
     for weight_NK in parts.values():
-        yield range_of(weight_NK.detach(), form)[index].reshape(-1).view(torch.uint8).numpy().data
+        yield _bytes_of(range_of(weight_NK.detach(), form)[index])
         let_go([weight_NK])
 
 
@@ -235,7 +240,7 @@ def write_weights(
     tensors: Mapping[str, torch.Tensor],
     dtype: DType,
     forms: Forms = NO_FORMS,
-    moments: MomentsOf | None = None,
+    rounded: Rounded | None = None,
 ) -> dict[str, str]:
     """Writes tensors a piece at a time, so that a larger model takes no more memory.
 
@@ -245,7 +250,7 @@ def write_weights(
         dtype: dtype of the file's floats. In a quantized file, everything that is not quantized is float32. Integer
             buffers are stored as they are, and so are float64 buffers in float32 and quantized files.
         forms: forms of the weights (N, K) that are quantized, see `quantized_tensors`.
-        moments: second moments for `int4` weights (`rounding`); it is called in the order of their names.
+        rounded: the integers of `int4`, in any order; None for those that are nearest to the weights.
 
     Returns:
         Name -> SHA-256 of the tensor's bytes as they were handed to the file.
@@ -254,26 +259,48 @@ def write_weights(
         BuildFolderError: the file could not be written.
     """
     # Wide dtypes come first, then names, as in the safetensors library, so that every tensor is aligned.
-    unsorted = _stored_tensors(tensors, dtype, forms, moments)
+    unsorted = _stored_tensors(tensors, dtype, forms)
     stored = dict(sorted(unsorted.items(), key=lambda item: (-BYTES[item[1].dtype], item[0])))
+    header, begins = _header(stored)
+    # Tensors that are rounded elsewhere come last, as they are rounded, each at its place in the file.
+    late = {} if rounded is None else {f"{name}.int4": name.split(BELOW) for name in forms if "int4" in forms[name]}
+    early = ((name, tensor.pieces()) for name, tensor in stored.items() if name not in late)
+    digests = {}
     try:
         with path.open("wb") as file:
-            file.write(_header(stored))
-            return {name: tensor.digest(file.write) for name, tensor in stored.items()}
+            file.write(header)
+            for name, pieces in chain(early, _complete(late, rounded or ())):
+                file.seek(begins[name])
+                digests[name] = _digest(pieces, file.write)
     except OSError as error:
         raise BuildFolderError(f"{path}: the weights could not be written ({error})") from error
+    return {name: digests[name] for name in stored}
 
 
-def _header(tensors: Mapping[str, _Stored]) -> bytes:
-    """The header by https://huggingface.co/docs/safetensors: the length of the table of contents, and the table."""
+def _complete(parts_of: Mapping[str, Sequence[str]], rounded: Rounded) -> Iterator[tuple[str, Sequence[memoryview]]]:
+    """Yields each tensor of the file, with the bytes of its weights, as soon as all of them are rounded."""
+    left, waiting = dict(parts_of), {}
+    for weight, whole in rounded:
+        waiting[weight] = whole
+        for name in [name for name, parts in left.items() if waiting.keys() >= set(parts)]:
+            yield name, [_bytes_of(waiting[part]) for part in left.pop(name)]
+        needed = set(chain(*left.values()))
+        waiting = {part: whole for part, whole in waiting.items() if part in needed}
+
+
+def _header(tensors: Mapping[str, _Stored]) -> tuple[bytes, dict[str, int]]:
+    """Returns the header by https://huggingface.co/docs/safetensors (the length of the table of contents, and the
+    table), and where in the file each tensor begins.
+    """
     end = 0
-    table = {}
+    begins, table = {}, {}
     for name, tensor in tensors.items():
-        begin, end = end, end + BYTES[tensor.dtype] * math.prod(tensor.shape)
-        table[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begins[name], end = end, end + BYTES[tensor.dtype] * math.prod(tensor.shape)
+        table[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begins[name], end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + begin for name, begin in begins.items()}
 
 
 def digests_of_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:

@@ -31,7 +31,7 @@ from mod_export.types import BY_SCORE, TOKEN_INPUTS, Bucket, Outputs, Site
 if TYPE_CHECKING:
     import torch
 
-    from mod_export.graph.sites import Around, Runnable
+    from mod_export.graph.sites import Around, Convert, Runnable
     from mod_export.judge.choices import Choice, Outcomes
 
 Found = TypeVar("Found")
@@ -78,6 +78,30 @@ class _Wide:
     graph_module: torch.fx.GraphModule
     graph_signature: torch.export.ExportGraphSignature
     constants: Mapping[str, torch.Tensor]
+
+
+def _doubled(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double()
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Moves every number of a parameter to one of its two neighbours, at random; with other numbers, in another way.
+
+    A parameter is moved at each use: a copy of all weights would need as much memory as the model.
+    """
+
+    parameters: Sequence[str]
+    number: int
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        import torch
+
+        if name not in self.parameters:
+            return tensor
+        seed = self.number * len(self.parameters) + self.parameters.index(name)
+        up = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < 1 / 2
+        return torch.nextafter(tensor.detach(), torch.where(up, torch.inf, -torch.inf))
 
 
 class KeptRuns:
@@ -248,7 +272,6 @@ class Reference:
         self.outputs: Outputs = outputs
         self._programs = Programs(model) if programs is None else programs
         self._replaced = dict(replaced or {})
-        self._moved: list[dict[str, torch.Tensor]] | None = None
         self._kept = KeptRuns() if kept is None else kept
         self._remembered: dict[str, object] = {}
 
@@ -316,15 +339,17 @@ class Reference:
     def shaken(self, batch: Batch, routing: Mapping[Site, np.ndarray], around: Around | None = None) -> list[Traced]:
         """Runs SHAKEN times in float32, each time with other rounding errors: every weight is moved to one of its two
         neighbouring numbers at random. Other discrete choices have the outcomes of the float32 run. Empty if memory has
-        no room for that many copies of the weights.
+        no room for the runs.
 
         A single run can be exact by luck if a model is ill-conditioned (Monte Carlo arithmetic; Parker, Pierce and
         Eggert, Computing in Science and Engineering 2(4), 2000).
         """
-        if self._moved is None:
-            self._moved = self._move()
+        if not self._programs.has_room:
+            return []
         around = around or self._holder(batch, routing)
-        return [self._trace(state, batch, routing, "float32", around) for state in self._moved]
+        parameters = [name for name, _ in self.module.named_parameters()]
+        moves = [_Move(parameters, number) for number in range(SHAKEN)]
+        return [self._trace(batch, routing, "float32", around, move) for move in moves]
 
     def program(self, bucket: Bucket) -> Runnable:
         """Returns the captured program of a shape."""
@@ -340,23 +365,6 @@ class Reference:
         choices = self.choices(batch.bucket)
         return Holder(choices, self.forced(batch, routing).outcomes) if choices else None
 
-    def _move(self) -> list[dict[str, torch.Tensor]]:
-        import torch
-
-        state = self._state
-        weights = {name: state[name] for name, _ in self.module.named_parameters()}
-        if SHAKEN * sum(tensor.nbytes for tensor in weights.values()) > free_bytes() // 2:
-            return []
-        generator = torch.Generator().manual_seed(0)
-        states = []
-        for _ in range(SHAKEN):
-            moved = {}
-            for name, tensor in weights.items():
-                up = torch.rand(tensor.shape, generator=generator) < 1 / 2
-                moved[name] = torch.nextafter(tensor.detach(), torch.where(up, torch.inf, -torch.inf))
-            states.append({**state, **moved})
-        return states
-
     @cached_property
     def _state(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers by name, with the replaced values."""
@@ -371,22 +379,22 @@ class Reference:
         self, batch: Batch, routing: Mapping[Site, np.ndarray], precision: Precision, around: Around | None
     ) -> Traced:
         if around is not None:
-            return self._trace(self._state, batch, routing, precision, around)
+            return self._trace(batch, routing, precision, around)
         key = f"{self._programs.number} {_digest(batch, routing, precision)}"
         traced = self._kept.get(key)
         if traced is None:
             around = self._holder(batch, routing) if precision == "float64" else None
-            traced = self._trace(self._state, batch, routing, precision, around)
+            traced = self._trace(batch, routing, precision, around)
             self._kept.keep(key, traced)
         return traced
 
     def _trace(
         self,
-        state: Mapping[str, torch.Tensor],
         batch: Batch,
         routing: Mapping[Site, np.ndarray],
         precision: Precision,
         around: Around | None,
+        convert: Convert | None = None,
     ) -> Traced:
         import torch
 
@@ -399,11 +407,12 @@ class Reference:
         inputs = tensors_of(batch.feeds)
         if precision == "float64":
             inputs = tuple(tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs)
+            convert = _doubled
         program, default = self._programs.program(batch.bucket, precision), torch.get_default_dtype()
         try:
             # For tensors that operations create without naming a dtype: zeros to scatter into, or a mask of numbers.
             torch.set_default_dtype(torch.float64 if precision == "float64" else torch.float32)
-            outputs = run_sites(program, state, inputs, run, widen=precision == "float64", around=around)
+            outputs = run_sites(program, self._state, inputs, run, convert=convert, around=around)
         finally:
             torch.set_default_dtype(default)
         selections = run.selections.items()

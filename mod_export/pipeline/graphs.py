@@ -39,7 +39,7 @@ from mod_export.measure.cost import cost_row
 from mod_export.measure.decode import step_bytes as step_bytes_of
 from mod_export.model.model import Model, stored_state
 from mod_export.pipeline.build import Build
-from mod_export.pipeline.calibration import Calibration
+from mod_export.pipeline.calibration import in_four_bits
 from mod_export.rows.base import fields_of_graph
 from mod_export.rows.cost import CostRow
 from mod_export.types import (
@@ -299,19 +299,18 @@ def _write_weights(build: Build, kind: ModelKind, dtype: DType, forms: Forms = N
     path = build.weights_path(kind, dtype)
 
     tensors = stored_state(build.plan.models[kind])
-    in_int4 = [part for name, weight_forms in forms.items() if "int4" in weight_forms for part in name.split(BELOW)]
-    few_bits = {name: tuple(tensors[name].shape) for name in in_int4}
+    in_int4 = {part for name, weight_forms in forms.items() if "int4" in weight_forms for part in name.split(BELOW)}
 
     def make(paths: Sequence[Path]) -> dict[str, str]:
         # Digests are taken from the tensors in memory: those of the file itself would match even a file that is wrong.
-        moments = Calibration(build, kind, few_bits).moments if few_bits else None
-        return write_weights(paths[0], tensors, dtype, forms, moments)
+        rounded = in_four_bits(build, kind, {name: tensors[name] for name in in_int4}) if in_int4 else None
+        return write_weights(paths[0], tensors, dtype, forms, rounded)
 
     stored = {
         name: sorted(weight_forms) for name, weight_forms in sorted(forms.items()) if set(weight_forms) != {"float"}
     }
     inputs = {**build.identity(kind), "dtype": dtype, "forms": stored, **build.versions()}
-    if few_bits:
+    if in_int4:
         inputs |= {"text": build.text_inputs, "buckets": [bucket.name for bucket in build.buckets]}
     step = build.step(f"weights/{Path(path).stem}", inputs, [path], make)
     build.weight_digests[path] = step.result

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mod_export.graph import rounding
 from mod_export.graph.rounding import is_rounded, range_of, whole_numbers
 from mod_export.graph.weights import BLOCKS, Form, quantized_tensors
 
@@ -125,3 +126,18 @@ def test_what_is_not_the_rounded_weight_is_seen() -> None:
         changed[0, 0, 0] = whole[0, 0, 0] - step if low >= step else whole[0, 0, 0] + step
         assert not is_rounded(changed, weight_NK, form)
         assert not is_rounded(whole[:4], weight_NK, form)
+
+
+@pytest.mark.parametrize("form", ["int8", "int8_blocks", "int8_blocks64", "int4"])
+def test_a_weight_is_rounded_in_pieces_as_in_one(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight_NK = torch.randn(1200, 70, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(100, 70, generator=torch.Generator().manual_seed(1)) + 1
+    for moments_KK in (None, x.T @ x) if form == "int4" else (None,):
+        found = []
+        for numbers in (2**19, 70 * 7):
+            monkeypatch.setattr(rounding, "PIECE", numbers)
+            whole = whole_numbers(weight_NK, form, moments_KK)
+            found.append((whole, *range_of(weight_NK, form)))
+            assert whole.is_contiguous()
+            assert form == "int8" or is_rounded(whole, weight_NK, form)
+        assert all(torch.equal(one, piece) for one, piece in zip(*found, strict=True))
