@@ -100,8 +100,10 @@ class _Move:
         if name not in self.parameters:
             return tensor
         seed = self.number * len(self.parameters) + self.parameters.index(name)
-        up = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(seed)) < 1 / 2
-        return torch.nextafter(tensor.detach(), torch.where(up, torch.inf, -torch.inf))
+        # Towards a number that is far above or far below, each as often.
+        far = torch.finfo(tensor.dtype).max / 2
+        generator = torch.Generator().manual_seed(seed)
+        return torch.nextafter(tensor.detach(), torch.empty_like(tensor).uniform_(-far, far, generator=generator))
 
 
 class KeptRuns:
