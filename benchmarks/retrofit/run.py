@@ -3,7 +3,8 @@
     python -m benchmarks.retrofit.run [--model DIR] [--data PATH] [--results DIR] [--docs DIR] [--steps N] ...
 
 Nothing is downloaded: `--model` is a dense checkpoint on this machine, such as `mod-export convert` writes. A run that
-was stopped continues: each way has its own folder, and resumes from its last evaluation.
+was stopped continues: each way and number of tokens has its own folder, and resumes from its last evaluation. The table
+shows all results of the folder.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from benchmarks.retrofit.render import render
 from mod_models import probe
 from mod_models.checkpoint import Checkpoint, load_checkpoint
+from mod_models.generation_spec import for_generation
 from mod_models.train import PRECISIONS, RECOMPUTED, TrainConfig
 from mod_models.train.corpus import TOKENIZER, Corpus, read_corpus
-from mod_models.train.evaluation import evaluate
+from mod_models.train.evaluation import held_out
 from mod_models.train.fit import fitted, rows_to_fit
-from mod_models.train.retrofit import FITTED, LEARNED, calibrate, layers_of, retrofitted, routed_spec
+from mod_models.train.losses import LossModule
+from mod_models.train.parallel import Workers
+from mod_models.train.retrofit import FITTED, LEARNED, layers_of, retrofitted, routed_spec
 from mod_models.train.run import train
 from mod_models.transformer import Transformer
 
-CALIBRATED = 8192
-"""Tokens on which predictors are calibrated before a model is evaluated untrained."""
 SPEED = """\
-# One engine, one thread, whole rows: what the table's speed-up is measured with.
+# One engine, one thread, whole rows and one text: what the table's speed-ups are measured with.
 buckets = [[1, {seq}]]
 targets = ["ort-cpu"]
 outputs = "last"
@@ -42,7 +45,11 @@ outputs = "last"
 min_speedup = 0.0
 
 [generation]
-build = "never"
+build = "always"
+window = {window}
+prompts = [{seq}]
+batches = [1]
+compared_texts = 0
 """
 
 
@@ -71,11 +78,6 @@ class Way:
         left = [name for name in (self.skipped_keys, self.adapter, self.routers) if name not in USUAL]
         name = f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
         return "-".join([name, *left])
-
-    def share_of(self, routed: int, layers: int) -> float:
-        """Share of the tokens that an attention or an MLP runs, averaged over all layers."""
-        parts = 1 if self.parts in ("block", "removed") else 0.5
-        return 1 - parts * (1 - self.capacity) * routed / layers
 
 
 USUAL = ("absent", "none", FITTED)
@@ -119,69 +121,94 @@ def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
 
 def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     """Trains and measures one way, unless that has been done; returns a line to show."""
-    folder: Path = given.results / folder_name(way, given.seed)
+    folder: Path = given.results / folder_name(way, given)
     done = folder / "result.json"
     if done.exists():
-        return f"{way.name}: done before"
+        return f"{folder.name}: done before"
     dense = load_checkpoint(given.model)
     config, removed = config_of(way, given), way.parts == "removed"
     layers: tuple[int, ...] = ()
     if way != DENSE:
         text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(given.results / "probe.json"))
         layers = layers_of(text, dense.spec.n_layers, "block" if removed else way.parts)
-    initial, untrained = started(way, dense, layers, config, corpus)
-    teacher = dense if removed else None
-    for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher):
-        if event.text:
-            print(f"{way.name}: {event.text}", flush=True)
-    with (folder / "log.csv").open(encoding="utf-8", newline="") as file:
-        last = list(csv.DictReader(file))[-1]
-    accuracies = [float(last[name]) for name in last if name.startswith("held_out_predictor_accuracy/")]
+    if not is_trained(folder, config):
+        initial = started(way, dense, layers, config, corpus)
+        teacher = dense if removed else None
+        for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher):
+            if event.text:
+                print(f"{folder.name}: {event.text}", flush=True)
     result = {
         **asdict(way),
+        "name": way.name,
         "layers": layers,
         "seed": given.seed,
-        "untrained_perplexity": untrained,
-        "tokens_run": way.share_of(len(layers), dense.spec.n_layers),
-        "bits_per_byte": float(last["held_out_bits_per_byte"]),
-        "next_token_loss": float(last["held_out_next_token_loss"]),
-        "predictor_accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
-        "speed": None if way == DENSE else speed_of(folder, given.seq, given.model if removed else None),
+        "tokens": tokens_of(given),
+        **judged(load_checkpoint(folder / "model.pt"), config, corpus, given.window),
+        "speed": None if way == DENSE else speed_of(way, folder, given, given.model if removed else None),
     }
     done.write_text(json.dumps(result), encoding="utf-8")
-    return f"{way.name}: {result['bits_per_byte']:.3f} bits/byte"
+    return f"{folder.name}: {result['whole_rows']['bits_per_byte']:.3f} bits/byte"
 
 
-def folder_name(way: Way, seed: int) -> str:
+def tokens_of(given: argparse.Namespace) -> int:
+    """Returns the number of tokens that every way is trained on."""
+    return int(given.steps * given.batch * given.seq)
+
+
+def folder_name(way: Way, given: argparse.Namespace) -> str:
     """Returns the name of the folder of a run."""
-    return f"{way.name}-seed{seed}" if seed else way.name
+    return f"{way.name}-{tokens_of(given)}" + (f"-seed{given.seed}" if given.seed else "")
 
 
-def started(
-    way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainConfig, corpus: Corpus
-) -> tuple[Checkpoint, float | None]:
-    """Returns the weights that a way starts from, and their held-out perplexity if a fit or a removal made them."""
+def is_trained(folder: Path, config: TrainConfig) -> bool:
+    """Whether the last step of a run is in its log. Its model has been saved then."""
+    log = folder / "log.csv"
+    if not log.exists():
+        return False
+    with log.open(encoding="utf-8", newline="") as file:
+        steps = [int(row["step"]) for row in csv.DictReader(file)]
+    return bool(steps) and steps[-1] == config.steps and (folder / "model.pt").exists()
+
+
+def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainConfig, corpus: Corpus) -> Checkpoint:
+    """Returns the weights that a way starts from."""
     if way == DENSE:
-        return dense, None
+        return dense
     if way.parts == "removed":
-        short = without(dense, layers)
-        return short, perplexity(short.module(), config, corpus)
+        return without(dense, layers)
     spec = routed_spec(
         dense.spec, layers, way.capacity, way.parts, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter,
         routers=way.routers,
     )  # fmt: skip
     begin = retrofitted(dense, spec, config.seed)
     if way.routers == LEARNED and way.adapter == "none":
-        return begin, None
-    begin = fitted(begin, rows_to_fit(corpus, config)).checkpoint
-    model = begin.module()
-    calibrate(model, rows_to_fit(corpus, config, CALIBRATED))
-    return begin, perplexity(model, config, corpus)
+        return begin
+    return fitted(begin, rows_to_fit(corpus, config)).checkpoint
 
 
-def perplexity(model: Transformer, config: TrainConfig, corpus: Corpus) -> float:
-    """Returns the held-out perplexity of a token."""
-    return float(evaluate(model, config, corpus)["perplexity"])  # type: ignore[arg-type]  # A number.
+def judged(checkpoint: Checkpoint, config: TrainConfig, corpus: Corpus, window: int) -> dict[str, Any]:
+    """Measures the held-out loss of whole rows, in which top-k selects, and of texts, in which predictors decide and a
+    text has the slots of the window.
+    """
+    model, spec = checkpoint.module(), checkpoint.spec
+    if spec.routing is None:
+        losses = numbers_of(model, config, corpus)
+        return {"whole_rows": losses, "text": losses}
+    by_rank = replace(spec, routing=replace(spec.routing, selection="topk"))
+    return {
+        name: numbers_of(Transformer(its_spec).sharing(model), config, corpus)
+        for name, its_spec in (("whole_rows", by_rank), ("text", for_generation(spec, window)))
+    }
+
+
+def numbers_of(model: Transformer, config: TrainConfig, corpus: Corpus) -> dict[str, float | None]:
+    """Returns the held-out loss of a token in nats, bits per byte, and, where tokens choose, the mean share of tokens
+    that ran in the routed parts.
+    """
+    metrics = held_out(LossModule(model.eval(), config), corpus.held_out, config, Workers())
+    ran = [share for name, share in metrics.items() if name.startswith("tokens_run/")]
+    numbers = {name: metrics[name] for name in ("next_token_loss", "bits_per_byte")}
+    return {**numbers, "ran": sum(ran) / len(ran) if ran else None}
 
 
 def without(dense: Checkpoint, layers: Collection[int]) -> Checkpoint:
@@ -198,12 +225,17 @@ def without(dense: Checkpoint, layers: Collection[int]) -> Checkpoint:
     return Checkpoint(spec=replace(dense.spec, n_layers=len(kept)), weights=weights)
 
 
-def speed_of(folder: Path, seq: int, baseline: Path | None = None) -> dict[str, Any]:
-    """Builds the trained model in its own process, and returns the speed from the report.
+def speed_of(way: Way, folder: Path, given: argparse.Namespace, baseline: Path | None = None) -> dict[str, Any]:
+    """Builds the model in `folder` in its own process, and returns the speed-ups of whole rows and of one text from the
+    report. A way is timed once: longer training changes no shape.
 
     It is compared with its own dense baseline, or with the dense model `baseline`.
     """
-    (folder / "speed.toml").write_text(SPEED.format(seq=seq), encoding="utf-8")
+    timed = given.results / f"{way.name}.speed.json"
+    if timed.exists():
+        return dict(json.loads(timed.read_text(encoding="utf-8")))
+    settings = SPEED.format(seq=given.seq, window=given.window)
+    (folder / "speed.toml").write_text(settings, encoding="utf-8")
     command = [sys.executable, "-m", "mod_export", "build", "model.pt", "-c", "speed.toml", "-o", "build", "-q"]
     command += [] if baseline is None else ["--baseline", str(baseline.resolve())]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
@@ -212,8 +244,14 @@ def speed_of(folder: Path, seq: int, baseline: Path | None = None) -> dict[str, 
         raise RuntimeError(f"{folder}: {' '.join(command)} ended with {ran.returncode}: {ran.stderr}")
     report = json.loads((folder / "build" / "report.json").read_text(encoding="utf-8"))
     (row,) = report["speedup"]
-    speed = {name: row[name] for name in ("measured", "ci95", "predicted_flops")}
-    return {**speed, "status": report["verdict"]["status"]}
+    (steps,) = report["generation"]["decode"]
+    speed = {
+        "whole_rows": {name: row[name] for name in ("measured", "ci95", "predicted_flops")},
+        "text": {name: steps["compared"][name] for name in ("measured", "ci95")},
+        "status": report["verdict"]["status"],
+    }
+    timed.write_text(json.dumps(speed), encoding="utf-8")
+    return speed
 
 
 def before(given: argparse.Namespace, corpus: Corpus) -> None:
@@ -225,8 +263,8 @@ def before(given: argparse.Namespace, corpus: Corpus) -> None:
         if probe.main([str(given.model), *options, *data]):
             raise RuntimeError(f"{given.model}: the probe failed")
     if not untouched.exists():
-        metrics = evaluate(load_checkpoint(given.model).module(), config_of(DENSE, given), corpus)
-        untouched.write_text(json.dumps(metrics), encoding="utf-8")
+        numbers = numbers_of(load_checkpoint(given.model).module(), config_of(DENSE, given), corpus)
+        untouched.write_text(json.dumps(numbers), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> int:
@@ -245,7 +283,9 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     add("--precision", choices=PRECISIONS, default="float32", help="of products (%(default)s)")
     add("--learning-rate", type=float, default=3e-4, help="routers and predictors get 10 times as much (%(default)s)")
     add("--eval-batches", type=int, default=16)
+    add("--window", type=int, default=1024, help="of the text engines, in tokens (%(default)s)")
     add("--seed", type=int, default=0)
+    add("--only", default="*", metavar="PATTERN", help="ways whose names fit, such as 'mlp-*-0.5-*' (%(default)s)")
     add("--probe-rows", type=int, default=4)
     options = parser.parse_args(arguments)
     if not options.model.exists():
@@ -254,12 +294,17 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     tokenizer = options.model / TOKENIZER
     corpus = read_corpus(options.data, tokenizer if tokenizer.is_file() else None)
     before(options, corpus)
-    for number, way in enumerate(grid, 1):
-        print(f"[{number}/{len(grid)}] {run_way(way, options, corpus)}", flush=True)
-        text = corpus.name if options.data is None else options.data.name
-        about = {"model": options.model.name, "text": text, "steps": options.steps, "batch": options.batch}
-        names = [folder_name(way, options.seed) for way in grid]
-        render(options.results, options.docs, names, {**about, "seq": options.seq})
+    about = {
+        "model": options.model.name,
+        "text": corpus.name if options.data is None else options.data.name,
+        "names": [way.name for way in grid],
+        "seq": options.seq,
+        "window": options.window,
+    }
+    chosen = [way for way in grid if fnmatch(way.name, options.only)]
+    for number, way in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] {run_way(way, options, corpus)}", flush=True)
+        render(options.results, options.docs, about)
     return 0
 
 

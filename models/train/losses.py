@@ -126,8 +126,8 @@ class Losses(NamedTuple):
         metrics: name -> number, for the losses and sites that apply: `predictor_loss`, `router_loss` (nats) and
             `balance_loss`, summed over layers, and `distill_loss` (nats), all before weighting;
             `predictor_accuracy/<site>` and `router_accuracy/<site>`, share of the positions where the sign of the
-            logit is right about the top-k selection; `overflow/<site>`, share of the tokens that wanted to run but
-            found no slot.
+            logit is right about the top-k selection; `tokens_run/<site>`, share of the tokens that ran, and
+            `overflow/<site>`, share of the tokens that wanted to run but found no slot.
     """
 
     total: Tensor
@@ -169,7 +169,7 @@ def losses(
             auxiliary["router"].append(_cross_entropy(router_inputs.l_BT, selected_BT, router_inputs.live_BT))
             metrics[f"router_accuracy/{site}"] = _agreement(router_inputs.l_BT, selected_BT, router_inputs.live_BT)
     auxiliary["balance"] = [_balance(router_inputs) for router_inputs in decisions.experts.values()]
-    metrics |= _overflow(model, decisions.made)
+    metrics |= _slots(model, decisions.made)
     total = head.objective
     if teacher is not None:
         metrics["distill_loss"] = head.divergence
@@ -267,21 +267,23 @@ def _balance(seen: ExpertRouterInputs) -> Tensor:
     return experts * (share_BM * mean_BM).sum(-1).mean()
 
 
-def _overflow(model: Transformer, made: Mapping[Site, Routing]) -> dict[str, Tensor]:
-    """For each routing site with token choice, the share of the tokens that wanted to run but found no slot.
+def _slots(model: Transformer, made: Mapping[Site, Routing]) -> dict[str, Tensor]:
+    """For each routing site with token choice, the share of the tokens that ran, and the share of the tokens that
+    wanted to run but found no slot.
 
-    For a predictor, top-k decides in training, without overflow. The metric is then 0, so that training and evaluation
+    For a predictor, top-k decides in training, without overflow. That metric is then 0, so that training and evaluation
     have the same metrics.
     """
     routing_spec = model.spec.routing
     learning = routing_spec is not None and routing_spec.selection == "predictor"
     shares = {}
     for site, routing in made.items():
-        if routing.rule == FIRST_COME:
-            wanted = routing.chosen_BT.sum()
-            shares[f"overflow/{site}"] = (wanted - routing.live_BK.sum()) / wanted.clamp(min=1)
-        elif learning and not is_expert(site):
-            shares[f"overflow/{site}"] = torch.zeros((), device=routing.score_BT.device)
+        if routing.rule != FIRST_COME and (not learning or is_expert(site)):
+            continue
+        ran = routing.live_BK.sum()
+        wanted = routing.chosen_BT.sum() if routing.rule == FIRST_COME else ran
+        shares[f"tokens_run/{site}"] = ran / routing.open_BT.sum().clamp(min=1)
+        shares[f"overflow/{site}"] = (wanted - ran) / wanted.clamp(min=1)
     return shares
 
 

@@ -21,52 +21,57 @@ from mod_models.train.run import train
 
 SPEC = ModelSpec(vocab_size=256, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, max_positions=64)
 SMALL = (DENSE, Way("removed", "cheapest:1", 0.0), Way("mlp", "cheapest:{half}", 0.5, adapter="linear"))
-QUICK = ["--steps", "4", "--batch", "2", "--seq", "32", "--eval-batches", "2", "--probe-rows", "1"]
+QUICK = ["--steps", "4", "--batch", "2", "--seq", "32", "--eval-batches", "2", "--probe-rows", "1", "--window", "64"]
 BEGIN, END = marks("make retrofit")
 PAGE = f"# Before\n\n{BEGIN}\nnot run yet\n{END}\n\nafter\n"
 
 
 def row(parts: str, loss: float, speed: float | None = None, status: str = "pass") -> dict[str, object]:
-    fast = {"measured": speed, "ci95": [1.1, 1.3], "predicted_flops": 1.5, "status": status}
+    fast = {"measured": speed, "ci95": [1.1, 1.3], "predicted_flops": 1.5}
+    quality = {"next_token_loss": loss, "bits_per_byte": 2.0, "ran": 0.5}
+    speeds = {"whole_rows": fast, "text": {**fast, "ci95": [1.0, 1.4]}, "status": status}
     return {
-        "parts": parts, "route": "deepest:{half}", "capacity": 0.5, "layers": [2, 3], "tokens_run": 0.75,
-        "skipped_keys": "absent", "adapter": "none", "routers": "fitted", "untrained_perplexity": None,
-        "bits_per_byte": 2.0,
-        "next_token_loss": loss, "predictor_accuracy": 0.9, "speed": None if speed is None else fast,
+        "parts": parts, "route": "deepest:{half}", "capacity": 0.5, "layers": [2, 3], "skipped_keys": "absent",
+        "adapter": "none", "routers": "fitted", "seed": 0, "tokens": 1000, "whole_rows": quality,
+        "text": {**quality, "next_token_loss": loss - 0.1, "ran": 0.45}, "speed": None if speed is None else speeds,
     }  # fmt: skip
 
 
 def test_the_page(tmp_path: Path) -> None:
     (tmp_path / "training.md").write_text(PAGE)
-    (tmp_path / "untouched.json").write_text('{"perplexity": 12.5, "bits_per_byte": 1.5}')
+    (tmp_path / "untouched.json").write_text('{"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": 1.0}')
     found = {"dense": row("dense", 2.0), "mlp": row("mlp", 2.1, 1.2), "block": row("block", 2.3, 1.4, "fail")}
     found["kept"] = {**row("block", 2.2, 1.3), "skipped_keys": "kept", "routers": "learned"}
-    found["adapted"] = {**row("mlp", 2.05, 1.2), "adapter": "linear", "untrained_perplexity": 9.5}
-    found["removed"] = {**row("removed", 2.1, 1.2), "route": "cheapest:2", "predictor_accuracy": None}
-    for name, result in found.items():
+    found["adapted"] = {**row("mlp", 2.05, 1.2), "adapter": "linear"}
+    found["removed"] = {**row("removed", 2.1, 1.2), "route": "cheapest:2"}
+    found["longer"] = {**row("mlp", 1.9, 1.2), "tokens": 2000}
+    for name, result in reversed(found.items()):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(json.dumps(result))
-    about = {"model": "m", "text": "t", "steps": 10, "batch": 2, "seq": 50}
+        (tmp_path / name / "result.json").write_text(json.dumps({**result, "name": name}))
+    about = {"model": "m", "text": "t", "names": list(found), "seq": 50, "window": 2048}
     for _ in range(2):  # The second pass writes over an existing page.
-        render(tmp_path, tmp_path, [*found, "not trained"], about)
+        render(tmp_path, tmp_path, about)
     page = (tmp_path / "training.md").read_text()
     assert page.startswith("# Before\n")
     assert page.endswith(f"{END}\n\nafter\n")
     assert "not run yet" not in page
-    assert "10 steps of 2 rows of 50 tokens, 1,000 tokens" in page
+    assert "in rows of 50 tokens" in page
+    assert "window of 2,048 tokens" in page
     lines = [line for line in page.splitlines() if line.startswith("|")]
-    fast, failed = "1.20 [1.10, 1.30]", "1.40 [1.10, 1.30], a gate failed"
+    rows, text = "1.20 [1.10, 1.30] (1.50)", "1.20 [1.00, 1.40]"
     assert lines[0].count("|") == len(COLUMNS) + 1
     assert lines[2:] == [
-        "| dense, as given |  |  |  |  | 100% |  | 12.50 |  | 1.500 |  | 1 | 1 |",
-        "| dense, trained as long |  |  |  |  | 100% |  | 7.39 | +0.0% | 2.000 |  | 1 | 1 |",
-        f"| mlp | 2 deepest | 0.5 |  | fitted | 75% |  | 8.17 | +10.5% | 2.000 | 90.0% | 1.50 | {fast} |",
-        f"| block | 2 deepest | 0.5 |  | fitted | 75% |  | 9.97 | +35.0% | 2.000 | 90.0% | 1.50 | {failed} |",
-        "| block | 2 deepest | 0.5 | keep keys | learned | 75% |  | 9.03 | +22.1% | 2.000 | 90.0% | 1.50 | "
-        "1.30 [1.10, 1.30] |",
-        "| mlp | 2 deepest | 0.5 | run an adapter | fitted | 75% | 9.50 | 7.77 | +5.1% | 2.000 | 90.0% | 1.50 | "
-        f"{fast} |",
-        f"| blocks removed | 2 cheapest |  |  |  | 75% |  | 8.17 | +10.5% | 2.000 |  | 1.50 | {fast} |",
+        "| 0 | dense, as given |  |  |  |  | 12.18 |  | 1 | 12.18 |  | 100% | 1 |",
+        "| 1,000 | dense, trained as long |  |  |  |  | 7.39 | +0.0% | 1 | 6.69 | +0.0% | 100% | 1 |",
+        f"| 1,000 | mlp | 2 deepest | 0.5 |  | fitted | 8.17 | +10.5% | {rows} | 7.39 | +10.5% | 45% | {text} |",
+        "| 1,000 | block | 2 deepest | 0.5 |  | fitted | 9.97 | +35.0% | 1.40 [1.10, 1.30] (1.50), a gate failed | "
+        "9.03 | +35.0% | 45% | 1.40 [1.00, 1.40] |",
+        "| 1,000 | block | 2 deepest | 0.5 | keep keys | learned | 9.03 | +22.1% | 1.30 [1.10, 1.30] (1.50) | "
+        "8.17 | +22.1% | 45% | 1.30 [1.00, 1.40] |",
+        f"| 1,000 | mlp | 2 deepest | 0.5 | run an adapter | fitted | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 45% | "
+        f"{text} |",
+        f"| 1,000 | blocks removed | 2 cheapest |  |  |  | 8.17 | +10.5% | {rows} | 7.39 | +10.5% |  | {text} |",
+        f"| 2,000 | mlp | 2 deepest | 0.5 |  | fitted | 6.69 |  | {rows} | 6.05 |  | 45% | {text} |",
     ]
     assert (tmp_path / "figures" / "retrofit.svg").stat().st_size > 1000
 
@@ -82,7 +87,10 @@ def test_ways_have_folders_of_their_own() -> None:
     assert Way("removed", "cheapest:3", 0.0).name == "removed-cheapest-3-0.0"
     learned = Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers="learned")
     assert learned.name == "mlp-cheapest-0.5-linear-learned"
-    assert [folder_name(learned, seed) for seed in (0, 2)] == [learned.name, f"{learned.name}-seed2"]
+    given = argparse.Namespace(steps=10, batch=2, seq=50, seed=0)
+    assert folder_name(learned, given) == f"{learned.name}-1000"
+    given.seed = 2
+    assert folder_name(learned, given) == f"{learned.name}-1000-seed2"
 
 
 def test_the_dense_model_without_blocks_skips_them() -> None:
@@ -112,13 +120,6 @@ def test_settings_of_a_way() -> None:
     assert {(config.steps, config.batch, config.seed) for config in found.values()} == {(60, 4, 3)}
 
 
-def test_the_share_of_tokens_that_run() -> None:
-    assert DENSE.share_of(0, 4) == 1
-    assert Way("block", "", 0.5).share_of(2, 4) == 0.75
-    assert Way("mlp", "", 0.5).share_of(2, 4) == 0.875
-    assert Way("removed", "", 0.0).share_of(1, 4) == 0.75
-
-
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--model", str(tmp_path / "nowhere")])
@@ -128,7 +129,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match=r"build model.pt -c speed.toml -o build -q ended with 2: .*model\.pt"):
-        run_retrofit.speed_of(tmp_path, 32)
+        run_retrofit.speed_of(SMALL[2], tmp_path, argparse.Namespace(seq=32, window=64, results=tmp_path))
 
 
 @pytest.mark.slow
@@ -141,26 +142,35 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     Path("docs/training.md").write_text(PAGE)
     command = ["--model", "dense/model.pt", "--results", "results", *QUICK]
     assert main(command, SMALL) == 0
-    result = json.loads(Path("results/mlp-cheapest-0.5-linear/result.json").read_text())
+    tokens = 4 * 2 * 32
+    folder = Path(f"results/mlp-cheapest-0.5-linear-{tokens}")
+    result = json.loads((folder / "result.json").read_text())
     assert len(result["layers"]) == 2
-    assert load_checkpoint(Path("results/mlp-cheapest-0.5-linear/model.pt")).spec.routed_layers == tuple(
-        result["layers"]
-    )
+    assert load_checkpoint(folder / "model.pt").spec.routed_layers == tuple(result["layers"])
     assert result["speed"]["status"] == "pass"
-    assert result["speed"]["predicted_flops"] > 1
-    assert result["speed"]["measured"] > 0
+    assert result["speed"]["whole_rows"]["predicted_flops"] > 1
+    assert result["speed"]["whole_rows"]["measured"] > 0
+    assert result["speed"]["text"]["measured"] > 0
+    # In a text, all tokens that want to run find a slot, because the window is longer.
+    assert result["whole_rows"]["ran"] is None
+    assert 0 < result["text"]["ran"] < 1
     page = Path("docs/training.md").read_text()
-    assert "| mlp | 2 cheapest | 0.5 | run an adapter | fitted |" in page
-    assert result["untrained_perplexity"] > 1
-    removed = json.loads(Path("results/removed-cheapest-1-0.0/result.json").read_text())
-    assert (len(removed["layers"]), removed["tokens_run"], removed["predictor_accuracy"]) == (1, 0.75, None)
-    assert load_checkpoint(Path("results/removed-cheapest-1-0.0/model.pt")).spec.n_layers == 3
+    assert f"| {tokens} | mlp | 2 cheapest | 0.5 | run an adapter | fitted |" in page
+    removed = json.loads(Path(f"results/removed-cheapest-1-0.0-{tokens}/result.json").read_text())
+    assert removed["whole_rows"] == removed["text"]
+    assert load_checkpoint(Path(f"results/removed-cheapest-1-0.0-{tokens}/model.pt")).spec.n_layers == 3
     # Its speed is compared with the whole dense model.
-    assert removed["speed"]["predicted_flops"] > 1.2
-    assert "| blocks removed | 1 cheapest |" in page
+    assert removed["speed"]["whole_rows"]["predicted_flops"] > 1.2
+    assert f"| {tokens} | blocks removed | 1 cheapest |" in page
     capsys.readouterr()
+    # A run that was stopped after its training is judged again, and a variant that was timed is not timed again.
+    (folder / "result.json").unlink()
+    (folder / "state.pt").unlink()
+    assert main([*command, "--only", "mlp-*"], SMALL) == 0
+    again = json.loads((folder / "result.json").read_text())
+    assert again == result
+    assert capsys.readouterr().out.startswith(f"[1/1] mlp-cheapest-0.5-linear-{tokens}: ")
     assert main(command, SMALL) == 0
-    assert capsys.readouterr().out == (
-        "[1/3] dense-none-1.0: done before\n[2/3] removed-cheapest-1-0.0: done before\n"
-        "[3/3] mlp-cheapest-0.5-linear: done before\n"
+    assert capsys.readouterr().out == "".join(
+        f"[{number}/3] {way.name}-{tokens}: done before\n" for number, way in enumerate(SMALL, 1)
     )

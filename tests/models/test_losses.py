@@ -233,9 +233,14 @@ def test_predictors_decide_when_they_have_learnt() -> None:
     model, rows = fresh(VARIANTS["predictor"]), some_rows(2, 16)
     trained = losses(model, rows).metrics
     assert {value for name, value in trained.items() if name.startswith("overflow")} == {0.0}
+    k_of_layer = model.spec.k_of_layer(rows.shape[1] - 1)
+    assert {layer: trained[f"tokens_run/{layer}"] * (rows.shape[1] - 1) for layer in k_of_layer} == k_of_layer
     evaluated = losses(model.eval(), rows).metrics
     assert evaluated.keys() == trained.keys()
     assert evaluated != trained
+    _, decided = observed(model, rows[:, :-1], torch.full((2,), rows.shape[1] - 1))
+    for layer, routing in decided.items():
+        assert evaluated[f"tokens_run/{layer}"] == pytest.approx(routing.live_BK.sum().item() / rows[:, :-1].numel())
 
 
 def test_a_row_of_which_no_token_reaches_the_experts_adds_nothing() -> None:
