@@ -133,7 +133,7 @@ def _draw(rows: Sequence[Row], untouched: Row, path: Path) -> None:
         axes.margins(x=0.2)  # Room for the labels beside the points.
     both[0].set_ylabel("held-out perplexity")
     both[0].set_yscale("log")
-    both[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    both[0].yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
     both[0].yaxis.set_major_formatter(ScalarFormatter())
     both[0].yaxis.set_minor_formatter(NullFormatter())
     # Points that differ only in capacity and training share one legend entry.
