@@ -10,7 +10,6 @@ shows all results of the folder.
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
 import subprocess
@@ -131,12 +130,14 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
     if way != DENSE:
         text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(given.results / "probe.json"))
         layers = layers_of(text, dense.spec.n_layers, "block" if removed else way.parts)
-    if not is_trained(folder, config):
+    trained = folder / "trained"
+    if not trained.exists():
         initial = started(way, dense, layers, config, corpus)
         teacher = dense if removed else None
         for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher):
             if event.text:
                 print(f"{folder.name}: {event.text}", flush=True)
+        trained.touch()
     result = {
         **asdict(way),
         "name": way.name,
@@ -158,16 +159,6 @@ def tokens_of(given: argparse.Namespace) -> int:
 def folder_name(way: Way, given: argparse.Namespace) -> str:
     """Returns the name of the folder of a run."""
     return f"{way.name}-{tokens_of(given)}" + (f"-seed{given.seed}" if given.seed else "")
-
-
-def is_trained(folder: Path, config: TrainConfig) -> bool:
-    """Whether the last step of a run is in its log. Its model has been saved then."""
-    log = folder / "log.csv"
-    if not log.exists():
-        return False
-    with log.open(encoding="utf-8", newline="") as file:
-        steps = [int(row["step"]) for row in csv.DictReader(file)]
-    return bool(steps) and steps[-1] == config.steps and (folder / "model.pt").exists()
 
 
 def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainConfig, corpus: Corpus) -> Checkpoint:
@@ -227,7 +218,7 @@ def without(dense: Checkpoint, layers: Collection[int]) -> Checkpoint:
 
 def speed_of(way: Way, folder: Path, given: argparse.Namespace, baseline: Path | None = None) -> dict[str, Any]:
     """Builds the model in `folder` in its own process, and returns the speed-ups of whole rows and of one text from the
-    report. A way is timed once: longer training changes no shape.
+    report. A way is timed once: longer training changes no shape, and hardly the share of the tokens that run.
 
     It is compared with its own dense baseline, or with the dense model `baseline`.
     """
@@ -290,6 +281,9 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     options = parser.parse_args(arguments)
     if not options.model.exists():
         parser.error(f"{options.model}: no such checkpoint; make one of a dense model with mod-export convert")
+    chosen = [way for way in grid if fnmatch(way.name, options.only)]
+    if not chosen:
+        parser.error(f"--only {options.only}: fits none of {', '.join(way.name for way in grid)}")
     options.results.mkdir(parents=True, exist_ok=True)
     tokenizer = options.model / TOKENIZER
     corpus = read_corpus(options.data, tokenizer if tokenizer.is_file() else None)
@@ -301,7 +295,6 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
         "seq": options.seq,
         "window": options.window,
     }
-    chosen = [way for way in grid if fnmatch(way.name, options.only)]
     for number, way in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {run_way(way, options, corpus)}", flush=True)
         render(options.results, options.docs, about)

@@ -2,9 +2,9 @@
 
 The eager model reads several batches of text at once, and stops before each product with a weight. There the second
 moments of the rows of all batches are summed, the weight is rounded, and the product is taken with the rounded weight:
-so later weights make up for the errors of earlier ones, as in GPTQ (arXiv 2210.17323, section 3.3). The text is read
-once, whatever the number of layers, and memory holds the moments of one weight. In a routed layer the rows are the
-selected tokens.
+so later weights make up for the errors of earlier ones (GPTQ does this block by block: arXiv 2210.17323, section 5).
+The text is read once, whatever the number of layers, and memory holds the moments of one weight. In a routed layer the
+rows are the selected tokens.
 """
 
 from __future__ import annotations

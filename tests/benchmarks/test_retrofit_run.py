@@ -126,6 +126,13 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "nowhere: no such checkpoint; make one of a dense model with mod-export convert" in capsys.readouterr().err
 
 
+def test_a_pattern_that_fits_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path), "--only", "mlp-0.5"], SMALL)
+    names = "dense-none-1.0, removed-cheapest-1-0.0, mlp-cheapest-0.5-linear"
+    assert f"--only mlp-0.5: fits none of {names}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"nothing")
     with pytest.raises(RuntimeError, match=r"build model.pt -c speed.toml -o build -q ended with 2: .*model\.pt"):
