@@ -159,6 +159,33 @@ def _stem(model: ModelKind, role: Role, bucket: Bucket) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionKernels:
+    """The shapes of queries for which a target has kernels of the ONNX Attention operator.
+
+    Attributes:
+        narrowest: smallest width of a head.
+        widest: largest width of a head.
+        fewest_heads: smallest number of query heads.
+        fewest_vectors: smallest number of query vectors, over all rows and heads, if each row has one query.
+    """
+
+    narrowest: int
+    widest: int
+    fewest_heads: int = 1
+    fewest_vectors: int = 1
+
+    def problem(self, batch: int, heads: int, queries: int, width: int) -> str:
+        """Returns why there is no kernel for queries of shape (batch, heads, queries, width); empty if there is one."""
+        if not self.narrowest <= width <= self.widest:
+            return f"heads of width {width}, allowed is {self.narrowest} to {self.widest}"
+        if heads < self.fewest_heads:
+            return f"{heads} query head{'s' if heads > 1 else ''}, allowed are {self.fewest_heads} or more"
+        if queries == 1 and batch * heads < self.fewest_vectors:
+            return f"one query in each of {batch} x {heads} heads, allowed are {self.fewest_vectors} heads or more"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TargetLimits:
     """The limits of a target's graph. Rewrites use them to decide what to rewrite, `check_limits` to decide what to
     refuse.
@@ -173,7 +200,7 @@ class TargetLimits:
         whole_scores: whether attention holds all its (B, H, T, T) scores in this machine's memory at once. The target's
             options then have `query_block`, which limits how many.
         attention_dtypes: dtypes in which the ONNX Attention operator is supported; others get primitive operators.
-        attention_widths: smallest and largest width of a head for which Attention is supported, or None.
+        attention_kernels: shapes for which Attention is supported; None for all.
         extra_domains: operator domains that are allowed in addition to the standard one.
         stored_weights: whether com.microsoft::FusedMatMul can read a weight in its stored layout.
         rotary_embedding: whether the operator RotaryEmbedding is the faster way to rotate queries and keys.
@@ -200,7 +227,7 @@ class TargetLimits:
     whole_scores: bool = False
     scatter_reduction: bool = True
     attention_dtypes: frozenset[DType] = frozenset(DTYPES)
-    attention_widths: tuple[int, int] | None = None
+    attention_kernels: AttentionKernels | None = None
     extra_domains: frozenset[str] = frozenset()
     stored_weights: bool = False
     rotary_embedding: bool = False

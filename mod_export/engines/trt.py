@@ -25,7 +25,7 @@ from mod_export.config import BuildConfig
 from mod_export.engines.protocol import ON_GPU, Arrays, EngineBuilder, EngineJob, EngineRunner, OptionalArrays, Port
 from mod_export.environment import cache_folder, package_version
 from mod_export.errors import EngineError, TargetError
-from mod_export.types import Availability, Engine, TargetLimits, Variant
+from mod_export.types import AttentionKernels, Availability, Engine, TargetLimits, Variant
 
 ALIASED = "get_aliased_input_tensor"
 """A method of ICudaEngine since TensorRT 10.15."""
@@ -44,8 +44,9 @@ LIMITS = TargetLimits(
     branches=True,
     cache_update=True,
     attention_dtypes=frozenset({"float16", "bfloat16"}),
-    # TensorRT-RTX 1.7.1 has attention kernels for these widths of a head, and refuses 8 and 257.
-    attention_widths=(9, 256),
+    # TensorRT-RTX 1.7.1 refuses widths of 8 and 257, one head (with a mask, or in one row), and one query in less than
+    # four heads of all rows, whatever the dtype, the number of keys and the architecture.
+    attention_kernels=AttentionKernels(narrowest=9, widest=256, fewest_heads=2, fewest_vectors=4),
 )
 """The limits of both libraries; their parsers come from the same code.
 

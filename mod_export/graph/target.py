@@ -123,16 +123,12 @@ def _attention(node: ir.Node, limits: TargetLimits) -> str | None:
             f"the Attention operator runs on {query.dtype}, allowed is {allowed}; decompose it into MatMul and "
             "Softmax, or build another dtype"
         )
-    width = query.shape[-1] if query.shape is not None and len(query.shape) == 4 else None
-    if limits.attention_widths is None or not isinstance(width, int):
+    shape = [] if query.shape is None else list(query.shape)
+    sizes = [size for size in shape if isinstance(size, int)]
+    if limits.attention_kernels is None or len(shape) != 4 or sizes != shape:
         return None
-    narrowest, widest = limits.attention_widths
-    if narrowest <= width <= widest:
-        return None
-    return (
-        f"the Attention operator has heads of width {width}, allowed is {narrowest} to {widest}; decompose it into "
-        "MatMul and Softmax"
-    )
+    problem = limits.attention_kernels.problem(*sizes)
+    return f"the Attention operator has {problem}; decompose it into MatMul and Softmax" if problem else None
 
 
 NODE_CHECKS: tuple[Callable[[ir.Node, TargetLimits], str | None], ...] = (

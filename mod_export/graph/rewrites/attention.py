@@ -9,9 +9,9 @@ computes all T * T scores and discards half of them. A block of b queries that e
 T / b blocks need T * (T + b) / 2. Only the triangle at the end of each block still needs a mask.
 
 `DecomposeAttention` serves targets without a kernel for the single operator. TensorRT takes the ONNX Attention operator
-only if it has a dedicated kernel, and it has none for float32. OpenVINO copies keys and values for every query head
-that shares them, and transposes the copies, before its attention kernel. In the form that is written here, the same
-kernel reads them as they are.
+only if it has a dedicated kernel, and it has none for float32, nor for some shapes. OpenVINO copies keys and values for
+every query head that shares them, and transposes the copies, before its attention kernel. In the form that is written
+here, the same kernel reads them as they are.
 
 Shape legend: B batch, H query heads, G key/value heads (H a multiple of G, R = H / G), T tokens of the queries, U of
 the keys and values, E head width, F that of the values, b queries and e keys of a block.
@@ -419,7 +419,7 @@ class DecomposeAttention:
     name: ClassVar[str] = "decompose_attention"
 
     def applies(self, limits: TargetLimits, dtype: DType) -> bool:
-        return dtype not in limits.attention_dtypes or limits.attention_widths is not None
+        return dtype not in limits.attention_dtypes or limits.attention_kernels is not None
 
     def run(self, model: ir.Model, limits: TargetLimits, dtype: DType) -> int:
         """Rewrites every Attention that the target has no kernel for.
@@ -439,17 +439,19 @@ class DecomposeAttention:
 
 
 def _unwanted(model: ir.Model, limits: TargetLimits, dtype: DType) -> list[ir.Node]:
-    """The Attentions without a kernel on the target, because of dtype, head widths, or a mask with `is_causal`."""
+    """The Attentions without a kernel on the target, because of dtype, shapes, or a mask with `is_causal`."""
     attentions = _attentions(model)
+    kernels = limits.attention_kernels
     if dtype not in limits.attention_dtypes:
         return attentions
-    assert limits.attention_widths is not None  # Otherwise this rewrite does not apply.
-    narrowest, widest = limits.attention_widths
-    widths = [{require_static_shape(value, node)[-1] for value in node.inputs[:3]} for node in attentions]
+    assert kernels is not None  # Otherwise this rewrite does not apply.
+    shapes = [[require_static_shape(value, node) for value in node.inputs[:3]] for node in attentions]
     return [
         node
-        for node, (width, *other_widths) in zip(attentions, widths, strict=True)
-        if other_widths or not narrowest <= width <= widest or (input_of(node, MASK) is not None and _is_causal(node))
+        for node, (query, *keys_values) in zip(attentions, shapes, strict=True)
+        if any(shape[-1] != query[-1] for shape in keys_values)
+        or kernels.problem(*query)
+        or (input_of(node, MASK) is not None and _is_causal(node))
     ]
 
 

@@ -14,7 +14,7 @@ from rtx_builds import BUCKET, RTX, build, needs_rtx
 from small_graphs import make_model, parsed
 from step_graphs import prefill_graph, step_graph
 
-from mod_export.errors import EngineError
+from mod_export.errors import EngineError, LimitError
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.target import check_limits
 from mod_export.types import FLOAT_DTYPES, Bucket, DType, Graph
@@ -108,6 +108,32 @@ def test_builds_norms_and_attention_that_were_written_out(tmp_path: Path, dtype:
     assert (applied["norm_operator"], applied["attention_operator"]) == (2, 2)
     check_limits(model, RTX.limits, dtype)
     assert build_plan(tmp_path, model, dtype) > 10_000
+
+
+@needs_rtx
+@pytest.mark.fast("one query in two heads", "four heads")
+@pytest.mark.parametrize(
+    ("heads", "queries", "masked", "kernel"),
+    [(1, 16, True, False), (2, 1, True, False), (3, 1, False, False), (4, 1, True, True), (2, 2, True, True)],
+    ids=["one head", "one query in two heads", "one query in three heads", "four heads", "two queries"],
+)
+def test_where_it_has_an_attention_kernel(tmp_path: Path, heads: int, queries: int, masked: bool, kernel: bool) -> None:
+    """The last layer of a model of few heads has a single query, because only one row of logits is asked for."""
+    mask = (f", bool[1,1,{queries},16] m", ", m") if masked else ("", "")
+    shape, keys = f"float16[1,{heads},{queries},32]", f"float16[1,{heads},16,32]"
+    text = f"g ({shape} q, {keys} k, {keys} v{mask[0]}) => ({shape} y) {{ y = Attention (q, k, v{mask[1]}) }}"
+    model = parsed(text)
+    if kernel:
+        build_plan(tmp_path, model, "float16")
+    else:
+        with pytest.raises(EngineError, match="was not supported by a dedicated kernel"):
+            build_plan(tmp_path, model, "float16")
+        with pytest.raises(LimitError, match="the Attention operator has"):
+            check_limits(model, RTX.limits, "float16")
+    apply_rewrites(model, RTX.limits, "float16")
+    check_limits(model, RTX.limits, "float16")
+    assert [node.op_type for node in model.graph].count("Attention") == kernel
+    build_plan(tmp_path, model, "float16")
 
 
 IN_PLACE = "g (bool f, float[1,2,9,4] c, float[1,2,1,4] u, int64[1] i) => (float[1,2,9,4] y)"

@@ -11,7 +11,7 @@ from small_graphs import TENSORRT, attention, feeds, make_spec, op_types, parsed
 from mod_export.errors import GraphError
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.rewrites.attention import DecomposeAttention
-from mod_export.types import FLOAT_DTYPES, TargetLimits
+from mod_export.types import FLOAT_DTYPES, AttentionKernels, TargetLimits
 
 GROUPED = TargetLimits(
     name="a target that takes rows of groups", max_opset=23, attention_dtypes=frozenset(), grouped_rows=True,
@@ -145,7 +145,7 @@ def test_a_fixed_part_of_a_mask_can_show_every_query_a_key(
     ("mask", "attributes", "left"), [("bool[3,5] m", "is_causal = 0", 1), ("bool[3,5] m", "is_causal = 1", 0)]
 )
 def test_decomposes_16_bit_attention_under_two_masks(mask: str, attributes: str, left: int) -> None:
-    limits = dataclasses.replace(TENSORRT, attention_widths=(4, 256))
+    limits = dataclasses.replace(TENSORRT, attention_kernels=AttentionKernels(narrowest=4, widest=256))
     model = parsed(
         f"""g (float[2,2,3,4] q, float[2,2,5,4] k, float[2,2,5,4] v, {mask}) => (float[2,2,3,4] y)
         {{ y = Attention <{attributes}> (q, k, v, m) }}"""
@@ -239,7 +239,7 @@ def test_the_mask_does_not_depend_on_the_number_that_it_pretends_to_depend_on(od
 
 @pytest.mark.parametrize(("width", "left"), [(8, 0), (9, 1), (256, 1), (257, 0)])
 def test_decomposes_16_bit_attention_of_a_width_without_a_kernel(width: int, left: int) -> None:
-    limits = dataclasses.replace(TENSORRT, attention_widths=(9, 256))
+    limits = dataclasses.replace(TENSORRT, attention_kernels=AttentionKernels(narrowest=9, widest=256))
     model = attention(1, 2, 1, 4, width)
     assert DecomposeAttention().applies(limits, "float16")
     assert DecomposeAttention().run(model, limits, "float16") == 1 - left

@@ -13,7 +13,7 @@ from small_graphs import TENSORRT, make_spec, parsed, portable_graph
 
 from mod_export.errors import GraphError, LimitError
 from mod_export.graph.target import check_external_data, check_limits
-from mod_export.types import TargetLimits
+from mod_export.types import AttentionKernels, TargetLimits
 
 ANY = TargetLimits(name="Any", max_opset=23)
 
@@ -33,7 +33,9 @@ def test_names_every_problem_at_once_with_its_layer() -> None:
 
 
 BRANCHES = dataclasses.replace(ANY, branches=True, topk_limit=2)
-WIDTHS = dataclasses.replace(TENSORRT, attention_widths=(9, 256))
+KERNELS = dataclasses.replace(
+    TENSORRT, attention_kernels=AttentionKernels(narrowest=9, widest=256, fewest_heads=2, fewest_vectors=4)
+)
 MICROSOFT = dataclasses.replace(ANY, extra_domains=frozenset({"com.microsoft"}))
 OTHER = dataclasses.replace(ANY, extra_domains=frozenset({"org.example"}))
 FOREIGN = "g (float[4] x) => (float[4] y) { y = com.microsoft.Gelu (x) }"
@@ -50,8 +52,8 @@ THREE = IF.format("""l = Constant <value = int64[1] {3}> () o, i = TopK (x, l)
 s = Constant <value = int64[1] {0}> () e = Constant <value = int64[1] {2}> () p = Slice (o, s, e)""")
 
 
-def attention(dtype: str, width: int) -> str:
-    shape = f"{dtype}[1,2,4,{width}]"
+def attention(dtype: str, width: int, heads: int = 2, queries: int = 4) -> str:
+    shape = f"{dtype}[1,{heads},{queries},{width}]"
     return f"g ({shape} q, {shape} k, {shape} v) => ({shape} y) {{ y = Attention (q, k, v) }}"
 
 
@@ -82,12 +84,15 @@ def parsed_with_domains(text: str) -> ir.Model:
         (FOREIGN, ANY, "Gelu: the operator com.microsoft::Gelu is not allowed, only standard ONNX; export without"),
         (FOREIGN, OTHER, "only standard ONNX and org.example;"),
         (attention("float", 16), TENSORRT, "the Attention operator runs on FLOAT, allowed is bfloat16, float16;"),
-        (attention("float16", 8), WIDTHS, "heads of width 8, allowed is 9 to 256; decompose it into MatMul and"),
-        (attention("float16", 257), WIDTHS, "heads of width 257, allowed is 9 to 256"),
+        (attention("float16", 8), KERNELS, "heads of width 8, allowed is 9 to 256; decompose it into MatMul and"),
+        (attention("float16", 257), KERNELS, "heads of width 257, allowed is 9 to 256"),
+        (attention("float16", 16, 1), KERNELS, "has 1 query head, allowed are 2 or more; decompose it into MatMul and"),
+        (attention("float16", 16, 3, 1), KERNELS, "has one query in each of 1 x 3 heads, allowed are 4 heads or more;"),
         (SCATTER, ANY, None),
         (TWO, BRANCHES, None),
         (FOREIGN, MICROSOFT, None),
-        (attention("bfloat16", 9), WIDTHS, None),
+        (attention("bfloat16", 9), KERNELS, None),
+        (attention("bfloat16", 9, 4, 1), KERNELS, None),
     ],
 )  # fmt: skip
 def test_what_a_dialect_may_hold(text: str, limits: TargetLimits, words: str | None) -> None:

@@ -1,0 +1,167 @@
+"""Writes docs/gpu-code.md from gpu-code.json beside it: `python -m benchmarks.gpu_code.render [DOCS]`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.plan import SPEC as M
+from mod_export.measure.gain import MACHINES, gain_of
+from mod_export.model.transformer import TransformerModel
+from mod_models.checkpoint import random_checkpoint
+
+MIB = 2**20
+KIB = 2**10
+PREDICTED = ((1, 512), (1, 2048), (8, 2048), (32, 2048))
+GPUS_OF_PLAN = ("h100", "rtx4090")
+TEXTS = (1, 8, 32)
+
+HEAD = """# GPU code, compiled without a GPU
+
+`make gpu-code` wrote this page (`benchmarks/gpu_code/render.py`; do not edit). It needs no GPU and no driver. It
+compiles what `make gpu` [runs](guide.md#on-an-nvidia-gpu), as far as the compilers of the three targets go. **Nothing
+here was run**, so this page shows no speed and no correct result; it shows what would have failed before the first
+run.
+
+Models have initial weights. M has 40 M parameters, the small ones four layers of width 128; all route every other
+block, where nothing else is said. Engines return the logits of a row's last token.
+
+{versions}
+"""
+KERNELS = """## Kernels of `inductor-cuda`
+
+A build runs up to AOTInductor. Instead of a package, Inductor generates the kernels of the model and of its dense
+baseline for a GPU that torch is only told about, and Triton and `ptxas` compile them to machine code, in every variant
+from which a build chooses. *Launches* are kernels of Triton and calls of libraries (products of matrices) in one run.
+*Shared* is the largest shared memory of a block, *spilled* the bytes of a thread that did not fit into registers.
+Attention is written out in products and softmax here; torch with CUDA may call a fused kernel instead. The C++ code
+that calls the kernels was not compiled, because that needs CUDA's headers.
+"""
+NODES = """## Nodes of `ort-cuda`
+
+ONNX Runtime's CUDA provider, of the published `onnxruntime-gpu`, opens each engine with libraries in the place of
+CUDA's that do nothing. As always in mod-export, a node may not run on the processor: without a CUDA kernel for each
+node, the session is refused. *Nodes* are those after ONNX Runtime's optimizations, *copies* those that copy between
+host and device.
+"""
+PLANS = """## Plans of `tensorrt-rtx`
+
+NVIDIA's compiler built one plan for each architecture. It translates the last step on the GPU that loads the plan, so
+layers cannot be inspected here. It has no plans for sm90.
+"""
+ROOFLINE = """## Predicted gain
+
+By `mod-export plan`: dense time / MoD time if every product takes the time of its FLOPs or of reading its weights,
+whichever is longer, and everything else takes none, in bfloat16. What is measured is less; a cell near 1.00 cannot
+pay.
+"""
+
+
+def render(docs: Path) -> None:
+    """Writes gpu-code.md in the folder `docs`, from gpu-code.json there."""
+    results = json.loads((docs / "gpu-code.json").read_text(encoding="utf-8"))
+    (docs / "gpu-code.md").write_text(page(results), encoding="utf-8")
+
+
+def page(found: dict[str, Any]) -> str:
+    """Returns the page."""
+    work = found["work"]
+    versions = "Compiled with " + ", ".join(f"{name} {number}" for name, number in found["versions"].items()) + "."
+    parts = [
+        HEAD.format(versions=versions),
+        KERNELS,
+        _table(
+            ["model", "shape", "GPU", "engine", "kernels, variants", "launches", "shared, KiB", "spilled", "failed"],
+            [line for item in work if item["target"] == "inductor-cuda" for line in _kernels(item)],
+        ),
+        NODES,
+        _table(
+            ["model", "shape", "engine", "nodes", "copies", "refused"],
+            [line for item in work if item["target"] == "ort-cuda" for line in _nodes(item)],
+        ),
+        PLANS,
+        _table(
+            ["model", "shape", "dtype", "architectures", "MiB, MoD and dense", "failed"],
+            [line for item in work if item["target"] == "tensorrt-rtx" for line in _plans(item)],
+        ),
+        ROOFLINE,
+        _table(["M", *(MACHINES[name].name for name in GPUS_OF_PLAN)], list(_predicted())),
+    ]
+    unfinished = sorted(set(found["planned"]) - {item["name"] for item in work})
+    if unfinished:
+        parts.append(f"## Not finished\n\n{', '.join(unfinished)}.\n")
+    return "\n".join(parts)
+
+
+def _kernels(item: dict[str, Any]) -> Iterator[list[str]]:
+    for row in item["rows"]:
+        failed = "; ".join(f"{name}: {why}" for name, why in row["failed"].items())
+        yield [
+            item["model"], item["shape"], item["architecture"], _short(row["engine"]),
+            f"{row['kernels']}, {row['variants']}", f"{row['launches']} + {row['library']}",
+            f"{row['shared'] / KIB:.1f}", str(row["stack"]), _cell(failed),
+        ]  # fmt: skip
+
+
+def _nodes(item: dict[str, Any]) -> Iterator[list[str]]:
+    for row in item["rows"]:
+        yield [
+            item["model"], item["shape"], _short(row["engine"]), str(row["nodes"] or ""), str(row["copies"]),
+            _cell(row["refused"]),
+        ]  # fmt: skip
+
+
+def _plans(item: dict[str, Any]) -> Iterator[list[str]]:
+    built = [row for row in item["rows"] if not row["refused"]]
+    refused = "; ".join(row["refused"] for row in item["rows"] if row["refused"])
+    parts = [(row, Path(row["engine"]).stem.split("-")) for row in built]
+    for dtype in dict.fromkeys(part[-2] for _, part in parts):
+        of_dtype = [(row, part) for row, part in parts if part[-2] == dtype]
+        of_kind = [[row["bytes"] for row, part in of_dtype if part[0] == kind] for kind in ("mod", "dense")]
+        architectures = dict.fromkeys(part[-1] for _, part in of_dtype)
+        mib = " and ".join(f"{max(sizes, default=0) / MIB:.1f}" for sizes in of_kind)
+        yield [item["model"], item["shape"], dtype, ", ".join(architectures), mib, ""]
+    if refused:
+        yield [item["model"], item["shape"], "", "", "", _cell(refused)]
+
+
+def _predicted() -> Iterator[list[str]]:
+    model = TransformerModel(random_checkpoint(M, 0))
+    dense = model.dense()
+    assert dense is not None
+    gains = {
+        (name, shape): gain_of(model, dense, MACHINES[name], *shape, 2 * shape[1], TEXTS)
+        for name in GPUS_OF_PLAN
+        for shape in PREDICTED
+    }
+    for rows, seq in PREDICTED:
+        prompts = [f"{gains[name, (rows, seq)].prefill:.2f}" for name in GPUS_OF_PLAN]
+        yield [f"rows, {rows} x {seq}", *prompts]
+    for number in TEXTS:
+        steps = [f"{gains[name, PREDICTED[0]].texts[number]:.2f}" for name in GPUS_OF_PLAN]
+        yield [f"steps of {number} text{'s' if number > 1 else ''} of 1,024 tokens", *steps]
+
+
+def _short(engine: str) -> str:
+    """`inductor-cuda/mod-b1s512-bfloat16.pt2` as `mod bfloat16`."""
+    kind, *_, dtype = Path(engine).stem.split("-")
+    return f"{kind} {dtype}"
+
+
+def _cell(text: str) -> str:
+    """Escapes the text of a process for a table."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    if not rows:
+        return "Nothing was compiled.\n"
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]) + "\n"
+
+
+if __name__ == "__main__":
+    render(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))

@@ -1,0 +1,206 @@
+"""Compiles everything that `make gpu` runs, as far as compilers go without a GPU: what `make gpu-code` runs.
+
+    python -m benchmarks.gpu_code.run [--results DIR] [--docs DIR] [--only NAME] [--again]
+
+* `inductor-cuda`: the kernels of every engine become machine code of four architectures (`triton_kernels.py`).
+* `ort-cuda`: ONNX Runtime's CUDA provider takes the engines (`ort_nodes.py`).
+* `tensorrt-rtx`: NVIDIA's compiler builds plans for every architecture that it offers.
+
+Nothing of it is run, so it shows no speed and no correct result. Each piece of work has its own process; finished ones
+are not repeated. Writes gpu-code.json, and gpu-code.md from it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.plan import CONFIG
+from benchmarks.gpu.plan import SPEC as M
+from benchmarks.gpu_code.cuda_runtime import make_libraries
+from benchmarks.gpu_code.render import render
+from benchmarks.gpu_code.torch_device import GPUS
+from mod_export.rows.report import report_from_json
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import EveryNth, ModelSpec, RoutingSpec
+
+NEEDED = ("torch", "triton", "onnxruntime-gpu", "tensorrt_rtx")
+LIMIT = 1800
+"""Seconds for a process."""
+RTX = ("sm80", "sm86", "sm89", "sm120")
+SMALL = replace(M, vocab_size=512, d_model=128, n_layers=4, n_heads=2, n_kv_heads=1, d_ff=352, max_positions=512)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model in a shape.
+
+    Attributes:
+        name: of its files.
+        title: what the model is, for people.
+        spec: the model.
+        bucket: rows, and tokens of a row.
+        dtypes: of the engines of `inductor-cuda`.
+        architectures: of the GPUs that `inductor-cuda` compiles for.
+    """
+
+    name: str
+    title: str
+    spec: ModelSpec
+    bucket: tuple[int, int]
+    dtypes: tuple[str, ...] = ("bfloat16",)
+    architectures: tuple[str, ...] = ("sm90",)
+
+
+def _small(name: str, title: str, **routing: Any) -> Case:
+    return Case(name, title, replace(SMALL, routing=RoutingSpec(**routing)), (1, 256))
+
+
+CASES = (
+    Case("row", "M, blocks at 12.5 %", M, (1, 512), ("float32", "bfloat16"), tuple(GPUS)),
+    Case("batch", "M, blocks at 12.5 %", M, (8, 2048), architectures=tuple(GPUS)),
+    _small("kept", "small, keys of skipped tokens kept", skipped_keys_values="kept"),
+    _small("mlp", "small, MLPs, a linear adapter for skipped tokens", parts="mlp", gate="ones",
+           combine="replace_ungated", skipped_result="adapter", adapter="linear"),
+    _small("attention", "small, attention", parts="attention"),
+    _small("separate", "small, attention and MLP by a router each, sigmoid gates", parts="separate", gate="sigmoid"),
+    _small("recursions", "small, one router for two blocks", layers=EveryNth(every=3, offset=1), blocks_per_router=2),
+    _small("predictor", "small, predictors decide", selection="predictor", predictor_hidden=32),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A piece of work: the module that does it, its arguments between MODEL.pt CONFIG.toml and FOLDER OUT.json."""
+
+    name: str
+    target: str
+    case: Case
+    dtypes: tuple[str, ...]
+    architecture: str = ""
+
+    @property
+    def config(self) -> str:
+        """The configuration of its build."""
+        dtypes = "[" + ", ".join(f'"{dtype}"' for dtype in self.dtypes) + "]"
+        text = CONFIG.format(target=self.target, dtypes=dtypes, buckets=f"[{list(self.case.bucket)}]")
+        return text + (f"architectures = {json.dumps(RTX)}\n" if self.target == "tensorrt-rtx" else "")
+
+
+def works() -> Iterator[Work]:
+    """Yields all work, the cheap first."""
+    for case in CASES:
+        yield Work(f"{case.name}-ort-cuda", "ort-cuda", case, ("float32", "float16"))
+        yield Work(f"{case.name}-tensorrt-rtx", "tensorrt-rtx", case, ("float16", "bfloat16"))
+        for gpu in case.architectures:
+            yield Work(f"{case.name}-inductor-cuda-{gpu}", "inductor-cuda", case, case.dtypes, gpu)
+
+
+def plans(build: Path) -> list[dict[str, Any]]:
+    """Returns a row for every plan that a build of `tensorrt-rtx` left, and for every one that it could not build."""
+    report = report_from_json((build / "report.json").read_text(encoding="utf-8"))
+    built = [
+        {"engine": artifact.path.removeprefix("engines/"), "bytes": artifact.bytes, "refused": ""}
+        for artifact in report.artifacts
+        if artifact.kind == "engine"
+    ]
+    return [*built, *({"engine": "", "bytes": 0, "refused": row.sentence} for row in report.failed)]
+
+
+def do(work: Work, results: Path, libraries: Path) -> list[dict[str, Any]]:
+    """Does a piece of work in its process, and returns its rows.
+
+    Raises:
+        RuntimeError: the process failed.
+    """
+    folder, out = results / work.name, results / f"{work.name}.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint, config = folder / "model.pt", folder / "config.toml"
+    save_checkpoint(checkpoint, random_checkpoint(work.case.spec, 0))
+    config.write_text(work.config, encoding="utf-8")
+    shared = [str(checkpoint), str(config)]
+    build = [str(checkpoint), "-c", str(config), "-o", str(folder / "build")]
+    command = {
+        "inductor-cuda": ["benchmarks.gpu_code.triton_kernels", *shared, work.architecture, str(folder), str(out)],
+        "ort-cuda": ["benchmarks.gpu_code.ort_nodes", *shared, str(folder), str(out)],
+        "tensorrt-rtx": ["mod_export", "build", *build, "--no-evidence"],
+    }[work.target]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(libraries)} if work.target == "ort-cuda" else os.environ
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=LIMIT
+    )
+    (folder / "output.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
+    if work.target == "tensorrt-rtx" and (folder / "build" / "report.json").exists():
+        out.write_text(json.dumps(plans(folder / "build"), indent=1), encoding="utf-8")
+    if not out.exists():
+        last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
+        raise RuntimeError(f"{work.name}: exit code {done.returncode}: {last}")
+    rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
+    return rows
+
+
+def missing() -> str:
+    """Returns what is not installed here, if anything."""
+    return ", ".join(name for name in NEEDED if not _version(name))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--results", type=Path, default=Path("build/gpu-code"))
+    add("--docs", type=Path, default=Path("docs"))
+    add("--only", default="", help="do work only whose name contains this")
+    add("--again", action="store_true", help="do again what was done before, too")
+    options = parser.parse_args(arguments)
+    if absent := missing():
+        print(f"make gpu-code: {absent} is not installed", file=sys.stderr)
+        return 2
+    capi = Path(importlib.util.find_spec("onnxruntime").submodule_search_locations[0]) / "capi"  # type: ignore[union-attr,index]
+    libraries = options.results / "libraries"
+    make_libraries(capi / "libonnxruntime_providers_cuda.so", libraries)
+    found: list[dict[str, Any]] = []
+    for work in works():
+        out = options.results / f"{work.name}.json"
+        if options.only in work.name and (options.again or not out.exists()):
+            print(work.name, flush=True)
+            out.unlink(missing_ok=True)
+            try:
+                do(work, options.results, libraries)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                print(f"  {error}", flush=True)
+        if out.exists():
+            found.append(row_of(work, json.loads(out.read_text(encoding="utf-8"))))
+    versions = {name: _version(name) for name in NEEDED}
+    results = {"versions": versions, "work": found, "planned": [work.name for work in works()]}
+    (options.docs / "gpu-code.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    render(options.docs)
+    return 0
+
+
+def row_of(work: Work, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns a piece of work and what it found, as plain data."""
+    rows_of_shape, seq = work.case.bucket
+    return {
+        "name": work.name, "target": work.target, "model": work.case.title, "shape": f"{rows_of_shape} x {seq}",
+        "architecture": work.architecture, "rows": rows,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
