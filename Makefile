@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors fuzz mishaps study plan pair retrofit real gpu load triton clients corpus figures test test-slice test-all coverage check docs api dist pythons site notebooks clean
+.PHONY: install demo-install demo bench faults floors fuzz mishaps study plan pair retrofit real gpu gpu-code load triton clients corpus figures test test-slice test-all coverage check docs api dist pythons site notebooks clean
 
 install: .venv/dev build/types/mod_models
 
@@ -70,6 +70,16 @@ retrofit: .venv/bench
 # Everything that a machine with an NVIDIA GPU can show, in runs of eight minutes, each of which continues the last.
 gpu: .venv/demo
 	$(BIN)/python -m benchmarks.gpu.run $(ARGS)
+
+# What `make gpu` runs, compiled without a GPU, for a PyTorch without CUDA. An hour, and it goes on where it was stopped.
+# `make gpu-code ARGS="--help"`. Triton and ONNX Runtime for GPUs have an environment of their own.
+.venv/gpu-code/installed: .venv/dev
+	$(PYTHON) -m venv .venv/gpu-code
+	.venv/gpu-code/bin/pip install --quiet --constraint constraints.txt --editable ".[build,ort-gpu,tensorrt-rtx]" "triton==3.7.1"
+	touch $@
+
+gpu-code: install .venv/gpu-code/installed
+	.venv/gpu-code/bin/python -m benchmarks.gpu_code.run $(ARGS)
 
 # A trained model in a GGUF file next to transformers; downloads nothing. `make real MODEL=FILE.gguf TEXT=english.txt`.
 real: install

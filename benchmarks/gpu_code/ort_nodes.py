@@ -24,17 +24,20 @@ from mod_export.folder.manifest import Manifest, open_folder
 from mod_export.types import Availability, Engine, having
 
 COPIES = ("MemcpyFromHost", "MemcpyToHost")
+VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
+"""Operators that start no kernel."""
 
 
 def opened(root: Path, manifest: Manifest, engine: Engine) -> dict[str, Any]:
     """Opens an engine and returns a row: its nodes after ONNX Runtime's optimizations, or why it was refused."""
-    row: dict[str, Any] = {"engine": engine.path.removeprefix("engines/"), "refused": "", "nodes": 0, "copies": 0}
+    row: dict[str, Any] = {"engine": engine.path.removeprefix("engines/"), "refused": "", "nodes": 0}
     try:
         ENGINES["ort-cuda"].load(root, engine, manifest.config, 0).close()
     except ModExportError as error:
         return row | {"refused": str(error)}
     counts = Counter(node.op_type for node in optimized(root, engine).graph.node)
-    return row | {"nodes": counts.total(), "copies": sum(counts[name] for name in COPIES), "operators": len(counts)}
+    views, copies = (sum(counts[name] for name in names) for names in (VIEWS, COPIES))
+    return row | {"nodes": counts.total(), "views": views, "copies": copies}
 
 
 def optimized(root: Path, engine: Engine) -> onnx.ModelProto:

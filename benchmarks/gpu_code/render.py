@@ -23,8 +23,7 @@ HEAD = """# GPU code, compiled without a GPU
 
 `make gpu-code` wrote this page (`benchmarks/gpu_code/render.py`; do not edit). It needs no GPU and no driver. It
 compiles what `make gpu` [runs](guide.md#on-an-nvidia-gpu), as far as the compilers of the three targets go. **Nothing
-here was run**, so this page shows no speed and no correct result; it shows what would have failed before the first
-run.
+here ran on a GPU**, so this page shows no speed.
 
 Models have initial weights. M has 40 M parameters, the small ones four layers of width 128; all route every other
 block, where nothing else is said. Engines return the logits of a row's last token.
@@ -40,12 +39,20 @@ from which a build chooses. *Launches* are kernels of Triton and calls of librar
 Attention is written out in products and softmax here; torch with CUDA may call a fused kernel instead. The C++ code
 that calls the kernels was not compiled, because that needs CUDA's headers.
 """
+INTERPRETED = """## Results of `inductor-cuda`
+
+Triton's interpreter executed the kernels that were generated for an H100, one program of the grid after the other, on
+the processor; torch's operators took the place of cuBLAS. The results are compared with those of the exported program
+on the same inputs, operator by operator, in the same precision. *Error* is the largest difference of the logits over
+their root mean square; in bfloat16, 0.04 is one step of rounding of the largest logits. *Same selections* are the
+tokens that routers selected equally.
+"""
 NODES = """## Nodes of `ort-cuda`
 
 ONNX Runtime's CUDA provider, of the published `onnxruntime-gpu`, opens each engine with libraries in the place of
 CUDA's that do nothing. As always in mod-export, a node may not run on the processor: without a CUDA kernel for each
-node, the session is refused. *Nodes* are those after ONNX Runtime's optimizations, *copies* those that copy between
-host and device.
+node, the session is refused. *Kernels* are the nodes after ONNX Runtime's optimizations, without *views*, which start
+none; *copies* are those between host and device.
 """
 PLANS = """## Plans of `tensorrt-rtx`
 
@@ -75,17 +82,22 @@ def page(found: dict[str, Any]) -> str:
         KERNELS,
         _table(
             ["model", "shape", "GPU", "engine", "kernels, variants", "launches", "shared, KiB", "spilled", "failed"],
-            [line for item in work if item["target"] == "inductor-cuda" for line in _kernels(item)],
+            [line for item in work if item["kind"] == "compiled" for line in _kernels(item)],
+        ),
+        INTERPRETED,
+        _table(
+            ["model", "shape", "engine", "kernels", "error", "same selections"],
+            [line for item in work if item["kind"] == "interpreted" for line in _interpreted(item)],
         ),
         NODES,
         _table(
-            ["model", "shape", "engine", "nodes", "copies", "refused"],
-            [line for item in work if item["target"] == "ort-cuda" for line in _nodes(item)],
+            ["model", "shape", "engine", "kernels", "views", "copies", "refused"],
+            [line for item in work if item["kind"] == "nodes" for line in _nodes(item)],
         ),
         PLANS,
         _table(
             ["model", "shape", "dtype", "architectures", "MiB, MoD and dense", "failed"],
-            [line for item in work if item["target"] == "tensorrt-rtx" for line in _plans(item)],
+            [line for item in work if item["kind"] == "plans" for line in _plans(item)],
         ),
         ROOFLINE,
         _table(["M", *(MACHINES[name].name for name in GPUS_OF_PLAN)], list(_predicted())),
@@ -106,10 +118,19 @@ def _kernels(item: dict[str, Any]) -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
+def _interpreted(item: dict[str, Any]) -> Iterator[list[str]]:
+    for row in item["rows"]:
+        yield [
+            item["model"], item["shape"], _short(row["engine"]), str(row["kernels"]), f"{row['error']:.1g}",
+            f"{row['same']} of {row['selected']}" if row["selected"] else "",
+        ]  # fmt: skip
+
+
 def _nodes(item: dict[str, Any]) -> Iterator[list[str]]:
     for row in item["rows"]:
         yield [
-            item["model"], item["shape"], _short(row["engine"]), str(row["nodes"] or ""), str(row["copies"]),
+            item["model"], item["shape"], _short(row["engine"]),
+            *(["", "", ""] if row["refused"] else map(str, (row["nodes"] - row["views"], row["views"], row["copies"]))),
             _cell(row["refused"]),
         ]  # fmt: skip
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu_code.run [--results DIR] [--docs DIR] [--only NAME] [--again]
 
-* `inductor-cuda`: the kernels of every engine become machine code of four architectures (`triton_kernels.py`).
+* `inductor-cuda`: the kernels of every engine become machine code of four architectures (`triton_kernels.py`), and
+  Triton's interpreter runs those of tiny engines (`interpreter.py`).
 * `ort-cuda`: ONNX Runtime's CUDA provider takes the engines (`ort_nodes.py`).
 * `tensorrt-rtx`: NVIDIA's compiler builds plans for every architecture that it offers.
 
-Nothing of it is run, so it shows no speed and no correct result. Each piece of work has its own process; finished ones
+Nothing of it runs on a GPU, so it shows no speed. Each piece of work has its own process; finished ones
 are not repeated. Writes gpu-code.json, and gpu-code.md from it.
 """
 
@@ -38,71 +39,77 @@ LIMIT = 1800
 """Seconds for a process."""
 RTX = ("sm80", "sm86", "sm89", "sm120")
 SMALL = replace(M, vocab_size=512, d_model=128, n_layers=4, n_heads=2, n_kv_heads=1, d_ff=352, max_positions=512)
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A model in a shape.
-
-    Attributes:
-        name: of its files.
-        title: what the model is, for people.
-        spec: the model.
-        bucket: rows, and tokens of a row.
-        dtypes: of the engines of `inductor-cuda`.
-        architectures: of the GPUs that `inductor-cuda` compiles for.
-    """
-
-    name: str
-    title: str
-    spec: ModelSpec
-    bucket: tuple[int, int]
-    dtypes: tuple[str, ...] = ("bfloat16",)
-    architectures: tuple[str, ...] = ("sm90",)
-
-
-def _small(name: str, title: str, **routing: Any) -> Case:
-    return Case(name, title, replace(SMALL, routing=RoutingSpec(**routing)), (1, 256))
-
-
-CASES = (
-    Case("row", "M, blocks at 12.5 %", M, (1, 512), ("float32", "bfloat16"), tuple(GPUS)),
-    Case("batch", "M, blocks at 12.5 %", M, (8, 2048), architectures=tuple(GPUS)),
-    _small("kept", "small, keys of skipped tokens kept", skipped_keys_values="kept"),
-    _small("mlp", "small, MLPs, a linear adapter for skipped tokens", parts="mlp", gate="ones",
-           combine="replace_ungated", skipped_result="adapter", adapter="linear"),
-    _small("attention", "small, attention", parts="attention"),
-    _small("separate", "small, attention and MLP by a router each, sigmoid gates", parts="separate", gate="sigmoid"),
-    _small("recursions", "small, one router for two blocks", layers=EveryNth(every=3, offset=1), blocks_per_router=2),
-    _small("predictor", "small, predictors decide", selection="predictor", predictor_hidden=32),
-)  # fmt: skip
+TINY = replace(SMALL, vocab_size=64, d_model=64, n_heads=4, n_kv_heads=2, d_head=16, d_ff=96, max_positions=64)
+"""Models that Triton's interpreter runs in seconds."""
+KINDS: Mapping[str, tuple[str, RoutingSpec]] = {
+    "block": ("blocks", RoutingSpec()),
+    "kept": ("keys of skipped tokens kept", RoutingSpec(skipped_keys_values="kept")),
+    "mlp": (
+        "MLPs, a linear adapter for skipped tokens",
+        RoutingSpec(parts="mlp", gate="ones", combine="replace_ungated", skipped_result="adapter", adapter="linear"),
+    ),
+    "attention": ("attention", RoutingSpec(parts="attention")),
+    "separate": ("attention and MLP by a router each, sigmoid gates", RoutingSpec(parts="separate", gate="sigmoid")),
+    "recursions": ("one router for two blocks", RoutingSpec(layers=EveryNth(every=3), blocks_per_router=2)),
+    "predictor": ("predictors decide", RoutingSpec(selection="predictor", predictor_hidden=32)),
+}
+"""Name -> what is routed, in every other block where nothing else is said."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A piece of work: the module that does it, its arguments between MODEL.pt CONFIG.toml and FOLDER OUT.json."""
+    """A piece of work: a model in a shape, for a target.
+
+    Attributes:
+        name: of its files.
+        kind: table of the page: `compiled`, `interpreted`, `nodes` or `plans`.
+        title: what the model is, for people.
+        spec: the model.
+        bucket: rows, and tokens of a row.
+        dtypes: of the engines.
+        architecture: of the GPU that `inductor-cuda` generates code for.
+    """
 
     name: str
-    target: str
-    case: Case
+    kind: str
+    title: str
+    spec: ModelSpec
+    bucket: tuple[int, int]
     dtypes: tuple[str, ...]
     architecture: str = ""
+
+    @property
+    def target(self) -> str:
+        """The target."""
+        return TARGETS[self.kind]
 
     @property
     def config(self) -> str:
         """The configuration of its build."""
         dtypes = "[" + ", ".join(f'"{dtype}"' for dtype in self.dtypes) + "]"
-        text = CONFIG.format(target=self.target, dtypes=dtypes, buckets=f"[{list(self.case.bucket)}]")
-        return text + (f"architectures = {json.dumps(RTX)}\n" if self.target == "tensorrt-rtx" else "")
+        text = CONFIG.format(target=self.target, dtypes=dtypes, buckets=f"[{list(self.bucket)}]")
+        return text + (f"architectures = {json.dumps(RTX)}\n" if self.kind == "plans" else "")
+
+
+TARGETS = {
+    "compiled": "inductor-cuda", "interpreted": "inductor-cuda", "nodes": "ort-cuda", "plans": "tensorrt-rtx"
+}  # fmt: skip
 
 
 def works() -> Iterator[Work]:
-    """Yields all work, the cheap first."""
-    for case in CASES:
-        yield Work(f"{case.name}-ort-cuda", "ort-cuda", case, ("float32", "float16"))
-        yield Work(f"{case.name}-tensorrt-rtx", "tensorrt-rtx", case, ("float16", "bfloat16"))
-        for gpu in case.architectures:
-            yield Work(f"{case.name}-inductor-cuda-{gpu}", "inductor-cuda", case, case.dtypes, gpu)
+    """Yields all work."""
+    for name, (title, routing) in KINDS.items():
+        small, tiny = replace(SMALL, routing=routing), replace(TINY, routing=routing)
+        yield Work(f"{name}-interpreted", "interpreted", f"tiny, {title}", tiny, (1, 32), ("float32",), "sm90")
+        yield Work(f"{name}-interpreted-bf16", "interpreted", f"tiny, {title}", tiny, (1, 32), ("bfloat16",), "sm90")
+        yield Work(f"{name}-nodes", "nodes", f"small, {title}", small, (1, 256), ("float32", "float16"))
+        yield Work(f"{name}-plans", "plans", f"small, {title}", small, (1, 256), ("float16", "bfloat16"))
+        yield Work(f"{name}-sm90", "compiled", f"small, {title}", small, (1, 256), ("bfloat16",), "sm90")
+    for name, bucket, dtypes in (("row", (1, 512), ("float32", "bfloat16")), ("batch", (8, 2048), ("bfloat16",))):
+        yield Work(f"{name}-nodes", "nodes", "M, blocks", M, bucket, ("float32", "float16"))
+        yield Work(f"{name}-plans", "plans", "M, blocks", M, bucket, ("float16", "bfloat16"))
+        for gpu in GPUS:
+            yield Work(f"{name}-{gpu}", "compiled", "M, blocks", M, bucket, dtypes, gpu)
 
 
 def plans(build: Path) -> list[dict[str, Any]]:
@@ -125,21 +132,23 @@ def do(work: Work, results: Path, libraries: Path) -> list[dict[str, Any]]:
     folder, out = results / work.name, results / f"{work.name}.json"
     folder.mkdir(parents=True, exist_ok=True)
     checkpoint, config = folder / "model.pt", folder / "config.toml"
-    save_checkpoint(checkpoint, random_checkpoint(work.case.spec, 0))
+    save_checkpoint(checkpoint, random_checkpoint(work.spec, 0))
     config.write_text(work.config, encoding="utf-8")
     shared = [str(checkpoint), str(config)]
     build = [str(checkpoint), "-c", str(config), "-o", str(folder / "build")]
-    command = {
-        "inductor-cuda": ["benchmarks.gpu_code.triton_kernels", *shared, work.architecture, str(folder), str(out)],
-        "ort-cuda": ["benchmarks.gpu_code.ort_nodes", *shared, str(folder), str(out)],
-        "tensorrt-rtx": ["mod_export", "build", *build, "--no-evidence"],
-    }[work.target]
-    environment = os.environ | {"LD_LIBRARY_PATH": str(libraries)} if work.target == "ort-cuda" else os.environ
+    beside = {"LD_LIBRARY_PATH": str(libraries)}
+    code = [*shared, work.architecture, str(folder), str(out)]
+    command, more = {
+        "compiled": (["benchmarks.gpu_code.triton_kernels", *code], {}),
+        "interpreted": (["benchmarks.gpu_code.interpreter", *code], {"TRITON_INTERPRET": "1"}),
+        "nodes": (["benchmarks.gpu_code.ort_nodes", *shared, str(folder), str(out)], beside),
+        "plans": (["mod_export", "build", *build, "--no-evidence"], {}),
+    }[work.kind]
     done = subprocess.run(
-        [sys.executable, "-m", *command], env=environment, capture_output=True, text=True, timeout=LIMIT
+        [sys.executable, "-m", *command], env=os.environ | more, capture_output=True, text=True, timeout=LIMIT
     )
     (folder / "output.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
-    if work.target == "tensorrt-rtx" and (folder / "build" / "report.json").exists():
+    if work.kind == "plans" and (folder / "build" / "report.json").exists():
         out.write_text(json.dumps(plans(folder / "build"), indent=1), encoding="utf-8")
     if not out.exists():
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
@@ -195,9 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def row_of(work: Work, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns a piece of work and what it found, as plain data."""
-    rows_of_shape, seq = work.case.bucket
+    batch, seq = work.bucket
     return {
-        "name": work.name, "target": work.target, "model": work.case.title, "shape": f"{rows_of_shape} x {seq}",
+        "name": work.name, "kind": work.kind, "model": work.title, "shape": f"{batch} x {seq}",
         "architecture": work.architecture, "rows": rows,
     }  # fmt: skip
 

@@ -3,10 +3,11 @@
 
 #include <cstdlib>
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -50,13 +51,25 @@ Tensor& copy_(Tensor& to, const Tensor& from, bool) {
   return to;
 }
 
+const Tensor& resize_(const Tensor& self, IntArrayRef size, std::optional<c10::MemoryFormat>) {
+  Tensor fresh = at::detail::empty_generic(size, &memory, cuda, self.scalar_type(), std::nullopt);
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(fresh.storage());
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return self;
+}
+
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  if (to.sizes() != from.sizes()) resize_(to, from.sizes(), std::nullopt);
   on_host(to).copy_(on_host(from));
   return to;
 }
 
 Tensor as_strided(const Tensor& self, IntArrayRef size, IntArrayRef stride, std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
+}
+
+Tensor reshape_alias(const Tensor& self, IntArrayRef size, IntArrayRef stride) {
+  return at::native::as_strided_tensorimpl(self, size, stride, std::nullopt);
 }
 
 Tensor view(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
@@ -71,8 +84,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);
   library.impl("empty_strided", empty_strided);
   library.impl("copy_", copy_);
+  library.impl("resize_", resize_);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("as_strided", as_strided);
+  library.impl("_reshape_alias", reshape_alias);
   library.impl("view", view);
 }
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import onnx_ir as ir
 import pytest
-from small_graphs import TENSORRT, feeds, make_model, make_spec, portable_graph, run
+from small_graphs import TENSORRT, feeds, make_model, make_spec, op_types, portable_graph, run
 
 from mod_export.engines import ENGINES
 from mod_export.errors import GraphError
@@ -120,13 +120,29 @@ def test_the_table_as_a_whole_gives_every_target_its_graph(limits: TargetLimits,
         (TENSORRT, "float32", True),
         (TENSORRT, "bfloat16", True),
         (ENGINES["ort-cpu"].limits, "float32", True),
-        (ENGINES["ort-cuda"].limits, "float32", False),
+        (TargetLimits(name="a target of all operators", max_opset=26), "float32", False),
+        (ENGINES["ort-cuda"].limits, "float32", True),
         (PORTABLE, "int8", True),
         (ENGINES["ort-cuda"].limits, "float16", True),
     ],
 )
 def test_whether_a_target_has_graphs_of_its_own(limits: TargetLimits, dtype: DType, needed: bool) -> None:
     assert needs_rewrite(limits, dtype) is needed
+
+
+def test_a_dense_layer_for_cuda_has_no_transposes_and_one_operator_for_each_rotation() -> None:
+    """The start of a kernel costs a GPU as much as its work in a small model."""
+    model = portable_graph(SPEC.dense())
+    before = run(model, feeds())
+    apply_rewrites(model, ENGINES["ort-cuda"].limits, "float32")
+    types = op_types(model)
+    assert (types.count("RotaryEmbedding"), types.count("Attention")) == (2 * SPEC.n_layers, SPEC.n_layers)
+    assert not {"Split", "Concat"} & set(types)
+    # What is left are weights, which ONNX Runtime transposes once.
+    transposed = [node.inputs[0] for node in model.graph if node.op_type == "Transpose"]
+    assert all(value is not None and value.is_initializer() for value in transposed)
+    for found, wanted in zip(run(model, feeds()), before, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 class Forgetful:

@@ -380,3 +380,16 @@ def test_triton_is_served_by_the_runtime_that_stands_beside_it() -> None:
 def test_onnx_runtime_is_told_to_report_nothing(name: str) -> None:
     words = dict(stages()[-1])["ENV"].split() if name == "Dockerfile" else " ".join(unit()["Environment"]).split()
     assert "ORT_DISABLE_TELEMETRY=1" in words
+
+
+def test_the_image_for_gpus_copies_what_exists_and_calls_targets_of_make() -> None:
+    parser = DockerfileParser(fileobj=io.BytesIO((DEPLOY / "gpu.Dockerfile").read_bytes()))
+    lines = [(line["instruction"], line["value"]) for line in parser.structure if line["instruction"] != "COMMENT"]
+    for instruction, value in lines:
+        if instruction == "COPY":
+            assert all((ROOT / name).exists() for name in value.split()[:-1]), value
+    called = [value.split()[1] for instruction, value in lines if instruction == "RUN" and value.startswith("make ")]
+    called.append(json.loads(dict(lines)["CMD"])[1])
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert called == ["demo-install", "gpu"]
+    assert all(f"\n{name}: " in makefile for name in called)
