@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx
 
-from mod_export.engines import ENGINES
+from mod_export.engines import ENGINES, ort
 from mod_export.engines.ort import CUDA
 from mod_export.errors import ModExportError
 from mod_export.folder.manifest import Manifest, open_folder
@@ -42,16 +42,16 @@ def opened(root: Path, manifest: Manifest, engine: Engine) -> dict[str, Any]:
 
 def optimized(root: Path, engine: Engine) -> onnx.ModelProto:
     """Returns the graph that the provider runs."""
-    import onnxruntime as ort
+    import onnxruntime
 
     assert engine.weights is not None
     path = root / "optimized.onnx"
-    options = ort.SessionOptions()
+    options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.optimized_model_filepath = str(path)
     weights = (root / engine.weights).resolve().parent
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))
-    ort.InferenceSession(str(root / engine.path), options, providers=[CUDA])
+    onnxruntime.InferenceSession(str(root / engine.path), options, providers=[CUDA])
     model = onnx.load(path, load_external_data=False)
     path.unlink()
     return model
@@ -62,6 +62,8 @@ def main(arguments: list[str]) -> int:
     root = Path(folder) / "build"
     from mod_export.cli import cli
 
+    # CUDA's own libraries, which pip may have installed, would find no driver.
+    ort.load_cuda_libraries = lambda: ""  # type: ignore[assignment]
     # ONNX Runtime looks for the device of a driver, and there is none.
     here = Availability(builds=True, runs=True, reason="libraries in the place of CUDA")
     ENGINES["ort-cuda"]._installed = lambda: here  # type: ignore[attr-defined]
