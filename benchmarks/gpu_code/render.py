@@ -81,8 +81,8 @@ def page(found: dict[str, Any]) -> str:
         HEAD.format(versions=versions),
         KERNELS,
         _table(
-            ["model", "shape", "GPU", "engine", "kernels, variants", "launches", "shared, KiB", "spilled", "failed"],
-            [line for item in work if item["kind"] == "compiled" for line in _kernels(item)],
+            ["model", "shape", "engine", "kernels, variants", "launches", "shared, KiB", "spilled", "failed", "GPUs"],
+            _kernels([item for item in work if item["kind"] == "compiled"]),
         ),
         INTERPRETED,
         _table(
@@ -108,14 +108,18 @@ def page(found: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _kernels(item: dict[str, Any]) -> Iterator[list[str]]:
-    for row in item["rows"]:
-        failed = "; ".join(f"{name}: {why}" for name, why in row["failed"].items())
-        yield [
-            item["model"], item["shape"], item["architecture"], _short(row["engine"]),
-            f"{row['kernels']}, {row['variants']}", f"{row['launches']} + {row['library']}",
-            f"{row['shared'] / KIB:.1f}", str(row["stack"]), _cell(failed),
-        ]  # fmt: skip
+def _kernels(work: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Architectures with the same figures share a line."""
+    architectures: dict[tuple[str, ...], list[str]] = {}
+    for item in work:
+        for row in item["rows"]:
+            failed = "; ".join(f"{name}: {why}" for name, why in row["failed"].items())
+            line = (
+                item["model"], item["shape"], _short(row["engine"]), f"{row['kernels']}, {row['variants']}",
+                f"{row['launches']} + {row['library']}", f"{row['shared'] / KIB:.1f}", str(row["stack"]), _cell(failed),
+            )  # fmt: skip
+            architectures.setdefault(line, []).append(item["architecture"])
+    return [[*line, ", ".join(names)] for line, names in architectures.items()]
 
 
 def _interpreted(item: dict[str, Any]) -> Iterator[list[str]]:

@@ -159,7 +159,7 @@ def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monk
             "compiled",
             {"engine": "inductor-cuda/mod-b1s8-bfloat16.pt2", "kernels": 2, "variants": 5,
              "failed": {"t": "Error: a|b"}, "launches": 7, "library": 3, "shared": 2048, "stack": 8},
-            "| sm90 | mod bfloat16 | 2, 5 | 7 + 3 | 2.0 | 8 | t: Error: a\\|b |",
+            "| mod bfloat16 | 2, 5 | 7 + 3 | 2.0 | 8 | t: Error: a\\|b | sm90 |",
         ),
         (
             "interpreted",
