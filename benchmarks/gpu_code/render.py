@@ -92,7 +92,7 @@ def page(found: dict[str, Any]) -> str:
         NODES,
         _table(
             ["model", "shape", "engine", "kernels", "views", "copies", "refused"],
-            [line for item in work if item["kind"] == "nodes" for line in _nodes(item)],
+            list(dict.fromkeys(line for item in work if item["kind"] == "nodes" for line in _nodes(item))),
         ),
         PLANS,
         _table(
@@ -109,17 +109,23 @@ def page(found: dict[str, Any]) -> str:
 
 
 def _kernels(work: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Architectures with the same figures share a line."""
+    """Architectures with the same figures share a line, and so do models with the same dense baseline."""
     architectures: dict[tuple[str, ...], list[str]] = {}
     for item in work:
         for row in item["rows"]:
             failed = "; ".join(f"{name}: {why}" for name, why in row["failed"].items())
             line = (
-                item["model"], item["shape"], _short(row["engine"]), f"{row['kernels']}, {row['variants']}",
+                _model(item, row), item["shape"], _short(row["engine"]), f"{row['kernels']}, {row['variants']}",
                 f"{row['launches']} + {row['library']}", f"{row['shared'] / KIB:.1f}", str(row["stack"]), _cell(failed),
             )  # fmt: skip
             architectures.setdefault(line, []).append(item["architecture"])
-    return [[*line, ", ".join(names)] for line, names in architectures.items()]
+    return [[*line, ", ".join(dict.fromkeys(names))] for line, names in architectures.items()]
+
+
+def _model(item: dict[str, Any], row: dict[str, Any]) -> str:
+    """Returns what an engine was made of: the models of a size have one dense baseline."""
+    size, _, _ = item["model"].partition(", ")
+    return size if _short(row["engine"]).startswith("dense") else item["model"]
 
 
 def _interpreted(item: dict[str, Any]) -> Iterator[list[str]]:
@@ -130,13 +136,13 @@ def _interpreted(item: dict[str, Any]) -> Iterator[list[str]]:
         ]  # fmt: skip
 
 
-def _nodes(item: dict[str, Any]) -> Iterator[list[str]]:
+def _nodes(item: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     for row in item["rows"]:
-        yield [
-            item["model"], item["shape"], _short(row["engine"]),
+        yield (
+            _model(item, row), item["shape"], _short(row["engine"]),
             *(["", "", ""] if row["refused"] else map(str, (row["nodes"] - row["views"], row["views"], row["copies"]))),
             _cell(row["refused"]),
-        ]  # fmt: skip
+        )  # fmt: skip
 
 
 def _plans(item: dict[str, Any]) -> Iterator[list[str]]:
@@ -184,8 +190,10 @@ def _cell(text: str) -> str:
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if not rows:
         return "Nothing was compiled.\n"
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines]) + "\n"
+    # What failed has a column if anything did.
+    shown = [number for number in range(len(head)) if any(row[number] for row in rows)]
+    lines = ["| " + " | ".join(row[number] for number in shown) + " |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(shown) + "|", *lines[1:]]) + "\n"
 
 
 if __name__ == "__main__":

@@ -168,17 +168,17 @@ def test_what_is_not_installed_is_named(capsys: pytest.CaptureFixture[str], monk
         ),
         (
             "nodes", {"engine": "ort-cuda/mod-b1s8-float16.onnx", "nodes": 9, "views": 2, "copies": 1, "refused": ""},
-            "| mod float16 | 7 | 2 | 1 |  |",
+            "| mod float16 | 7 | 2 | 1 |",
         ),
         (
             "nodes", {"engine": "ort-cuda/mod-b1s8-float16.onnx", "nodes": 0, "refused": "why"},
-            "| mod float16 |  |  |  | why |",
+            "| mod float16 | why |",
         ),
         (
             "plans", {"engine": "tensorrt-rtx/mod-b1s8-float16-sm89.engine", "bytes": 3 * 2**20, "refused": ""},
-            "| float16 | sm89 | 3.0 and 0.0 |  |",
+            "| float16 | sm89 | 3.0 and 0.0 |",
         ),
-        ("plans", {"engine": "", "bytes": 0, "refused": "could not be built"}, "|  |  |  | could not be built |"),
+        ("plans", {"engine": "", "bytes": 0, "refused": "could not be built"}, "| could not be built |"),
     ],
 )  # fmt: skip
 def test_the_page_shows_every_row(kind: str, row: dict[str, object], line: str) -> None:
@@ -187,6 +187,17 @@ def test_the_page_shows_every_row(kind: str, row: dict[str, object], line: str) 
     assert f"\n| small, blocks | 1 x 8 {line}\n" in text
     assert text.endswith("## Not finished\n\nb.\n")
     assert text.count("Nothing was compiled.") == 3
+
+
+def test_models_of_a_size_share_the_line_of_their_dense_baseline() -> None:
+    row = {"engine": "ort-cuda/dense-b1s8-float16.onnx", "nodes": 9, "views": 2, "copies": 0, "refused": ""}
+    work = [
+        {"name": name, "kind": "nodes", "model": f"small, {name}", "shape": "1 x 8", "architecture": "", "rows": [row]}
+        for name in ("a", "b")
+    ]
+    text = page({"versions": {"torch": "2"}, "work": work, "planned": ["a", "b"]})
+    assert text.count("| small | 1 x 8 | dense float16 | 7 | 2 | 0 |") == 1
+    assert "Not finished" not in text
 
 
 def test_the_page_is_what_its_results_say_and_nothing_failed(tmp_path: Path) -> None:
