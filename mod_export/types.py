@@ -174,8 +174,14 @@ class AttentionKernels:
     fewest_heads: int = 1
     fewest_vectors: int = 1
 
-    def problem(self, batch: int, heads: int, queries: int, width: int) -> str:
-        """Returns why there is no kernel for queries of shape (batch, heads, queries, width); empty if there is one."""
+    def problem(self, shape: Sequence[int]) -> str:
+        """Returns why there is no kernel for queries of shape (batch, heads, queries, width); empty if there is one.
+
+        Nothing is known of shapes with other numbers of dimensions.
+        """
+        if len(shape) != 4:
+            return ""
+        batch, heads, queries, width = shape
         if not self.narrowest <= width <= self.widest:
             return f"heads of width {width}, allowed is {self.narrowest} to {self.widest}"
         if heads < self.fewest_heads:

@@ -93,7 +93,8 @@ class OrtCuda(_Ort):
     name = "ort-cuda"
     extra = "ort-gpu"
     nvidia = True
-    # Both halve the kernels of a layer, and a small model waits for the start of kernels (docs/LOG.md, "On an H100").
+    # Together these halve the kernels of a layer. A small model waits for the start of kernels (docs/LOG.md, "On an
+    # H100").
     limits = TargetLimits(name="ONNX Runtime (CUDA)", max_opset=26, rotary_embedding=True, flat_heads=True)
 
     def _installed(self) -> Availability:

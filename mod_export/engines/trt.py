@@ -44,7 +44,7 @@ LIMITS = TargetLimits(
     branches=True,
     cache_update=True,
     attention_dtypes=frozenset({"float16", "bfloat16"}),
-    # TensorRT-RTX 1.7.1 refuses widths of 8 and 257, one head (with a mask, or in one row), and one query in less than
+    # TensorRT-RTX 1.7.1 refuses widths of 8 and 257, one head (with a mask, or in one row), and one query in fewer than
     # four heads of all rows, whatever the dtype, the number of keys and the architecture.
     attention_kernels=AttentionKernels(narrowest=9, widest=256, fewest_heads=2, fewest_vectors=4),
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from mod_export.errors import GraphError, LimitError
-from mod_export.graph.nodes import branches_of, constant_array, graph_from_file, is_standard, label_of
+from mod_export.graph.nodes import branches_of, constant_array, graph_from_file, is_standard, label_of, static_shape
 from mod_export.types import DType, TargetLimits
 
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
@@ -123,11 +123,10 @@ def _attention(node: ir.Node, limits: TargetLimits) -> str | None:
             f"the Attention operator runs on {query.dtype}, allowed is {allowed}; decompose it into MatMul and "
             "Softmax, or build another dtype"
         )
-    shape = [] if query.shape is None else list(query.shape)
-    sizes = [size for size in shape if isinstance(size, int)]
-    if limits.attention_kernels is None or len(shape) != 4 or sizes != shape:
+    shape = static_shape(query)
+    if limits.attention_kernels is None or shape is None:
         return None
-    problem = limits.attention_kernels.problem(*sizes)
+    problem = limits.attention_kernels.problem(shape)
     return f"the Attention operator has {problem}; decompose it into MatMul and Softmax" if problem else None
 
 

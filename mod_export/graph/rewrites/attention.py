@@ -439,18 +439,18 @@ class DecomposeAttention:
 
 
 def _unwanted(model: ir.Model, limits: TargetLimits, dtype: DType) -> list[ir.Node]:
-    """The Attentions without a kernel on the target, because of dtype, shapes, or a mask with `is_causal`."""
+    """Returns the Attentions without a kernel on the target, because of dtype, shape, or a mask with `is_causal`."""
     attentions = _attentions(model)
-    kernels = limits.attention_kernels
     if dtype not in limits.attention_dtypes:
         return attentions
+    kernels = limits.attention_kernels
     assert kernels is not None  # Otherwise this rewrite does not apply.
     shapes = [[require_static_shape(value, node) for value in node.inputs[:3]] for node in attentions]
     return [
         node
         for node, (query, *keys_values) in zip(attentions, shapes, strict=True)
         if any(shape[-1] != query[-1] for shape in keys_values)
-        or kernels.problem(*query)
+        or kernels.problem(query)
         or (input_of(node, MASK) is not None and _is_causal(node))
     ]
 

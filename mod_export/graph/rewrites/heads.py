@@ -1,4 +1,4 @@
-"""Writes attention and the rotation of queries and keys in forms that are fast on a CPU: one operator, no transposes.
+"""Writes attention and the rotation of queries and keys in faster forms: one operator, no transposes.
 
 In primitive operators, RoPE (Su et al., arXiv 2104.09864) is a split, four products, a sum, a difference and a
 concatenation, and each of them reads and writes the whole tensor. PyTorch's attention takes (B, heads, T, E), so an

@@ -11,6 +11,7 @@ from small_graphs import TENSORRT, attention, feeds, make_spec, op_types, parsed
 from mod_export.errors import GraphError
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.rewrites.attention import DecomposeAttention
+from mod_export.graph.target import check_limits
 from mod_export.types import FLOAT_DTYPES, AttentionKernels, TargetLimits
 
 GROUPED = TargetLimits(
@@ -245,3 +246,13 @@ def test_decomposes_16_bit_attention_of_a_width_without_a_kernel(width: int, lef
     assert DecomposeAttention().run(model, limits, "float16") == 1 - left
     assert op_types(model).count("Attention") == left
     assert DecomposeAttention().ensures(model, limits, "float16") == []
+
+
+def test_nothing_is_known_of_kernels_for_heads_side_by_side() -> None:
+    limits = dataclasses.replace(TENSORRT, attention_kernels=AttentionKernels(narrowest=9, widest=256, fewest_heads=2))
+    model = parsed(
+        """g (float16[1,4,16] q, float16[1,4,16] k, float16[1,4,16] v) => (float16[1,4,16] y)
+        { y = Attention <q_num_heads = 1, kv_num_heads = 1> (q, k, v) }"""
+    )
+    assert DecomposeAttention().run(model, limits, "float16") == 0
+    check_limits(model, limits, "float16")
