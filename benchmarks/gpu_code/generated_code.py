@@ -1,7 +1,7 @@
 """Builds `inductor-cuda` up to AOTInductor, and keeps the code that Inductor generates for a GPU in place of a package.
 
-A build runs as it does beside a GPU, in a process that only pretends to have one (`torch_device.py`). Each engine that
-it asks for becomes the code that calls kernels (the wrapper), and the source of every kernel.
+A build runs as it does beside a GPU, in a process that was given a pretended one before (`torch_device.py`). Each
+engine that it asks for becomes the code that calls kernels (the wrapper), and the source of every kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu_code.torch_device import GPUS, pretend
+from benchmarks.gpu_code.building import build
 
 PLACEHOLDER = b"no package: only the code of its kernels was generated"
 
@@ -38,31 +38,23 @@ class Generated:
 
 
 def generated_by_build(
-    checkpoint: str,
-    config: str,
-    architecture: str,
-    folder: Path,
-    kernel: Callable[[str, str], object] | None = None,
+    checkpoint: str, config: str, folder: Path, kernel: Callable[[str, str], object] | None = None
 ) -> list[Generated]:
     """Runs a build without evidence, and returns what was generated for its engines.
 
     Args:
         checkpoint: the model.
         config: the configuration file, with the target `inductor-cuda`.
-        architecture: one of GPUS.
-        folder: gets the build folder, and the library of the pretended device.
+        folder: gets the build folder.
         kernel: makes an object that the wrapper can call from the name and source of a kernel. With it, the program
             and the generated code are also run.
 
     Raises:
         RuntimeError: the build failed.
     """
-    pretend(GPUS[architecture], folder / "torch_device.so")
     from torch._inductor import config as inductor
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.graph import GraphLowering
-
-    from mod_export.cli import cli
 
     engines: list[Generated] = []
 
@@ -94,10 +86,5 @@ def generated_by_build(
     AsyncCompile.triton = triton  # type: ignore[method-assign,assignment]
     GraphLowering.save_output_code = staticmethod(save_output_code)  # type: ignore[method-assign,assignment]
     torch._inductor.aoti_compile_and_package = package  # type: ignore[assignment]
-    build = ["build", checkpoint, "-c", config, "-o", str(folder / "build"), "--no-evidence", "--quiet"]
-    try:
-        cli(build, standalone_mode=False)
-    except SystemExit as error:
-        if error.code:
-            raise RuntimeError(f"the build ended with exit code {error.code}") from error
+    build(checkpoint, config, folder / "build")
     return engines

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_code.generated_code import Generated, generated_by_build
+from benchmarks.gpu_code.torch_device import GPUS, pretend
 
 
 class Interpreted:
@@ -56,8 +57,8 @@ def in_host_memory(value: Any) -> Any:
     return torch.frombuffer(memory, dtype=value.dtype).as_strided(value.shape, value.stride())
 
 
-def _interpret() -> None:
-    """Makes Inductor's kernels interpreted ones, once the process has its device."""
+def interpret() -> None:
+    """Makes Inductor's kernels interpreted ones, in a process that has its pretended device."""
     import triton.language as tl
     from torch._inductor.runtime import triton_heuristics
     from torch._inductor.runtime.triton_helpers import libdevice
@@ -71,7 +72,7 @@ def _interpret() -> None:
     triton_heuristics.cached_autotune = cached_autotune  # type: ignore[assignment]
     for name in vars(libdevice):
         # NVIDIA's library of functions is machine code; Triton's own functions of these names can be interpreted.
-        if hasattr(tl.math, name):
+        if not name.startswith("_") and hasattr(tl.math, name):
             setattr(libdevice, name, lambda *values, name=name: getattr(tl.math, name)(*values))
     guards: Any = torch._C._dynamo.guards
     guards._empty_strided_cuda = lambda size, stride, dtype: torch.empty_strided(
@@ -83,7 +84,6 @@ def kernel_of(name: str, source: str) -> Any:
     """Returns the kernel that the wrapper calls."""
     from torch._inductor.codecache import PyCodeCache
 
-    _interpret()
     return getattr(PyCodeCache.load(source), name)
 
 
@@ -108,7 +108,9 @@ def row_of(engine: Generated) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     checkpoint, config, architecture, folder, out = arguments
-    engines = generated_by_build(checkpoint, config, architecture, Path(folder), kernel_of)
+    pretend(GPUS[architecture], Path(folder) / "torch_device.so")
+    interpret()
+    engines = generated_by_build(checkpoint, config, Path(folder), kernel_of)
     Path(out).write_text(json.dumps([row_of(engine) for engine in engines], indent=1), encoding="utf-8")
 
 

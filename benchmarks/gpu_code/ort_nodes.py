@@ -12,11 +12,13 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 
+from benchmarks.gpu_code.building import build
 from mod_export.engines import ENGINES, ort
 from mod_export.engines.ort import CUDA
 from mod_export.errors import ModExportError
@@ -25,7 +27,7 @@ from mod_export.types import Availability, Engine, having
 
 COPIES = ("MemcpyFromHost", "MemcpyToHost")
 VIEWS = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Identity")
-"""Operators that start no kernel."""
+"""Operators that start no kernel, because their output is the memory of their input."""
 
 
 def opened(root: Path, manifest: Manifest, engine: Engine) -> dict[str, Any]:
@@ -57,26 +59,19 @@ def optimized(root: Path, engine: Engine) -> onnx.ModelProto:
     return model
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: Sequence[str]) -> None:
     checkpoint, config, folder, out = arguments
     root = Path(folder) / "build"
-    from mod_export.cli import cli
-
     # CUDA's own libraries, which pip may have installed, would find no driver.
     ort.load_cuda_libraries = lambda: ""  # type: ignore[assignment]
     # ONNX Runtime looks for the device of a driver, and there is none.
     here = Availability(builds=True, runs=True, reason="libraries in the place of CUDA")
     ENGINES["ort-cuda"]._installed = lambda: here  # type: ignore[attr-defined]
-    try:
-        cli(["build", checkpoint, "-c", config, "-o", str(root), "--no-evidence", "--quiet"], standalone_mode=False)
-        code = 0
-    except SystemExit as error:
-        code = int(error.code or 0)
+    build(checkpoint, config, root)
     manifest = open_folder(root)
     rows = [opened(root, manifest, engine) for engine in having(manifest.engines, target="ort-cuda")]
     Path(out).write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -22,8 +22,8 @@ TEXTS = (1, 8, 32)
 HEAD = """# GPU code, compiled without a GPU
 
 `make gpu-code` wrote this page (`benchmarks/gpu_code/render.py`; do not edit). It needs no GPU and no driver. It
-compiles what `make gpu` [runs](guide.md#on-an-nvidia-gpu), as far as the compilers of the three targets go. **Nothing
-here ran on a GPU**, so this page shows no speed.
+compiles what `make gpu` [runs](guide.md#on-an-nvidia-gpu) on three of the four targets for GPUs, as far as their
+compilers go; TensorRT itself needs a GPU. **Nothing here ran on one**, so this page shows no speed.
 
 Models have initial weights. M has 40 M parameters, the small ones four layers of width 128; all route every other
 block, where nothing else is said. Engines return the logits of a row's last token.
@@ -41,11 +41,11 @@ that calls the kernels was not compiled, because that needs CUDA's headers.
 """
 INTERPRETED = """## Results of `inductor-cuda`
 
-Triton's interpreter executed the kernels that were generated for an H100, one program of the grid after the other, on
-the processor; torch's operators took the place of cuBLAS. The results are compared with those of the exported program
-on the same inputs, operator by operator, in the same precision. *Error* is the largest difference of the logits over
-their root mean square; in bfloat16, 0.04 is one step of rounding of the largest logits. *Same selections* are the
-tokens that routers selected equally.
+Triton's interpreter executed the kernels that were generated for an H100, each in its first variant, one program of
+the grid after the other, on the processor; torch's operators took the place of cuBLAS. The results are compared with
+those of the exported program on the same inputs, operator by operator, in the same precision. *Error* is the largest
+difference of the logits over their root mean square; in bfloat16, 0.04 is one step of rounding of the largest logits.
+*Same selections* are the tokens that routers selected equally.
 """
 NODES = """## Nodes of `ort-cuda`
 
@@ -57,7 +57,7 @@ none; *copies* are those between host and device.
 PLANS = """## Plans of `tensorrt-rtx`
 
 NVIDIA's compiler built one plan for each architecture. It translates the last step on the GPU that loads the plan, so
-layers cannot be inspected here. It has no plans for sm90.
+layers cannot be inspected here. It has none for sm90, and no float32 products, which routers need, on sm75.
 """
 ROOFLINE = """## Predicted gain
 

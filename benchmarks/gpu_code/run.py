@@ -5,10 +5,10 @@
 * `inductor-cuda`: the kernels of every engine become machine code of four architectures (`triton_kernels.py`), and
   Triton's interpreter runs those of tiny engines (`interpreter.py`).
 * `ort-cuda`: ONNX Runtime's CUDA provider takes the engines (`ort_nodes.py`).
-* `tensorrt-rtx`: NVIDIA's compiler builds plans for every architecture that it offers.
+* `tensorrt-rtx`: NVIDIA's compiler builds plans for every architecture with the float32 products that routers need.
 
-Nothing of it runs on a GPU, so it shows no speed. Each piece of work has its own process; finished ones
-are not repeated. Writes gpu-code.json, and gpu-code.md from it.
+Nothing of it runs on a GPU, so it shows no speed. Each piece of work has its own process; finished ones are not
+repeated. Writes gpu-code.json, and gpu-code.md from it. The exit code is 1 if a piece of work failed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mod_models.spec import EveryNth, ModelSpec, RoutingSpec
 NEEDED = ("torch", "triton", "onnxruntime-gpu", "tensorrt_rtx")
 LIMIT = 1800
 """Seconds for a process."""
-RTX = ("sm80", "sm86", "sm89", "sm120")
+RTX = ("sm80", "sm86", "sm89", "sm120", "sm121")
 SMALL = replace(M, vocab_size=512, d_model=128, n_layers=4, n_heads=2, n_kv_heads=1, d_ff=352, max_positions=512)
 TINY = replace(SMALL, vocab_size=64, d_model=64, n_heads=4, n_kv_heads=2, d_head=16, d_ff=96, max_positions=64)
 """Models that Triton's interpreter runs in seconds."""
@@ -123,8 +123,8 @@ def plans(build: Path) -> list[dict[str, Any]]:
     return [*built, *({"engine": "", "bytes": 0, "refused": row.sentence} for row in report.failed)]
 
 
-def do(work: Work, results: Path, libraries: Path) -> list[dict[str, Any]]:
-    """Does a piece of work in its process, and returns its rows.
+def do(work: Work, results: Path, libraries: Path) -> None:
+    """Does a piece of work in its process, which writes its rows to `results`.
 
     Raises:
         RuntimeError: the process failed.
@@ -149,12 +149,11 @@ def do(work: Work, results: Path, libraries: Path) -> list[dict[str, Any]]:
     )
     (folder / "output.txt").write_text(done.stdout + done.stderr, encoding="utf-8")
     if work.kind == "plans" and (folder / "build" / "report.json").exists():
+        # Its failures are rows.
         out.write_text(json.dumps(plans(folder / "build"), indent=1), encoding="utf-8")
-    if not out.exists():
+    elif done.returncode or not out.exists():
         last = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()[-1]
         raise RuntimeError(f"{work.name}: exit code {done.returncode}: {last}")
-    rows: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))
-    return rows
 
 
 def missing() -> str:
@@ -184,7 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     libraries = options.results / "libraries"
     make_libraries(capi / "libonnxruntime_providers_cuda.so", libraries)
     found: list[dict[str, Any]] = []
-    for work in works():
+    unfinished = 0
+    every = list(works())
+    for work in every:
         out = options.results / f"{work.name}.json"
         if options.only in work.name and (options.again or not out.exists()):
             print(work.name, flush=True)
@@ -192,14 +193,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             try:
                 do(work, options.results, libraries)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
+                unfinished += 1
                 print(f"  {error}", flush=True)
         if out.exists():
             found.append(row_of(work, json.loads(out.read_text(encoding="utf-8"))))
     versions = {name: _version(name) for name in NEEDED}
-    results = {"versions": versions, "work": found, "planned": [work.name for work in works()]}
+    results = {"versions": versions, "work": found, "planned": [work.name for work in every]}
     (options.docs / "gpu-code.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     render(options.docs)
-    return 0
+    return int(unfinished > 0)
 
 
 def row_of(work: Work, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
