@@ -166,7 +166,8 @@ def app(args: Arguments) -> serve.Application:
         name="mod-export",
         ray_actor_options={"num_cpus": args.threads, "num_gpus": args.gpus},
         max_ongoing_requests=most_requests,
-        # The application refuses excess requests itself. This limit is for requests that wait while a replica starts.
+        # The application refuses excess requests itself. This limit is for requests that wait while a replica starts,
+        # or that come faster than the proxy hands them over. Ray answers those beyond it with 429 and a plain text.
         max_queued_requests=most_requests * (args.max_replicas or args.replicas),
         backpressure_config={"status_code": 429, "retry_after_s": RETRY_S},
         graceful_shutdown_timeout_s=args.drain_s,

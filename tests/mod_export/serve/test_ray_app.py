@@ -102,8 +102,8 @@ def test_a_client_that_leaves_frees_its_rows(running: Application, stream: bool)
 
 
 @pytest.mark.slow
-def test_what_is_too_much_is_refused_by_the_application(running: Application) -> None:
-    """This also holds if more requests come than Ray lets through to a replica at once."""
+def test_what_is_too_much_is_refused(running: Application) -> None:
+    """The application refuses it, and Ray does too while its proxy has too many requests to hand to the replica."""
     (replica,) = running.replicas()
     requests = ROWS + 2 * QUEUE + 1 + BESIDE_TEXTS + 20
     body = {"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True}
@@ -118,7 +118,8 @@ def test_what_is_too_much_is_refused_by_the_application(running: Application) ->
     for status, text, headers in answers:
         if status == 429:
             assert int(headers["Retry-After"]) >= 1
-            assert json.loads(text)["error"]["code"] == "queue_full"
+            if "backpressure" not in text:
+                assert json.loads(text)["error"]["code"] == "queue_full"
     assert running.post(body)[0] == 200
 
 
