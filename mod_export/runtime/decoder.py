@@ -2,16 +2,36 @@
 
 Each token costs a copy of its new key and value rows only.
 
-Shape legend: B rows (texts), V vocabulary, G key/value heads, L slots of a layer, E head width, N routing sites.
+Shape legend: B rows (texts), V vocabulary, G key/value heads, L slots of a layer, E head width, N routing sites, C
+caches (keys or values of a layer), K rows that are written.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from mod_export.engines.protocol import BindableRunner
 from mod_export.errors import EngineError
 from mod_export.runtime.cache import COUNTS, PARTS, TextCache, bound_outputs
+
+
+@dataclass(frozen=True, slots=True)
+class _NewRows:
+    """The caches of equal shape that an engine does not update itself, and the engine's new rows for them. They share
+    their memory, so that all rows of a step are written at once.
+    """
+
+    layer_C: np.ndarray
+    cache_CBGLE: np.ndarray
+    row_CBGE: np.ndarray
+
+    def write(self, slot_BL: np.ndarray) -> None:
+        """Writes each row into its slot, int64 (B, layers); -1 means that the row is not kept."""
+        slot_CB = slot_BL.T[self.layer_C]
+        c_K, b_K = np.nonzero(slot_CB >= 0)
+        self.cache_CBGLE[c_K, b_K, :, slot_CB[c_K, b_K]] = self.row_CBGE[c_K, b_K]
 
 
 class Decoder(TextCache):
@@ -35,6 +55,7 @@ class Decoder(TextCache):
             raise EngineError(f"{where}: has {', '.join(ports)}, {expected}")
         feeds = {name: np.zeros(*ports[name]) for name in runner.inputs}
         self._outputs = outputs = bound_outputs(runner, feeds)
+        self._new_rows = _in_shared_memory(feeds, outputs)
         self._run = runner.bind(feeds, outputs)
         self._ids_B, self._position_B = feeds["input_ids"], feeds["positions"]
         super().__init__(
@@ -43,9 +64,6 @@ class Decoder(TextCache):
         self.batch = len(self._ids_B)
         self.ran_BN = outputs.get("ran")
         self.wanted_BN = outputs.get("wanted")
-        layers = [int(name.removeprefix("keys_")) for name in self.cache if name.startswith("keys_")]
-        names = [(layer, f"{part}_{layer}", f"{part}_row_{layer}") for layer in layers for part in PARTS]
-        self._writes = [(layer, self.cache[name], outputs[row]) for layer, name, row in names if row in outputs]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -76,18 +94,32 @@ class Decoder(TextCache):
         self._position_B[:] = position_B
         self._run()
         slot_BL = self._outputs["slots"]
-        if self.batch == 1:
-            for layer, cache_1GLE, row_1GE in self._writes:
-                slot = slot_BL[0, layer]
-                if slot >= 0:
-                    cache_1GLE[0, :, slot] = row_1GE[0]
-        else:
-            rows_L = [np.flatnonzero(slot_B >= 0) for slot_B in slot_BL.T]
-            for layer, cache_BGLE, row_BGE in self._writes:
-                row_R = rows_L[layer]
-                if len(row_R):
-                    cache_BGLE[row_R, :, slot_BL[row_R, layer]] = row_BGE[row_R]
+        for rows in self._new_rows:
+            rows.write(slot_BL)
         if self.overflow_BN is not None:
             self.cache[COUNTS][:] = self._outputs["new_counts"]
             self.overflow_BN += self._outputs["wanted"] & ~self._outputs["ran"]
         return self._outputs["logits"]
+
+
+def _in_shared_memory(feeds: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> list[_NewRows]:
+    """Gives the caches of equal shape, and the rows for them, one memory. Replaces them in `feeds` and `outputs`."""
+    alike: dict[tuple[tuple[int, ...], np.dtype], list[str]] = {}
+    for name, array in feeds.items():
+        if name.startswith(PARTS) and _row(name) in outputs:
+            alike.setdefault((array.shape, array.dtype), []).append(name)
+    groups = []
+    for (shape, dtype), names in alike.items():
+        B, G, _, E = shape
+        cache_CBGLE, row_CBGE = np.zeros((len(names), *shape), dtype), np.zeros((len(names), B, G, E), dtype)
+        feeds.update(zip(names, cache_CBGLE, strict=True))
+        outputs.update(zip(map(_row, names), row_CBGE, strict=True))
+        layer_C = np.array([int(name.rpartition("_")[2]) for name in names])
+        groups.append(_NewRows(layer_C, cache_CBGLE, row_CBGE))
+    return groups
+
+
+def _row(cache: str) -> str:
+    """Returns the name of the output that holds the new row of a cache."""
+    part, _, layer = cache.rpartition("_")
+    return f"{part}_row_{layer}"

@@ -1,9 +1,12 @@
-"""Writes texts in the rows of decoders. One step reads one part of one prompt, and one token of every other text.
+"""Writes texts in the rows of decoders. A prompt is read in parts, and a step reads one token of every other text.
 
 When a text ends, another can begin in its row while the others continue (continuous batching), so no text waits for
 the longest one. A text has its own cache and random numbers, so its output depends on its own request alone, except
-where texts compete for the slots of a step (`generation.slots = "fair"`). The caller decides which text begins when: a
-stream (`stream.py`) has a fixed list of texts, a server takes requests as they arrive.
+where texts compete for the slots of a step (`generation.slots = "fair"`).
+
+The caller decides which text begins when, and whether prompts or tokens come next. A stream (`stream.py`) has a fixed
+list of texts and reads their prompts first, because a step takes as long for few texts as for many. A server takes
+requests as they arrive, and steps between the parts of a prompt, so that nobody waits for a whole one.
 
 If there are several decoders, the smallest one with a row for every text runs the steps. So a single text is written at
 the speed of an engine for one text.
@@ -108,13 +111,47 @@ class TextRows:
         else:
             self._read(text, text.ids, text.prefix.kept if text.prefix else None)
 
-    def step(self) -> Iterator[Written]:
-        """Reads one part of a prompt, and one token of every text whose prompt is read, and yields the new tokens.
+    @property
+    def reading(self) -> bool:
+        """Whether a prompt is not read yet."""
+        while self._readings and self._is_over(self._readings[0].text):
+            self._readings.popleft()
+        return bool(self._readings)
+
+    def read_part(self) -> Iterator[Written]:
+        """Reads one part of the first prompt that is not read yet; after its last part, yields the first new token.
 
         Raises:
             EngineError: the engine failed, or its logits are not finite.
         """
-        yield from self._read_part()
+        if not self.reading:
+            return
+        reading = self._readings[0]
+        begin = time.perf_counter()
+        if reading.parts is None:
+            reading.parts = self._begin_reading(reading)
+        if reading.parts:
+            part = reading.parts.popleft()
+            reading.logits_V = self._prompts.read_part(part)
+            reading.text.completion.read += len(part)
+            if reading.node is not None and self._prefixes is not None:
+                reading.node = self._prefixes.add_block(reading.node, part, self._prompts.last_block())
+        text, position = reading.text, self._prompts.position
+        if not reading.parts:
+            self._readings.popleft()
+            self._decoder.put(text.b, self._prompts.state(0, position, reading.logits_V))
+            text.position, text.reading = position, False
+        self.prompt_seconds += time.perf_counter() - begin
+        if not text.reading:
+            self.from_prompts += 1
+            yield from self._accept(text, reading.logits_V)
+
+    def step(self) -> Iterator[Written]:
+        """Reads one token of every text whose prompt is read, and yields the new tokens.
+
+        Raises:
+            EngineError: the engine failed, or its logits are not finite.
+        """
         for text in self.busy:
             if text.position == self._decoder.length:
                 self._roll(text)
@@ -233,32 +270,6 @@ class TextRows:
     def _read(self, text: RowText, ids: Sequence[int], kept: Kept | None = None) -> None:
         text.reading = True
         self._readings.append(_Reading(text, ids, kept))
-
-    def _read_part(self) -> Iterator[Written]:
-        """Reads one part of the first prompt that is not read yet; after its last part, chooses the first token."""
-        while self._readings and self._is_over(self._readings[0].text):
-            self._readings.popleft()
-        if not self._readings:
-            return
-        reading = self._readings[0]
-        begin = time.perf_counter()
-        if reading.parts is None:
-            reading.parts = self._begin_reading(reading)
-        if reading.parts:
-            part = reading.parts.popleft()
-            reading.logits_V = self._prompts.read_part(part)
-            reading.text.completion.read += len(part)
-            if reading.node is not None and self._prefixes is not None:
-                reading.node = self._prefixes.add_block(reading.node, part, self._prompts.last_block())
-        text, position = reading.text, self._prompts.position
-        if not reading.parts:
-            self._readings.popleft()
-            self._decoder.put(text.b, self._prompts.state(0, position, reading.logits_V))
-            text.position, text.reading = position, False
-        self.prompt_seconds += time.perf_counter() - begin
-        if not text.reading:
-            self.from_prompts += 1
-            yield from self._accept(text, reading.logits_V)
 
     def _begin_reading(self, reading: _Reading) -> deque[tuple[int, ...]]:
         """Prepares the row that reads prompts, and takes the parts of this prompt that are kept. Returns the parts that

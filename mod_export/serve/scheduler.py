@@ -316,12 +316,13 @@ class Scheduler:
             return not self._stopping
 
     def _work(self, rows: TextRows) -> None:
-        """Starts waiting texts, and runs one step."""
+        """Starts waiting texts, reads one part of a prompt, and runs one step."""
         self._drop_ended_requests()
         self._deliver_events()
         while len(rows.busy) < rows.size and (text := self._next()) is not None:
             rows.begin(text)
         self._take_ended()
+        self._pass_on(rows.read_part())
         self._pass_on(rows.step())
         _ = rows.busy  # Removes texts that were cancelled meanwhile from their rows.
         self._take_ended()

@@ -289,6 +289,14 @@ def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingMo
     assert generator.generate([prompts[0]], 10, rolling=True)[0].ids == found[0].ids[:10]
 
 
+def test_all_prompts_are_read_before_a_text_goes_on(generator: Generator) -> None:
+    """So every step writes a token of each text, and none is spent on a part of the rows."""
+    with generator.stream(prompts_of_lengths([41, 2, 33], seed=3), 8, ignore_eos=True) as stream:
+        rows = [piece.row for piece in stream]
+        assert stream.steps == 7
+    assert rows == [0, 1, 2] * 8
+
+
 TOKENS = 5000
 GROWTH = 3 * 2**20
 """Bytes of a text and what the allocator rounds up. Keeping what rolling reads again would need more."""
