@@ -10,8 +10,9 @@ time, and multiplies integers. For products of few rows, as in a step of text, e
 computed, so the number of bytes counts: both dtypes store blocks with one scale each, and the kernel of MatMulNBits
 rounds activations block by block. This form has the smallest errors, and it is faster than float32 for many rows as
 well. So int8 uses it everywhere for two kinds of weights: the head's, because no later layer averages its errors (it
-has 8 bits in int4 too); and those that read the product of two activations, as in SwiGLU, whose few large elements
-would use up the range of a token's scale. If the head's weight is the embedding table too, both read blocks.
+has 8 bits in int4 too, and the shortest blocks in int8); and those that read the product of two activations, as in
+SwiGLU, whose few large elements would use up the range of a token's scale. If the head's weight is the embedding table
+too, both read blocks.
 
 An engine that rounds activations itself (`TargetLimits.rounds_activations`) gets int8 weights as DequantizeLinear and
 MatMul, the head's too, if some product of the graph has many rows. OpenVINO rounds groups of a token's numbers, so its
@@ -176,20 +177,23 @@ class QuantizeWeights:
 def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterator[tuple[Product, Form]]:
     """Yields each product that is quantized, and the form that its weight gets."""
     island = float32_island(graph)
-    # In int4 graphs only the head has 8 bits, and its errors are small there, also with longer blocks.
-    in_blocks: Form = "int8_blocks64" if dtype == "int4" else "int8_blocks"
     products = [p for node in graph.all_nodes() if node not in island and (p := product_of(node)) is not None]
     most = max((_rows(product) for product in products), default=0)
     for product in products:
         if product.weight.dtype != FLOAT or min(product.sizes) < SMALLEST:
             continue
         is_head = product.node.graph is graph and _is_head(product.node)
+        if limits.rounds_activations:
+            in_columns = most >= MANY
+        else:
+            in_columns = dtype == "int8" and not (is_head or _rows(product) < MANY or _is_gated(product.x))
         if dtype == "int4" and not is_head:
             form: Form = "int4"
-        elif limits.rounds_activations:
-            form = "int8" if most >= MANY else in_blocks
+        elif in_columns:
+            form = "int8"
         else:
-            form = in_blocks if is_head or _rows(product) < MANY or _is_gated(product.x) else "int8"
+            # Short blocks cost time, and only in an int8 graph are the errors of a head in long ones worth it.
+            form = "int8_blocks" if is_head and dtype == "int8" else "int8_blocks64"
         yield product, form
 
 

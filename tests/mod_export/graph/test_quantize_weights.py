@@ -60,12 +60,20 @@ def stored(limits: TargetLimits, dtype: QuantizedDType, spec: ModelSpec, rows: i
 
 
 def test_products_of_many_rows_are_of_whole_columns_but_those_that_need_blocks() -> None:
-    assert stored(OrtCpu.limits, "int8", SPEC.dense(), ROWS) == {"int8": INT8, "int8_blocks": GATED | HEAD}
-    assert stored(OrtCpu.limits, "int8", SPEC.dense(), ROWS - 1) == {"int8_blocks": INT8 | GATED | HEAD}
+    assert stored(OrtCpu.limits, "int8", SPEC.dense(), ROWS) == {
+        "int8": INT8,
+        "int8_blocks64": GATED,
+        "int8_blocks": HEAD,
+    }
+    assert stored(OrtCpu.limits, "int8", SPEC.dense(), ROWS - 1) == {"int8_blocks64": INT8 | GATED, "int8_blocks": HEAD}
     assert stored(OrtCpu.limits, "int4", SPEC.dense(), ROWS) == {"int4": INT8 | GATED, "int8_blocks64": HEAD}
     # A routed layer has fewer rows.
     second = {name for name in INT8 if name.startswith("layers.1.")}
-    assert stored(OrtCpu.limits, "int8", SPEC, ROWS) == {"int8": INT8 - second, "int8_blocks": second | GATED | HEAD}
+    assert stored(OrtCpu.limits, "int8", SPEC, ROWS) == {
+        "int8": INT8 - second,
+        "int8_blocks64": second | GATED,
+        "int8_blocks": HEAD,
+    }
 
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
@@ -139,7 +147,7 @@ def test_where_the_engine_rounds_activations_all_but_the_router_are_whole_number
         {ir.DataType.UINT8} if dtype == "int8" else set()
     )
     # Where all products have few rows, as in a step, weights are in blocks; the lookup reads the table as it is stored.
-    assert stored(OpenVino.limits, "int8", SPEC, ROWS - 1) == {"int8_blocks": INT8 | GATED | HEAD}
+    assert stored(OpenVino.limits, "int8", SPEC, ROWS - 1) == {"int8_blocks64": INT8 | GATED, "int8_blocks": HEAD}
     compared = [node.inputs[0] for node in model.graph if node.op_type == "TopK"]
     assert ir.DataType.FLOAT in (dtypes := {value and value.dtype for value in compared})
     assert ir.DataType.BFLOAT16 not in dtypes
@@ -190,7 +198,7 @@ def test_the_product_of_two_computed_values_is_rounded_in_blocks(product: str, e
     model = with_weight(64, f"{product} v = MatMul (m, t) y = Relu (v)", "1,32,64")
     assert rounded(model, "int4") == {"w"}
     assert rounded(model, "int8") == expected
-    assert stored_forms(model, OrtCpu.limits, "int8")["w"] == ({"int8"} if expected else {"int8_blocks"})
+    assert stored_forms(model, OrtCpu.limits, "int8")["w"] == ({"int8"} if expected else {"int8_blocks64"})
 
 
 STEP = """g (int64[2] ids, bool flag, float[64,64] w, float[64,64] v) => (float[2,64] logits) {
@@ -221,7 +229,7 @@ def step_of_text(
 
 @pytest.mark.parametrize(
     ("dtype", "most", "head", "branch"),
-    [("int8", 0.03, "int8_blocks", "int8_blocks"), ("int4", 0.3, "int8_blocks64", "int4")],
+    [("int8", 0.03, "int8_blocks", "int8_blocks64"), ("int4", 0.3, "int8_blocks64", "int4")],
 )
 def test_where_text_is_written_head_table_and_branches_are_in_blocks(
     dtype: QuantizedDType, most: float, head: Form, branch: Form, tmp_path: Path
