@@ -14,8 +14,9 @@ int8_blocks, int8_blocks64   q (N, K / 32, 32) or (N, K / 64, 64) of value q - 1
 With four bits the nearest integer is not the best: if each weight is rounded by itself, the errors of a product add up.
 If the inputs of a weight are known, its columns are rounded one after the other, and the columns that are still to be
 rounded compensate for the error of each column (GPTQ; Frantar, Ashkboos, Hoefler and Alistarh, arXiv 2210.17323,
-algorithm 1; columns by falling second moment). No integer is further than MOST_STEPS from the nearest, so that a file
-can still be compared with the checkpoint.
+algorithm 1; columns by falling second moment). The error of a column then counts as much as its second moment when the
+factor of SHARES is chosen, and zero points may move by MOST_STEPS. No integer is further than MOST_STEPS from the
+nearest, so that a file can still be compared with the checkpoint.
 
 Shape legend: N columns of the result, K the summed dimension, M blocks, U numbers of a block.
 """
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -31,6 +33,7 @@ from mod_export.graph.weights import BITS, BLOCKS, Form
 
 LARGEST_INT8, LARGEST_INT4 = 127, 15
 MOST_STEPS = 1
+"""How far an integer may be from the nearest, and a zero point from that of the whole range."""
 DAMPING = 0.1
 """The share of the mean second moment that is added to each second moment. The paper uses 0.01, with sixteen times as
 much text. Here a smaller share improves products of the calibration text, but worsens those of other texts as much
@@ -45,12 +48,31 @@ COLUMNS = 128
 """The number of columns that are rounded between two updates of all following ones, as in the paper."""
 
 
-def range_of(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
-    """The tensors that a file stores beside the integers: float32 scales (N,) or (N, M), none of them zero; and for
-    `int4` the zero points, uint8 (N, M / 2).
+class Rounded(NamedTuple):
+    """A weight (N, K) as a file stores it, in one of the forms above.
+
+    Attributes:
+        whole: the integers, int8 (K, N) or uint8 (N, M, U), which `int4` packs two to a byte.
+        scale: float32 (N,) or (N, M), none of them zero.
+        zero: the zero points of `int4`, uint8 (N, M / 2), packed likewise; None in the other forms.
     """
-    ranges = (_range_of(piece_NK, form) for piece_NK in _pieces(weight_NK))
-    return tuple(torch.cat(each) for each in zip(*ranges, strict=True))
+
+    whole: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None = None
+
+
+def rounded(weight_NK: torch.Tensor, form: Form, moments_KK: torch.Tensor | None = None) -> Rounded:
+    """Rounds a weight of any float dtype.
+
+    `moments_KK` are, for `int4`, sums of x_i x_j over rows x (K,) that the weight is multiplied with; None if unknown.
+    """
+    compensation = None if moments_KK is None else Compensation.of(moments_KK)
+    pieces = _pieces(weight_NK, 1 if compensation is None else ROWS)
+    parts = [_rounded(piece_NK, form, compensation) for piece_NK in pieces]
+    whole = torch.cat([part.whole for part in parts], dim=1 if form == "int8" else 0)
+    zero = None if form != "int4" else torch.cat([part.zero for part in parts if part.zero is not None])
+    return Rounded(whole, torch.cat([part.scale for part in parts]), zero)
 
 
 def _pieces(weight_NK: torch.Tensor, least_rows: int = 1) -> Sequence[torch.Tensor]:
@@ -58,72 +80,94 @@ def _pieces(weight_NK: torch.Tensor, least_rows: int = 1) -> Sequence[torch.Tens
     return torch.split(weight_NK, max(least_rows, PIECE // max(1, weight_NK.shape[1])))
 
 
-def _range_of(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, ...]:
-    if form == "int4":
-        scale_NM, zero_NM = _range_of_four_bits(weight_NK)
-        return scale_NM, _packed(torch.nn.functional.pad(zero_NM, (0, zero_NM.shape[1] % 2)))
+def _rounded(weight_NK: torch.Tensor, form: Form, compensation: Compensation | None) -> Rounded:
     if form == "int8":
         even_NK = torch.nn.functional.pad(weight_NK.float(), (0, weight_NK.shape[1] % 2))
-        scale = even_NK.reshape(len(weight_NK), -1, 2).abs().sum(-1).amax(-1) / LARGEST_INT8
-    else:
-        blocks_NMU = _blocks(weight_NK, form)
-        scale = blocks_NMU.gather(-1, blocks_NMU.abs().argmax(-1, keepdim=True))[..., 0] / -(2 ** (BITS[form] - 1))
-    return (torch.where(scale != 0, scale, 1.0),)  # If all weights are zero, nothing is divided by zero.
-
-
-def _range_of_four_bits(weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Float32 scales and zero points, both (N, M)."""
-    blocks_NMU = _blocks(weight_NK, "int4")
-    low_NM, high_NM = blocks_NMU.amin(-1).clamp(max=0), blocks_NMU.amax(-1).clamp(min=0)
-    widest_NM = torch.where(high_NM > low_NM, (high_NM - low_NM) / LARGEST_INT4, 1.0)
-    zero_NM = torch.round(-low_NM / widest_NM)
-    best_NM, scale_NM = torch.full_like(widest_NM, float("inf")), widest_NM
-    for share in SHARES:
-        shorter_NM1, zero_NM1 = (widest_NM * share)[..., None], zero_NM[..., None]
-        whole_NMU = (torch.round(blocks_NMU / shorter_NM1) + zero_NM1).clamp(0, LARGEST_INT4)
-        error_NM = ((whole_NMU - zero_NM1) * shorter_NM1 - blocks_NMU).square().sum(-1)
-        scale_NM = torch.where(error_NM < best_NM, shorter_NM1[..., 0], scale_NM)
-        best_NM = torch.minimum(error_NM, best_NM)
-    return scale_NM, zero_NM
-
-
-def whole_numbers(weight_NK: torch.Tensor, form: Form, moments_KK: torch.Tensor | None = None) -> torch.Tensor:
-    """The integers that a file stores: int8 (K, N), or uint8 (N, M, U), which `int4` packs two to a byte.
-
-    Args:
-        weight_NK: the weight, of any float dtype.
-        form: the form in which the file stores it.
-        moments_KK: for `int4`, sums of x_i x_j over rows x (K,) that the weight is multiplied with; None if unknown.
-    """
-    compensation = None if moments_KK is None else Compensation.of(moments_KK)
-    pieces = _pieces(weight_NK, 1 if compensation is None else ROWS)
-    return torch.cat([_whole(piece_NK, form, compensation) for piece_NK in pieces], dim=1 if form == "int8" else 0)
-
-
-def _whole(weight_NK: torch.Tensor, form: Form, compensation: Compensation | None) -> torch.Tensor:
-    if form == "int8":
-        (scale_N,) = _range_of(weight_NK, form)
-        return torch.round(weight_NK.float() / scale_N[:, None]).to(torch.int8).T
-    whole_NMU, scale_NM, zero_NM = _nearest(weight_NK, form)
+        scale_N = _not_zero(even_NK.reshape(len(weight_NK), -1, 2).abs().sum(-1).amax(-1) / LARGEST_INT8)
+        return Rounded(torch.round(weight_NK.float() / scale_N[:, None]).to(torch.int8).T, scale_N)
+    blocks_NMU = _blocks(weight_NK, form)
+    if form != "int4":
+        scale_NM, zero = _range_of_eight_bits(blocks_NMU)
+        return Rounded(_nearest(blocks_NMU, scale_NM, zero, form).to(torch.uint8), scale_NM)
+    scale_NM, zero_NM = _range_of_four_bits(blocks_NMU, None if compensation is None else compensation.importance_K)
+    whole_NMU = _nearest(blocks_NMU, scale_NM, zero_NM, form)
     if compensation is not None:
         K, U = weight_NK.shape[1], BLOCKS[form]
         scale_NK, zero_NK = (each_NM.repeat_interleave(U, 1)[:, :K] for each_NM in (scale_NM, zero_NM))
         whole_NK = whole_NMU.flatten(1)[:, :K]
         whole_NK.copy_(compensation.rounded(weight_NK.float(), scale_NK, zero_NK, whole_NK))
-    return _packed(whole_NMU) if form == "int4" else whole_NMU.to(torch.uint8)
+    return Rounded(_packed(whole_NMU), scale_NM, _packed(torch.nn.functional.pad(zero_NM, (0, zero_NM.shape[1] % 2))))
 
 
-def represented(whole: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    """The weight, float32 (N, K), that the `int4` integers of a weight stand for."""
-    pieces = _pieces(weight_NK)
-    wholes = torch.split(whole, [len(piece_NK) for piece_NK in pieces])
-    return torch.cat([_represented(*each) for each in zip(wholes, pieces, strict=True)])
+def _blocks(weight_NK: torch.Tensor, form: Form) -> torch.Tensor:
+    padded_NK = torch.nn.functional.pad(weight_NK.float(), (0, -weight_NK.shape[1] % BLOCKS[form]))
+    return padded_NK.reshape(len(weight_NK), -1, BLOCKS[form])
 
 
-def _represented(whole: torch.Tensor, weight_NK: torch.Tensor) -> torch.Tensor:
-    scale_NM, zero_NM = _range_of_four_bits(weight_NK)
-    numbers_NMU = (_unpacked(whole) - zero_NM[..., None]) * scale_NM[..., None]
-    return numbers_NMU.flatten(1)[:, : weight_NK.shape[1]]
+def _not_zero(scale: torch.Tensor) -> torch.Tensor:
+    """Replaces zeros, so that nothing is divided by zero if all weights are zero."""
+    return torch.where(scale != 0, scale, 1.0)
+
+
+def _range_of_eight_bits(blocks_NMU: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns float32 scales (N, M), and the zero point of all blocks."""
+    largest_NM = blocks_NMU.gather(-1, blocks_NMU.abs().argmax(-1, keepdim=True))[..., 0]
+    return _not_zero(largest_NM / -(2**7)), torch.tensor(2.0**7)
+
+
+def _range_of_four_bits(
+    blocks_NMU: torch.Tensor, importance_K: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns float32 scales and zero points (N, M) with the least squared error, in which the error of each column
+    counts as much as its importance; None means the same for all.
+    """
+    widest_NM, zero_NM = _widest(blocks_NMU)
+    M, U = blocks_NMU.shape[1:]
+    importance_MU = torch.ones(M, U)
+    if importance_K is not None:
+        importance_MU = torch.nn.functional.pad(importance_K, (0, M * U - len(importance_K))).view(M, U)
+    best_NM, scale_NM = torch.full_like(widest_NM, float("inf")), widest_NM
+    for share in SHARES:
+        error_NM = _error(blocks_NMU, widest_NM * share, zero_NM, importance_MU)
+        scale_NM = torch.where(error_NM < best_NM, widest_NM * share, scale_NM)
+        best_NM = torch.minimum(error_NM, best_NM)
+    if importance_K is None:
+        return scale_NM, zero_NM
+    first_NM = zero_NM
+    for step in (-MOST_STEPS, MOST_STEPS):
+        other_NM = (first_NM + step).clamp(0, LARGEST_INT4)
+        error_NM = _error(blocks_NMU, scale_NM, other_NM, importance_MU)
+        zero_NM = torch.where(error_NM < best_NM, other_NM, zero_NM)
+        best_NM = torch.minimum(error_NM, best_NM)
+    return scale_NM, zero_NM
+
+
+def _widest(blocks_NMU: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns scales and zero points (N, M) with which the range covers zero and all numbers of a block."""
+    low_NM, high_NM = blocks_NMU.amin(-1).clamp(max=0), blocks_NMU.amax(-1).clamp(min=0)
+    scale_NM = torch.where(high_NM > low_NM, (high_NM - low_NM) / LARGEST_INT4, 1.0)
+    return scale_NM, torch.round(-low_NM / scale_NM)
+
+
+def _error(
+    blocks_NMU: torch.Tensor, scale_NM: torch.Tensor, zero_NM: torch.Tensor, importance_MU: torch.Tensor
+) -> torch.Tensor:
+    whole_NMU = _nearest(blocks_NMU, scale_NM, zero_NM, "int4")
+    rest_NMU = (whole_NMU - zero_NM[..., None]) * scale_NM[..., None] - blocks_NMU
+    return (rest_NMU.square() * importance_MU).sum(-1)
+
+
+def _nearest(blocks_NMU: torch.Tensor, scale_NM: torch.Tensor, zero: torch.Tensor, form: Form) -> torch.Tensor:
+    """Returns the nearest integers, as float32 (N, M, U), for zero points (N, M) or one for all blocks."""
+    whole_NMU = torch.round(blocks_NMU / scale_NM[..., None]) + zero[..., None]
+    return whole_NMU.clamp(0, 2 ** BITS[form] - 1)
+
+
+def represented(rounded: Rounded, K: int) -> torch.Tensor:
+    """Returns the weight, float32 (N, K), that a weight in `int4` stands for."""
+    assert rounded.zero is not None
+    zero_NM1 = _unpacked(rounded.zero)[:, : rounded.scale.shape[1], None]
+    return ((_unpacked(rounded.whole) - zero_NM1) * rounded.scale[..., None]).flatten(1)[:, :K]
 
 
 def _unpacked(whole: torch.Tensor) -> torch.Tensor:
@@ -137,35 +181,28 @@ def _packed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[..., 0::2] | numbers[..., 1::2] << 4
 
 
-def is_rounded(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> bool:
-    """Whether each integer of a form in blocks is the nearest to its weight; for `int4`, at most MOST_STEPS from it."""
+def is_rounded(rounded: Rounded, weight_NK: torch.Tensor) -> bool:
+    """Returns whether numbers in `int4` can come from a weight: each range is one that the search may choose, and each
+    integer is at most MOST_STEPS from the nearest.
+    """
     pieces = _pieces(weight_NK)
-    return len(whole) == len(weight_NK) and all(
-        _is_rounded(part, piece_NK, form)
-        for part, piece_NK in zip(torch.split(whole, [len(piece_NK) for piece_NK in pieces]), pieces, strict=True)
+    sizes = [len(piece_NK) for piece_NK in pieces]
+    parts = [torch.split(each, sizes) for each in rounded if each is not None]
+    return all(_is_rounded(Rounded(*part), piece_NK) for *part, piece_NK in zip(*parts, pieces, strict=True))
+
+
+def _is_rounded(rounded: Rounded, weight_NK: torch.Tensor) -> bool:
+    assert rounded.zero is not None
+    blocks_NMU = _blocks(weight_NK, "int4")
+    widest_NM, first_NM = _widest(blocks_NMU)
+    zero_NM = _unpacked(rounded.zero)[:, : widest_NM.shape[1]]
+    scales_NMS = widest_NM[..., None] * torch.tensor(SHARES)
+    nearest_NMU = _nearest(blocks_NMU, rounded.scale, zero_NM, "int4")
+    return bool(
+        (rounded.scale[..., None] == scales_NMS).any(-1).all()
+        and ((zero_NM - first_NM).abs() <= MOST_STEPS).all()
+        and ((_unpacked(rounded.whole) - nearest_NMU).abs() <= MOST_STEPS).all()
     )
-
-
-def _is_rounded(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> bool:
-    nearest_NMU, _, _ = _nearest(weight_NK, form)
-    numbers, steps = (_unpacked(whole), MOST_STEPS) if form == "int4" else (whole.float(), 0)
-    return numbers.shape == nearest_NMU.shape and bool(((numbers - nearest_NMU).abs() <= steps).all())
-
-
-def _blocks(weight_NK: torch.Tensor, form: Form) -> torch.Tensor:
-    padded_NK = torch.nn.functional.pad(weight_NK.float(), (0, -weight_NK.shape[1] % BLOCKS[form]))
-    return padded_NK.reshape(len(weight_NK), -1, BLOCKS[form])
-
-
-def _nearest(weight_NK: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The nearest integers, as float32 (N, M, U), and their scales and zero points, float32 (N, M)."""
-    if form == "int4":
-        scale_NM, zero_NM = _range_of_four_bits(weight_NK)
-    else:
-        (scale_NM,) = _range_of(weight_NK, form)
-        zero_NM = torch.full_like(scale_NM, 2 ** (BITS[form] - 1))
-    whole_NMU = torch.round(_blocks(weight_NK, form) / scale_NM[..., None]) + zero_NM[..., None]
-    return whole_NMU.clamp(0, 2 ** BITS[form] - 1), scale_NM, zero_NM
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +212,12 @@ class Compensation:
     Attributes:
         order_K: the order in which columns are rounded, int64.
         factor_KK: how the error of a column spreads over the later ones, float32, upper triangular.
+        importance_K: the second moment of each column, with damping.
     """
 
     order_K: torch.Tensor
     factor_KK: torch.Tensor
+    importance_K: torch.Tensor
 
     @classmethod
     def of(cls, moments_KK: torch.Tensor) -> Compensation:
@@ -197,7 +236,7 @@ class Compensation:
         backwards_KK.diagonal().add_(added)
         lower_KK = torch.linalg.cholesky(backwards_KK, out=backwards_KK)
         inverse_KK = torch.linalg.solve_triangular(lower_KK, torch.eye(len(lower_KK)), upper=False)
-        return cls(order_K, inverse_KK.flip(0, 1))
+        return cls(order_K, inverse_KK.flip(0, 1), moments_KK.diagonal() + added)
 
     def rounded(
         self, weight_NK: torch.Tensor, scale_NK: torch.Tensor, zero_NK: torch.Tensor, nearest_NK: torch.Tensor

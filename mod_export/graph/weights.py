@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
     import torch
 
+    from mod_export.graph.rounding import Rounded
+
 MOST_SIZES = 16
 """The most elements of a constant that shapes can depend on."""
 
@@ -52,8 +54,8 @@ BLOCKS: Mapping[Form, int] = {"int8_blocks": 32, "int8_blocks64": 64, "int4": 32
 Forms = Mapping[str, Collection[Form]]
 """Name of a weight -> the forms that it is stored in; a weight that is not named is stored as floats alone."""
 NO_FORMS: Forms = {}
-Rounded = Iterable[tuple[str, "torch.Tensor"]]
-"""Every weight (N, K) that is stored in `int4`, once, with its integers as `rounding.whole_numbers` packs them."""
+RoundedElsewhere = Iterable[tuple[str, "Rounded"]]
+"""Every weight (N, K) that is stored in `int4`, once."""
 FLOATS_ALONE: tuple[Form, ...] = ("float",)
 BELOW = ".."
 """Joins the names of weights (N, K) that are stored as one, stacked along N: no state_dict name has an empty part."""
@@ -185,10 +187,8 @@ def _stored_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Fo
             parts = {part: tensors[part] for part in name.split(BELOW)}
             rows = sum(len(part_NK) for part_NK in parts.values())
             shape = (rows, *next(iter(parts.values())).shape[1:])
-            (quantized_name, quantized_spec), *ranges = quantized_tensors(name, shape, form).items()
-            result[quantized_name] = _Stored(*quantized_spec, partial(_whole_bytes, parts, form))
-            for index, (stored, of_range) in enumerate(ranges):
-                result[stored] = _Stored(*of_range, partial(_range_bytes, parts, form, index))
+            for index, (stored, spec) in enumerate(quantized_tensors(name, shape, form).items()):
+                result[stored] = _Stored(*spec, partial(_rounded_bytes, parts, form, index))
     return result
 
 
@@ -212,26 +212,20 @@ def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
     let_go([tensor])
 
 
-def _whole_bytes(parts: Mapping[str, torch.Tensor], form: Form) -> Iterator[memoryview]:
-    from mod_export.graph.rounding import whole_numbers
-
-    for weight_NK in parts.values():
-        yield _bytes_of(whole_numbers(weight_NK.detach(), form))
-        let_go([weight_NK])
-
-
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _range_bytes(parts: Mapping[str, torch.Tensor], form: Form, index: int) -> Iterator[memoryview]:
-    """The bytes of the scales (`index` 0) or the zero points (1)."""
-    from mod_export.graph.rounding import range_of
+def _rounded_bytes(parts: Mapping[str, torch.Tensor], form: Form, index: int) -> Iterator[memoryview]:
+    """The bytes of one of the tensors that a weight becomes, by its index in `quantized_tensors`."""
+    from mod_export.graph.rounding import rounded
 
     for weight_NK in parts.values():
-        yield _bytes_of(range_of(weight_NK.detach(), form)[index])
+        tensor = rounded(weight_NK.detach(), form)[index]
+        assert tensor is not None
+        yield _bytes_of(tensor)
         let_go([weight_NK])
 
 
@@ -240,7 +234,7 @@ def write_weights(
     tensors: Mapping[str, torch.Tensor],
     dtype: DType,
     forms: Forms = NO_FORMS,
-    rounded: Rounded | None = None,
+    rounded: RoundedElsewhere | None = None,
 ) -> dict[str, str]:
     """Writes tensors a piece at a time, so that a larger model takes no more memory.
 
@@ -250,7 +244,7 @@ def write_weights(
         dtype: dtype of the file's floats. In a quantized file, everything that is not quantized is float32. Integer
             buffers are stored as they are, and so are float64 buffers in float32 and quantized files.
         forms: forms of the weights (N, K) that are quantized, see `quantized_tensors`.
-        rounded: the integers of `int4`, in any order; None for those that are nearest to the weights.
+        rounded: the weights in `int4`, in any order; None rounds each to the nearest numbers.
 
     Returns:
         Name -> SHA-256 of the tensor's bytes as they were handed to the file.
@@ -263,8 +257,9 @@ def write_weights(
     stored = dict(sorted(unsorted.items(), key=lambda item: (-BYTES[item[1].dtype], item[0])))
     header, begins = _header(stored)
     # Tensors that are rounded elsewhere come last, as they are rounded, each at its place in the file.
-    late = {} if rounded is None else {f"{name}.int4": name.split(BELOW) for name in forms if "int4" in forms[name]}
-    early = ((name, tensor.pieces()) for name, tensor in stored.items() if name not in late)
+    late = [] if rounded is None else [name for name in forms if "int4" in forms[name]]
+    late_tensors = {tensor for name in late for tensor in _names_in_four_bits(name)}
+    early = ((name, tensor.pieces()) for name, tensor in stored.items() if name not in late_tensors)
     digests = {}
     try:
         with path.open("wb") as file:
@@ -277,15 +272,23 @@ def write_weights(
     return {name: digests[name] for name in stored}
 
 
-def _complete(parts_of: Mapping[str, Sequence[str]], rounded: Rounded) -> Iterator[tuple[str, Sequence[memoryview]]]:
-    """Yields each tensor of the file, with the bytes of its weights, as soon as all of them are rounded."""
-    left, waiting = dict(parts_of), {}
-    for weight, whole in rounded:
-        waiting[weight] = whole
+def _names_in_four_bits(weight: str) -> list[str]:
+    """The names of the tensors that a weight becomes in `int4`, in the order of `rounding.Rounded`."""
+    return list(quantized_tensors(weight, (1, 1), "int4"))
+
+
+def _complete(late: Iterable[str], rounded: RoundedElsewhere) -> Iterator[tuple[str, Sequence[memoryview]]]:
+    """Yields each tensor of these weights, with the bytes of its parts, as soon as all of them are rounded."""
+    left = {name: name.split(BELOW) for name in late}
+    waiting: dict[str, Rounded] = {}
+    for weight, tensors in rounded:
+        waiting[weight] = tensors
         for name in [name for name, parts in left.items() if waiting.keys() >= set(parts)]:
-            yield name, [_bytes_of(waiting[part]) for part in left.pop(name)]
+            of_parts = zip(*(waiting[part] for part in left.pop(name)), strict=True)
+            for tensor, parts in zip(_names_in_four_bits(name), of_parts, strict=True):
+                yield tensor, [_bytes_of(part) for part in parts if part is not None]
         needed = set(chain(*left.values()))
-        waiting = {part: whole for part, whole in waiting.items() if part in needed}
+        waiting = {part: each for part, each in waiting.items() if part in needed}
 
 
 def _header(tensors: Mapping[str, _Stored]) -> tuple[bytes, dict[str, int]]:
@@ -309,30 +312,41 @@ def digests_of_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType) -> dic
 
 
 def digests_expected(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
-    """The digests that the tensors of a file have if they are a checkpoint's. An `int4` number can be rounded in
-    several ways, so the file's own digest counts if its numbers are within the limits of `rounding`.
+    """The digests that the tensors of a file have if they are a checkpoint's. A weight can be rounded to `int4` in
+    several ways, so the file's own digests count if its numbers are within the limits of `rounding`.
 
     Raises:
         BuildFolderError: the file is not a weights file.
     """
     import torch
 
-    from mod_export.graph.rounding import is_rounded
-
     entries = WeightsFile.open(path).entries
-    expected = {}
-    for name, stored in _stored_tensors(tensors, dtype, forms_of(entries)).items():
-        weight, _, form = name.rpartition(".")
-        if form == "int4" and name in entries:
-            _, shape, offset, length = entries[name]
-            data = _part_of(path, offset, length)
-            whole = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            weight_NK = torch.cat([tensors[part].detach() for part in weight.split(BELOW)])
-            if whole.numel() == math.prod(shape) and is_rounded(whole.reshape(shape), weight_NK, "int4"):
-                expected[name] = hashlib.sha256(data).hexdigest()
-                continue
-        expected[name] = stored.digest()
-    return expected
+    stored = _stored_tensors(tensors, dtype, forms_of(entries))
+    expected: dict[str, str] = {}
+    for weight in [name.removesuffix(".int4") for name in stored if name.endswith(".int4")]:
+        weight_NK = torch.cat([tensors[part].detach() for part in weight.split(BELOW)])
+        expected |= _digests_in_four_bits(path, entries, weight, weight_NK)
+    return {name: expected.get(name) or tensor.digest() for name, tensor in stored.items()}
+
+
+def _digests_in_four_bits(
+    path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], weight: str, weight_NK: torch.Tensor
+) -> dict[str, str]:
+    """The digests of the tensors of a weight in `int4`; none if they cannot come from this weight."""
+    import torch
+
+    from mod_export.graph.rounding import Rounded, is_rounded
+
+    dtypes = {"U8": torch.uint8, "F32": torch.float32}
+    found, digests = [], {}
+    for name, spec in quantized_tensors(weight, tuple(weight_NK.shape), "int4").items():
+        if name not in entries or entries[name][:2] != spec:
+            return {}
+        _, shape, offset, length = entries[name]
+        data = _part_of(path, offset, length)
+        found.append(torch.frombuffer(bytearray(data), dtype=dtypes[spec[0]]).reshape(shape))
+        digests[name] = hashlib.sha256(data).hexdigest()
+    return digests if is_rounded(Rounded(*found), weight_NK) else {}
 
 
 def _part_of(path: Path, offset: int, length: int) -> bytes:

@@ -18,7 +18,7 @@ import torch
 from torch.export import ExportedProgram
 
 from mod_export.errors import GraphError
-from mod_export.graph.rounding import represented, whole_numbers
+from mod_export.graph.rounding import Rounded, represented, rounded
 from mod_export.graph.sites import SiteRun, linears_of, stops_at_linears
 from mod_export.judge.inputs import Batch, prompts_of
 from mod_export.judge.reference import tensors_of
@@ -32,9 +32,7 @@ OTHER_TEXT = 10_000
 """Offset from the seed of the text by which quality is judged, so that the two texts differ."""
 
 
-def in_four_bits(
-    build: Build, kind: ModelKind, weights: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def in_four_bits(build: Build, kind: ModelKind, weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, Rounded]]:
     """Returns `rounded_over` text for these weights of a model.
 
     Raises:
@@ -47,9 +45,9 @@ def in_four_bits(
 
 def rounded_over(
     program: ExportedProgram, inputs: Sequence[Sequence[torch.Tensor]], seq: int, weights: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each of these weights (N, K) once, in the order of their last products, with its packed integers (see
-    `whole_numbers`); then those that nothing is multiplied with, rounded to the nearest integers.
+) -> Iterator[tuple[str, Rounded]]:
+    """Yields each of these weights (N, K) once, in the order of their last products; then those that nothing is
+    multiplied with, rounded to the nearest integers.
 
     Args:
         program: captured on the CPU.
@@ -81,11 +79,11 @@ def rounded_over(
         sums[name] = sums[name] + moments_KK if name in sums else moments_KK
         products_left[name] -= 1
         if products_left[name] == 0:
-            whole = whole_numbers(weights[name].detach(), "int4", _finite(sums.pop(name), name))
-            stands_for[name] = represented(whole, weights[name].detach())
-            yield name, whole
+            result = rounded(weights[name].detach(), "int4", _finite(sums.pop(name), name))
+            stands_for[name] = represented(result, weights[name].shape[1])
+            yield name, result
     for name in sorted(weights.keys() - products_left.keys()):
-        yield name, whole_numbers(weights[name].detach(), "int4")
+        yield name, rounded(weights[name].detach(), "int4")
 
 
 def _summed(rows: Sequence[torch.Tensor]) -> torch.Tensor:

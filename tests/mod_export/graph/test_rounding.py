@@ -10,23 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mod_export.graph import rounding
-from mod_export.graph.rounding import is_rounded, range_of, whole_numbers
+from mod_export.graph.rounding import Rounded, is_rounded, represented, rounded
 from mod_export.graph.weights import BLOCKS, Form, quantized_tensors
 
 
-def restored(whole: torch.Tensor, weight_NK: torch.Tensor, form: Form) -> torch.Tensor:
+def restored(stored: Rounded, K: int) -> torch.Tensor:
     """The weight (N, K) that the stored numbers represent."""
-    N, K = weight_NK.shape
-    scale, *packed = range_of(weight_NK, form)
-    if form == "int8":
-        return whole.float().T * scale[:, None]
-    numbers_NMU = unpacked(whole) if form == "int4" else whole
-    zero_NM1 = unpacked(packed[0])[:, : scale.shape[1], None].float() if form == "int4" else 128
-    return ((numbers_NMU.float() - zero_NM1) * scale[..., None]).reshape(N, -1)[:, :K]
-
-
-def unpacked(packed: torch.Tensor) -> torch.Tensor:
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+    if stored.zero is not None:
+        return represented(stored, K)
+    if stored.whole.dtype == torch.int8:
+        return stored.whole.float().T * stored.scale[:, None]
+    return ((stored.whole.float() - 128) * stored.scale[..., None]).flatten(1)[:, :K]
 
 
 @pytest.mark.parametrize("form", ["int8", "int8_blocks", "int8_blocks64", "int4"])
@@ -34,16 +28,17 @@ def unpacked(packed: torch.Tensor) -> torch.Tensor:
 def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], form: Form) -> None:
     weight_NK = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     weight_NK[-1] = 0  # The largest number of this row is 0, and nothing may be divided by it.
-    whole, ranges = whole_numbers(weight_NK, form), range_of(weight_NK, form)
+    found = rounded(weight_NK, form)
+    tensors = [each for each in found if each is not None]
     stored = quantized_tensors("w", shape, form)
-    assert [tuple(each.shape) for each in (whole, *ranges)] == [kind[1] for kind in stored.values()]
-    assert all(each.is_contiguous() for each in (whole, *ranges))
-    scale = ranges[0]
-    assert [each.dtype for each in ranges] == [torch.float32, torch.uint8][: len(ranges)]
+    assert [tuple(each.shape) for each in tensors] == [kind[1] for kind in stored.values()]
+    assert all(each.is_contiguous() for each in tensors)
+    scale = found.scale
+    assert [each.dtype for each in tensors[1:]] == [torch.float32, torch.uint8][: len(tensors) - 1]
     # The limit is half a step; in blocks a whole step, because one end of the range has one number less; in four bits
     # five steps more, because the search may have shortened a range of fifteen steps by so much.
     steps = scale.abs()[:, None] if form == "int8" else scale.abs().repeat_interleave(BLOCKS[form], 1)[:, : shape[1]]
-    error = (restored(whole, weight_NK, form) - weight_NK).abs()
+    error = (restored(found, shape[1]) - weight_NK).abs()
     allowed = {"int8": 0.5, "int8_blocks": 1.0, "int8_blocks64": 1.0, "int4": 6.0}[form] * steps * 1.0001
     assert bool((error <= allowed).all())
 
@@ -51,11 +46,12 @@ def test_what_is_stored_stands_for_the_weight(shape: tuple[int, int], form: Form
 def test_blocks_of_four_bits_have_the_range_of_the_least_error() -> None:
     """For one large weight among many small ones, the range is shorter than the large one needs."""
     weight_NK = torch.cat([torch.full((1, BLOCKS["int4"] - 1), 0.9), torch.tensor([[7.5]])], 1)
-    scale_NM, zero = range_of(weight_NK, "int4")
+    _, scale_NM, zero = rounded(weight_NK, "int4")
     assert float(scale_NM) < 7.4 / 15
+    assert zero is not None
     assert zero.tolist() == [[0]]
     weight_NK = torch.randn((64, 256), generator=torch.Generator().manual_seed(0)) + 0.5
-    error = restored(whole_numbers(weight_NK, "int4"), weight_NK, "int4") - weight_NK
+    error = restored(rounded(weight_NK, "int4"), 256) - weight_NK
     blocks_NMU = weight_NK.reshape(64, -1, BLOCKS["int4"])
     low_NM1, high_NM1 = blocks_NMU.min(-1, True)[0], blocks_NMU.max(-1, True)[0]
     scale_NM1 = (high_NM1 - low_NM1) / 15
@@ -69,7 +65,7 @@ def test_blocks_of_four_bits_have_the_range_of_the_least_error() -> None:
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=40))
 def test_no_two_neighbours_saturate_sixteen_bits(numbers: list[float]) -> None:
     """vpmaddubsw adds two products of an unsigned and a signed byte: 255 times their sum must fit into 16 bits."""
-    whole_KN = whole_numbers(torch.tensor([numbers]), "int8")
+    whole_KN = rounded(torch.tensor([numbers]), "int8").whole
     column = whole_KN[:, 0].int().abs().tolist()
     column += [0] * (len(column) % 2)
     assert max(first + second for first, second in zip(column[::2], column[1::2], strict=True)) * 255 <= 32_767
@@ -77,7 +73,7 @@ def test_no_two_neighbours_saturate_sixteen_bits(numbers: list[float]) -> None:
 
 def test_finer_than_seven_bits_where_no_two_large_ones_meet() -> None:
     weight_NK = torch.tensor([[1.0, 0.0, 0.25, 0.0]])
-    (scale_N,), whole_KN = range_of(weight_NK, "int8"), whole_numbers(weight_NK, "int8")
+    whole_KN, scale_N, _ = rounded(weight_NK, "int8")
     assert whole_KN[:, 0].tolist() == [127, 0, 32, 0]
     assert math.isclose(scale_N.item(), 1 / 127, rel_tol=1e-6)
 
@@ -86,7 +82,7 @@ def test_finer_than_seven_bits_where_no_two_large_ones_meet() -> None:
 def test_the_largest_of_a_block_is_exact(form: Form) -> None:
     weight_NK = torch.zeros(2, 2 * BLOCKS[form])
     weight_NK[0, 3], weight_NK[1, BLOCKS[form]] = -7.25, 3.5
-    torch.testing.assert_close(restored(whole_numbers(weight_NK, form), weight_NK, form), weight_NK)
+    torch.testing.assert_close(restored(rounded(weight_NK, form), 2 * BLOCKS[form]), weight_NK)
 
 
 def correlated(rows: int, width: int) -> torch.Tensor:
@@ -103,29 +99,47 @@ def test_products_change_less_than_by_the_nearest_numbers(shape: tuple[int, int]
     x = correlated(200, shape[1])
     errors = []
     for moments_KK in (None, x.T @ x):
-        whole = whole_numbers(weight_NK, "int4", moments_KK)
-        assert is_rounded(whole, weight_NK, "int4")
-        rounded_NK = restored(whole, weight_NK, "int4")
-        errors.append(float((correlated(400, shape[1]) @ (rounded_NK - weight_NK).T).square().mean()))
+        found = rounded(weight_NK, "int4", moments_KK)
+        assert is_rounded(found, weight_NK)
+        rest_NK = restored(found, shape[1]) - weight_NK
+        errors.append(float((correlated(400, shape[1]) @ rest_NK.T).square().mean()))
     assert errors[1] < 0.5 * errors[0]
 
 
-@pytest.mark.parametrize("moments", [torch.zeros(40, 40), torch.diag(torch.arange(40.0))], ids=["none", "not of all"])
-def test_columns_that_nothing_is_multiplied_with_are_rounded_to_the_nearest(moments: torch.Tensor) -> None:
+def test_a_weight_that_nothing_is_multiplied_with_is_rounded_to_the_nearest() -> None:
     weight_NK = torch.randn(8, 40, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(whole_numbers(weight_NK, "int4", moments), whole_numbers(weight_NK, "int4"))
+    found, nearest = rounded(weight_NK, "int4", torch.zeros(40, 40)), rounded(weight_NK, "int4")
+    assert torch.equal(found.whole, nearest.whole)
+    assert torch.equal(found.scale, nearest.scale)
+
+
+def test_the_range_of_a_block_is_that_of_the_columns_with_large_inputs() -> None:
+    """If the largest weight of a block has small inputs, it is cut, and the others are rounded more finely."""
+    weight_NK = torch.rand((1, BLOCKS["int4"]), generator=torch.Generator().manual_seed(0)) - 0.5
+    weight_NK[0, -1] = 0.63
+    small, large = torch.ones(BLOCKS["int4"]), torch.ones(BLOCKS["int4"])
+    small[-1], large[-1] = 1e-6, 1e3
+    errors = {}
+    for name, moments_K in (("small", small), ("large", large)):
+        rest_K = (restored(rounded(weight_NK, "int4", torch.diag(moments_K)), BLOCKS["int4"]) - weight_NK)[0]
+        errors[name] = (float(rest_K[:-1].square().sum()), float(rest_K[-1].square()))
+    assert errors["small"][0] < errors["large"][0]
+    assert errors["large"][1] < errors["small"][1]
 
 
 def test_what_is_not_the_rounded_weight_is_seen() -> None:
     weight_NK = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    for form, step in (("int8_blocks", 1), ("int4", 2)):
-        whole = whole_numbers(weight_NK, form)
-        assert is_rounded(whole, weight_NK, form)
-        changed = whole.clone()
-        low = whole[0, 0, 0] & 15 if form == "int4" else whole[0, 0, 0]
-        changed[0, 0, 0] = whole[0, 0, 0] - step if low >= step else whole[0, 0, 0] + step
-        assert not is_rounded(changed, weight_NK, form)
-        assert not is_rounded(whole[:4], weight_NK, form)
+    x = correlated(200, 64)
+    for moments_KK in (None, x.T @ x):
+        found = rounded(weight_NK, "int4", moments_KK)
+        assert found.zero is not None
+        assert is_rounded(found, weight_NK)
+        assert not is_rounded(found, weight_NK + weight_NK.roll(1))
+        changed = found.whole.clone()
+        changed[0, 0, 0] ^= 8
+        assert not is_rounded(found._replace(whole=changed), weight_NK)
+        assert not is_rounded(found._replace(scale=found.scale * 1.01), weight_NK)
+        assert not is_rounded(found._replace(zero=found.zero ^ 4), weight_NK)
 
 
 @pytest.mark.parametrize("form", ["int8", "int8_blocks", "int8_blocks64", "int4"])
@@ -136,8 +150,8 @@ def test_a_weight_is_rounded_in_pieces_as_in_one(form: Form, monkeypatch: pytest
         found = []
         for numbers in (2**19, 70 * 7):
             monkeypatch.setattr(rounding, "PIECE", numbers)
-            whole = whole_numbers(weight_NK, form, moments_KK)
-            found.append((whole, *range_of(weight_NK, form)))
-            assert whole.is_contiguous()
-            assert form == "int8" or is_rounded(whole, weight_NK, form)
+            each = rounded(weight_NK, form, moments_KK)
+            found.append([tensor for tensor in each if tensor is not None])
+            assert each.whole.is_contiguous()
+            assert form != "int4" or is_rounded(each, weight_NK)
         assert all(torch.equal(one, piece) for one, piece in zip(*found, strict=True))

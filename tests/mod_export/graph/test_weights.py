@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from small_graphs import parsed
 
 from mod_export.errors import BuildFolderError
-from mod_export.graph.rounding import whole_numbers
+from mod_export.graph.rounding import rounded
 from mod_export.graph.weights import (
     BELOW,
     Form,
@@ -22,6 +22,7 @@ from mod_export.graph.weights import (
     digests_of_file,
     digests_of_tensors,
     forms_of,
+    quantized_tensors,
     state_of,
     write_weights,
 )
@@ -150,7 +151,7 @@ def test_numbers_of_four_bits_may_be_rounded_either_way_and_no_further(tmp_path:
     forms: dict[str, set[Form]] = {"w": {"int4"}}
     rows = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)) + 1
     written = write_weights(
-        tmp_path / "w.data", {"w": weight}, "int4", forms, [("w", whole_numbers(weight, "int4", rows.T @ rows))]
+        tmp_path / "w.data", {"w": weight}, "int4", forms, [("w", rounded(weight, "int4", rows.T @ rows))]
     )
     assert written != write_weights(tmp_path / "nearest.data", {"w": weight}, "int4", forms)
     assert digests_expected(tmp_path / "w.data", {"w": weight}, "int4") == written
@@ -162,18 +163,18 @@ def test_numbers_of_four_bits_may_be_rounded_either_way_and_no_further(tmp_path:
 def test_weights_below_each_other_hold_the_numbers_that_each_has_alone(tmp_path: Path) -> None:
     state = {name: torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)) for name, rows in SIZES.items()}
     rows_NK = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)) + 1
-    rounded = [(name, whole_numbers(state[name], "int4", rows_NK.T @ rows_NK)) for name in reversed(SIZES)]
+    elsewhere = [(name, rounded(state[name], "int4", rows_NK.T @ rows_NK)) for name in reversed(SIZES)]
     joined = BELOW.join(SIZES)
     for form, dtype in FORMS_OF_TEXT.items():
         alone: dict[str, set[Form]] = {name: {form} for name in SIZES}
         together = {joined: {form}, **{name: set[Form]() for name in SIZES}}
         for path, forms in (("alone", alone), ("together", together)):
-            written = write_weights(tmp_path / path, state, dtype, forms, rounded if dtype == "int4" else None)
+            written = write_weights(tmp_path / path, state, dtype, forms, elsewhere if dtype == "int4" else None)
             assert written == digests_expected(tmp_path / path, state, dtype) == digests_of_file(tmp_path / path)
             assert forms_of(WeightsFile.open(tmp_path / path).entries) == forms
         files = [WeightsFile.open(tmp_path / path) for path in ("alone", "together")]
         assert files[0].quantized_bytes(state) == files[1].quantized_bytes(state)
-        for kind in (form, f"{form}_scale"):
+        for kind in (name.removeprefix("w.") for name in quantized_tensors("w", (8, 64), form)):
             parts = [part_of(tmp_path / "alone", f"{name}.{kind}") for name in SIZES]
             assert b"".join(parts) == part_of(tmp_path / "together", f"{joined}.{kind}")
 
