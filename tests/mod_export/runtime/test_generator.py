@@ -292,7 +292,7 @@ def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingMo
 def test_all_prompts_are_read_before_a_text_goes_on(generator: Generator) -> None:
     """So every step writes a token of each text, and none is spent on a part of the rows."""
     with generator.stream(prompts_of_lengths([41, 2, 33], seed=3), 8, ignore_eos=True) as stream:
-        rows = [piece.row for piece in stream]
+        rows = [piece.row for piece in stream if piece.token is not None]
         assert stream.steps == 7
     assert rows == [0, 1, 2] * 8
 
