@@ -17,9 +17,9 @@ from mod_models.spec import ModelSpec
 
 WARMUP, FEWEST_ROUNDS = 1, 3
 ANCHOR = "mod-export, ort-cpu, dense"
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 32, "int4": 0.5 + 4 / 32}
-"""Bytes of a weight; in int8 and int4, each block of 32 weights has a scale of 4 bytes."""
-HEAD_BYTES = BYTES | {"int4": 1 + 4 / 64}
+BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 64, "int4": 0.5 + 4.5 / 32}
+"""Bytes of a weight; each block has a scale of 4 bytes, and in int4 a zero point of half a byte."""
+HEAD_BYTES = BYTES | {"int8": 1 + 4 / 32, "int4": 1 + 4 / 64}
 """Bytes of a weight of the head."""
 PACKAGES = ("torch", "openvino", "onnxruntime", "onnxruntime-genai", "openvino-genai", "llama_cpp_python",
             "transformers", "nncf")  # fmt: skip

@@ -12,11 +12,11 @@ int8_blocks, int8_blocks64   q (N, K / 32, 32) or (N, K / 64, 64) of value q - 1
        the w of largest |w| in the block / -128, so that all integers are used.
 
 With four bits the nearest integer is not the best: if each weight is rounded by itself, the errors of a product add up.
-If the inputs of a weight are known, its columns are rounded one after the other, and the columns that are still to be
-rounded compensate for the error of each column (GPTQ; Frantar, Ashkboos, Hoefler and Alistarh, arXiv 2210.17323,
-algorithm 1; columns by falling second moment). The error of a column then counts as much as its second moment when the
-factor of SHARES is chosen, and zero points may move by MOST_STEPS. No integer is further than MOST_STEPS from the
-nearest, so that a file can still be compared with the checkpoint.
+If the inputs of a weight are known, the factor of SHARES is chosen by errors that count as much as the second moment of
+their column, and then a zero point one lower or higher if that has a smaller error. With these ranges, the columns are
+rounded one after the other, and those that are still to be rounded compensate for the error of each column (GPTQ;
+Frantar, Ashkboos, Hoefler and Alistarh, arXiv 2210.17323, algorithm 1; columns by falling second moment). No integer is
+further than MOST_STEPS from the nearest, so that a file can still be compared with the checkpoint.
 
 Shape legend: N columns of the result, K the summed dimension, M blocks, U numbers of a block.
 """
@@ -33,7 +33,7 @@ from mod_export.graph.weights import BITS, BLOCKS, Form
 
 LARGEST_INT8, LARGEST_INT4 = 127, 15
 MOST_STEPS = 1
-"""How far an integer may be from the nearest, and a zero point from that of the whole range."""
+"""How far an integer may be from the nearest, and a zero point from the one with which the range covers all numbers."""
 DAMPING = 0.1
 """The share of the mean second moment that is added to each second moment. The paper uses 0.01, with sixteen times as
 much text. Here a smaller share improves products of the calibration text, but worsens those of other texts as much
@@ -118,8 +118,8 @@ def _range_of_eight_bits(blocks_NMU: torch.Tensor) -> tuple[torch.Tensor, torch.
 def _range_of_four_bits(
     blocks_NMU: torch.Tensor, importance_K: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns float32 scales and zero points (N, M) with the least squared error, in which the error of each column
-    counts as much as its importance; None means the same for all.
+    """Returns float32 scales and zero points (N, M). The scales have the least squared error, in which the error of a
+    column counts as much as its importance. None means that all count the same, and that zero points do not move.
     """
     widest_NM, zero_NM = _widest(blocks_NMU)
     M, U = blocks_NMU.shape[1:]
@@ -163,11 +163,11 @@ def _nearest(blocks_NMU: torch.Tensor, scale_NM: torch.Tensor, zero: torch.Tenso
     return whole_NMU.clamp(0, 2 ** BITS[form] - 1)
 
 
-def represented(rounded: Rounded, K: int) -> torch.Tensor:
+def represented(stored: Rounded, K: int) -> torch.Tensor:
     """Returns the weight, float32 (N, K), that a weight in `int4` stands for."""
-    assert rounded.zero is not None
-    zero_NM1 = _unpacked(rounded.zero)[:, : rounded.scale.shape[1], None]
-    return ((_unpacked(rounded.whole) - zero_NM1) * rounded.scale[..., None]).flatten(1)[:, :K]
+    assert stored.zero is not None
+    zero_NM1 = _unpacked(stored.zero)[:, : stored.scale.shape[1], None]
+    return ((_unpacked(stored.whole) - zero_NM1) * stored.scale[..., None]).flatten(1)[:, :K]
 
 
 def _unpacked(whole: torch.Tensor) -> torch.Tensor:
@@ -181,27 +181,27 @@ def _packed(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[..., 0::2] | numbers[..., 1::2] << 4
 
 
-def is_rounded(rounded: Rounded, weight_NK: torch.Tensor) -> bool:
+def is_rounded(stored: Rounded, weight_NK: torch.Tensor) -> bool:
     """Returns whether numbers in `int4` can come from a weight: each range is one that the search may choose, and each
     integer is at most MOST_STEPS from the nearest.
     """
     pieces = _pieces(weight_NK)
     sizes = [len(piece_NK) for piece_NK in pieces]
-    parts = [torch.split(each, sizes) for each in rounded if each is not None]
+    parts = [torch.split(each, sizes) for each in stored if each is not None]
     return all(_is_rounded(Rounded(*part), piece_NK) for *part, piece_NK in zip(*parts, pieces, strict=True))
 
 
-def _is_rounded(rounded: Rounded, weight_NK: torch.Tensor) -> bool:
-    assert rounded.zero is not None
+def _is_rounded(stored: Rounded, weight_NK: torch.Tensor) -> bool:
+    assert stored.zero is not None
     blocks_NMU = _blocks(weight_NK, "int4")
     widest_NM, first_NM = _widest(blocks_NMU)
-    zero_NM = _unpacked(rounded.zero)[:, : widest_NM.shape[1]]
+    zero_NM = _unpacked(stored.zero)[:, : widest_NM.shape[1]]
     scales_NMS = widest_NM[..., None] * torch.tensor(SHARES)
-    nearest_NMU = _nearest(blocks_NMU, rounded.scale, zero_NM, "int4")
+    nearest_NMU = _nearest(blocks_NMU, stored.scale, zero_NM, "int4")
     return bool(
-        (rounded.scale[..., None] == scales_NMS).any(-1).all()
+        (stored.scale[..., None] == scales_NMS).any(-1).all()
         and ((zero_NM - first_NM).abs() <= MOST_STEPS).all()
-        and ((_unpacked(rounded.whole) - nearest_NMU).abs() <= MOST_STEPS).all()
+        and ((_unpacked(stored.whole) - nearest_NMU).abs() <= MOST_STEPS).all()
     )
 
 
@@ -212,12 +212,12 @@ class Compensation:
     Attributes:
         order_K: the order in which columns are rounded, int64.
         factor_KK: how the error of a column spreads over the later ones, float32, upper triangular.
-        importance_K: the second moment of each column, with damping.
+        importance_K: the second moment of each column, with damping; None if all are zero.
     """
 
     order_K: torch.Tensor
     factor_KK: torch.Tensor
-    importance_K: torch.Tensor
+    importance_K: torch.Tensor | None
 
     @classmethod
     def of(cls, moments_KK: torch.Tensor) -> Compensation:
@@ -236,7 +236,7 @@ class Compensation:
         backwards_KK.diagonal().add_(added)
         lower_KK = torch.linalg.cholesky(backwards_KK, out=backwards_KK)
         inverse_KK = torch.linalg.solve_triangular(lower_KK, torch.eye(len(lower_KK)), upper=False)
-        return cls(order_K, inverse_KK.flip(0, 1), moments_KK.diagonal() + added)
+        return cls(order_K, inverse_KK.flip(0, 1), moments_KK.diagonal() + added if spread > 0 else None)
 
     def rounded(
         self, weight_NK: torch.Tensor, scale_NK: torch.Tensor, zero_NK: torch.Tensor, nearest_NK: torch.Tensor

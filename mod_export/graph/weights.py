@@ -54,8 +54,8 @@ BLOCKS: Mapping[Form, int] = {"int8_blocks": 32, "int8_blocks64": 64, "int4": 32
 Forms = Mapping[str, Collection[Form]]
 """Name of a weight -> the forms that it is stored in; a weight that is not named is stored as floats alone."""
 NO_FORMS: Forms = {}
-RoundedElsewhere = Iterable[tuple[str, "Rounded"]]
-"""Every weight (N, K) that is stored in `int4`, once."""
+RoundedWeights = Iterable[tuple[str, "Rounded"]]
+"""Every weight (N, K) that is stored in `int4`, once, with its name."""
 FLOATS_ALONE: tuple[Form, ...] = ("float",)
 BELOW = ".."
 """Joins the names of weights (N, K) that are stored as one, stacked along N: no state_dict name has an empty part."""
@@ -234,7 +234,7 @@ def write_weights(
     tensors: Mapping[str, torch.Tensor],
     dtype: DType,
     forms: Forms = NO_FORMS,
-    rounded: RoundedElsewhere | None = None,
+    rounded: RoundedWeights | None = None,
 ) -> dict[str, str]:
     """Writes tensors a piece at a time, so that a larger model takes no more memory.
 
@@ -277,7 +277,7 @@ def _names_in_four_bits(weight: str) -> list[str]:
     return list(quantized_tensors(weight, (1, 1), "int4"))
 
 
-def _complete(late: Iterable[str], rounded: RoundedElsewhere) -> Iterator[tuple[str, Sequence[memoryview]]]:
+def _complete(late: Iterable[str], rounded: RoundedWeights) -> Iterator[tuple[str, Sequence[memoryview]]]:
     """Yields each tensor of these weights, with the bytes of its parts, as soon as all of them are rounded."""
     left = {name: name.split(BELOW) for name in late}
     waiting: dict[str, Rounded] = {}
@@ -344,6 +344,8 @@ def _digests_in_four_bits(
             return {}
         _, shape, offset, length = entries[name]
         data = _part_of(path, offset, length)
+        if len(data) != BYTES[spec[0]] * math.prod(shape):  # The file is shorter than its header says.
+            return {}
         found.append(torch.frombuffer(bytearray(data), dtype=dtypes[spec[0]]).reshape(shape))
         digests[name] = hashlib.sha256(data).hexdigest()
     return digests if is_rounded(Rounded(*found), weight_NK) else {}

@@ -15,7 +15,7 @@ from mod_export.types import Bucket
 
 class Stream(Iterator[Piece]):
     """Writes a fixed list of texts, and iterates over their pieces in the order in which they are written. When a text
-    ends, the next one gets its row, and the others wait until its prompt is read.
+    ends, the next one gets its row. While a prompt is read, or half of a text that rolls, no other text goes on.
 
     `completions` holds one completion for each prompt, with the text so far. Leaving the `with` block, or `close`,
     cancels unfinished texts.
@@ -87,7 +87,7 @@ class Stream(Iterator[Piece]):
                 while waiting or rows.busy:
                     while waiting and len(rows.busy) < rows.size:
                         rows.begin(waiting.popleft())
-                    for _, piece in rows.read_part() if rows.reading else rows.step():
+                    for _, piece in rows.read_part() if rows.has_unread_prompts else rows.step():
                         yield piece
             finally:
                 self.seconds = time.perf_counter() - begun

@@ -1,12 +1,13 @@
-"""Writes texts in the rows of decoders. A prompt is read in parts, and a step reads one token of every other text.
+"""Writes texts in the rows of decoders. Prompts are read in parts. A step reads one token of every text whose prompt is
+read, and chooses the next one.
 
 When a text ends, another can begin in its row while the others continue (continuous batching), so no text waits for
 the longest one. A text has its own cache and random numbers, so its output depends on its own request alone, except
 where texts compete for the slots of a step (`generation.slots = "fair"`).
 
 The caller decides which text begins when, and whether prompts or tokens come next. A stream (`stream.py`) has a fixed
-list of texts and reads their prompts first, because a step takes as long for few texts as for many. A server takes
-requests as they arrive, and steps between the parts of a prompt, so that nobody waits for a whole one.
+list of texts and reads their prompts first, because an engine takes as long for few of its rows as for all. A server
+takes requests as they arrive, and steps between the parts of a prompt, so that nobody waits for a whole one.
 
 If there are several decoders, the smallest one with a row for every text runs the steps. So a single text is written at
 the speed of an engine for one text.
@@ -100,7 +101,7 @@ class TextRows:
         return [text for text in self._texts if text is not None]
 
     def begin(self, text: RowText) -> None:
-        """Gives a text a free row. The next steps read its prompt, after the prompts of earlier texts."""
+        """Gives a text a free row. `read_part` reads its prompt in its turn; steps read one that is scored."""
         if self._is_over(text):
             return
         self._make_room(len(self.busy) + 1)
@@ -112,8 +113,8 @@ class TextRows:
             self._read(text, text.ids, text.prefix.kept if text.prefix else None)
 
     @property
-    def reading(self) -> bool:
-        """Whether a prompt is not read yet."""
+    def has_unread_prompts(self) -> bool:
+        """Whether `read_part` has a prompt to read."""
         while self._readings and self._is_over(self._readings[0].text):
             self._readings.popleft()
         return bool(self._readings)
@@ -124,7 +125,7 @@ class TextRows:
         Raises:
             EngineError: the engine failed, or its logits are not finite.
         """
-        if not self.reading:
+        if not self.has_unread_prompts:
             return
         reading = self._readings[0]
         begin = time.perf_counter()

@@ -120,6 +120,9 @@ def test_what_bytes_predict() -> None:
     found = measure_text.gain_by_bytes(spec, "float32", {"1": 0.25})
     assert found == pytest.approx((head + 2 * layer) / (head + 1.25 * layer))
     assert measure_text.gain_by_bytes(spec, "int4", {"1": 0.25}) < found
+    wide_head = head * (1 + 4 / 32) / (1 + 4 / 64)
+    expected = (wide_head + 2 * layer) / (wide_head + 1.25 * layer)
+    assert measure_text.gain_by_bytes(spec, "int8", {"1": 0.25}) == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")

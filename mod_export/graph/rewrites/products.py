@@ -192,7 +192,7 @@ def _quantizable(graph: ir.Graph, limits: TargetLimits, dtype: DType) -> Iterato
         elif in_columns:
             form = "int8"
         else:
-            # Short blocks cost time, and only in an int8 graph are the errors of a head in long ones worth it.
+            # Short blocks cost time, and only the head of an int8 graph gains enough accuracy by them.
             form = "int8_blocks" if is_head and dtype == "int8" else "int8_blocks64"
         yield product, form
 

@@ -16,11 +16,15 @@ from mod_export.graph.weights import BLOCKS, Form, quantized_tensors
 
 def restored(stored: Rounded, K: int) -> torch.Tensor:
     """The weight (N, K) that the stored numbers represent."""
-    if stored.zero is not None:
-        return represented(stored, K)
-    if stored.whole.dtype == torch.int8:
-        return stored.whole.float().T * stored.scale[:, None]
-    return ((stored.whole.float() - 128) * stored.scale[..., None]).flatten(1)[:, :K]
+    whole, scale, zero = stored
+    if whole.dtype == torch.int8:
+        return whole.float().T * scale[:, None]
+    if zero is None:
+        return ((whole.float() - 128) * scale[..., None]).flatten(1)[:, :K]
+    numbers_NMU, zero_NM = (torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float() for packed in (whole, zero))
+    weight_NK = ((numbers_NMU - zero_NM[:, : scale.shape[1], None]) * scale[..., None]).flatten(1)[:, :K]
+    assert torch.equal(weight_NK, represented(stored, K))
+    return weight_NK
 
 
 @pytest.mark.parametrize("form", ["int8", "int8_blocks", "int8_blocks64", "int4"])
@@ -107,10 +111,19 @@ def test_products_change_less_than_by_the_nearest_numbers(shape: tuple[int, int]
 
 
 def test_a_weight_that_nothing_is_multiplied_with_is_rounded_to_the_nearest() -> None:
-    weight_NK = torch.randn(8, 40, generator=torch.Generator().manual_seed(0))
+    weight_NK = torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
     found, nearest = rounded(weight_NK, "int4", torch.zeros(40, 40)), rounded(weight_NK, "int4")
-    assert torch.equal(found.whole, nearest.whole)
-    assert torch.equal(found.scale, nearest.scale)
+    assert all(torch.equal(one, other) for one, other in zip(found, nearest, strict=True) if one is not None)
+
+
+def test_columns_that_do_not_depend_on_each_other_are_rounded_to_the_nearest() -> None:
+    """The first columns have no inputs at all."""
+    weight_NK = torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
+    found = rounded(weight_NK, "int4", torch.diag((torch.arange(40.0) - 7).clamp(min=0)))
+    scale_NK = found.scale.repeat_interleave(BLOCKS["int4"], 1)[:, :40]
+    (numbers_NK, zero_NK) = (torch.stack((each & 15, each >> 4), -1).flatten(1).float() for each in found[::2])
+    zero_NK = zero_NK.repeat_interleave(BLOCKS["int4"], 1)[:, :40]
+    assert torch.equal(numbers_NK[:, :40], (torch.round(weight_NK / scale_NK) + zero_NK).clamp(0, 15))
 
 
 def test_the_range_of_a_block_is_that_of_the_columns_with_large_inputs() -> None:
@@ -132,14 +145,30 @@ def test_what_is_not_the_rounded_weight_is_seen() -> None:
     x = correlated(200, 64)
     for moments_KK in (None, x.T @ x):
         found = rounded(weight_NK, "int4", moments_KK)
-        assert found.zero is not None
         assert is_rounded(found, weight_NK)
         assert not is_rounded(found, weight_NK + weight_NK.roll(1))
-        changed = found.whole.clone()
-        changed[0, 0, 0] ^= 8
-        assert not is_rounded(found._replace(whole=changed), weight_NK)
         assert not is_rounded(found._replace(scale=found.scale * 1.01), weight_NK)
-        assert not is_rounded(found._replace(zero=found.zero ^ 4), weight_NK)
+
+
+@pytest.mark.parametrize(("step", "allowed"), [(1, True), (2, False)])
+def test_how_far_numbers_and_zero_points_may_be_from_the_nearest(step: int, allowed: bool) -> None:
+    weight_NK = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    nearest = rounded(weight_NK, "int4")
+    assert nearest.zero is not None
+    numbers_NMU, zero_NM = rounding._unpacked(nearest.whole), rounding._unpacked(nearest.zero)
+
+    def stepped(number: torch.Tensor) -> torch.Tensor:
+        return number + (step if number < 8 else -step)
+
+    one_number = numbers_NMU.clone()
+    one_number[0, 0, 0] = stepped(numbers_NMU[0, 0, 0])
+    assert is_rounded(nearest._replace(whole=rounding._packed(one_number)), weight_NK) == allowed
+    # If a zero point moves, all numbers of its block move with it.
+    one_zero, one_block = zero_NM.clone(), numbers_NMU.clone()
+    one_zero[0, 0] = stepped(zero_NM[0, 0])
+    one_block[0, 0] = (numbers_NMU[0, 0] + one_zero[0, 0] - zero_NM[0, 0]).clamp(0, 15)
+    moved = nearest._replace(whole=rounding._packed(one_block), zero=rounding._packed(one_zero))
+    assert is_rounded(moved, weight_NK) == allowed
 
 
 @pytest.mark.parametrize("form", ["int8", "int8_blocks", "int8_blocks64", "int4"])

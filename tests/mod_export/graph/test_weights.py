@@ -160,6 +160,20 @@ def test_numbers_of_four_bits_may_be_rounded_either_way_and_no_further(tmp_path:
     assert digests_expected(tmp_path / "w.data", {"w": changed}, "int4") != written
 
 
+def test_a_file_of_four_bits_that_is_cut_or_holds_another_shape_is_not_the_weight(tmp_path: Path) -> None:
+    weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    path = tmp_path / "w.data"
+    rows = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)) + 1
+    written = write_weights(
+        path, {"w": weight}, "int4", {"w": {"int4"}}, [("w", rounded(weight, "int4", rows.T @ rows))]
+    )
+    assert digests_expected(path, {"w": weight[:8]}, "int4") != written
+    whole = path.read_bytes()
+    for kept in (-1, -100, 8 + int.from_bytes(whole[:8], "little")):
+        path.write_bytes(whole[:kept])
+        assert digests_expected(path, {"w": weight}, "int4") != written
+
+
 def test_weights_below_each_other_hold_the_numbers_that_each_has_alone(tmp_path: Path) -> None:
     state = {name: torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)) for name, rows in SIZES.items()}
     rows_NK = torch.randn(100, 64, generator=torch.Generator().manual_seed(1)) + 1
@@ -180,7 +194,7 @@ def test_weights_below_each_other_hold_the_numbers_that_each_has_alone(tmp_path:
 
 
 SIZES = {"a.weight": 40, "b.weight": 8}
-FORMS_OF_TEXT: dict[Form, DType] = {"int8_blocks": "int8", "int4": "int4"}
+FORMS_OF_TEXT: dict[Form, DType] = {"int8_blocks64": "int8", "int4": "int4"}
 
 
 def part_of(path: Path, name: str) -> bytes:

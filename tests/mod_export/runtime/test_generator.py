@@ -290,11 +290,18 @@ def test_rows_roll_when_they_are_full(generator: Generator, writer: GeneratingMo
 
 
 def test_all_prompts_are_read_before_a_text_goes_on(generator: Generator) -> None:
-    """So every step writes a token of each text, and none is spent on a part of the rows."""
+    """So every step writes a token of each text, and none is spent on a part of the rows. The same holds for the prompt
+    of a text that gets the row of another.
+    """
     with generator.stream(prompts_of_lengths([41, 2, 33], seed=3), 8, ignore_eos=True) as stream:
         rows = [piece.row for piece in stream if piece.token is not None]
         assert stream.steps == 7
     assert rows == [0, 1, 2] * 8
+    with generator.stream(prompts_of_lengths([2, 3, 4, 41], seed=3), 5, ignore_eos=True) as stream:
+        rows = [piece.row for piece in stream if piece.token is not None]
+        assert stream.bucket.batch == 3
+        assert stream.steps == 8
+    assert rows == [0, 1, 2] * 5 + [3] * 5
 
 
 TOKENS = 5000

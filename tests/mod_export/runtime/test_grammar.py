@@ -129,7 +129,7 @@ def test_a_batch_writes_what_each_text_alone_writes(generator: Generator) -> Non
             while waiting or rows.busy:
                 while waiting and len(rows.busy) < rows.size:
                     rows.begin(waiting.pop(0))
-                list(rows.read_part() if rows.reading else rows.step())
+                list(rows.read_part() if rows.has_unread_prompts else rows.step())
         return [(text.completion.ids, text.completion.text, text.completion.finish) for text in batch]
 
     together = written(texts(range(5)))

@@ -115,11 +115,12 @@ def test_what_is_too_much_is_refused(running: Application) -> None:
             assert running.get("/v2/health/ready")[0] == 200
             assert running.metric("busy_rows") == ROWS
     assert Counter(status for status, _, _ in answers) == {200: ROWS - 1 + QUEUE, 429: requests - ROWS + 1 - QUEUE}
-    for status, text, headers in answers:
-        if status == 429:
-            assert int(headers["Retry-After"]) >= 1
-            if "backpressure" not in text:
-                assert json.loads(text)["error"]["code"] == "queue_full"
+    refused = [(text, headers) for status, text, headers in answers if status == 429]
+    assert all(int(headers["Retry-After"]) >= 1 for _, headers in refused)
+    by_application = [text for text, _ in refused if "backpressure" not in text]
+    # Ray lets more requests through than the application has room for.
+    assert by_application
+    assert {json.loads(text)["error"]["code"] for text in by_application} == {"queue_full"}
     assert running.post(body)[0] == 200
 
 
