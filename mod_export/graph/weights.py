@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mod_export.environment import let_go
 from mod_export.errors import BuildFolderError, LimitError
@@ -54,6 +54,8 @@ BLOCKS: Mapping[Form, int] = {"int8_blocks": 32, "int8_blocks64": 64, "int4": 32
 Forms = Mapping[str, Collection[Form]]
 """Name of a weight -> the forms that it is stored in; a weight that is not named is stored as floats alone."""
 NO_FORMS: Forms = {}
+Spec = tuple[str, tuple[int, ...]]
+"""Dtype and shape of a tensor in a file; dtypes have their names in safetensors."""
 RoundedWeights = Iterable[tuple[str, "Rounded"]]
 """Every weight (N, K) that is stored in `int4`, once, with its name."""
 FLOATS_ALONE: tuple[Form, ...] = ("float",)
@@ -113,7 +115,7 @@ def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str, tuple[str, tuple[int, ...]]]:
+def quantized_tensors(name: str, shape: tuple[int, ...], form: Form) -> dict[str, Spec]:
     """Name -> (safetensors dtype, shape) of the tensors that a weight (N, K) becomes: integers, scales, and for `int4`
     zero points.
     """
@@ -154,41 +156,44 @@ def forms_of(names: Iterable[str]) -> dict[str, set[Form]]:
     return result | {part: result.get(part, set()) for part in parts}
 
 
+Pieces = Iterable[tuple[str, memoryview]]
+"""Bytes of tensors with their names. Those of one tensor come in order."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """A tensor of a weights file: its dtype and shape, and a function that makes its bytes when they are written."""
+    """The tensors that a weight becomes in one form, and a function that makes their bytes when they are written."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[memoryview]]
+    tensors: Mapping[str, Spec]
+    pieces: Callable[[], Pieces]
 
-    def digest(self) -> str:
-        """SHA-256 of its bytes."""
-        return _digest(self.pieces())
-
-
-def _digest(pieces: Iterable[memoryview], write: Callable[[memoryview], object] = lambda piece: None) -> str:
-    """SHA-256 of the bytes of a tensor, which are passed to `write` a piece at a time."""
-    digest = hashlib.sha256()
-    for piece in pieces:
-        digest.update(piece)
-        write(piece)
-    return digest.hexdigest()
+    def digests(self) -> dict[str, str]:
+        """Name -> SHA-256 of a tensor's bytes."""
+        return _digests(self.pieces())
 
 
-def _stored_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Forms) -> dict[str, _Stored]:
-    result: dict[str, _Stored] = {}
+def _digests(pieces: Pieces, write: Callable[[str, memoryview], object] = lambda name, piece: None) -> dict[str, str]:
+    """Name -> SHA-256 of a tensor's bytes, which are passed to `write` a piece at a time."""
+    digests: dict[str, Any] = {}
+    for name, piece in pieces:
+        digests.setdefault(name, hashlib.sha256()).update(piece)
+        write(name, piece)
+    return {name: digest.hexdigest() for name, digest in digests.items()}
+
+
+def _stored_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType, forms: Forms) -> dict[tuple[str, Form], _Stored]:
+    result: dict[tuple[str, Form], _Stored] = {}
     for name in (*tensors, *(name for name in forms if BELOW in name)):
         for form in forms.get(name, FLOATS_ALONE):
             if form == "float":
                 kind = _kind(tensors[name], dtype)
-                result[name] = _Stored(kind, tuple(tensors[name].shape), partial(_plain_bytes, tensors[name], kind))
+                spec = {name: (kind, tuple(tensors[name].shape))}
+                result[name, form] = _Stored(spec, partial(_plain_bytes, name, tensors[name], kind))
                 continue
-            parts = {part: tensors[part] for part in name.split(BELOW)}
-            rows = sum(len(part_NK) for part_NK in parts.values())
-            shape = (rows, *next(iter(parts.values())).shape[1:])
-            for index, (stored, spec) in enumerate(quantized_tensors(name, shape, form).items()):
-                result[stored] = _Stored(*spec, partial(_rounded_bytes, parts, form, index))
+            parts = [tensors[part] for part in name.split(BELOW)]
+            shape = (sum(map(len, parts)), *parts[0].shape[1:])
+            specs = quantized_tensors(name, shape, form)
+            result[name, form] = _Stored(specs, partial(_rounded_bytes, list(specs), parts, form))
     return result
 
 
@@ -201,14 +206,14 @@ def _kind(tensor: torch.Tensor, dtype: DType) -> str:
     return "BOOL" if name == "bool" else name.replace("uint", "U").replace("int", "I")
 
 
-def _plain_bytes(tensor: torch.Tensor, kind: str) -> Iterator[memoryview]:
+def _plain_bytes(name: str, tensor: torch.Tensor, kind: str) -> Iterator[tuple[str, memoryview]]:
     """The bytes of a tensor, row-major and little-endian. Pages of a memory-mapped file are released after reading."""
     import torch
 
     floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
     wanted = floats.get(kind, tensor.dtype)
     for piece in torch.split(tensor.detach().reshape(-1), PIECE):
-        yield piece.to(wanted).contiguous().view(torch.uint8).numpy().data
+        yield name, _bytes_of(piece.to(wanted).contiguous())
     let_go([tensor])
 
 
@@ -218,15 +223,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _rounded_bytes(parts: Mapping[str, torch.Tensor], form: Form, index: int) -> Iterator[memoryview]:
-    """The bytes of one of the tensors that a weight becomes, by its index in `quantized_tensors`."""
+def _rounded_bytes(names: Sequence[str], parts: Iterable[torch.Tensor], form: Form) -> Iterator[tuple[str, memoryview]]:
+    """The bytes of the tensors of these names that weights below each other become."""
     from mod_export.graph.rounding import rounded
 
-    for weight_NK in parts.values():
-        tensor = rounded(weight_NK.detach(), form)[index]
-        assert tensor is not None
-        yield _bytes_of(tensor)
+    for weight_NK in parts:
+        yield from _with_names(names, rounded(weight_NK.detach(), form))
         let_go([weight_NK])
+
+
+def _with_names(names: Sequence[str], rounded: Rounded) -> Iterator[tuple[str, memoryview]]:
+    tensors = [tensor for tensor in rounded if tensor is not None]
+    yield from zip(names, map(_bytes_of, tensors), strict=True)
 
 
 def write_weights(
@@ -252,54 +260,51 @@ def write_weights(
     Raises:
         BuildFolderError: the file could not be written.
     """
+    stored = _stored_tensors(tensors, dtype, forms)
+    specs = {name: spec for each in stored.values() for name, spec in each.tensors.items()}
     # Wide dtypes come first, then names, as in the safetensors library, so that every tensor is aligned.
-    unsorted = _stored_tensors(tensors, dtype, forms)
-    stored = dict(sorted(unsorted.items(), key=lambda item: (-BYTES[item[1].dtype], item[0])))
-    header, begins = _header(stored)
-    # Tensors that are rounded elsewhere come last, as they are rounded, each at its place in the file.
-    late = [] if rounded is None else [name for name in forms if "int4" in forms[name]]
-    late_tensors = {tensor for name in late for tensor in _names_in_four_bits(name)}
-    early = ((name, tensor.pieces()) for name, tensor in stored.items() if name not in late_tensors)
-    digests = {}
+    specs = dict(sorted(specs.items(), key=lambda item: (-BYTES[item[1][0]], item[0])))
+    header, next_byte = _header(specs)
+    # Weights that are rounded elsewhere come last, as they are rounded.
+    elsewhere = {key for key in stored if rounded is not None and key[1] == "int4"}
+    late = {name: list(stored[name, form].tensors) for name, form in elsewhere}
+    early = (each.pieces() for key, each in stored.items() if key not in elsewhere)
     try:
         with path.open("wb") as file:
             file.write(header)
-            for name, pieces in chain(early, _complete(late, rounded or ())):
-                file.seek(begins[name])
-                digests[name] = _digest(pieces, file.write)
+
+            def write(name: str, piece: memoryview) -> None:
+                file.seek(next_byte[name])
+                next_byte[name] += file.write(piece)
+
+            digests = _digests(chain(chain.from_iterable(early), _complete(late, rounded or ())), write)
     except OSError as error:
         raise BuildFolderError(f"{path}: the weights could not be written ({error})") from error
-    return {name: digests[name] for name in stored}
+    return {name: digests[name] for name in specs}
 
 
-def _names_in_four_bits(weight: str) -> list[str]:
-    """The names of the tensors that a weight becomes in `int4`, in the order of `rounding.Rounded`."""
-    return list(quantized_tensors(weight, (1, 1), "int4"))
-
-
-def _complete(late: Iterable[str], rounded: RoundedWeights) -> Iterator[tuple[str, Sequence[memoryview]]]:
-    """Yields each tensor of these weights, with the bytes of its parts, as soon as all of them are rounded."""
+def _complete(late: Mapping[str, Sequence[str]], rounded: RoundedWeights) -> Iterator[tuple[str, memoryview]]:
+    """Yields the bytes of weights as soon as all of their parts are rounded. `late` has the names of their tensors."""
     left = {name: name.split(BELOW) for name in late}
     waiting: dict[str, Rounded] = {}
     for weight, tensors in rounded:
         waiting[weight] = tensors
         for name in [name for name, parts in left.items() if waiting.keys() >= set(parts)]:
-            of_parts = zip(*(waiting[part] for part in left.pop(name)), strict=True)
-            for tensor, parts in zip(_names_in_four_bits(name), of_parts, strict=True):
-                yield tensor, [_bytes_of(part) for part in parts if part is not None]
+            for part in left.pop(name):
+                yield from _with_names(late[name], waiting[part])
         needed = set(chain(*left.values()))
         waiting = {part: each for part, each in waiting.items() if part in needed}
 
 
-def _header(tensors: Mapping[str, _Stored]) -> tuple[bytes, dict[str, int]]:
+def _header(specs: Mapping[str, Spec]) -> tuple[bytes, dict[str, int]]:
     """Returns the header by https://huggingface.co/docs/safetensors (the length of the table of contents, and the
     table), and where in the file each tensor begins.
     """
     end = 0
     begins, table = {}, {}
-    for name, tensor in tensors.items():
-        begins[name], end = end, end + BYTES[tensor.dtype] * math.prod(tensor.shape)
-        table[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begins[name], end]}
+    for name, (dtype, shape) in specs.items():
+        begins[name], end = end, end + BYTES[dtype] * math.prod(shape)
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begins[name], end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
@@ -308,7 +313,8 @@ def _header(tensors: Mapping[str, _Stored]) -> tuple[bytes, dict[str, int]]:
 
 def digests_of_tensors(tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
     """The digests that `write_weights` would return for these tensors if none is quantized."""
-    return {name: stored.digest() for name, stored in _stored_tensors(tensors, dtype, NO_FORMS).items()}
+    stored = _stored_tensors(tensors, dtype, NO_FORMS).values()
+    return _digests(chain.from_iterable(each.pieces() for each in stored))
 
 
 def digests_expected(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DType) -> dict[str, str]:
@@ -321,16 +327,21 @@ def digests_expected(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DTy
     import torch
 
     entries = WeightsFile.open(path).entries
-    stored = _stored_tensors(tensors, dtype, forms_of(entries))
     expected: dict[str, str] = {}
-    for weight in [name.removesuffix(".int4") for name in stored if name.endswith(".int4")]:
-        weight_NK = torch.cat([tensors[part].detach() for part in weight.split(BELOW)])
-        expected |= _digests_in_four_bits(path, entries, weight, weight_NK)
-    return {name: expected.get(name) or tensor.digest() for name, tensor in stored.items()}
+    for (name, form), stored in _stored_tensors(tensors, dtype, forms_of(entries)).items():
+        in_file = {}
+        if form == "int4":
+            weight_NK = torch.cat([tensors[part].detach() for part in name.split(BELOW)])
+            in_file = _digests_in_four_bits(path, entries, stored.tensors, weight_NK)
+        expected |= in_file or stored.digests()
+    return expected
 
 
 def _digests_in_four_bits(
-    path: Path, entries: Mapping[str, tuple[str, tuple[int, ...], int, int]], weight: str, weight_NK: torch.Tensor
+    path: Path,
+    entries: Mapping[str, tuple[str, tuple[int, ...], int, int]],
+    specs: Mapping[str, Spec],
+    weight_NK: torch.Tensor,
 ) -> dict[str, str]:
     """The digests of the tensors of a weight in `int4`; none if they cannot come from this weight."""
     import torch
@@ -339,7 +350,7 @@ def _digests_in_four_bits(
 
     dtypes = {"U8": torch.uint8, "F32": torch.float32}
     found, digests = [], {}
-    for name, spec in quantized_tensors(weight, tuple(weight_NK.shape), "int4").items():
+    for name, spec in specs.items():
         if name not in entries or entries[name][:2] != spec:
             return {}
         _, shape, offset, length = entries[name]
