@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,17 @@ from benchmarks.rivals.programs import versions
 from benchmarks.rivals.text_models import TextCase, dense_checkpoint
 from benchmarks.rivals.text_routes import BATCHES, MODELS, ROUTES, STEPS, TextRoute, opened
 from mod_export.environment import describe_machine
+from mod_export.graph.weights import BYTES, Form, quantized_tensors
 from mod_export.measure.turns import RouteError, Worker, opened_workers, other_load, rounds
 from mod_models.spec import ModelSpec
 
 WARMUP, FEWEST_ROUNDS = 1, 3
 ANCHOR = "mod-export, ort-cpu, dense"
-BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 4 / 64, "int4": 0.5 + 4.5 / 32}
-"""Bytes of a weight; each block has a scale of 4 bytes, and in int4 a zero point of half a byte."""
-HEAD_BYTES = BYTES | {"int8": 1 + 4 / 32, "int4": 1 + 4 / 64}
-"""Bytes of a weight of the head."""
+FLOAT_BYTES = {"float32": 4.0, "bfloat16": 2.0}
+FORMS: Mapping[str, Form] = {"int8": "int8_blocks64", "int4": "int4"}
+HEAD_FORMS: Mapping[str, Form] = {"int8": "int8_blocks", "int4": "int8_blocks64"}
+"""Precision -> the form in which the engine of a step on ort-cpu reads the weights of its layers, and that of its head.
+"""
 PACKAGES = ("torch", "openvino", "onnxruntime", "onnxruntime-genai", "openvino-genai", "llama_cpp_python",
             "transformers", "nncf")  # fmt: skip
 
@@ -105,7 +108,16 @@ def gain_by_bytes(spec: ModelSpec, precision: str, ran: Mapping[str, float]) -> 
     share of tokens that ran in each routed layer.
     """
     heads = (2 * spec.n_heads + 2 * spec.n_kv_heads) * spec.d_head
-    layer = (heads + 3 * spec.d_ff) * spec.d_model * BYTES[precision]
-    head = spec.vocab_size * spec.d_model * HEAD_BYTES[precision]
+    layer = (heads + 3 * spec.d_ff) * spec.d_model * _bytes_of_a_weight(precision, FORMS)
+    head = spec.vocab_size * spec.d_model * _bytes_of_a_weight(precision, HEAD_FORMS)
     left_out = sum(1 - share for share in ran.values())
     return (head + spec.n_layers * layer) / (head + (spec.n_layers - left_out) * layer)
+
+
+def _bytes_of_a_weight(precision: str, forms: Mapping[str, Form]) -> float:
+    """Returns the bytes of one number of a long weight, with its share of scales and zero points."""
+    if precision in FLOAT_BYTES:
+        return FLOAT_BYTES[precision]
+    length = 128
+    tensors = quantized_tensors("weight", (1, length), forms[precision]).values()
+    return sum(BYTES[dtype] * math.prod(shape) for dtype, shape in tensors) / length

@@ -49,7 +49,7 @@ COLUMNS = 128
 
 
 class Rounded(NamedTuple):
-    """A weight (N, K) as a file stores it, in one of the forms above.
+    """Holds a weight (N, K) as a file stores it, in one of the forms above.
 
     Attributes:
         whole: the integers, int8 (K, N) or uint8 (N, M, U), which `int4` packs two to a byte.
@@ -134,7 +134,7 @@ def _range_of_four_bits(
     if importance_K is None:
         return scale_NM, zero_NM
     first_NM = zero_NM
-    for step in (-MOST_STEPS, MOST_STEPS):
+    for step in range(-MOST_STEPS, MOST_STEPS + 1):
         other_NM = (first_NM + step).clamp(0, LARGEST_INT4)
         error_NM = _error(blocks_NMU, scale_NM, other_NM, importance_MU)
         zero_NM = torch.where(error_NM < best_NM, other_NM, zero_NM)
@@ -171,7 +171,7 @@ def represented(stored: Rounded, K: int) -> torch.Tensor:
 
 
 def _unpacked(whole: torch.Tensor) -> torch.Tensor:
-    """The integers that `_packed` packed, as float32."""
+    """Returns the integers that `_packed` packed, as float32."""
     return torch.stack([whole & 15, whole >> 4], -1).flatten(-2).float()
 
 

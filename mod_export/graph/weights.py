@@ -56,7 +56,7 @@ Forms = Mapping[str, Collection[Form]]
 NO_FORMS: Forms = {}
 Spec = tuple[str, tuple[int, ...]]
 """Dtype and shape of a tensor in a file; dtypes have their names in safetensors."""
-RoundedWeights = Iterable[tuple[str, "Rounded"]]
+InFourBits = Iterable[tuple[str, "Rounded"]]
 """Every weight (N, K) that is stored in `int4`, once, with its name."""
 FLOATS_ALONE: tuple[Form, ...] = ("float",)
 BELOW = ".."
@@ -162,18 +162,18 @@ Pieces = Iterable[tuple[str, memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class _Stored:
-    """The tensors that a weight becomes in one form, and a function that makes their bytes when they are written."""
+    """Holds the tensors that a weight becomes in one form, and a function that makes their bytes."""
 
     tensors: Mapping[str, Spec]
     pieces: Callable[[], Pieces]
 
     def digests(self) -> dict[str, str]:
-        """Name -> SHA-256 of a tensor's bytes."""
+        """Returns name -> SHA-256 of a tensor's bytes."""
         return _digests(self.pieces())
 
 
 def _digests(pieces: Pieces, write: Callable[[str, memoryview], object] = lambda name, piece: None) -> dict[str, str]:
-    """Name -> SHA-256 of a tensor's bytes, which are passed to `write` a piece at a time."""
+    """Returns name -> SHA-256 of a tensor's bytes, which are passed to `write` a piece at a time."""
     digests: dict[str, Any] = {}
     for name, piece in pieces:
         digests.setdefault(name, hashlib.sha256()).update(piece)
@@ -224,7 +224,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _rounded_bytes(names: Sequence[str], parts: Iterable[torch.Tensor], form: Form) -> Iterator[tuple[str, memoryview]]:
-    """The bytes of the tensors of these names that weights below each other become."""
+    """Yields the bytes of the tensors that weights become below each other. `names` are the names of these tensors."""
     from mod_export.graph.rounding import rounded
 
     for weight_NK in parts:
@@ -232,8 +232,8 @@ def _rounded_bytes(names: Sequence[str], parts: Iterable[torch.Tensor], form: Fo
         let_go([weight_NK])
 
 
-def _with_names(names: Sequence[str], rounded: Rounded) -> Iterator[tuple[str, memoryview]]:
-    tensors = [tensor for tensor in rounded if tensor is not None]
+def _with_names(names: Sequence[str], weight: Rounded) -> Iterator[tuple[str, memoryview]]:
+    tensors = [tensor for tensor in weight if tensor is not None]
     yield from zip(names, map(_bytes_of, tensors), strict=True)
 
 
@@ -242,7 +242,7 @@ def write_weights(
     tensors: Mapping[str, torch.Tensor],
     dtype: DType,
     forms: Forms = NO_FORMS,
-    rounded: RoundedWeights | None = None,
+    in_four_bits: InFourBits | None = None,
 ) -> dict[str, str]:
     """Writes tensors a piece at a time, so that a larger model takes no more memory.
 
@@ -252,7 +252,7 @@ def write_weights(
         dtype: dtype of the file's floats. In a quantized file, everything that is not quantized is float32. Integer
             buffers are stored as they are, and so are float64 buffers in float32 and quantized files.
         forms: forms of the weights (N, K) that are quantized, see `quantized_tensors`.
-        rounded: the weights in `int4`, in any order; None rounds each to the nearest numbers.
+        in_four_bits: the weights in `int4`, in any order; None rounds each to the nearest numbers.
 
     Returns:
         Name -> SHA-256 of the tensor's bytes as they were handed to the file.
@@ -266,7 +266,7 @@ def write_weights(
     specs = dict(sorted(specs.items(), key=lambda item: (-BYTES[item[1][0]], item[0])))
     header, next_byte = _header(specs)
     # Weights that are rounded elsewhere come last, as they are rounded.
-    elsewhere = {key for key in stored if rounded is not None and key[1] == "int4"}
+    elsewhere = {key for key in stored if in_four_bits is not None and key[1] == "int4"}
     late = {name: list(stored[name, form].tensors) for name, form in elsewhere}
     early = (each.pieces() for key, each in stored.items() if key not in elsewhere)
     try:
@@ -277,17 +277,17 @@ def write_weights(
                 file.seek(next_byte[name])
                 next_byte[name] += file.write(piece)
 
-            digests = _digests(chain(chain.from_iterable(early), _complete(late, rounded or ())), write)
+            digests = _digests(chain(chain.from_iterable(early), _complete(late, in_four_bits or ())), write)
     except OSError as error:
         raise BuildFolderError(f"{path}: the weights could not be written ({error})") from error
     return {name: digests[name] for name in specs}
 
 
-def _complete(late: Mapping[str, Sequence[str]], rounded: RoundedWeights) -> Iterator[tuple[str, memoryview]]:
+def _complete(late: Mapping[str, Sequence[str]], in_four_bits: InFourBits) -> Iterator[tuple[str, memoryview]]:
     """Yields the bytes of weights as soon as all of their parts are rounded. `late` has the names of their tensors."""
     left = {name: name.split(BELOW) for name in late}
     waiting: dict[str, Rounded] = {}
-    for weight, tensors in rounded:
+    for weight, tensors in in_four_bits:
         waiting[weight] = tensors
         for name in [name for name, parts in left.items() if waiting.keys() >= set(parts)]:
             for part in left.pop(name):
@@ -326,24 +326,21 @@ def digests_expected(path: Path, tensors: Mapping[str, torch.Tensor], dtype: DTy
     """
     import torch
 
-    entries = WeightsFile.open(path).entries
+    file = WeightsFile.open(path)
     expected: dict[str, str] = {}
-    for (name, form), stored in _stored_tensors(tensors, dtype, forms_of(entries)).items():
+    for (name, form), stored in _stored_tensors(tensors, dtype, forms_of(file.entries)).items():
         in_file = {}
         if form == "int4":
             weight_NK = torch.cat([tensors[part].detach() for part in name.split(BELOW)])
-            in_file = _digests_in_four_bits(path, entries, stored.tensors, weight_NK)
+            in_file = _digests_in_four_bits(path, file, stored.tensors, weight_NK)
         expected |= in_file or stored.digests()
     return expected
 
 
 def _digests_in_four_bits(
-    path: Path,
-    entries: Mapping[str, tuple[str, tuple[int, ...], int, int]],
-    specs: Mapping[str, Spec],
-    weight_NK: torch.Tensor,
+    path: Path, file: WeightsFile, specs: Mapping[str, Spec], weight_NK: torch.Tensor
 ) -> dict[str, str]:
-    """The digests of the tensors of a weight in `int4`; none if they cannot come from this weight."""
+    """Returns the digests of the tensors of a weight in `int4`; none if they cannot come from this weight."""
     import torch
 
     from mod_export.graph.rounding import Rounded, is_rounded
@@ -351,9 +348,9 @@ def _digests_in_four_bits(
     dtypes = {"U8": torch.uint8, "F32": torch.float32}
     found, digests = [], {}
     for name, spec in specs.items():
-        if name not in entries or entries[name][:2] != spec:
+        if name not in file.entries or file.entries[name][:2] != spec:
             return {}
-        _, shape, offset, length = entries[name]
+        _, shape, offset, length = file.entries[name]
         data = _part_of(path, offset, length)
         if len(data) != BYTES[spec[0]] * math.prod(shape):  # The file is shorter than its header says.
             return {}

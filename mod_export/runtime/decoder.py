@@ -19,8 +19,8 @@ from mod_export.runtime.cache import COUNTS, PARTS, TextCache, bound_outputs
 
 @dataclass(frozen=True, slots=True)
 class _NewRows:
-    """The caches of equal shape that an engine does not update itself, and the engine's new rows for them. They share
-    their memory, so that all rows of a step are written at once.
+    """Holds the caches of equal shape that an engine does not update itself, and the engine's new rows for them. They
+    share their memory, so that all rows of a step are written at once.
     """
 
     layer_C: np.ndarray

@@ -21,10 +21,14 @@ def restored(stored: Rounded, K: int) -> torch.Tensor:
         return whole.float().T * scale[:, None]
     if zero is None:
         return ((whole.float() - 128) * scale[..., None]).flatten(1)[:, :K]
-    numbers_NMU, zero_NM = (torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float() for packed in (whole, zero))
+    numbers_NMU, zero_NM = unpacked(whole), unpacked(zero)
     weight_NK = ((numbers_NMU - zero_NM[:, : scale.shape[1], None]) * scale[..., None]).flatten(1)[:, :K]
     assert torch.equal(weight_NK, represented(stored, K))
     return weight_NK
+
+
+def unpacked(packed: torch.Tensor) -> torch.Tensor:
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2).float()
 
 
 @pytest.mark.parametrize("form", ["int8", "int8_blocks", "int8_blocks64", "int4"])
@@ -121,9 +125,11 @@ def test_columns_that_do_not_depend_on_each_other_are_rounded_to_the_nearest() -
     weight_NK = torch.randn(64, 40, generator=torch.Generator().manual_seed(0))
     found = rounded(weight_NK, "int4", torch.diag((torch.arange(40.0) - 7).clamp(min=0)))
     scale_NK = found.scale.repeat_interleave(BLOCKS["int4"], 1)[:, :40]
-    (numbers_NK, zero_NK) = (torch.stack((each & 15, each >> 4), -1).flatten(1).float() for each in found[::2])
-    zero_NK = zero_NK.repeat_interleave(BLOCKS["int4"], 1)[:, :40]
-    assert torch.equal(numbers_NK[:, :40], (torch.round(weight_NK / scale_NK) + zero_NK).clamp(0, 15))
+    assert found.zero is not None
+    zero_NK = unpacked(found.zero).repeat_interleave(BLOCKS["int4"], 1)[:, :40]
+    assert torch.equal(
+        unpacked(found.whole).flatten(1)[:, :40], (torch.round(weight_NK / scale_NK) + zero_NK).clamp(0, 15)
+    )
 
 
 def test_the_range_of_a_block_is_that_of_the_columns_with_large_inputs() -> None:
@@ -155,7 +161,7 @@ def test_how_far_numbers_and_zero_points_may_be_from_the_nearest(step: int, allo
     weight_NK = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     nearest = rounded(weight_NK, "int4")
     assert nearest.zero is not None
-    numbers_NMU, zero_NM = rounding._unpacked(nearest.whole), rounding._unpacked(nearest.zero)
+    numbers_NMU, zero_NM = unpacked(nearest.whole), unpacked(nearest.zero)
 
     def stepped(number: torch.Tensor) -> torch.Tensor:
         return number + (step if number < 8 else -step)
