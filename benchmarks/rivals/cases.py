@@ -20,8 +20,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "S": {"d_model": 256, "n_layers": 8, "n_heads": 4, "n_kv_heads": 2, "d_head": 64, "d_ff": 704},
     "M": {"d_model": 512, "n_layers": 12, "n_heads": 8, "n_kv_heads": 4, "d_head": 64, "d_ff": 1408},
     "L": {"d_model": 1024, "n_layers": 16, "n_heads": 16, "n_kv_heads": 8, "d_head": 64, "d_ff": 2816},
+    "1B": {"d_model": 2048, "n_layers": 16, "n_heads": 32, "n_kv_heads": 8, "d_head": 64, "d_ff": 8192},
 }
-"""Llama-like decoders; every other block is routed at 12.5 %. XS is for tests."""
+"""Llama-like decoders; every other block is routed at 12.5 %. XS is for tests, and 1B has the shape of Llama-3.2-1B."""
 VOCABULARY = 8192
 
 

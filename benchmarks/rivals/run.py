@@ -1,7 +1,8 @@
 """What `make bench` runs: whole rows and text, every precision, at one and at all cores; then docs/results.md.
 
     python -m benchmarks.rivals.run [--only PATTERN,...] [--text-model DIR] [--text FILE] [--cases NAME,...]
-                                              [--threads 1,2] [--results DIR] [--seconds N] [--again] [--list]
+                                              [--text-sizes M,1B] [--threads 1,2] [--results DIR] [--seconds N]
+                                              [--again] [--list]
 
 A cell is one case, precision and number of threads, such as rows-M-s512-b1-v8192-float32-t1 or text-SmolLM2-int4-t2,
 and --only takes patterns of such names ('text-*', '*-bfloat16-*'). Cells that were measured before are kept, so a run
@@ -32,8 +33,8 @@ from mod_export.environment import usable_cores
 from mod_export.measure.turns import reason_of
 
 CASE = re.compile(r"(\w+)-s(\d+)-b(\d+)-v(\d+)")
-SHARES = {"M": 0.125}
-"""Capacity of routed blocks in models with initial weights; a given model has the default of TextCase."""
+INITIAL = {case.name: case for case in (TextCase("M", capacity=0.125), TextCase("1B", vocab=128_256))}
+"""Models with initial weights that write text. 1B needs 24 GiB of memory in int8 and int4, and more in float32."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,8 @@ def cells(given: argparse.Namespace) -> Iterator[Cell]:
 
 
 def text_cases(given: argparse.Namespace) -> list[TextCase]:
-    """Returns the given model, if any, and M with initial weights."""
-    cases = [TextCase("M", capacity=SHARES["M"])]
+    """Returns the given model, if any, and those with initial weights."""
+    cases = [INITIAL[size] for size in given.text_sizes]
     if given.text_model is not None:
         model = given.text_model.resolve()
         text = "" if given.text is None else str(given.text.resolve())
@@ -127,6 +128,13 @@ def case_named(text: str) -> Case:
     return Case(match[1], *map(int, match.groups()[1:]))
 
 
+def text_size(text: str) -> str:
+    """Checks the name of a model with initial weights that writes text."""
+    if text not in INITIAL:
+        raise argparse.ArgumentTypeError(f"{text}: expected one of {', '.join(INITIAL)}")
+    return text
+
+
 def _given(words: Sequence[str] | None) -> argparse.Namespace:
     def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
         return lambda text: [read(item) for item in text.split(",") if item]
@@ -140,6 +148,7 @@ def _given(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--text-model", type=Path, help="a dense checkpoint, such as `mod-export convert` writes")
     parser.add_argument("--text-name", help="what tables call it; the name of its folder by default")
     parser.add_argument("--text", type=Path, help="prompts for it; pages of this project by default")
+    parser.add_argument("--text-sizes", type=several(text_size), default=["M"], help="models with initial weights")
     parser.add_argument("--seconds", type=float, default=15.0, help="of sampling for each cell; some rounds at least")
     parser.add_argument("--results", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from benchmarks.rivals.cases import SIZES
+from benchmarks.rivals.cases import SIZES, VOCABULARY
 from benchmarks.rivals.dense_files import write_gguf, write_hugging_face
 from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.generation_spec import for_generation
@@ -22,7 +22,7 @@ from mod_models.train.retrofit import calibrate, layers_of, retrofitted, routed_
 from mod_models.transformer import Transformer
 
 ROOT = Path(__file__).parents[2]
-ROUTE, VOCAB = "every:2", 8192
+ROUTE = "every:2"
 CALIBRATION_ROWS = 4
 
 
@@ -34,6 +34,7 @@ class TextCase:
         name: name of the model in files and tables.
         model: folder of a dense checkpoint with its tokenizer; empty for initial weights of the size `name`.
         text: file that prompts are taken from; empty for pages of this project. Without a tokenizer, ids are random.
+        vocab: vocabulary of a model with initial weights.
         capacity: capacity of the routed half of the Mixture-of-Depths model's blocks.
         prompt: tokens of each prompt.
         new: tokens written after the prompt.
@@ -44,6 +45,7 @@ class TextCase:
     name: str
     model: str = ""
     text: str = ""
+    vocab: int = VOCABULARY
     capacity: float = 0.25
     prompt: int = 512
     new: int = 64
@@ -65,7 +67,7 @@ def dense_checkpoint(case: TextCase) -> Checkpoint:
     if case.model:
         return load_checkpoint(Path(case.model))
     sizes = SIZES[case.name]
-    return random_checkpoint(ModelSpec(vocab_size=VOCAB, max_positions=max(case.window, 128), **sizes), 0)
+    return random_checkpoint(ModelSpec(vocab_size=case.vocab, max_positions=max(case.window, 128), **sizes), 0)
 
 
 def ids_of(case: TextCase, vocab: int, count: int) -> np.ndarray:

@@ -229,7 +229,7 @@ class Inductor(AotInductor):
             "cpp.enable_kernel_profile": True,
         }
 
-    def load(
+    def _load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> InductorRunner:
         package, metadata, tensors = self.opened(root, engine, weights, "cpu")

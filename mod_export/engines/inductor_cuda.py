@@ -139,7 +139,7 @@ class InductorCuda(AotInductor):
         here = {architecture(device) for device in range(torch.cuda.device_count())}
         return super().made_here(root, engine) and metadata_of(root / engine.path).get("gpu") in here
 
-    def load(
+    def _load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> CudaRunner:
         options = config.target.inductor_cuda

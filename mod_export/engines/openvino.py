@@ -255,7 +255,7 @@ class OpenVino(EngineBuilder):
         made_on = (header["openvino"], header["cpu"], header.get("features"))
         return made_on == (package_version("openvino"), _cpu(), sorted(cpu_features()))
 
-    def load(
+    def _load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> OpenVinoRunner:
         assert engine.weights is not None

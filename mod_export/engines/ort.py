@@ -63,7 +63,7 @@ class OrtCpu(_Ort):
     def _installed(self) -> Availability:
         return Availability(builds=True, runs=True, reason=f"onnxruntime {package_version('onnxruntime')}")
 
-    def load(
+    def _load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:
         where = f"{self.name} {engine.path}"
@@ -110,7 +110,7 @@ class OrtCuda(_Ort):
             )
         return Availability(builds=True, runs=True, reason=f"onnxruntime-gpu {package_version('onnxruntime')} on CUDA")
 
-    def load(
+    def _load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:
         import onnxruntime as ort

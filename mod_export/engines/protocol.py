@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, Self, runtime_
 import numpy as np
 
 from mod_export.config import BuildConfig
+from mod_export.engines.huge_pages import in_huge_pages
 from mod_export.environment import package_version
 from mod_export.errors import EngineError
 from mod_export.types import Availability, DType, Engine, Graph, Profile, TargetLimits, Variant
@@ -217,11 +219,10 @@ class EngineBuilder(ABC):
         """
         return True
 
-    @abstractmethod
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:
-        """Loads an engine of the build folder `root`.
+        """Loads an engine of the build folder `root`, on the processor into huge pages where there are any.
 
         Args:
             root: the build folder.
@@ -234,6 +235,12 @@ class EngineBuilder(ABC):
             TargetError: this machine cannot run the engine.
             EngineError: the file is not a usable engine, or its weights cannot be replaced.
         """
+        with contextlib.nullcontext() if self.nvidia else in_huge_pages():
+            return self._load(root, engine, config, threads, weights)
+
+    @abstractmethod
+    def _load(self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays) -> Runner:
+        """Loads an engine; see `load`."""
 
 
 @runtime_checkable

@@ -212,7 +212,7 @@ class _LoggerBase(EngineBuilder):
         if result["error"]:
             raise EngineError(f"{job.graph.path}: {self.title} cannot build it: {errors or result['error']}")
 
-    def load(
+    def _load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> TensorRTRunner:
         if weights:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mod_export.engines.protocol import BindableRunner
+from mod_export.engines.protocol import BindableRunner, Port
 from mod_export.runtime.logits import Logprob
 
 PARTS = ("keys", "values")
@@ -144,6 +144,22 @@ class TextCache:
         if self.overflow_BN is not None:
             self.cache[COUNTS][row] = block.count_N
             self.overflow_BN[row] = block.overflow_N
+
+
+def new_cache(ports: Mapping[str, Port]) -> dict[tuple[str, ...], np.ndarray]:
+    """Allocates the tensors of a cache: names of tensors of equal shape and dtype -> one array (C, ...) of these C.
+
+    NumPy asks for huge pages for arrays of 4 MiB and more, which the caches of all layers together often have.
+    """
+    alike: dict[Port, list[str]] = {}
+    for name, port in ports.items():
+        alike.setdefault(port, []).append(name)
+    return {tuple(names): np.zeros((len(names), *shape), dtype) for (shape, dtype), names in alike.items()}
+
+
+def by_name(together: Mapping[tuple[str, ...], np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns name -> array of each tensor of `new_cache`."""
+    return {name: array for names, array_C in together.items() for name, array in zip(names, array_C, strict=True)}
 
 
 def bound_outputs(runner: BindableRunner, cache: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

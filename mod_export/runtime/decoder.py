@@ -8,13 +8,17 @@ caches (keys or values of a layer), K rows that are written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from mod_export.engines.protocol import BindableRunner
 from mod_export.errors import EngineError
-from mod_export.runtime.cache import COUNTS, PARTS, TextCache, bound_outputs
+from mod_export.runtime.cache import COUNTS, TextCache, bound_outputs, by_name, new_cache
+
+TOKENS = ("input_ids", "positions")
+"""The inputs of a decode engine besides its cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +57,16 @@ class Decoder(TextCache):
         if not {"input_ids", "positions", "slots", "logits"} <= set(ports):
             expected = "expected input_ids, positions, slots and logits; build again"
             raise EngineError(f"{where}: has {', '.join(ports)}, {expected}")
-        feeds = {name: np.zeros(*ports[name]) for name in runner.inputs}
-        self._outputs = outputs = bound_outputs(runner, feeds)
-        self._new_rows = _in_shared_memory(feeds, outputs)
-        self._run = runner.bind(feeds, outputs)
-        self._ids_B, self._position_B = feeds["input_ids"], feeds["positions"]
-        super().__init__(
-            {name: array for name, array in feeds.items() if name not in ("input_ids", "positions")}, length
-        )
+        tokens = {name: np.zeros(*ports[name]) for name in TOKENS}
+        caches = {name: ports[name] for name in runner.inputs if name not in TOKENS}
+        # The caches that get new rows are apart from those that the engine updates itself.
+        written = new_cache({name: port for name, port in caches.items() if _row(name) in ports})
+        cache = by_name(written | new_cache({name: port for name, port in caches.items() if _row(name) not in ports}))
+        self._outputs = outputs = bound_outputs(runner, cache)
+        self._new_rows = [_new_rows(names, cache_CBGLE, outputs) for names, cache_CBGLE in written.items()]
+        self._run = runner.bind({**tokens, **cache}, outputs)
+        self._ids_B, self._position_B = tokens.values()
+        super().__init__(cache, length)
         self.batch = len(self._ids_B)
         self.ran_BN = outputs.get("ran")
         self.wanted_BN = outputs.get("wanted")
@@ -102,21 +108,12 @@ class Decoder(TextCache):
         return self._outputs["logits"]
 
 
-def _in_shared_memory(feeds: dict[str, np.ndarray], outputs: dict[str, np.ndarray]) -> list[_NewRows]:
-    """Gives the caches of equal shape, and the rows for them, one memory. Replaces them in `feeds` and `outputs`."""
-    alike: dict[tuple[tuple[int, ...], np.dtype], list[str]] = {}
-    for name, array in feeds.items():
-        if name.startswith(PARTS) and _row(name) in outputs:
-            alike.setdefault((array.shape, array.dtype), []).append(name)
-    groups = []
-    for (shape, dtype), names in alike.items():
-        B, G, _, E = shape
-        cache_CBGLE, row_CBGE = np.zeros((len(names), *shape), dtype), np.zeros((len(names), B, G, E), dtype)
-        feeds.update(zip(names, cache_CBGLE, strict=True))
-        outputs.update(zip(map(_row, names), row_CBGE, strict=True))
-        layer_C = np.array([int(name.rpartition("_")[2]) for name in names])
-        groups.append(_NewRows(layer_C, cache_CBGLE, row_CBGE))
-    return groups
+def _new_rows(names: Sequence[str], cache_CBGLE: np.ndarray, outputs: dict[str, np.ndarray]) -> _NewRows:
+    """Gives the new rows of caches of equal shape one memory, and replaces them in `outputs`."""
+    C, B, G, _, E = cache_CBGLE.shape
+    row_CBGE = np.zeros((C, B, G, E), cache_CBGLE.dtype)
+    outputs.update(zip(map(_row, names), row_CBGE, strict=True))
+    return _NewRows(np.array([int(name.rpartition("_")[2]) for name in names]), cache_CBGLE, row_CBGE)
 
 
 def _row(cache: str) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mod_export.engines.protocol import BindableRunner
 from mod_export.errors import EngineError
-from mod_export.runtime.cache import COUNTS, PARTS, CachedBlock, Kept, TextCache, bound_outputs
+from mod_export.runtime.cache import COUNTS, PARTS, CachedBlock, Kept, TextCache, bound_outputs, by_name, new_cache
 from mod_export.types import PRIMARY, ROUTED, TOKEN_INPUTS
 
 TOKENS = (*TOKEN_INPUTS, "positions")
@@ -43,7 +43,7 @@ class Prompts(TextCache):
             EngineError: an engine is not a prefill engine, or their caches differ.
         """
         first = next(iter(runners.values()))
-        cache = {name: np.zeros(*first.ports[name]) for name in first.inputs if name not in TOKENS}
+        cache = by_name(new_cache({name: first.ports[name] for name in first.inputs if name not in TOKENS}))
         super().__init__(cache, length)
         self._engines = {seq: _Engine(runners[seq], seq, cache, where) for seq in sorted(runners, reverse=True)}
         self.position = 0

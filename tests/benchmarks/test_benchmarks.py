@@ -108,9 +108,14 @@ def test_cells_are_named_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--list", "--threads", "1", "--text-model", "smol", "--text-name", "Smol", "--only", "text-*-int4-*"]
     assert run_benchmarks.main(words) == 0
     assert capsys.readouterr().out.split() == ["text-Smol-int4-t1", "text-M-int4-t1"]
+    assert run_benchmarks.main(["--list", "--threads", "1", "--text-sizes", "1B", "--only", "text-*-int4-*"]) == 0
+    assert capsys.readouterr().out.split() == ["text-1B-int4-t1"]
     with pytest.raises(SystemExit):
         run_benchmarks.main(["--cases", "Q-s1-b1-v1"])
-    assert "expected a case such as M-s512-b1-v8192, of XS, S, M, L" in capsys.readouterr().err
+    assert "expected a case such as M-s512-b1-v8192, of XS, S, M, L, 1B" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        run_benchmarks.main(["--text-sizes", "M,7B"])
+    assert "7B: expected one of M, 1B" in capsys.readouterr().err
 
 
 def test_what_bytes_predict() -> None:

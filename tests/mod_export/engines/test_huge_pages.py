@@ -1,0 +1,167 @@
+"""Memory that an engine fills moves into huge pages, and nothing else changes."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from small_graphs import parsed
+
+from mod_export.engines import huge_pages
+from mod_export.engines.huge_pages import MADV_COLLAPSE, huge_page_size, in_huge_pages
+from mod_export.graph.weights import WeightsFile, bind_weights, write_weights
+
+HUGE = 2**21
+
+
+def can_collapse() -> bool:
+    """Whether this Linux moves memory that is in use into huge pages, found out without the code under test."""
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    return enabled.is_file() and "[never]" not in enabled.read_text() and version >= (6, 1)
+
+
+needs_collapse = pytest.mark.skipif(not can_collapse(), reason="this system cannot move memory into huge pages")
+
+
+class Memory:
+    """Private memory that begins where a huge page can begin, for which nobody has asked for huge pages. A page before
+    it that cannot be written keeps the kernel from counting it together with other memory.
+    """
+
+    def __init__(self, pages: int) -> None:
+        self.map = mmap.mmap(-1, (pages + 1) * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ)
+        self.offset = HUGE - address % HUGE
+        self.begin, self.bytes = address + self.offset, pages * HUGE
+
+    def fill(self, value: int, share: float = 1.0) -> None:
+        """Writes the first share of each huge page."""
+        for start in range(self.offset, self.offset + self.bytes, HUGE):
+            length = int(share * HUGE)
+            self.map[start : start + length] = bytes([value]) * length
+
+    def huge(self) -> int:
+        """Counts the bytes that are in huge pages, as the kernel says."""
+        found, counted = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if begins := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+                first, last = (int(number, 16) for number in begins.groups())
+                counted = first < self.begin + self.bytes and last > self.begin
+            elif counted and line.startswith("AnonHugePages:"):
+                found += 1024 * int(line.split()[1])
+        return found
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew() -> Iterator[None]:
+    huge_page_size.cache_clear()
+    yield
+    huge_page_size.cache_clear()
+
+
+@needs_collapse
+def test_memory_that_is_filled_within_moves_and_other_memory_does_not() -> None:
+    earlier, within, sparse = Memory(4), Memory(8), Memory(4)
+    earlier.fill(1)
+    with in_huge_pages():
+        within.fill(2)
+        sparse.fill(3, share=0.5)
+    assert within.huge() == within.bytes
+    assert earlier.huge() == sparse.huge() == 0
+    assert within.map[within.offset : within.offset + within.bytes] == b"\2" * within.bytes
+
+
+@needs_collapse
+def test_memory_that_is_gone_at_the_end_is_no_error() -> None:
+    with in_huge_pages():
+        gone = mmap.mmap(-1, 4 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        gone.write(b"\1" * len(gone))
+        gone.close()
+
+
+@pytest.mark.parametrize("text", ["always madvise [never]\n", None])
+def test_nothing_happens_where_huge_pages_are_turned_off_or_unknown(
+    text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if text is not None:
+        (tmp_path / "enabled").write_text(text)
+        (tmp_path / "hpage_pmd_size").write_text("2097152\n")
+    monkeypatch.setattr(huge_pages, "HUGE_PAGES", tmp_path)
+    memory = Memory(4)
+    with in_huge_pages():
+        memory.fill(1)
+    assert huge_page_size() == 0
+    if can_collapse():
+        assert memory.huge() == 0
+
+
+@pytest.mark.parametrize(("number", "asked"), [(errno.ENOMEM, 1), (errno.EINVAL, 3)])
+def test_an_error_of_linux_stops_nothing(number: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No memory left ends it; an address that cannot move, as on an older Linux, is left."""
+    calls = []
+
+    def refuses(address: int, size: int, advice: int) -> int:
+        calls.append((address, size, advice))
+        ctypes.set_errno(number)
+        return -1
+
+    monkeypatch.setattr(huge_pages, "_madvise", lambda: refuses)
+    huge_pages._collapse(np.array([HUGE, 2 * HUGE, 3 * HUGE], np.uint64), HUGE)
+    assert calls == [(HUGE * (n + 1), HUGE, MADV_COLLAPSE) for n in range(asked)]
+
+
+def test_without_a_map_of_its_memory_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "PAGEMAP", tmp_path / "absent")
+    memory = Memory(4)
+    with in_huge_pages():
+        memory.fill(1)
+    assert not can_collapse() or memory.huge() == 0
+
+
+WEIGHT = 1024
+PROGRAM = """
+import re, sys
+from pathlib import Path
+from mod_export.config import config_from_toml
+from mod_export.engines.ort import OrtCpu
+from mod_export.types import Bucket, Engine
+
+target = OrtCpu()
+target.nvidia = sys.argv[2] == "True"
+engine = Engine(target="ort-cpu", model="mod", bucket=Bucket(1, 16), dtype="float32", path="g.onnx", weights="w.data")
+runner = target.load(Path(sys.argv[1]), engine, config_from_toml(None), 1)
+print(sum(map(int, re.findall(r"AnonHugePages: +(\\d+)", Path("/proc/self/smaps").read_text()))) * 1024)
+"""
+
+
+@needs_collapse
+@pytest.mark.parametrize("for_gpu", [False, True])
+def test_the_weights_of_an_engine_are_in_huge_pages_unless_it_is_for_a_gpu(for_gpu: bool, tmp_path: Path) -> None:
+    """Runs in its own process, because this one could reuse memory that it has freed."""
+    names = [f"w{i}" for i in range(6)]
+    write_weights(tmp_path / "w.data", {name: torch.eye(WEIGHT) + n for n, name in enumerate(names)}, "float32")
+    products = " ".join(f"x{i + 1} = MatMul (x{i}, {name})" for i, name in enumerate(names))
+    inputs = ", ".join(f"float[{WEIGHT},{WEIGHT}] {name}" for name in names)
+    model = parsed(f"g (float[16,{WEIGHT}] x0, {inputs}) => (float[16,{WEIGHT}] x6) {{ {products} }}")
+    for value in [model.graph.inputs.pop() for _ in names]:
+        model.graph.initializers.add(value)
+    bind_weights(model, [WeightsFile.open(tmp_path / "w.data")], tmp_path)
+    (tmp_path / "g.onnx").write_bytes(ir.to_proto(model).SerializeToString())
+    arguments = [sys.executable, "-c", PROGRAM, str(tmp_path), str(for_gpu)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    weights = len(names) * WEIGHT**2 * 4
+    share = int(done.stdout) / weights
+    assert share < 0.1 if for_gpu else share > 0.7
