@@ -25,7 +25,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ import numpy as np
 
 from mod_export.config import BuildConfig
 from mod_export.engines.openvino_products import ProductShape, products_of, wrong_products
+from mod_export.engines.openvino_rows import fastest_rows, widen
 from mod_export.engines.protocol import (
     Arrays,
     EngineBuilder,
@@ -228,8 +229,11 @@ class OpenVino(EngineBuilder):
         in_blocks = any(node.op_type == "MatMulNBits" for node in onnx_graph.all_nodes())
         group = _group(job.graph, in_blocks)
         try:
-            products = products_of(_core().read_model(str(graph)))
-            blob = _compiled(graph, variant.dtype, 1, group).export_model().getvalue()
+            model = _core().read_model(str(graph))
+            compiled = partial(_compiled, graph, variant.dtype, 1, group)
+            rows = fastest_rows(model, compiled)
+            widen(model, rows)
+            products, blob = products_of(model), compiled(rows).export_model().getvalue()
         except RuntimeError as error:
             raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_message(error)}") from error
         if wrong := wrong_on_this_processor(tuple(products), variant.dtype, 1):
@@ -240,6 +244,7 @@ class OpenVino(EngineBuilder):
             "features": sorted(cpu_features()),
             "graph": job.graph.path,
             "group": group,
+            "rows": rows,
             "products": [asdict(product) for product in products],
             "inputs": [value.name for value in onnx_graph.inputs],
             "outputs": [value.name for value in onnx_graph.outputs],
@@ -266,7 +271,8 @@ class OpenVino(EngineBuilder):
             raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
         try:
             if weights is not None:  # A probe compiles the graph again, because an engine reads weights from its file.
-                model = _compiled(root / header["graph"], engine.dtype, threads, header["group"], weights)
+                about = header["group"], header.get("rows", 0)
+                model = _compiled(root / header["graph"], engine.dtype, threads, *about, weights)
             else:
                 options = _options(engine.dtype, threads, header["group"])
                 where = str((root / engine.weights).resolve())
@@ -334,9 +340,10 @@ def _options(dtype: DType, threads: int, group: int) -> dict[str, Any]:
 
 
 def _compiled(
-    graph: Path, dtype: DType, threads: int, group: int, weights: OptionalArrays = None
+    graph: Path, dtype: DType, threads: int, group: int, rows: int, weights: OptionalArrays = None
 ) -> openvino.CompiledModel:
-    """Compiles a graph for this processor. `weights` replace the weights of the same names.
+    """Compiles a graph for this processor, with at least so many rows in each product with a bfloat16 weight. `weights`
+    replace the weights of the same names.
 
     Raises:
         EngineError: the graph has no weight of this name.
@@ -354,6 +361,7 @@ def _compiled(
         for node in constants:
             if node.get_element_type().get_type_name() in WIDE and WEIGHTLESS in (about := node.get_rt_info()):
                 del about[WEIGHTLESS]
+    widen(model, rows)
     return _core().compile_model(model, CPU, _options(dtype, threads, group))
 
 

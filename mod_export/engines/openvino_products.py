@@ -51,16 +51,23 @@ class ProductShape:
 
 def products_of(model: openvino.Model) -> list[ProductShape]:
     """Returns the different products with bfloat16 weights in a model, in the order of the graph."""
-    return list(dict.fromkeys(_products(model)))
+    return list(dict.fromkeys(product for body in bodies_of(model) for _, product in weight_products(body)))
 
 
-def _products(model: openvino.Model) -> Iterator[ProductShape]:
+def bodies_of(model: openvino.Model) -> Iterator[openvino.Model]:
+    """Yields a model and the branches of its conditions."""
+    yield model
     for node in model.get_ordered_ops():
         if node.get_type_name() == "If":
             for branch in range(2):
-                yield from _products(node.get_function(branch))
-        elif node.get_type_name() == "MatMul" and (product := _product(node)) is not None:
-            yield product
+                yield from bodies_of(node.get_function(branch))
+
+
+def weight_products(body: openvino.Model) -> Iterator[tuple[openvino.Node, ProductShape]]:
+    """Yields every product with a bfloat16 weight in a model, outside of its conditions, with its shape."""
+    for node in body.get_ordered_ops():
+        if node.get_type_name() == "MatMul" and (product := _product(node)) is not None:
+            yield node, product
 
 
 def _product(node: openvino.Node) -> ProductShape | None:
