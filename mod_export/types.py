@@ -44,6 +44,9 @@ QUANTIZED: tuple[QuantizedDType, ...] = get_args(QuantizedDType)
 
 FLOAT_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
+IDLE, VACANT = -1, -2
+"""The positions of rows of a step that have no token: one that may hold a text, and one that holds nothing. In layers
+that run every token, some engines read the whole cache of an idle row, and a single slot of a vacant one."""
 ROUTED = "routed_"
 
 

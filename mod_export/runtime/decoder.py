@@ -86,7 +86,7 @@ class Decoder(TextCache):
 
         Args:
             ids_B: int64.
-            position_B: int64, how many tokens each row has read before; -1 for a row without a token.
+            position_B: int64, how many tokens each row has read before; IDLE or VACANT for a row without a token.
 
         Returns:
             logits_BV. The next step overwrites this memory. Rows without a token hold meaningless values.

@@ -16,7 +16,7 @@ from mod_export.runtime.prefix_cache import Trail
 from mod_export.runtime.texts import Reader, StopText
 from mod_export.types import Site
 
-IDLE = -1
+NO_ROW = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ class RowText:
     since: float = 0.0
     completion: Completion = field(init=False)
     cancelled: bool = field(default=False, init=False)
-    b: int = field(default=IDLE, init=False)
+    b: int = field(default=NO_ROW, init=False)
     position: int = field(default=0, init=False)
     reading: bool = field(default=False, init=False)
     pending: deque[int] = field(default_factory=deque, init=False)

@@ -28,8 +28,8 @@ from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.logits import Logprob, draw, logprob_of
 from mod_export.runtime.prefix_cache import BLOCK, Node, PrefixCache, Trail
 from mod_export.runtime.prompts import Prompts
-from mod_export.runtime.rows import IDLE, Piece, RowText
-from mod_export.types import Site
+from mod_export.runtime.rows import Piece, RowText
+from mod_export.types import VACANT, Site
 
 NO_LOGITS = np.zeros(0, dtype=np.float32)
 Written = tuple[RowText, Piece]
@@ -160,7 +160,8 @@ class TextRows:
         if not busy:
             return
         ids_B = np.zeros(self._decoder.batch, dtype=np.int64)
-        position_B = np.full(self._decoder.batch, IDLE, dtype=np.int64)
+        # A row without a token holds nothing: a prompt is put into its row when it is read.
+        position_B = np.full(self._decoder.batch, VACANT, dtype=np.int64)
         for text in busy:
             ids_B[text.b] = text.pending[0] if text.pending else text.completion.ids[-1]
             position_B[text.b] = text.position

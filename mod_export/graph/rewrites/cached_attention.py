@@ -7,8 +7,11 @@ cache and engine are on a device, that takes a round trip for every token. `Cach
 In primitive operators the attention of a step is some twenty nodes, most of which move or reshape a few numbers, and it
 reads every slot of the cache, used or not. `CachedAttention` replaces it by com.microsoft::GroupQueryAttention, which
 reads the slots in use, adds the token's own key and value to them, and writes both into the cache, in place if the
-cache's input and output share their memory. It writes a key and a value for every row, also for rows that keep none. So
-a cache has one extra slot at its end: rows that keep nothing write to it, and no row that has a token reads it.
+cache's input and output share their memory. It writes a key and a value for every row, also for rows that keep none,
+and reads all slots up to the written one. So a row that keeps nothing writes to its first free slot, which the next
+token that it keeps overwrites. In a layer that runs every token, rows without a token have no number of slots in use.
+One at position IDLE may hold a text, so it writes to an extra slot at the end of the cache, and reads all others. One
+at position VACANT holds nothing, and writes to its first slot.
 
 Then a step's attention is one node that attends and two nodes that rotate, each of a few hundred numbers, so that
 starting the nodes and synchronising threads takes a share of the time. `PackedAttention` lets the operator rotate by
@@ -56,7 +59,7 @@ from mod_export.graph.nodes import (
     substitute,
 )
 from mod_export.graph.rewrites.heads import side_by_side
-from mod_export.types import DType, TargetLimits
+from mod_export.types import IDLE, DType, TargetLimits
 
 LOGITS = "logits"
 """The name of the output (B, V), which depends on every read of a cache."""
@@ -370,16 +373,19 @@ def _slots_of_kept_rows(slot: ir.Value) -> ir.Value | None:
 
 
 def _written_slot(graph: ir.Graph, attention: _CachedAttention, owners: dict[ir.Graph, ir.Node]) -> ir.Value:
-    """The slot that each row writes to, int32 (B,): the last one if the row keeps nothing."""
+    """The slot that each row writes to, int32 (B,), which is also the last one that it reads."""
     anchor = attention.result
     while anchor.graph is not graph:
         anchor = owners[graph_around(anchor)]
-    shape = static_shape(attention.caches[0])
+    shape, used_B = static_shape(attention.caches[0]), _slots_of_kept_rows(attention.slot)
     assert shape is not None
+    assert used_B is not None
     writer = NodeWriter(graph, anchor, "slot")
-    kept_B = writer.op("GreaterOrEqual", attention.slot, np.array(0))
-    slot_B = writer.op("Where", kept_B, attention.slot, np.array(shape[2]))
-    return writer.op("Cast", slot_B, to=ir.DataType.INT32)
+    clamped = made_by(used_B, "Clip", "Max")
+    if clamped is not None and clamped.inputs[0] in graph.inputs:
+        holds_text_B = writer.op("Equal", clamped.inputs[0], np.array(IDLE))
+        used_B = writer.op("Where", holds_text_B, np.array(shape[2]), used_B)
+    return writer.op("Cast", used_B, to=ir.DataType.INT32)
 
 
 def _attend_in_place(

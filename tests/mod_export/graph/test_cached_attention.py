@@ -22,12 +22,12 @@ from mod_export.engines.ort_session import DTYPES
 from mod_export.graph.nodes import branches_of
 from mod_export.graph.rewrites import apply_rewrites
 from mod_export.graph.rewrites.cached_attention import CachedAttention
-from mod_export.types import DType
-from mod_models.cache import step_inputs, step_outputs
+from mod_export.types import IDLE, VACANT, DType
+from mod_models.cache import sites, step_inputs, step_outputs
 from mod_models.generate import write_rows
 from mod_models.generation_spec import for_generation
 from mod_models.spec import ModelSpec
-from mod_models.step import DecodeStep
+from mod_models.step import DecodeStep, _site_of_cache
 from mod_models.transformer import Transformer
 
 STATES = 9
@@ -69,6 +69,15 @@ def in_place(running: Any, feeds: Mapping[str, np.ndarray], longer: int = 1) -> 
     return outputs
 
 
+def free_slot(spec: ModelSpec, layer: int, feeds: Mapping[str, np.ndarray], row: int) -> int | None:
+    """The slot of the cache that a row writes to if it keeps nothing; None for the extra one."""
+    site, capacity = _site_of_cache(spec, layer), feeds[f"keys_{layer}"].shape[2]
+    if site is None:
+        return 0 if feeds["positions"][row] == VACANT else None
+    used = int(feeds["counts"][row, sites(spec).index(site)])
+    return used if used < capacity else None
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "width"),
     [
@@ -103,7 +112,7 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int, width: 
     for seed in range(STATES):
         inputs = random_state(spec, rows, seed)
         if seed % 3 == 2:
-            inputs[1][seed % rows] = -1
+            inputs[1][seed % rows] = (IDLE, VACANT)[seed % 2]
         if seed % 3 == 1 and step.sites:
             inputs[-1][seed % rows] = capacity  # All its slots are used.
         with torch.no_grad():
@@ -115,9 +124,14 @@ def test_a_step_leaves_the_cache_of_the_eager_step(name: str, rows: int, width: 
         for output in ("slots", "new_counts", "wanted", "ran") if step.sites else ("slots",):
             np.testing.assert_array_equal(outputs[output], expected[output].numpy())
         for key, tensor in caches.items():
-            np.testing.assert_allclose(outputs[f"present_{key}"][:, :, :-1], tensor.numpy(), rtol=0, atol=5e-5)
-            for slot in expected["slots"][:, int(key.rpartition("_")[2])].tolist():
+            layer = int(key.rpartition("_")[2])
+            expected_BGLE, found_BGLE = tensor.numpy(), outputs[f"present_{key}"][:, :, :-1]
+            for row, slot in enumerate(expected["slots"][:, layer].tolist()):
                 kept[slot >= 0] += 1
+                free = free_slot(spec, layer, feeds, row)
+                if slot < 0 and free is not None:
+                    found_BGLE[row, :, free : free + 1] = expected_BGLE[row, :, free : free + 1]
+            np.testing.assert_allclose(found_BGLE, expected_BGLE, rtol=0, atol=5e-5)
         active = feeds["positions"] >= 0
         logits = expected["logits"].numpy()[active]
         tolerance = 5e-5 * max(1.0, np.abs(logits).max(initial=0))
@@ -135,3 +149,19 @@ def test_what_the_operator_does_not_do_stays(name: str, slots: str) -> None:
     assert apply_rewrites(model, OrtCpu.limits, "float32")["cached_attention"] == (0 if slots == "all" else 1)
     assert list(CachedAttention().ensures(model, OrtCpu.limits, "float32")) == []
     session(model)
+
+
+@pytest.mark.parametrize("position", [IDLE, VACANT])
+def test_of_a_row_that_holds_nothing_only_one_slot_is_read(position: int) -> None:
+    """NaN in the cache of the row shows in its logits if it is read."""
+    spec, width = for_generation(wide("dense", 16), WINDOW), 16
+    running = session(rewritten("dense", 2, width))
+    inputs = random_state(spec, 2, 0)
+    feeds = dict(zip(step_inputs(spec, WINDOW), (tensor.numpy() for tensor in inputs), strict=True))
+    feeds["positions"][1] = position
+    for name, array in feeds.items():
+        if name.startswith(CACHES):
+            array[1] = np.nan
+    logits_BV = in_place(running, feeds)["logits"]
+    assert np.isfinite(logits_BV[0]).all()
+    assert np.isfinite(logits_BV[1]).all() == (position == VACANT)
