@@ -224,6 +224,8 @@ class TargetLimits:
             only if `stash_type` is the type of its input.
         cached_attention: whether com.microsoft::GroupQueryAttention attends to a cache and writes it in place.
         cache_in_use: whether conditions choose how much of its cache a prefill attends to.
+        gathered_rows: whether the routed parts of a step compute only the rows that run, whose number is known when
+            the graph runs.
         rounds_activations: whether the engine itself rounds the activations that integer weights are multiplied with,
             in groups within a token. The graph then only dequantizes the weights.
         quantized_beside: dtype of everything except the weights in graphs with integer weights.
@@ -250,6 +252,7 @@ class TargetLimits:
     one_type_norms: bool = False
     cached_attention: bool = False
     cache_in_use: bool = False
+    gathered_rows: bool = False
     rounds_activations: bool = False
     quantized_beside: FloatDType = "float32"
 

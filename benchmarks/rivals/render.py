@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.rivals.cases import KINDS, VOCABULARY
+from benchmarks.rivals.cases import KINDS, SIZES, VOCABULARY
 from benchmarks.rivals.render_text import against, text_figure, text_tables
 from benchmarks.rivals.routes import ANCHOR, PRECISIONS
 from benchmarks.rivals.tables import (
@@ -91,7 +91,8 @@ to the fastest rival whose error is at most {WORSE} times ours, if that is anoth
 
 * **Models.** Llama-like decoders with initial weights: S d=256 L=8, M d=512 L=12, L d=1024 L=16; heads of width 64,
   half as many key and value heads, SwiGLU of 2.75 d, vocabulary {VOCABULARY:,} unless the case says otherwise. MoD
-  routes every other block at 12.5 %; dense has no routers. `--cases` measures other sizes and shapes.
+  routes every other block at 12.5 %; dense has no routers. `--cases` measures other sizes and shapes. Size 1B has the
+  shape of Llama-3.2-1B.
 * **mod-export**: the engines that `mod-export build` writes and `mod_export.load` runs, for each target.
 * **ONNX Runtime**: `torch.onnx.export` at opset 23, default settings; *dynamic*: `quantize_dynamic`, by channel;
   *MatMulNBits*: `matmul_nbits_quantizer`, blocks of 32, `accuracy_level` 4.
@@ -158,12 +159,12 @@ def _read(results: Path, kind: str) -> list[Found]:
     for cell in cells:
         cell["name"] = cell["model"] if kind == "text" else case_name(cell)
     return sorted(
-        cells, key=_place if kind == "rows" else lambda cell: (cell["name"] == "M", cell["name"], cell["threads"])
+        cells, key=_place if kind == "rows" else lambda cell: (not cell["trained"], cell["name"], cell["threads"])
     )
 
 
 def _place(cell: Found) -> tuple[object, ...]:
-    return "XSML".index(cell["size"]), cell["vocab"], cell["batch"], cell["seq"], cell["threads"]
+    return list(SIZES).index(cell["size"]), cell["vocab"], cell["batch"], cell["seq"], cell["threads"]
 
 
 def case_name(one: Found) -> str:

@@ -2,8 +2,8 @@
 
 A step of text reads every weight once, so its time is that of reading memory. In pages of 4 KiB the processor must also
 look up the place of each page. In huge pages of 2 MiB it need not: a step of one text takes 0.69 of the time in int8 on
-`ort-cpu` and 0.85 in bfloat16 on `openvino` (docs/LOG.md). Neither library asks for huge pages itself, and most
-distributions give them only to who asks.
+`ort-cpu` and 0.81 in bfloat16 on `openvino` (docs/LOG.md). Neither library asks for huge pages itself, and many
+distributions give them only to programs that ask.
 
 Linux 6.1 and later can move memory that is in use: `madvise(2)`, MADV_COLLAPSE. The addresses stay the same. Elsewhere,
 and where the administrator has turned huge pages off, nothing happens.
@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import mmap
+import os
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -30,6 +31,10 @@ PRESENT = np.uint64(1 << 63)
 MADV_COLLAPSE = 25
 LEAST_PRESENT = 0.95
 """The share of a huge page that must be in use already, so that huge pages take hardly any additional memory."""
+
+
+NO_MEMORY = (errno.ENOMEM, errno.EBUSY)
+"""The system has no huge page left, or the control group of a container may not have another one."""
 
 
 @contextlib.contextmanager
@@ -65,7 +70,7 @@ def huge_page_size() -> int:
 def _filled(size: int) -> np.ndarray:
     """Returns the addresses, uint64, at which a huge page of private memory could begin that is in use already."""
     starts = [np.zeros(0, np.uint64)]
-    with contextlib.suppress(OSError), PAGEMAP.open("rb", buffering=0) as pagemap:
+    with contextlib.suppress(OSError), PAGEMAP.open("rb") as pagemap:
         for begin, end in _private_memory():
             first, last = -(-begin // size) * size, end // size * size
             if first < last:
@@ -77,21 +82,26 @@ def _filled(size: int) -> np.ndarray:
 
 
 def _private_memory() -> Iterator[tuple[int, int]]:
-    """Yields begin and end of memory that can be written and belongs to no file."""
+    """Yields begin and end of memory that can be written and belongs to no file. What is larger than the memory of this
+    machine is only reserved, and looking at all its pages would take long.
+    """
+    most = os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
     for line in MAPS.read_text(encoding="utf-8", errors="replace").splitlines():
         addresses, permissions, _, _, inode, *name = line.split(maxsplit=5)
         if permissions == "rw-p" and inode == "0" and (not name or name[0].startswith(("[heap", "[anon"))):
-            begin, _, end = addresses.partition("-")
-            yield int(begin, 16), int(end, 16)
+            begin, end = (int(number, 16) for number in addresses.split("-"))
+            if end - begin <= most:
+                yield begin, end
 
 
 def _collapse(starts: np.ndarray, size: int) -> None:
-    """Makes huge pages at these addresses, as long as there is memory for them. A page that Linux refuses for another
-    reason, which an older Linux does with all, stays as it is.
+    """Makes huge pages at these addresses, as long as this system and the container have memory for them. A page that
+    Linux refuses for another reason, which an older Linux does with all, stays as it is.
     """
     madvise = _madvise()
-    for start in starts.tolist():
-        if madvise(start, size, MADV_COLLAPSE) and ctypes.get_errno() == errno.ENOMEM:
+    starts = np.sort(starts)
+    for part in np.split(starts, np.flatnonzero(np.diff(starts) != size) + 1):
+        if len(part) and madvise(int(part[0]), size * len(part), MADV_COLLAPSE) and ctypes.get_errno() in NO_MEMORY:
             return
 
 

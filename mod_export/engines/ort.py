@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mod_export.config import BuildConfig
+from mod_export.engines.huge_pages import in_huge_pages
 from mod_export.engines.ort_c import ort_c
 from mod_export.engines.ort_session import CPU, BoundRunner, OrtRunner, session_from_onnx
 from mod_export.engines.ort_shared import shared_runner
@@ -58,6 +59,7 @@ class OrtCpu(_Ort):
         flat_heads=True,
         branches=True,
         cached_attention=True,
+        gathered_rows=True,
     )
 
     def _installed(self) -> Availability:
@@ -78,7 +80,8 @@ class OrtCpu(_Ort):
     ) -> Profile:
         path, file = _paths(root, engine)
         with tempfile.TemporaryDirectory() as folder:
-            session = session_from_onnx(path, file.parent, [CPU], threads, profile=Path(folder) / "profile")
+            with in_huge_pages():
+                session = session_from_onnx(path, file.parent, [CPU], threads, profile=Path(folder) / "profile")
             with OrtRunner(session, f"{self.name} {engine.path}", threads) as runner:
                 used = {name: array for name, array in feeds.items() if name in runner.inputs}
                 for _ in range(1 + runs):

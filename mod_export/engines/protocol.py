@@ -222,7 +222,8 @@ class EngineBuilder(ABC):
     def load(
         self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
     ) -> Runner:
-        """Loads an engine of the build folder `root`, on the processor into huge pages where there are any.
+        """Loads an engine of the build folder `root`. On the processor it is moved into huge pages where there are any,
+        except for probes, which run few times.
 
         Args:
             root: the build folder.
@@ -235,7 +236,7 @@ class EngineBuilder(ABC):
             TargetError: this machine cannot run the engine.
             EngineError: the file is not a usable engine, or its weights cannot be replaced.
         """
-        with contextlib.nullcontext() if self.nvidia else in_huge_pages():
+        with contextlib.nullcontext() if self.nvidia or weights is not None else in_huge_pages():
             return self._load(root, engine, config, threads, weights)
 
     @abstractmethod

@@ -33,6 +33,8 @@ NEWEST_OPSET = 24
 """The newest opset of the operators that rewrites write."""
 MICROSOFT = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
+ROWS_THAT_RUN = "rows_that_run"
+"""The name of the only axis whose size is known when a graph runs: see graph/rewrites/rows_that_run.py."""
 UNNUMBERED = -1
 """The layer number of modules that are not layers: it sorts before the first layer."""
 

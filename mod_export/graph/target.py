@@ -9,7 +9,15 @@ from pathlib import Path
 import onnx_ir as ir
 
 from mod_export.errors import GraphError, LimitError
-from mod_export.graph.nodes import branches_of, constant_array, graph_from_file, is_standard, label_of, static_shape
+from mod_export.graph.nodes import (
+    ROWS_THAT_RUN,
+    branches_of,
+    constant_array,
+    graph_from_file,
+    is_standard,
+    label_of,
+    static_shape,
+)
 from mod_export.types import DType, TargetLimits
 
 STANDARD_DOMAINS = frozenset({"", "ai.onnx"})
@@ -70,7 +78,7 @@ def _nested(node: ir.Node, limits: TargetLimits) -> str | None:
 
 
 def _data_dependent(node: ir.Node, limits: TargetLimits) -> str | None:
-    if not is_standard(node, *DATA_DEPENDENT):
+    if not is_standard(node, *DATA_DEPENDENT) or all(_has_known_size(value, limits) for value in node.outputs):
         return None
     return (
         f"the size of what {node.op_type} returns depends on the data, expected fixed sizes; take a fixed number of "
@@ -80,13 +88,21 @@ def _data_dependent(node: ir.Node, limits: TargetLimits) -> str | None:
 
 def _dynamic(node: ir.Node, limits: TargetLimits) -> str | None:
     used = [value for value in node.outputs if value.uses() or value.is_graph_output()]
-    dynamic = [value for value in used if value.shape is None or not value.shape.is_static()]
+    dynamic = [value for value in used if not _has_known_size(value, limits)]
     if not dynamic or is_standard(node, *DATA_DEPENDENT):
         return None
     return (
         f"{node.op_type} returns {dynamic[0].name} of shape {dynamic[0].shape}, expected fixed sizes; export one graph "
         "for each bucket without dynamic_shapes"
     )
+
+
+def _has_known_size(value: ir.Value, limits: TargetLimits) -> bool:
+    """Whether all axes of a value have a fixed size, or that of the rows that run where they are gathered."""
+    if value.shape is None:
+        return False
+    dynamic = {axis.value for axis in value.shape if isinstance(axis, ir.SymbolicDim)}
+    return dynamic <= ({ROWS_THAT_RUN} if limits.gathered_rows else set())
 
 
 def _topk(node: ir.Node, limits: TargetLimits) -> str | None:

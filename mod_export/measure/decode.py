@@ -238,13 +238,25 @@ def _steps(
 
 
 def _step_ms(decoder: Decoder, text: ReadText, kind: ModelKind, position: int) -> float:
-    counts_BN = decoder.cache.get("counts")
-    if counts_BN is not None:
-        counts_BN[:] = np.stack([ran_BS[:, :position].sum(1) for ran_BS in text.ran[kind].values()], 1)
+    counts = [ran_BS[:, :position].sum(1) for ran_BS in text.ran[kind].values()]
+    if COUNTS in decoder.cache:
+        decoder.cache[COUNTS][:] = np.stack(counts, 1)
     ids_B, position_B = text.ids_BS[:, position], np.full(len(text.ids_BS), position, dtype=np.int64)
     begin = time.perf_counter()
     decoder.step(ids_B, position_B).argmax(-1)
-    return 1e3 * (time.perf_counter() - begin)
+    ms = 1e3 * (time.perf_counter() - begin)
+    _restore(decoder, text.kept[kind], np.stack([position_B, *counts], 1))
+    return ms
+
+
+def _restore(decoder: Decoder, kept: Sequence[Kept], slot_BM: np.ndarray) -> None:
+    """Writes the text's keys and values back into the slots that a step may have written, int64 (B, M). A row that
+    keeps nothing writes to its next free slot, which here holds a later token of the text.
+    """
+    for row, (state, slot_M) in enumerate(zip(kept, slot_BM, strict=True)):
+        for name, row_GLE in state.rows.items():
+            slots = slot_M[slot_M < min(row_GLE.shape[1], decoder.cache[name].shape[2])]
+            decoder.cache[name][row][:, slots] = row_GLE[:, slots]
 
 
 def _interval(ms_PK: np.ndarray, seed: int) -> tuple[float, float]:

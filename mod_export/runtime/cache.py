@@ -149,7 +149,7 @@ class TextCache:
 def new_cache(ports: Mapping[str, Port]) -> dict[tuple[str, ...], np.ndarray]:
     """Allocates the tensors of a cache: names of tensors of equal shape and dtype -> one array (C, ...) of these C.
 
-    NumPy asks for huge pages for arrays of 4 MiB and more, which the caches of all layers together often have.
+    NumPy 2.2 and later ask for huge pages for arrays of 4 MiB and more, which caches of all layers together often have.
     """
     alike: dict[Port, list[str]] = {}
     for name, port in ports.items():

@@ -160,8 +160,10 @@ class TextRows:
         if not busy:
             return
         ids_B = np.zeros(self._decoder.batch, dtype=np.int64)
-        # A row without a token holds nothing: a prompt is put into its row when it is read.
         position_B = np.full(self._decoder.batch, VACANT, dtype=np.int64)
+        for b, row in enumerate(self._texts):
+            if row is None or row.reading:  # It holds nothing: a prompt is put into its row when it is read.
+                self._decoder.clear(b)
         for text in busy:
             ids_B[text.b] = text.pending[0] if text.pending else text.completion.ids[-1]
             position_B[text.b] = text.position

@@ -25,6 +25,7 @@ from mod_export.graph.rewrites.heads import FlatHeads, RotaryEmbedding
 from mod_export.graph.rewrites.norms import NormOperator
 from mod_export.graph.rewrites.plain_scatter import PlainScatter
 from mod_export.graph.rewrites.products import QuantizeWeights, StoredWeights
+from mod_export.graph.rewrites.rows_that_run import RowsThatRun
 from mod_export.graph.rewrites.topk import GroupedTopk, SelectTopk, ThresholdSelection
 from mod_export.graph.weights import Form, forms_of
 from mod_export.types import DType, TargetLimits
@@ -68,6 +69,7 @@ REWRITES: tuple[Rewrite, ...] = (
     GroupedTopk(),
     PackedAttention(),
     StoredWeights(),
+    RowsThatRun(),
 )
 
 PORTABLE = TargetLimits(name="portable ONNX", max_opset=23)

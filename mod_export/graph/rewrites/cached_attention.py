@@ -385,6 +385,10 @@ def _written_slot(graph: ir.Graph, attention: _CachedAttention, owners: dict[ir.
     if clamped is not None and clamped.inputs[0] in graph.inputs:
         holds_text_B = writer.op("Equal", clamped.inputs[0], np.array(IDLE))
         used_B = writer.op("Where", holds_text_B, np.array(shape[2]), used_B)
+    elif (column := made_by(used_B, "Gather")) is None or column.inputs[0] not in graph.inputs:
+        # Neither positions nor counts: what a row that keeps nothing holds is not known.
+        kept_B = writer.op("GreaterOrEqual", attention.slot, np.array(0))
+        used_B = writer.op("Where", kept_B, attention.slot, np.array(shape[2]))
     return writer.op("Cast", used_B, to=ir.DataType.INT32)
 
 

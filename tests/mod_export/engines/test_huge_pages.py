@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
+import os
 import platform
 import re
 import subprocess
@@ -22,14 +23,14 @@ from mod_export.engines import huge_pages
 from mod_export.engines.huge_pages import MADV_COLLAPSE, huge_page_size, in_huge_pages
 from mod_export.graph.weights import WeightsFile, bind_weights, write_weights
 
-HUGE = 2**21
+SYSTEM = Path("/sys/kernel/mm/transparent_hugepage")
+HUGE = int((SYSTEM / "hpage_pmd_size").read_text()) if SYSTEM.is_dir() else 2**21
 
 
 def can_collapse() -> bool:
-    """Whether this Linux moves memory that is in use into huge pages, found out without the code under test."""
-    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    """Whether this Linux gives huge pages only to who asks, and moves memory that is in use into them."""
     version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
-    return enabled.is_file() and "[never]" not in enabled.read_text() and version >= (6, 1)
+    return SYSTEM.is_dir() and "[madvise]" in (SYSTEM / "enabled").read_text() and version >= (6, 1)
 
 
 needs_collapse = pytest.mark.skipif(not can_collapse(), reason="this system cannot move memory into huge pages")
@@ -86,10 +87,16 @@ def test_memory_that_is_filled_within_moves_and_other_memory_does_not() -> None:
 
 @needs_collapse
 def test_memory_that_is_gone_at_the_end_is_no_error() -> None:
-    with in_huge_pages():
-        gone = mmap.mmap(-1, 4 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        gone.write(b"\1" * len(gone))
-        gone.close()
+    """An address at which nothing is: that of the first page of all."""
+    huge_pages._collapse(np.array([0], np.uint64), HUGE)
+
+
+@needs_collapse
+def test_a_reservation_that_is_larger_than_the_memory_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(4)
+    assert any(first <= memory.begin < last for first, last in huge_pages._private_memory())
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": HUGE // mmap.PAGESIZE}.__getitem__)
+    assert not any(first <= memory.begin < last for first, last in huge_pages._private_memory())
 
 
 @pytest.mark.parametrize("text", ["always madvise [never]\n", None])
@@ -108,7 +115,7 @@ def test_nothing_happens_where_huge_pages_are_turned_off_or_unknown(
         assert memory.huge() == 0
 
 
-@pytest.mark.parametrize(("number", "asked"), [(errno.ENOMEM, 1), (errno.EINVAL, 3)])
+@pytest.mark.parametrize(("number", "asked"), [(errno.ENOMEM, 1), (errno.EBUSY, 1), (errno.EINVAL, 3)])
 def test_an_error_of_linux_stops_nothing(number: int, asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory left ends it; an address that cannot move, as on an older Linux, is left."""
     calls = []
@@ -119,8 +126,10 @@ def test_an_error_of_linux_stops_nothing(number: int, asked: int, monkeypatch: p
         return -1
 
     monkeypatch.setattr(huge_pages, "_madvise", lambda: refuses)
-    huge_pages._collapse(np.array([HUGE, 2 * HUGE, 3 * HUGE], np.uint64), HUGE)
-    assert calls == [(HUGE * (n + 1), HUGE, MADV_COLLAPSE) for n in range(asked)]
+    # The second and the third are one piece of memory.
+    huge_pages._collapse(np.array([9 * HUGE, 3 * HUGE, 4 * HUGE, HUGE], np.uint64), HUGE)
+    expected = [(HUGE, HUGE, MADV_COLLAPSE), (3 * HUGE, 2 * HUGE, MADV_COLLAPSE), (9 * HUGE, HUGE, MADV_COLLAPSE)]
+    assert calls == expected[:asked]
 
 
 def test_without_a_map_of_its_memory_nothing_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

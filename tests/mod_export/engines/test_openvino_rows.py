@@ -15,7 +15,7 @@ from small_graphs import make_spec
 from mod_export.config import config_from_toml
 from mod_export.engines import openvino as target
 from mod_export.engines import openvino_rows
-from mod_export.engines.openvino import OpenVino
+from mod_export.engines.openvino import OpenVino, OpenVinoRunner
 from mod_export.engines.openvino_products import bodies_of, products_of, weight_products
 from mod_export.engines.openvino_rows import CANDIDATES, fastest_rows, widen
 from mod_export.types import Bucket, Engine, Variant
@@ -101,7 +101,8 @@ def measured(
         compiled.append(rows)
         return rows
 
-    monkeypatch.setattr(openvino_rows, "_seconds", lambda rows: milliseconds[rows])
+    monkeypatch.setattr(openvino_rows, "_run", lambda rows: rows)
+    monkeypatch.setattr(openvino_rows, "_least_seconds", lambda runs: {rows: milliseconds[rows] for rows in runs})
     return fastest_rows(model, compile_model), compiled
 
 
@@ -135,6 +136,18 @@ def test_a_model_is_really_run() -> None:
     assert fastest_rows(model, lambda _: target._core().compile_model(model, "CPU", options)) in (0, *CANDIDATES)
 
 
+def rows_that_run(compiled: openvino.CompiledModel) -> set[int]:
+    """The rows of the bfloat16 products that OpenVINO runs."""
+    nodes = compiled.get_runtime_model().get_ordered_ops()
+    about = [{name: str(value.value) for name, value in node.get_rt_info().items()} for node in nodes]
+    products = [
+        node
+        for node, info in zip(nodes, about, strict=True)
+        if (info["layerType"], info["runtimePrecision"]) == ("FullyConnected", "bf16")
+    ]
+    return {int(np.prod(list(node.get_output_shape(0))[:-1])) for node in products}
+
+
 def test_an_engine_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when it is compiled again with other weights."""
     bucket = Bucket(1, 1)
@@ -156,6 +169,9 @@ def test_an_engine_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         )  # fmt: skip
         load = partial(OpenVino().load, tmp_path, engine, CONFIG, 1)
         with load() as runner, load(zeros) as silenced:
+            for opened in (runner, silenced):
+                assert isinstance(opened, OpenVinoRunner)
+                assert rows_that_run(opened._opened()) == {rows or 1}
             logits[rows] = runner.run(feeds)["logits"]
             assert not silenced.run(feeds)["logits"].any()
     assert np.abs(logits[0]).max() > 0.1

@@ -14,7 +14,7 @@ from writing import SPEC, WINDOW
 
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
-from mod_export.measure.decode import measure_prompts, measure_steps, read_text, step_bytes
+from mod_export.measure.decode import _steps, measure_prompts, measure_steps, read_text, step_bytes
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.pipeline.build import Build
 from mod_export.rows.speed import StepBytes
@@ -70,6 +70,25 @@ def test_a_text_is_what_both_models_read(context: Build, models: dict[ModelKind,
     for kind in KINDS:
         assert [kept.length for kept in text.kept[kind]] == [SEQ] * 2
     assert all(kept.count_N is None for kept in text.kept["dense"])
+
+
+def test_steps_leave_the_text_in_the_cache(context: Build, models: dict[ModelKind, GeneratingModel]) -> None:
+    """Also where a row keeps nothing and writes to a slot that holds a later token of its text."""
+    found, pair = context.decoding_engines(), pair_of(context, "decode", Bucket(3, WINDOW))
+    with contextlib.ExitStack() as opened:
+        prompts = {kind: opened.enter_context(found.prompts(kind, "ort-cpu", "float32")) for kind in KINDS}
+        decoders = {kind: opened.enter_context(found.decoder(pair[kind])) for kind in KINDS}
+        text = read_text(texts(3), prompts, {kind: models[kind].sites for kind in KINDS})
+        _, ran_PBN = _steps(decoders, text, np.arange(1, SEQ), 0, 1.0)
+        # In some step a row ran and another did not, so the layer was executed and the other wrote.
+        assert (ran_PBN.any(1) & ~ran_PBN.all(1)).any()
+        for kind, decoder in decoders.items():
+            for row, state in enumerate(text.kept[kind]):
+                for name, row_GLE in state.rows.items():
+                    site = next((s for s in text.ran[kind] if str(s) == name.rpartition("_")[2]), None)
+                    used = SEQ if site is None else int(text.ran[kind][site][row].sum())
+                    found_GLE = decoder.cache[name][row][:, :used]
+                    np.testing.assert_array_equal(found_GLE, row_GLE[:, :used])
 
 
 @pytest.mark.parametrize(("rows", "bandwidth_gbs"), [(1, None), (3, 10.0)])

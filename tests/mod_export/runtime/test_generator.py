@@ -19,9 +19,10 @@ from writing import WINDOW, prompts_of_lengths
 from mod_export.errors import UsageError
 from mod_export.folder.manifest import GenerationFacts, open_folder
 from mod_export.model.model import GeneratingModel, Model
+from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.generator import Generator, load_generator
 from mod_export.runtime.texts import Bytes
-from mod_export.types import Bucket, DType, Engine
+from mod_export.types import VACANT, Bucket, DType, Engine
 
 LENGTHS = [1, 2, 3, 5, 8, 13, 16]
 SAMPLED = {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "seed": 7}
@@ -302,6 +303,23 @@ def test_all_prompts_are_read_before_a_text_goes_on(generator: Generator) -> Non
         assert stream.bucket.batch == 3
         assert stream.steps == 8
     assert rows == [0, 1, 2] * 5 + [3] * 5
+
+
+def test_rows_without_a_text_are_vacant_in_a_step(generator: Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So attention reads next to nothing for them, and their counts are 0."""
+    step, seen = Decoder.step, []
+
+    def watched(decoder: Decoder, ids_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:
+        counts_BN = decoder.cache["counts"]
+        seen.append((position_B.tolist(), [bool(counts_BN[b].any()) for b in np.flatnonzero(position_B < 0)]))
+        return step(decoder, ids_B, position_B)
+
+    monkeypatch.setattr(Decoder, "step", watched)
+    for texts in (3, 2):  # The second request finds what the first one left in a row.
+        generator.generate(prompts_of_lengths([20, 9, 30][-texts:], seed=3), 6, ignore_eos=True)
+    idle = [[position for position in positions if position < 0] for positions, _ in seen]
+    assert idle == [[]] * 5 + [[VACANT]] * 5
+    assert not any(in_use for _, counts in seen for in_use in counts)
 
 
 TOKENS = 5000
