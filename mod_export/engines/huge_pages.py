@@ -31,8 +31,6 @@ PRESENT = np.uint64(1 << 63)
 MADV_COLLAPSE = 25
 LEAST_PRESENT = 0.95
 """The share of a huge page that must be in use already, so that huge pages take hardly any additional memory."""
-
-
 NO_MEMORY = (errno.ENOMEM, errno.EBUSY)
 """The system has no huge page left, or the control group of a container may not have another one."""
 

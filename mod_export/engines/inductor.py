@@ -230,7 +230,7 @@ class Inductor(AotInductor):
         }
 
     def _load(
-        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays
     ) -> InductorRunner:
         package, metadata, tensors = self.opened(root, engine, weights, "cpu")
         return InductorRunner(package, metadata, tensors, f"inductor {engine.path}", threads)

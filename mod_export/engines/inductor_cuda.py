@@ -140,7 +140,7 @@ class InductorCuda(AotInductor):
         return super().made_here(root, engine) and metadata_of(root / engine.path).get("gpu") in here
 
     def _load(
-        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays
     ) -> CudaRunner:
         options = config.target.inductor_cuda
         if problem := gpu_problem(options.device):

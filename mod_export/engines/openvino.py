@@ -261,7 +261,7 @@ class OpenVino(EngineBuilder):
         return made_on == (package_version("openvino"), _cpu(), sorted(cpu_features()))
 
     def _load(
-        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays
     ) -> OpenVinoRunner:
         assert engine.weights is not None
         try:

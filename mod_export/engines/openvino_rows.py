@@ -10,14 +10,13 @@ give is dropped.
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 from mod_export.engines.huge_pages import in_huge_pages
 from mod_export.engines.openvino_products import bodies_of, products_of, weight_products
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     import openvino
 
@@ -44,36 +43,27 @@ def fastest_rows(model: openvino.Model, compiled: Callable[[int], openvino.Compi
     larger = [rows for rows in CANDIDATES if rows > own]
     if own == 0 or not larger:
         return 0
-    runs = {}
-    for rows in (0, *larger):
-        with in_huge_pages():  # As an engine is loaded.
-            runs[rows] = _run(compiled(rows))
-    seconds = _least_seconds(runs)
+    seconds = {rows: _seconds(compiled, rows) for rows in (0, *larger)}
     best = min(larger, key=lambda rows: seconds[rows])
     return best if seconds[best] < MUST_TAKE_LESS_THAN * seconds[0] else 0
 
 
-def _run(compiled: openvino.CompiledModel) -> Callable[[], None]:
-    """Returns a function that runs a model on inputs of zeros."""
+def _seconds(compiled: Callable[[int], openvino.CompiledModel], rows: int) -> float:
+    """Returns the time of the fastest run on inputs of zeros. No other model is in memory meanwhile."""
     import openvino
 
-    request = compiled.create_infer_request()
-    for port in compiled.inputs:
+    with in_huge_pages():  # As an engine is loaded.
+        model = compiled(rows)
+    request, taken = model.create_infer_request(), []
+    for port in model.inputs:
         tensor = openvino.Tensor(port.element_type, port.shape)
         tensor.data[...] = 0
         request.set_tensor(port, tensor)
-    return partial(request.infer, share_outputs=True)
-
-
-def _least_seconds(runs: Mapping[int, Callable[[], None]]) -> dict[int, float]:
-    """Returns the time of the fastest run of each, which take turns, so that other load disturbs all alike."""
-    seconds = dict.fromkeys(runs, float("inf"))
     for _ in range(ROUNDS):
-        for rows, run in runs.items():
-            begin = time.perf_counter()
-            run()
-            seconds[rows] = min(seconds[rows], time.perf_counter() - begin)
-    return seconds
+        begin = time.perf_counter()
+        request.infer(share_outputs=True)
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
 
 
 def widen(model: openvino.Model, rows: int) -> None:

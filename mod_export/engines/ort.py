@@ -65,9 +65,7 @@ class OrtCpu(_Ort):
     def _installed(self) -> Availability:
         return Availability(builds=True, runs=True, reason=f"onnxruntime {package_version('onnxruntime')}")
 
-    def _load(
-        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
-    ) -> Runner:
+    def _load(self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays) -> Runner:
         where = f"{self.name} {engine.path}"
         path, file = _paths(root, engine)
         api = ort_c() if weights is None else None
@@ -113,9 +111,7 @@ class OrtCuda(_Ort):
             )
         return Availability(builds=True, runs=True, reason=f"onnxruntime-gpu {package_version('onnxruntime')} on CUDA")
 
-    def _load(
-        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
-    ) -> Runner:
+    def _load(self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays) -> Runner:
         import onnxruntime as ort
 
         if CUDA not in ort.get_available_providers():

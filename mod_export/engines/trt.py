@@ -213,7 +213,7 @@ class _LoggerBase(EngineBuilder):
             raise EngineError(f"{job.graph.path}: {self.title} cannot build it: {errors or result['error']}")
 
     def _load(
-        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays = None
+        self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays
     ) -> TensorRTRunner:
         if weights:
             raise EngineError(f"{engine.path}: a plan holds its own weights, which cannot be replaced")

@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
-from small_graphs import parsed
+from graph_folders import write_products
 
 from mod_export.config import BuildConfig
 from mod_export.engines import ort_shared
@@ -22,7 +21,7 @@ from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.ort_shared import SharedRunner, shared_runner
 from mod_export.errors import EngineError
 from mod_export.folder.manifest import open_folder
-from mod_export.graph.weights import WeightsFile, bind_weights, write_weights
+from mod_export.graph.weights import write_weights
 from mod_export.types import Bucket, Engine
 
 ROOM = 0.1
@@ -126,14 +125,8 @@ def test_further_buckets_add_little_memory(tmp_path: Path) -> None:
     write_weights(tmp_path / "w.data", {name: torch.eye(1024) for name in names}, "float32")
     graphs = []
     for seq in (16, 32, 48, 64):
-        products = " ".join(f"x{i + 1} = MatMul (x{i}, {name})" for i, name in enumerate(names))
-        inputs = ", ".join(f"float[1024,1024] {name}" for name in names)
-        model = parsed(f"g (float[{seq},1024] x0, {inputs}) => (float[{seq},1024] x6) {{ {products} }}")
-        for value in [model.graph.inputs.pop() for _ in names]:
-            model.graph.initializers.add(value)
-        bind_weights(model, [WeightsFile.open(tmp_path / "w.data")], tmp_path)
         graphs.append(tmp_path / f"g{seq}.onnx")
-        graphs[-1].write_bytes(ir.to_proto(model).SerializeToString())
+        write_products(graphs[-1], tmp_path / "w.data", names, (seq, 1024))
     arguments = [sys.executable, "-c", MEMORY, str(tmp_path / "w.data"), *map(str, graphs)]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     taken = json.loads(done.stdout)

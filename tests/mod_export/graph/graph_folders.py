@@ -5,7 +5,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 from captures import ports
-from small_graphs import make_model, portable_graph
+from small_graphs import make_model, parsed, portable_graph
 
 from mod_export.engines.protocol import EngineJob
 from mod_export.graph.rewrites import apply_rewrites
@@ -25,6 +25,18 @@ from mod_models.spec import ModelSpec
 def job_of(root: Path, graph: Graph) -> EngineJob:
     """Job of an engine that is built from the graph alone; a use of the program fails the test."""
     return EngineJob(root=root, graph=graph, program=lambda dtype: pytest.fail("this engine is built from the graph"))
+
+
+def write_products(path: Path, weights: Path, names: list[str], shape: tuple[int, int]) -> None:
+    """Writes a graph that multiplies rows of this shape by one square weight of a weights file after another."""
+    rows, width = shape
+    products = " ".join(f"x{i + 1} = MatMul (x{i}, {name})" for i, name in enumerate(names))
+    inputs = ", ".join(f"float[{width},{width}] {name}" for name in names)
+    model = parsed(f"g (float[{rows},{width}] x0, {inputs}) => (float[{rows},{width}] x{len(names)}) {{ {products} }}")
+    for value in [model.graph.inputs.pop() for _ in names]:
+        model.graph.initializers.add(value)
+    bind_weights(model, [WeightsFile.open(weights)], path.parent)
+    path.write_bytes(ir.to_proto(model).SerializeToString())
 
 
 def unbound_graph(spec: ModelSpec, bucket: Bucket) -> ir.Model:
