@@ -475,9 +475,14 @@ def _left_out(name: str, comparisons: Sequence[Comparison]) -> list[LeftOutRows]
 
 
 def fails_anyway(comparisons: Sequence[Comparison], gate: ParityGate, setting: Setting) -> bool:
-    """Whether a candidate fails a check that does not depend on the measured rounding error."""
+    """Whether a candidate fails whatever rounding can explain: a value is NaN, or it fails a check that does not depend
+    on the measured rounding error.
+    """
     allowed = allowance(comparisons, gate, setting.dtype)
-    return any(check(comparisons, allowed) for check in WHATEVER_ROUNDING_IS)
+    checks = list(WHATEVER_ROUNDING_IS)
+    if _texts_with_own_routing(comparisons, allowed):
+        checks.append(check_next_token)
+    return any(math.isnan(c.error.max_abs) for c in comparisons) or any(check(comparisons, allowed) for check in checks)
 
 
 def _worst_error(comparisons: Sequence[Comparison]) -> ErrorNumbers:

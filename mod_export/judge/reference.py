@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 Found = TypeVar("Found")
 Precision = Literal["float32", "float64"]
 KEPT_BYTES = 2**29
-"""Size limit of the outputs kept for the next target. Beyond it, running again costs less than the memory."""
+"""Size of the outputs that are kept for the next target even if little memory is free."""
+KEPT_SHARE = 1 / 4
+"""Share of the free memory, what is kept included, that kept outputs may take."""
 FLOAT64_BYTES = 8
 SHAKEN = 2
 RUNS_OF_CHECK = 4
@@ -111,9 +113,9 @@ class KeptRuns:
     target asks for the same ones.
     """
 
-    def __init__(self, room: int = KEPT_BYTES) -> None:
-        """`room` is the size limit of all runs together, in bytes."""
-        self._room = room
+    def __init__(self, room: int | None = None) -> None:
+        """`room` is the size limit of all runs together, in bytes; by default it depends on the memory that is free."""
+        self._limit = room
         self._runs: dict[str, Traced] = {}
 
     def get(self, key: str) -> Traced | None:
@@ -122,12 +124,19 @@ class KeptRuns:
 
     def keep(self, key: str, run: Traced) -> None:
         """Keeps a run and drops the oldest ones to make room. A run that is larger than all the room is not kept."""
-        if run.nbytes > self._room:
+        used = sum(kept.nbytes for kept in self._runs.values())
+        room = self._room(used)
+        if run.nbytes > room:
             return
         self._runs[key] = run
-        used = sum(kept.nbytes for kept in self._runs.values())
-        while used > self._room:
+        used += run.nbytes
+        while used > room:
             used -= self._runs.pop(next(iter(self._runs))).nbytes
+
+    def _room(self, used: int) -> int:
+        if self._limit is not None:
+            return self._limit
+        return max(KEPT_BYTES, int(KEPT_SHARE * (free_bytes() + used)))
 
 
 class Programs:

@@ -22,8 +22,8 @@ from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
 from mod_export.graph.weights import state_of, write_weights
 from mod_export.judge.checks import judge
+from mod_export.judge.compare_runner import compare_runner, slack_of
 from mod_export.judge.inputs import parity_batches
-from mod_export.judge.parity import compare_runner, slack_of
 from mod_export.judge.reference import Reference
 from mod_export.measure.cost import ms_by_part, part_of_kernel
 from mod_export.model.transformer import TransformerModel
@@ -96,8 +96,8 @@ def test_every_bucket_equals_the_eager_model(bucket: Bucket, root: Path, loaded:
     if bucket != BUCKETS[0]:
         compiled(root, loaded, bucket)
     with Inductor().load(root, engine_of(bucket), CONFIG, 1) as runner:
-        comparison = compare_runner(runner, Reference(loaded), parity_batches(loaded, bucket, [], 0, 1), SLACK)
-    row = judge(comparison, CONFIG.parity.float32, engine_of(bucket).setting)
+        inputs = compare_runner(runner, Reference(loaded), parity_batches(loaded, bucket, [], 0, 1), SLACK)
+    row = judge([c for one in inputs for c in one.comparisons], CONFIG.parity.float32, engine_of(bucket).setting)
     assert row.passed, row.reasons
     assert row.routing.routed > 0
 

@@ -26,8 +26,8 @@ from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
 from mod_export.graph.weights import state_of, write_weights
 from mod_export.judge.checks import judge
+from mod_export.judge.compare_runner import compare_runner, slack_of
 from mod_export.judge.inputs import parity_batches
-from mod_export.judge.parity import compare_runner, slack_of
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, Engine, Graph, Variant
@@ -77,8 +77,8 @@ def feeds(seed: int = 0) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 def test_bfloat16_meets_its_gates(root: Path, loaded: TransformerModel) -> None:
     with Inductor().load(root, ENGINE, CONFIG, 1) as runner:
-        comparison = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1), SLACK)
-        row = judge(comparison, CONFIG.parity.bfloat16, ENGINE.setting)
+        inputs = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1), SLACK)
+        row = judge([c for one in inputs for c in one.comparisons], CONFIG.parity.bfloat16, ENGINE.setting)
         assert row.passed, row.reasons
         assert row.routing.routed > 0
         assert runner.run(feeds())["logits"].dtype == np.float32

@@ -298,8 +298,16 @@ def test_the_divergence_of_a_quantized_model_is_its_mean_over_all_of_its_text() 
 
 
 def test_what_rounding_can_explain_is_measured_again() -> None:
-    assert not fails_anyway([with_error(math.nan)], GATE, SETTING)
+    assert not fails_anyway([with_error(1e9)], GATE, SETTING)
+    assert fails_anyway([with_error(math.nan)], GATE, SETTING)
     assert fails_anyway([replace(GOOD, problems=("no logits",))], GATE, SETTING)
+
+
+def test_next_tokens_of_text_do_not_depend_on_rounding_if_each_model_routes_by_itself() -> None:
+    disagrees = [replace(GOOD, text=replace(GOOD.text, agreed=0, positions=1000))]
+    assert fails_anyway(disagrees, GATE, replace(SETTING, dtype="int8"))
+    # In floats they are those given the same routing, as far as rounding can tell.
+    assert not fails_anyway(disagrees, GATE, SETTING)
 
 
 def test_the_perplexity_of_a_quantized_model_is_held_against_the_models_own() -> None:

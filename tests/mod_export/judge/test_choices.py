@@ -28,8 +28,9 @@ from mod_export.graph.onnx_export import onnx_from_captured
 from mod_export.graph.weights import state_of
 from mod_export.judge.choices import Choice, Holder
 from mod_export.judge.compare import Slack
+from mod_export.judge.compare_runner import compare_runner
 from mod_export.judge.inputs import Batch, batches_of
-from mod_export.judge.parity import compare_runner, judge_runner
+from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.module import model_from_module
 from mod_export.rows.correctness import ParityRow
@@ -220,8 +221,8 @@ def test_more_may_be_off_in_fewer_bits() -> None:
     with OrtRunner(session(graph), "candidate", 1) as runner:
         for units in (16.0, 2.0**16):
             slack = Slack(units=units, near_tie=0.16, max_abs=1.0, narrow=units > 16)
-            (comparison,) = compare_runner(runner, reference, batches, slack)
-            counts.append(comparison.undetermined)
+            (one,) = compare_runner(runner, reference, batches, slack)
+            counts.append(one.comparisons[0].undetermined)
     assert counts[0] == 0 < counts[1]
 
 

@@ -9,14 +9,11 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from small_graphs import portable_graph, session
+from small_graphs import portable_graph
 
 from benchmarks.faults.fault_table import f32, gate_mul, i64
 from benchmarks.faults.graph_surgery import Surgery
-from mod_export.config import config_from_toml
-from mod_export.engines.ort_session import OrtRunner
 from mod_export.judge.inputs import Batch, parity_batches
-from mod_export.judge.parity import compare_runner, slack_of
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel
 from mod_export.rows.correctness import ParityRow
@@ -220,18 +217,3 @@ def test_rows_of_a_single_token_have_no_perplexity(row_of: Judge, loaded: Transf
     assert row.passed, row.reasons
     assert "text" in row.inputs
     assert row.text is None
-
-
-def test_rounding_is_measured_on_one_input_of_each_kind_first(
-    graph: ir.Model, reference: Reference, batches: list[Batch]
-) -> None:
-    with OrtRunner(session(graph), "candidate", 1) as runner:
-        some, every = (
-            compare_runner(
-                runner, reference, batches, slack_of(config_from_toml(None).parity.float32, "float32"), rounding
-            )
-            for rounding in ("some", "all")
-        )
-    assert [comparison.kind for comparison in some if comparison.rounding] == ["text", "random", "ties"]
-    assert all(comparison.rounding for comparison in every)
-    assert [comparison.error for comparison in some] == [comparison.error for comparison in every]
