@@ -250,6 +250,12 @@ def let_go(tensors: Iterable[torch.Tensor]) -> None:
             libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length // mmap.PAGESIZE * mmap.PAGESIZE), MADV_PAGEOUT)
 
 
+def return_freed_memory() -> None:
+    """Returns freed memory to the system: the C library of Linux (glibc) keeps it unless it is told to."""
+    if sys.platform.startswith("linux") and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def reset_peak_rss() -> None:
     """Starts a new peak of resident memory, if the kernel can do that (Linux: 5 in /proc/self/clear_refs)."""
     with contextlib.suppress(OSError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +23,7 @@ import numpy as np
 
 from mod_export.engines.ort_c import Handle, OrtC
 from mod_export.engines.protocol import Arrays, EngineRunner, Port, check_bound
+from mod_export.environment import return_freed_memory
 from mod_export.errors import BuildFolderError, EngineError
 from mod_export.graph.weights import WeightsFile
 
@@ -79,12 +79,11 @@ class _Weights:
         """Returns to the system the pages of the file that were read, and the memory that packing has freed.
 
         Pages that are used again are read again. A session packs every weight before it sees that the container already
-        has it, and the C library of Linux (glibc) keeps freed memory unless it is told to return it.
+        has it.
         """
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
-        if sys.platform.startswith("linux") and hasattr(trim := ctypes.CDLL(None), "malloc_trim"):
-            trim.malloc_trim(0)
+        return_freed_memory()
 
 
 def _release(api: OrtC, values: Mapping[str, Handle], container: Handle, mapped: np.ndarray) -> None:

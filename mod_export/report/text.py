@@ -10,6 +10,7 @@ import io
 import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
+from statistics import fmean
 from typing import IO, TypeVar
 
 from rich.console import Console, Group
@@ -246,6 +247,7 @@ def generation_lines(generation: GenerationReport, steps: Sequence[summary.Setti
                 "efficiency: speed-up / predicted"
             ]
         lines += map(_memory, timed)
+        lines += dict.fromkeys(line for row in timed if (line := _read_anyway(row)))
     if generation.first_token:
         lines.append("prompt: median time from a prompt of so many tokens to the token after it")
     if generation.texts:
@@ -273,6 +275,19 @@ def _memory(row: DecodeRow) -> str:
     if not routed["dense"]:
         return line
     return f"{line}; of routed layers {wording.bytes_text(routed['mod'])}, dense {wording.bytes_text(routed['dense'])}"
+
+
+def _read_anyway(row: DecodeRow) -> str:
+    """Says how few rows run in the routed layers of a step of several texts, and how often their weights are read all
+    the same. Empty for one text, for which the two are equal, and if nothing is routed.
+    """
+    if row.setting.bucket.batch == 1 or not row.executed:
+        return ""
+    rows, steps = (fmean(shares.values()) for shares in (row.selected, row.executed))
+    return (
+        f"routed layers {row.target} {row.bucket}: {rows:.0%} of the rows run; the weights are read in {steps:.0%} of "
+        "the steps, those in which any row runs"
+    )
 
 
 def _not_run(state: str, targets: Sequence[Target]) -> list[Part]:

@@ -92,6 +92,15 @@ def test_a_failing_report_on_a_narrow_terminal(failed_report: BuildReport) -> No
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_of_several_texts_it_says_how_often_a_routed_layer_is_read_for_few_rows(report: BuildReport) -> None:
+    """With one text, the two shares are equal."""
+    assert report.generation is not None
+    lines = [text_line for text_line in section(report).splitlines() if text_line.startswith("routed layers")]
+    assert [text_line.partition(":")[0] for text_line in lines] == ["routed layers ort-cpu b8s512"]
+    dense = [changed(row, executed={}, selected={}) for row in report.generation.decode]
+    assert "routed layers ort-cpu" not in section(report, decode=tuple(dense))
+
+
 def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> None:
     text = render_text(alone_report, "b")
     head = next(one for one in text.splitlines() if one.startswith("target"))
