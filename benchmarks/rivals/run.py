@@ -33,7 +33,13 @@ from mod_export.environment import usable_cores
 from mod_export.measure.turns import reason_of
 
 CASE = re.compile(r"(\w+)-s(\d+)-b(\d+)-v(\d+)")
-INITIAL = {case.name: case for case in (TextCase("M", capacity=0.125), TextCase("1B", vocab=128_256))}
+INITIAL = {
+    case.name: case
+    for case in (
+        TextCase("M", capacity=0.125),
+        TextCase("1B", vocab=128_256, prompt=256, new=32, window=512, judged=128),
+    )
+}
 """Models with initial weights that write text. 1B needs 24 GiB of memory in int8 and int4, and more in float32."""
 
 
