@@ -14,12 +14,14 @@ BATCHES = ("1", "8")
 TEXT = """## Text
 
 Tokens per second after the first token, for one text and for eight at once, and milliseconds until the first token of
-one text. The prompt has {prompt} tokens; {new} tokens are written, greedy. All programs have the same dense weights, as
-a Hugging Face folder or as a GGUF file in float32. {models}
+one text, greedy. All programs have the same dense weights, as a Hugging Face folder or as a GGUF file in float32.
+{models}
 
-* **mod-export**: `mod_export.load_generator`, window {window}, caches as long as the request, as in the other programs.
-  The MoD model routes every other block. Its routers are random, and its predictors are calibrated so that as many
-  tokens run as declared. Its text means nothing, so only its speed is shown;
+Programs:
+
+* **mod-export**: `mod_export.load_generator`, caches as long as the request, as in the other programs. The MoD model
+  routes every other block. Its routers are random, and its predictors are calibrated so that as many tokens run as
+  declared. Its text means nothing, so only its speed is shown;
   [training](training.md#measured-on-smollm2-135m) has the quality of such a model after training.
 * **llama.cpp** through `llama-cpp-python`, compiled for this processor: F32, BF16, Q8_0 and Q4_0 of its own
   `llama_model_quantize`; cache in float16, its default.
@@ -45,9 +47,8 @@ class Compared:
 
 def text_tables(found: Sequence[Found], figure: str) -> Iterator[str]:
     """Yields all paragraphs and tables of this part."""
-    models = "; ".join(dict.fromkeys(_model(cell) for cell in found))
-    first = found[0]
-    yield TEXT.format(prompt=first["prompt"], new=first["new"], window=first["window"], models=f"Models: {models}.")
+    models = dict.fromkeys(_model(cell) for cell in found)
+    yield TEXT.format(models="Models:\n\n" + "\n".join(f"* {model}" for model in models))
     yield figure
     for precision in PRECISIONS:
         chosen = [cell for cell in found if cell["precision"] == precision]
@@ -82,10 +83,9 @@ def _tables_of_model(cells: Sequence[Found]) -> Iterator[str]:
 
 def _model(cell: Found) -> str:
     weights = "trained" if cell["trained"] else "initial weights"
-    return (
-        f"{cell['name']} (d={cell['d_model']} L={cell['n_layers']}, vocabulary {cell['vocab']:,}, {weights}; "
-        f"MoD at {cell['capacity']:.1%})"
-    )
+    model = f"d={cell['d_model']} L={cell['n_layers']}, vocabulary {cell['vocab']:,}, {weights}"
+    request = f"prompts of {cell['prompt']:,} tokens, {cell['new']:,} written, window {cell['window']:,}"
+    return f"**{cell['name']}**: {model}; MoD at {cell['capacity']:.1%}; {request}"
 
 
 def _shown(cells: Sequence[Found], name: str) -> list[str]:
