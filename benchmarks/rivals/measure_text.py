@@ -35,7 +35,7 @@ def measure(
     quality and a sample of each program. A program that failed to prepare, open or run has the reason instead.
     """
     chosen = {route.name: route for route in routes if route.precision == precision}
-    if precision != "float32":
+    if precision != "float32" and case.anchored:
         chosen |= {
             f"{ANCHOR}, float32": route for route in routes if (route.name, route.precision) == (ANCHOR, "float32")
         }

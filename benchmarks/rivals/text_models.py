@@ -40,6 +40,7 @@ class TextCase:
         new: tokens written after the prompt.
         window: window of this project's engines, which determines the slots of the routed layers.
         judged: tokens on which the next token is compared.
+        anchored: whether our dense model in float32 is measured beside every precision.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TextCase:
     new: int = 64
     window: int = 1024
     judged: int = 512
+    anchored: bool = True
 
     @property
     def cache(self) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -59,6 +60,8 @@ each column. This is the fastest of the sizes that were tried (docs/LOG.md).
 """
 GROUPS_OF_BLOCKS: Mapping[DType, int] = {"int8": 16, "int4": 32}
 """Dtype -> GROUP for weights in blocks: 32 is the fastest, and 16 loses less accuracy."""
+ALIGNMENT = 64
+"""Bytes of which the place of OpenVINO's blob in the file is a multiple: a line of the cache, and a vector register."""
 WEIGHTLESS = "WeightlessCacheAttribute_0"
 """Marks a constant that is stored in a weights file, with its offset there. OpenVINO's reader of ONNX files sets it."""
 WIDE = ("f32", "f64")
@@ -90,15 +93,24 @@ class OpenVinoRunner(EngineRunner):
     """
 
     def __init__(
-        self, model: openvino.CompiledModel, inputs: Sequence[str], outputs: Sequence[str], where: str, threads: int
+        self,
+        model: openvino.CompiledModel,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        where: str,
+        threads: int,
+        blob: openvino.Tensor | None = None,
     ) -> None:
-        """`inputs` and `outputs` are names in the model's order, because in OpenVINO a port can have several names."""
+        """`inputs` and `outputs` are names in the model's order, because in OpenVINO a port can have several names.
+        `blob` is what the model was imported from: it reads constants there, and does not keep it.
+        """
         self._inputs = dict(zip(inputs, model.inputs, strict=True))
         self._outputs = dict(zip(outputs, model.outputs, strict=True))
         ports = {name: _port(port) for name, port in self._inputs.items()}
         super().__init__(where, ports, outputs, ["OpenVINO CPU"], threads)
         self.ports: Mapping[str, Port] = {**ports, **{name: _port(port) for name, port in self._outputs.items()}}
         self._model: openvino.CompiledModel | None = model
+        self._blob = blob
         self._idle: list[openvino.InferRequest] = []
         self._changing = threading.Lock()
 
@@ -106,7 +118,7 @@ class OpenVinoRunner(EngineRunner):
         with self._changing:
             model = self._opened()
             request = self._idle.pop() if self._idle else model.create_infer_request()
-        lease = _Lease(self._idle, request)
+        lease = _Lease(self._idle, request, self._blob)
         # `ascontiguousarray` would add a dimension to an array without one.
         arrays = {name: np.asarray(array, order="C") for name, array in feeds.items()}
         with self._errors():
@@ -150,16 +162,19 @@ class OpenVinoRunner(EngineRunner):
 
     def close(self) -> None:
         with self._changing:
-            self._model = None
+            self._model = self._blob = None
             self._idle.clear()
 
 
 class _Lease:
     """A request whose outputs are in use. It becomes idle when the last array over them is deleted."""
 
-    def __init__(self, idle: list[openvino.InferRequest], request: openvino.InferRequest) -> None:
+    def __init__(
+        self, idle: list[openvino.InferRequest], request: openvino.InferRequest, blob: openvino.Tensor | None
+    ) -> None:
+        """Keeps `blob` alive, in which an output that is a constant may be."""
         self.request = request
-        self._idle = idle
+        self._idle, self._blob = idle, blob
 
     def __del__(self) -> None:
         self._idle.append(self.request)
@@ -249,7 +264,8 @@ class OpenVino(EngineBuilder):
             "inputs": [value.name for value in onnx_graph.inputs],
             "outputs": [value.name for value in onnx_graph.outputs],
         }
-        destination.write_bytes(json.dumps(header).encode() + b"\n" + blob)
+        head = json.dumps(header).encode()
+        destination.write_bytes(head + b" " * (-(len(head) + 1) % ALIGNMENT) + b"\n" + blob)
 
     def made_here(self, root: Path, engine: Engine) -> bool:
         try:
@@ -265,8 +281,7 @@ class OpenVino(EngineBuilder):
     ) -> OpenVinoRunner:
         assert engine.weights is not None
         try:
-            head, _, blob = (root / engine.path).read_bytes().partition(b"\n")
-            header = json.loads(head)
+            header, blob = _mapped(root / engine.path)
         except (OSError, ValueError) as error:
             raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
         try:
@@ -285,7 +300,24 @@ class OpenVino(EngineBuilder):
             products = tuple(ProductShape(**about) for about in header.get("products", ()))
             if wrong := wrong_on_this_processor(products, engine.dtype, threads):
                 raise TargetError(f"{engine.path}: {wrong}")
-        return OpenVinoRunner(model, header["inputs"], header["outputs"], f"{self.name} {engine.path}", threads)
+        return OpenVinoRunner(model, header["inputs"], header["outputs"], f"{self.name} {engine.path}", threads, blob)
+
+
+def _mapped(path: Path) -> tuple[dict[str, Any], openvino.Tensor]:
+    """Returns the header of an engine and OpenVINO's blob. The blob is mapped: it holds all weights of some engines, of
+    which OpenVINO makes a copy that its kernels can read, and the system can take the pages of a file back.
+
+    Raises:
+        ValueError: the file has no header.
+    """
+    import openvino
+
+    with path.open("rb") as file:
+        head = file.readline()
+        header = json.loads(head)
+        # A tensor takes no memory that cannot be written. Nothing is written, and if it were, not to the file.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return header, openvino.Tensor(np.frombuffer(mapped, np.uint8)[len(head) :], shared_memory=True)
 
 
 @cache

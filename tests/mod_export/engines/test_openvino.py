@@ -6,6 +6,7 @@ import gc
 import json
 import re
 import shutil
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from small_graphs import make_model, make_spec, parsed
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import openvino as target
 from mod_export.engines import openvino_products
-from mod_export.engines.openvino import OpenVino, OpenVinoRunner
+from mod_export.engines.openvino import ALIGNMENT, OpenVino, OpenVinoRunner
 from mod_export.engines.openvino_products import ProductShape
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import BindableRunner, EngineJob, Port
@@ -172,6 +173,27 @@ def test_an_engine_holds_no_weights(root: Path) -> None:
     matrices = {name: entry for name, entry in entries.items() if len(entry[1]) == 2 and name.endswith("weight")}
     assert len(matrices) == 16
     assert [name for name, (_, _, offset, length) in matrices.items() if data[offset : offset + length] in engine] == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the memory of this process as Linux shows it")
+def test_an_engine_is_mapped_as_long_as_anything_needs_it(root: Path) -> None:
+    """OpenVINO keeps constants in the memory that it was given, without keeping that memory."""
+    path = root / engine_of().path
+
+    def is_mapped() -> bool:
+        gc.collect()
+        return str(path) in Path("/proc/self/maps").read_text()
+
+    with path.open("rb") as file:
+        assert len(file.readline()) % ALIGNMENT == 0
+    runner = OpenVino().load(root, engine_of(), CONFIG, 1)
+    outputs = runner.run(feeds())
+    runner.close()
+    del runner
+    assert is_mapped()
+    np.testing.assert_allclose(outputs["logits"], expected(root)["logits"], atol=1e-5)
+    outputs.clear()
+    assert not is_mapped()
 
 
 def test_weights_are_those_of_the_file(copy: Path, runner: OpenVinoRunner) -> None:
