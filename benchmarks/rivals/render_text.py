@@ -104,7 +104,10 @@ def _shown(cells: Sequence[Found], name: str) -> list[str]:
 def _measured(route: dict[str, Any] | None, batch: str, what: str) -> str:
     if route is None:
         return ""
-    return "none" if route["failed"] else f"{medians(route['batches'][batch][what]):,.3g}"
+    if route["failed"]:
+        return "none"
+    number = float(medians(route["batches"][batch][what]))
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def against(one: Found, batch: str) -> Compared | None:
