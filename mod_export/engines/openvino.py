@@ -132,8 +132,8 @@ class OpenVinoRunner(EngineRunner):
         arrays = {**feeds, **outputs}
         self._set(request, arrays)
 
-        def run() -> None:
-            assert arrays  # Keeps the arrays alive: OpenVINO only has their addresses.
+        # OpenVINO only has the addresses of the arrays, and of the blob, which another thread may close meanwhile.
+        def run(kept: object = (arrays, self._blob)) -> None:
             self._opened()
             with self._errors():
                 request.infer()

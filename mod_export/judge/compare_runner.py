@@ -51,8 +51,16 @@ error as the one before.
 
 @dataclass(frozen=True)
 class ComparedInput:
-    """A candidate and the reference on one input: a comparison for each of the model's own outputs, of which the first
-    one also holds the routing results. The candidate need not run again for more to be learned about rounding.
+    """Holds what a candidate and the reference give on one input. The candidate need not run again if more has to be
+    known about rounding.
+
+    Attributes:
+        comparisons: one for each of the model's own outputs; the first one also holds the routing results.
+        batch: the input.
+        candidate: site -> positions that the candidate selected, int64 (B, k), for sites that can be compared.
+        reference: the reference that ran with this selection.
+        slack: how far the candidate may be off.
+        rounding: in how many runs rounding was measured.
     """
 
     comparisons: tuple[Comparison, ...]
@@ -64,7 +72,7 @@ class ComparedInput:
 
     @property
     def largest_error(self) -> float:
-        """The largest error of a value in any output."""
+        """Returns the largest error of a value in any output."""
         return max((comparison.error.max_abs for comparison in self.comparisons), default=0.0)
 
     def measured_in_several_runs(self) -> ComparedInput:

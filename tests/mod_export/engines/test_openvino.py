@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,7 +39,7 @@ from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    import openvino
+    pass
 
 CONFIG = config_from_toml(None)
 BUCKET = Bucket(2, 16)
@@ -175,25 +175,39 @@ def test_an_engine_holds_no_weights(root: Path) -> None:
     assert [name for name, (_, _, offset, length) in matrices.items() if data[offset : offset + length] in engine] == []
 
 
+def is_mapped(path: Path) -> bool:
+    gc.collect()
+    return str(path) in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at the memory of this process as Linux shows it")
-def test_an_engine_is_mapped_as_long_as_anything_needs_it(root: Path) -> None:
+def test_an_engine_is_mapped_as_long_as_anything_needs_it(copy: Path) -> None:
     """OpenVINO keeps constants in the memory that it was given, without keeping that memory."""
-    path = root / engine_of().path
-
-    def is_mapped() -> bool:
-        gc.collect()
-        return str(path) in Path("/proc/self/maps").read_text()
-
+    path = copy / engine_of().path
     with path.open("rb") as file:
         assert len(file.readline()) % ALIGNMENT == 0
-    runner = OpenVino().load(root, engine_of(), CONFIG, 1)
+    runner = OpenVino().load(copy, engine_of(), CONFIG, 1)
     outputs = runner.run(feeds())
     runner.close()
     del runner
-    assert is_mapped()
-    np.testing.assert_allclose(outputs["logits"], expected(root)["logits"], atol=1e-5)
+    assert is_mapped(path)
+    np.testing.assert_allclose(outputs["logits"], expected(copy)["logits"], atol=1e-5)
     outputs.clear()
-    assert not is_mapped()
+    assert not is_mapped(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the memory of this process as Linux shows it")
+def test_a_bound_run_keeps_the_engine_mapped(copy: Path) -> None:
+    """Another thread may close the runner while it computes."""
+    runner = OpenVino().load(copy, engine_of(), CONFIG, 1)
+    outputs = {name: array.copy() for name, array in runner.run(feeds()).items()}
+    run = runner.bind(feeds(), outputs)
+    runner.close()
+    assert is_mapped(copy / engine_of().path)
+    with pytest.raises(EngineError, match="the engine is closed"):
+        run()
+    del run
+    assert not is_mapped(copy / engine_of().path)
 
 
 def test_weights_are_those_of_the_file(copy: Path, runner: OpenVinoRunner) -> None:
@@ -360,65 +374,6 @@ def test_products_that_openvino_cannot_compute(
     message = r"cannot multiply by bfloat16 weights on [^:]+: no kernel; use float32, or another release of OpenVINO$"
     with pytest.raises(TargetError, match=rf"^engines/mod-bfloat16\.blob: OpenVINO \S+ {message}"):
         OpenVino().load(folder, engine_of("bfloat16"), CONFIG, 1)
-
-
-@with_bfloat16
-@pytest.mark.parametrize("transposed", [False, True])
-def test_a_product_is_tried_in_bfloat16(transposed: bool) -> None:
-    product, options = ProductShape(24, 40, 56, transposed), target._options("bfloat16", 1, target.GROUP)
-    weight_KN = np.ones((40, 56), np.float32)
-    compiled = openvino_products.compiled_product(target._core(), product, weight_KN, options)
-    kernels = [node.get_rt_info() for node in compiled.get_runtime_model().get_ordered_ops()]
-    ran = {(str(about["layerType"].value), str(about["runtimePrecision"].value)) for about in kernels}
-    assert ("FullyConnected", "bf16") in ran
-    rows_MK = np.eye(24, 40, dtype=np.float32)
-    np.testing.assert_array_equal(openvino_products.multiplied(compiled, rows_MK), np.ones((24, 56)))
-    assert openvino_products.wrong_products(target._core(), [product], options) == []
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, 0.0])
-def test_a_product_without_any_value_is_wrong(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openvino_products, "multiplied", lambda compiled, rows_MK: np.full((24, 56), value))
-    options = target._options("float32", 1, target.GROUP)
-    (described,) = openvino_products.wrong_products(target._core(), [ProductShape(24, 40, 56, True)], options)
-    assert described.startswith("24x40 by 40x56 transposed (off by ")
-
-
-def model_of(first: Sequence[int], second: np.ndarray, *, turned: bool = False, branch: bool = False) -> openvino.Model:
-    """A bfloat16 product of an input and a weight, if wanted in both branches of an If."""
-    import openvino
-    from openvino import opset13 as operators
-
-    def product(rows: openvino.Node) -> openvino.Node:
-        weight = operators.convert(operators.constant(second), "bf16")
-        return operators.matmul(operators.convert(rows, "bf16"), weight, False, turned)
-
-    rows = operators.parameter(list(first), openvino.Type.f32)
-    if not branch:
-        return openvino.Model([product(rows)], [rows])
-    condition, bodies = operators.parameter([1], openvino.Type.boolean), []
-    chosen = operators.if_op(condition)
-    for place in (chosen.set_then_body, chosen.set_else_body):
-        inner = operators.parameter(list(first), openvino.Type.f32)
-        bodies.append((inner, operators.result(product(inner))))
-        place(openvino.Model([bodies[-1][1]], [inner]))
-    (inside, result), (other_inside, other_result) = bodies
-    chosen.set_input(rows.output(0), inside, other_inside)
-    return openvino.Model([chosen.set_output(result, other_result)], [condition, rows])
-
-
-@pytest.mark.parametrize("branch", [False, True])
-def test_the_products_of_a_model(branch: bool) -> None:
-    def found(
-        first: Sequence[int], shape: Sequence[int], dtype: type = np.float32, turned: bool = False
-    ) -> list[ProductShape]:
-        return openvino_products.products_of(model_of(first, np.ones(shape, dtype), turned=turned, branch=branch))
-
-    assert found([2, 3, 8], [8, 5]) == [ProductShape(6, 8, 5, transposed=False)]
-    assert found([2, 3, 8], [5, 8], turned=True) == [ProductShape(6, 8, 5, transposed=True)]
-    assert found([4000, 8], [8, 20000]) == [ProductShape(1024, 8, 16384, transposed=False)]
-    assert found([-1, 8], [8, 5]) == found([8], [8, 5]) == found([2, 8], [8]) == found([2, 3, 8], [2, 8, 5]) == []
-    assert found([2, 3, 8], [8, 5], np.int8) == []
 
 
 # Quantized weights.

@@ -72,7 +72,7 @@ class Wrong:
         return {**outputs, "logits": outputs["logits"] + np.float32(self._by)}
 
 
-def row_of(runner: Wrong, reference: Reference, batches: list[Batch], gate: ParityGate = GATE) -> ParityRow:
+def judged(runner: Wrong, reference: Reference, batches: list[Batch], gate: ParityGate = GATE) -> ParityRow:
     return judge_runner([(runner, batches)], reference, gate, SETTING)
 
 
@@ -81,7 +81,7 @@ def test_before_a_candidate_fails_rounding_is_measured_on_every_input(
 ) -> None:
     """A constant added to all logits changes no probability, so only the error says that it is wrong."""
     wrong = Wrong(runner, 1e-3)
-    row = row_of(wrong, reference, batches)
+    row = judged(wrong, reference, batches)
     assert not row.passed
     assert row.rounding_tokens == row.tokens
     assert "max abs error 0.001" in row.reasons[0]
@@ -89,14 +89,14 @@ def test_before_a_candidate_fails_rounding_is_measured_on_every_input(
 
 
 def test_one_that_passes_is_measured_no_further(runner: Runner, reference: Reference, batches: list[Batch]) -> None:
-    once = row_of(Wrong(runner, 0.0), reference, batches)
+    once = judged(Wrong(runner, 0.0), reference, batches)
     assert once.passed
     assert once.rounding_tokens < once.tokens
     # A limit that the largest rounding error of all runs allows, and that of one run may not.
     nothing = GATE.model_copy(update={"rounding_error": 1e-9, "rounding_error_rms": 1e9})
-    failed = row_of(Wrong(runner, 0.0), reference, batches, nothing)
+    failed = judged(Wrong(runner, 0.0), reference, batches, nothing)
     units = (1 + 1e-9) * failed.error.max_abs / failed.rounding_error
-    row = row_of(Wrong(runner, 0.0), reference, batches, nothing.model_copy(update={"rounding_error": units}))
+    row = judged(Wrong(runner, 0.0), reference, batches, nothing.model_copy(update={"rounding_error": units}))
     assert row.passed, row.reasons
     assert once.rounding_error <= row.rounding_error <= failed.rounding_error
 
@@ -104,6 +104,6 @@ def test_one_that_passes_is_measured_no_further(runner: Runner, reference: Refer
 def test_what_no_rounding_explains_is_not_measured_further(
     runner: Runner, reference: Reference, batches: list[Batch]
 ) -> None:
-    row = row_of(Wrong(runner, math.nan), reference, batches)
+    row = judged(Wrong(runner, math.nan), reference, batches)
     assert not row.passed
     assert row.rounding_tokens < row.tokens
