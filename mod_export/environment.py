@@ -62,6 +62,7 @@ MADV_PAGEOUT = 21
 """Advice of linux/mman.h since Linux 5.4: the kernel takes the pages back at once. Unlike MADV_DONTNEED, it keeps data
 that is only in memory.
 """
+CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _budget: ContextVar[int] = ContextVar("budget", default=0)
 
@@ -174,7 +175,7 @@ def usable_cores() -> int:
     """
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_core_of(cpu) for cpu in cpus}
-    quota = min(_cgroup_quotas(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")), default=len(cores))
+    quota = min(_cpu_quotas(_control_groups(CGROUPS, MEMBERSHIP)), default=len(cores))
     return max(1, min(len(cores), psutil.cpu_count(logical=False) or len(cores), int(quota)))
 
 
@@ -187,25 +188,27 @@ def _core_of(cpu: int) -> str:
         return str(cpu)
 
 
-def _cgroup_quotas(root: Path, membership: Path) -> list[float]:
-    """Returns the limits, in CPUs, that control groups (version 2) set for this process: its own group and all groups
-    above it.
+def _cpu_quotas(groups: Iterable[Path]) -> list[float]:
+    """Returns the limits of control groups, in CPUs.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max.
     """
+    quotas = []
+    for group in groups:
+        with contextlib.suppress(OSError, ValueError):
+            limit, period = (group / "cpu.max").read_text(encoding="ascii").split()
+            quotas.append(float(limit) / float(period))  # "max" means no limit; its ValueError is suppressed.
+    return quotas
+
+
+def _control_groups(root: Path, membership: Path) -> list[Path]:
+    """Returns the folders of the control groups (version 2) of this process: its own group and all groups above it."""
     try:
         lines = membership.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-    group = next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), "")
-    quotas = []
-    for folder in (root / group, *(root / group).parents):
-        with contextlib.suppress(OSError, ValueError):
-            limit, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-            quotas.append(float(limit) / float(period))  # "max" means no limit; its ValueError is suppressed.
-        if folder == root:
-            break
-    return quotas
+    name = next((line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")), "")
+    return [folder for folder in (root / name, *(root / name).parents) if folder.is_relative_to(root)]
 
 
 # Memory.
@@ -222,8 +225,8 @@ def limited(budget: int) -> Iterator[None]:
 
 
 def free_bytes() -> int:
-    """Returns the number of bytes that may still be allocated."""
-    free = psutil.virtual_memory().available
+    """Returns the number of bytes that may still be allocated: of the machine, and in a container of its limit."""
+    free = min([psutil.virtual_memory().available, *_left_in_groups(_control_groups(CGROUPS, MEMBERSHIP))])
     budget = _budget.get()
     if not budget:
         return free
@@ -232,6 +235,23 @@ def free_bytes() -> int:
     # of them count as used.
     used = memory.rss - getattr(memory, "shared", 0)
     return max(0, min(free, budget - used))
+
+
+def _left_in_groups(groups: Iterable[Path]) -> list[int]:
+    """Returns how many bytes each control group with a limit may still use. Files that it has not read lately count as
+    free: the system takes their pages back before it stops a process.
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, memory.max, memory.current, memory.stat.
+    """
+    left = []
+    for group in groups:
+        with contextlib.suppress(OSError, ValueError):
+            limit = int((group / "memory.max").read_text(encoding="ascii"))  # "max" means no limit.
+            used = int((group / "memory.current").read_text(encoding="ascii"))
+            lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
+            old_files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
+            left.append(max(0, limit - used + old_files))
+    return left
 
 
 def let_go(tensors: Iterable[torch.Tensor]) -> None:

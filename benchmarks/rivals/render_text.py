@@ -85,7 +85,8 @@ def _model(cell: Found) -> str:
     weights = "trained" if cell["trained"] else "initial weights"
     model = f"d={cell['d_model']} L={cell['n_layers']}, vocabulary {cell['vocab']:,}, {weights}"
     request = f"prompts of {cell['prompt']:,} tokens, {cell['new']:,} written, window {cell['window']:,}"
-    return f"**{cell['name']}**: {model}; MoD at {cell['capacity']:.1%}; {request}"
+    judged = f"next tokens of {cell['judged']:,} compared"
+    return f"**{cell['name']}**: {model}; MoD at {cell['capacity']:.1%}; {request}; {judged}"
 
 
 def _shown(cells: Sequence[Found], name: str) -> list[str]:

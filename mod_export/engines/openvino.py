@@ -1,9 +1,10 @@
-"""OpenVINO on the CPU: an engine is a compiled model without weights, which are read from a weights file in graphs/.
+"""OpenVINO on the CPU: an engine is a compiled model, whose weights are in a weights file in graphs/ wherever possible.
 
 OpenVINO reads the graph of its target, rewrites it for the instruction sets of this processor, and exports the result.
 The exported model refers to weights by their offset in the weights file (CACHE_MODE OPTIMIZE_SIZE, WEIGHTS_PATH), so
-all buckets share one file on disk. It runs only on the version of OpenVINO and on the instruction sets that it was made
-for; OpenVINO checks that itself.
+all buckets share one file on disk. Weights that are quantized in blocks (int4, and int8 in steps and short rows) are in
+the engine itself, once for each bucket: OpenVINO transposes them. An engine runs only on the version of OpenVINO and on
+the instruction sets that it was made for; OpenVINO checks that itself.
 
 Attention is written out in blocks of queries, with the queries that share keys as rows of one matrix. OpenVINO makes
 one kernel of that, which copies no keys and computes few of the scores that the mask hides (docs/LOG.md).
@@ -118,7 +119,7 @@ class OpenVinoRunner(EngineRunner):
         with self._changing:
             model = self._opened()
             request = self._idle.pop() if self._idle else model.create_infer_request()
-        lease = _Lease(self._idle, request, self._blob)
+            lease = _Lease(self._idle, request, self._blob)
         # `ascontiguousarray` would add a dimension to an array without one.
         arrays = {name: np.asarray(array, order="C") for name, array in feeds.items()}
         with self._errors():
@@ -128,12 +129,13 @@ class OpenVinoRunner(EngineRunner):
 
     def bind(self, feeds: Arrays, outputs: Arrays) -> Callable[[], None]:
         check_bound(self._where, self.ports, feeds, outputs)
-        request = self._opened().create_infer_request()
+        with self._changing:
+            request, blob = self._opened().create_infer_request(), self._blob
         arrays = {**feeds, **outputs}
         self._set(request, arrays)
 
         # OpenVINO only has the addresses of the arrays, and of the blob, which another thread may close meanwhile.
-        def run(kept: object = (arrays, self._blob)) -> None:
+        def run(kept: object = (arrays, blob)) -> None:
             self._opened()
             with self._errors():
                 request.infer()
@@ -300,7 +302,8 @@ class OpenVino(EngineBuilder):
             products = tuple(ProductShape(**about) for about in header.get("products", ()))
             if wrong := wrong_on_this_processor(products, engine.dtype, threads):
                 raise TargetError(f"{engine.path}: {wrong}")
-        return OpenVinoRunner(model, header["inputs"], header["outputs"], f"{self.name} {engine.path}", threads, blob)
+        where, kept = f"{self.name} {engine.path}", blob if weights is None else None
+        return OpenVinoRunner(model, header["inputs"], header["outputs"], where, threads, kept)
 
 
 def _mapped(path: Path) -> tuple[dict[str, Any], openvino.Tensor]:

@@ -153,10 +153,17 @@ class Allowance:
         return distance / (self.scales[site] or 1.0)
 
 
-def allowance(comparisons: Sequence[Comparison], gate: ParityGate, dtype: DType, *, routed: bool = False) -> Allowance:
+def allowance(
+    comparisons: Sequence[Comparison], gate: ParityGate, dtype: DType, *, routed: bool = False, times: float = 1.0
+) -> Allowance:
     """Derives the allowance from the largest rounding error over all inputs, because the error on one small input can
-    be low by chance.
+    be low by chance. With `times` it is the allowance if that error were so many times as large.
     """
+
+    def supposed(error: float) -> float:
+        # An error of 0 says nothing about the error on other inputs.
+        return error if times == 1.0 else times * error if error else math.inf
+
     measured = [comparison.rounding for comparison in comparisons if comparison.rounding is not None]
     coarser = coarser_than_float32(dtype)
     scores, scales = {}, {}
@@ -165,17 +172,21 @@ def allowance(comparisons: Sequence[Comparison], gate: ParityGate, dtype: DType,
         scores[site] = gate.near_tie * scales[site]
         if measured:
             # No score is more exact than its last digits. Two scores are compared, each with its own error.
-            unit = _largest(
-                [*(routing.rounding or 0.0 for routing in site_results), 2 * ROUNDOFF["float32"] * scales[site]]
+            unit = supposed(
+                _largest(
+                    [*(routing.rounding or 0.0 for routing in site_results), 2 * ROUNDOFF["float32"] * scales[site]]
+                )
             )
             # np.minimum, unlike min, keeps a NaN.
             scores[site] = float(np.minimum(scores[site], 2 * gate.rounding_error * coarser * unit))
-    rounding = _largest([error.max_abs for error in measured]) if measured else None
+    rounding = supposed(_largest([error.max_abs for error in measured])) if measured else None
     enough = measured and sum(comparison.values for comparison in comparisons) >= FEWEST_LOGITS
     return Allowance(
         gate=gate,
         max_abs=gate.max_abs if rounding is None else gate.rounding_error * coarser * rounding,
-        rms=gate.rounding_error_rms * coarser * _largest([error.rms for error in measured]) if enough else None,
+        rms=gate.rounding_error_rms * coarser * supposed(_largest([error.rms for error in measured]))
+        if enough
+        else None,
         scores=scores,
         scales=scales,
         rounding=rounding,
@@ -380,8 +391,6 @@ CHECKS: tuple[Callable[[Sequence[Comparison], Allowance], Sequence[str]], ...] =
     check_divergence,
     check_perplexity,
 )
-WHATEVER_ROUNDING_IS = (check_outputs, check_coverage, check_divergence, check_perplexity)
-"""Checks whose limits do not depend on the measured rounding error."""
 
 
 def given(allowed: Allowance) -> str:
@@ -411,10 +420,7 @@ def judge(
     comparisons: Sequence[Comparison], gate: ParityGate, setting: Setting, artifact: str | None = None
 ) -> ParityRow:
     """Applies the gate to every batch; the row passes only if each check could be evaluated and passed."""
-    outputs = {
-        name: [comparison for comparison in comparisons if comparison.output == name]
-        for name in dict.fromkeys(comparison.output for comparison in comparisons)
-    }
+    outputs = _by_output(comparisons)
     routed = any(comparison.sites for comparison in comparisons)
     allowances = {name: allowance(compared, gate, setting.dtype, routed=routed) for name, compared in outputs.items()}
     reasons = [reason for name in outputs for check in CHECKS for reason in check(outputs[name], allowances[name])]
@@ -474,15 +480,24 @@ def _left_out(name: str, comparisons: Sequence[Comparison]) -> list[LeftOutRows]
     ]
 
 
-def fails_anyway(comparisons: Sequence[Comparison], gate: ParityGate, setting: Setting) -> bool:
-    """Whether a candidate fails whatever rounding can explain: a value is NaN, or it fails a check that does not depend
-    on the measured rounding error.
+def fails_anyway(
+    comparisons: Sequence[Comparison], gate: ParityGate, setting: Setting, times: float = math.inf
+) -> bool:
+    """Whether a candidate would fail even if rounding errors were `times` as large as measured; infinity stands for any
+    size, so that only a NaN and what has nothing to do with rounding fail.
     """
-    allowed = allowance(comparisons, gate, setting.dtype)
-    checks = list(WHATEVER_ROUNDING_IS)
-    if _texts_with_own_routing(comparisons, allowed):
-        checks.append(check_next_token)
-    return any(math.isnan(c.error.max_abs) for c in comparisons) or any(check(comparisons, allowed) for check in checks)
+    return any(
+        check(compared, allowance(compared, gate, setting.dtype, times=times))
+        for compared in _by_output(comparisons).values()
+        for check in CHECKS
+    )
+
+
+def _by_output(comparisons: Sequence[Comparison]) -> dict[str, list[Comparison]]:
+    grouped: dict[str, list[Comparison]] = {}
+    for comparison in comparisons:
+        grouped.setdefault(comparison.output, []).append(comparison)
+    return grouped
 
 
 def _worst_error(comparisons: Sequence[Comparison]) -> ErrorNumbers:

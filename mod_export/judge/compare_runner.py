@@ -1,7 +1,7 @@
 """Compares a candidate with the reference on inputs: the candidate runs, and the reference runs with its routing.
 
 How much of a difference rounding can explain is measured on some inputs at first, and on any other one when it is asked
-for: that takes up to four more runs of the reference.
+for: that takes three more runs of the reference, and up to two that are not kept any more.
 
 Shape legend: B batch, S sequence, V vocabulary, N the tokens that are compared.
 """
@@ -97,9 +97,9 @@ class ComparedInput:
 
 
 def compare_runner(runner: Runner, reference: Reference, batches: Sequence[Batch], slack: Slack) -> list[ComparedInput]:
-    """Runs the candidate and the reference on every batch. Rounding is measured once, on an input of each kind; for a
-    large model on some of these. If the model makes discrete choices that are not routing sites, rows that it does not
-    determine within `slack` are left out, and rounding is measured in several runs on all inputs.
+    """Runs the candidate and the reference on every batch. Rounding is measured once, on an input of each kind but the
+    padded one; for a large model on some of these. If the model makes discrete choices that are not routing sites, rows
+    that it does not determine within `slack` are left out, and rounding is measured in several runs on all inputs.
 
     Raises:
         EngineError: the candidate cannot be run on these inputs.

@@ -49,6 +49,8 @@ from mod_export.types import QUANTIZED, Graph, Setting, Site, is_expert, routed_
 
 MOST_REASONS = 4
 """Number of reasons listed beside the place of the fault; further reasons are only counted."""
+MOST_TIMES = 100.0
+"""A candidate that exceeds so many times its allowance is not measured further."""
 Fresh = Callable[[Graph], bytes]
 """Returns the bytes of a fresh export of a graph."""
 
@@ -189,7 +191,8 @@ def judge_runner(
     artifact: str | None = None,
 ) -> ParityRow:
     """Runs a candidate in one or more ways, each on its own inputs, and judges it. Before it fails by a limit that
-    depends on rounding, rounding is measured in several runs on one input after the other, until it passes.
+    depends on rounding, rounding is measured in several runs on one input after the other, until it passes, or until
+    the other inputs cannot help.
 
     Raises:
         EngineError: the candidate cannot be run on these inputs.
@@ -200,12 +203,23 @@ def judge_runner(
     row = judge(compared, gate, setting, artifact)
     # Where the error is largest, rounding is likely to be.
     for n in sorted(range(len(inputs)), key=lambda n: inputs[n].largest_error, reverse=True):
-        if row.passed or fails_anyway(compared, gate, setting):
+        if row.passed or is_hopeless(inputs, gate, setting):
             break
         inputs[n] = inputs[n].measured_in_several_runs()
         compared = _all_of(inputs)
         row = judge(compared, gate, setting, artifact)
     return row
+
+
+def is_hopeless(inputs: Sequence[ComparedInput], gate: ParityGate, setting: Setting) -> bool:
+    """Whether a candidate that fails will fail however rounding is measured on further inputs."""
+    compared = _all_of(inputs)
+    if fails_anyway(compared, gate, setting):
+        return True
+    # One run can be exact by luck, so only several bound the error on other inputs. An input whose values are much
+    # larger may have a much larger error, so those that were measured must be among those that fail.
+    measured = _all_of([one for one in inputs if one.rounding == "several"])
+    return all(fails_anyway(part, gate, setting, MOST_TIMES) for part in (measured, compared))
 
 
 def _all_of(inputs: Sequence[ComparedInput]) -> list[Comparison]:

@@ -126,12 +126,11 @@ class KeptRuns:
         """Keeps a run and drops the oldest ones to make room. A run that is larger than all the room is not kept."""
         used = sum(kept.nbytes for kept in self._runs.values())
         room = self._room(used)
-        if run.nbytes > room:
-            return
-        self._runs[key] = run
-        used += run.nbytes
-        while used > room:
+        left = room - run.nbytes if run.nbytes <= room else room
+        while used > left:
             used -= self._runs.pop(next(iter(self._runs))).nbytes
+        if run.nbytes <= room:
+            self._runs[key] = run
 
     def _room(self, used: int) -> int:
         if self._limit is not None:

@@ -32,6 +32,7 @@ from mod_export.rows.speed import (
     SpeedupRow,
     TextsRow,
 )
+from mod_export.types import is_expert
 
 Row = TypeVar("Row")
 Line = str | tuple[tuple[str, str], ...]
@@ -279,14 +280,15 @@ def _memory(row: DecodeRow) -> str:
 
 def _read_anyway(row: DecodeRow) -> str:
     """Says how few rows run in the routed layers of a step of several texts, and how often their weights are read all
-    the same. Empty for one text, for which the two are equal, and if nothing is routed.
+    the same. Empty for one text, for which the two are equal, and if no layer is routed: experts have no such steps.
     """
-    if row.setting.bucket.batch == 1 or not row.executed:
+    sites = [site for site in row.executed if not is_expert(site)]
+    if row.setting.bucket.batch == 1 or not sites:
         return ""
-    rows, steps = (fmean(shares.values()) for shares in (row.selected, row.executed))
+    rows, steps = (fmean(shares[site] for site in sites) for shares in (row.selected, row.executed))
     return (
-        f"routed layers {row.target} {row.bucket}: {rows:.0%} of the rows run; the weights are read in {steps:.0%} of "
-        "the steps, those in which any row runs"
+        f"routed layers {row.target} {row.bucket} {row.dtype}: {rows:.0%} of the rows run; the weights are read in "
+        f"{steps:.0%} of the steps, those in which any row runs"
     )
 
 

@@ -20,7 +20,9 @@ import mod_export
 from mod_export import environment
 from mod_export.environment import (
     PACKAGES,
-    _cgroup_quotas,
+    _control_groups,
+    _cpu_quotas,
+    _left_in_groups,
     cpu_features,
     describe_machine,
     free_bytes,
@@ -111,13 +113,31 @@ def test_quotas_of_a_control_group_and_those_above_it(tmp_path: Path) -> None:
     group = tmp_path / "fs/pod/app"
     group.mkdir(parents=True)
     (tmp_path / "cgroup").write_text("0::/pod/app\n")
-    assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == []
+    groups = _control_groups(tmp_path / "fs", tmp_path / "cgroup")
+    assert groups == [group, tmp_path / "fs/pod", tmp_path / "fs"]
+    assert _cpu_quotas(groups) == []
     (tmp_path / "fs/cpu.max").write_text("800000 100000\n")
     (tmp_path / "fs/pod/cpu.max").write_text("400000 100000\n")
     for text, quotas in (("150000 100000", [1.5]), ("max 100000", []), ("nonsense", [])):
         (group / "cpu.max").write_text(f"{text}\n")
-        assert _cgroup_quotas(tmp_path / "fs", tmp_path / "cgroup") == [*quotas, 4.0, 8.0]
-    assert _cgroup_quotas(tmp_path / "fs", tmp_path / "absent") == []
+        assert _cpu_quotas(groups) == [*quotas, 4.0, 8.0]
+    assert _control_groups(tmp_path / "fs", tmp_path / "absent") == []
+
+
+def test_memory_that_a_container_has_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container sees the memory of its host in /proc/meminfo."""
+    group = tmp_path / "fs/pod"
+    group.mkdir(parents=True)
+    (tmp_path / "cgroup").write_text("0::/pod\n")
+    (group / "memory.current").write_text("900\n")
+    (group / "memory.stat").write_text("anon 500\ninactive_file 300\nactive_file 100\n")
+    for limit, left in (("max", []), ("1000", [400]), ("100", [0]), ("nonsense", [])):
+        (group / "memory.max").write_text(f"{limit}\n")
+        assert _left_in_groups(_control_groups(tmp_path / "fs", tmp_path / "cgroup")) == left
+    (group / "memory.max").write_text("1000\n")
+    monkeypatch.setattr(environment, "CGROUPS", tmp_path / "fs")
+    monkeypatch.setattr(environment, "MEMBERSHIP", tmp_path / "cgroup")
+    assert free_bytes() == 400
 
 
 def test_a_budget_counts_what_this_process_has() -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -37,9 +37,6 @@ from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, DType, Engine, Role, Variant
 from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    pass
 
 CONFIG = config_from_toml(None)
 BUCKET = Bucket(2, 16)
@@ -208,6 +205,32 @@ def test_a_bound_run_keeps_the_engine_mapped(copy: Path) -> None:
         run()
     del run
     assert not is_mapped(copy / engine_of().path)
+
+
+class ClosesAfterwards:
+    """A lock that closes the runner as soon as it is free, as another thread may."""
+
+    def __init__(self, runner: OpenVinoRunner) -> None:
+        self._runner, self._lock = runner, runner._changing
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        self._runner._changing = self._lock
+        self._runner.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks at the memory of this process as Linux shows it")
+def test_a_run_keeps_the_engine_mapped(copy: Path) -> None:
+    runner = OpenVino().load(copy, engine_of(), CONFIG, 1)
+    runner._changing = ClosesAfterwards(runner)  # type: ignore[assignment]
+    outputs = runner.run(feeds())
+    assert is_mapped(copy / engine_of().path)
+    np.testing.assert_allclose(outputs["logits"], expected(copy)["logits"], atol=1e-5)
+    with pytest.raises(EngineError, match="the engine is closed"):
+        runner.run(feeds())
 
 
 def test_weights_are_those_of_the_file(copy: Path, runner: OpenVinoRunner) -> None:

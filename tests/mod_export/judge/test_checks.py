@@ -297,17 +297,31 @@ def test_the_divergence_of_a_quantized_model_is_its_mean_over_all_of_its_text() 
     assert check_divergence([random], allowance([random], GATE, "int8"))
 
 
-def test_what_rounding_can_explain_is_measured_again() -> None:
-    assert not fails_anyway([with_error(1e9)], GATE, SETTING)
-    assert fails_anyway([with_error(math.nan)], GATE, SETTING)
-    assert fails_anyway([replace(GOOD, problems=("no logits",))], GATE, SETTING)
+def test_what_no_size_of_rounding_errors_explains_fails_anyway() -> None:
+    wrong = replace(NOISY, error=errors(1e9))
+    assert not fails_anyway([wrong], GATE, SETTING)
+    assert fails_anyway([replace(NOISY, error=errors(math.nan))], GATE, SETTING)
+    assert fails_anyway([replace(NOISY, problems=("no logits",))], GATE, SETTING)
+    # Each output has an allowance of its own.
+    assert fails_anyway([wrong, replace(NOISY, output="hidden", problems=("no hidden",))], GATE, SETTING)
+
+
+def test_what_a_hundred_times_the_rounding_errors_explain_does_not_fail_anyway() -> None:
+    for error, fails in ((4e-5, False), (3.9e-3, False), (4.1e-3, True)):
+        wrong = replace(NOISY, error=errors(error))
+        assert fails_anyway([wrong], GATE, SETTING, 100.0) == fails
+    # Where an output was exact on the inputs that were measured, nothing is known of the others.
+    exact = replace(with_rounding(0.0), error=errors(1.0))
+    assert judge([exact], GATE, SETTING).passed is False
+    assert not fails_anyway([exact], GATE, SETTING, 100.0)
+    assert not fails_anyway([exact], GATE, SETTING)
 
 
 def test_next_tokens_of_text_do_not_depend_on_rounding_if_each_model_routes_by_itself() -> None:
     disagrees = [replace(GOOD, text=replace(GOOD.text, agreed=0, positions=1000))]
     assert fails_anyway(disagrees, GATE, replace(SETTING, dtype="int8"))
     # In floats they are those given the same routing, as far as rounding can tell.
-    assert not fails_anyway(disagrees, GATE, SETTING)
+    assert not fails_anyway(disagrees, GATE, SETTING, 1.0)
 
 
 def test_the_perplexity_of_a_quantized_model_is_held_against_the_models_own() -> None:

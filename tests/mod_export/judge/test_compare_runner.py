@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
+from comparisons import errors
 from small_graphs import session
 
 from mod_export.config import ParityGate, config_from_toml
@@ -17,7 +18,7 @@ from mod_export.engines.protocol import Runner
 from mod_export.judge.checks import judge
 from mod_export.judge.compare_runner import ComparedInput, compare_runner, slack_of
 from mod_export.judge.inputs import Batch
-from mod_export.judge.parity import judge_runner
+from mod_export.judge.parity import is_hopeless, judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.rows.correctness import ParityRow
 from mod_export.types import Bucket, Setting
@@ -80,12 +81,45 @@ def test_before_a_candidate_fails_rounding_is_measured_on_every_input(
     runner: Runner, reference: Reference, batches: list[Batch]
 ) -> None:
     """A constant added to all logits changes no probability, so only the error says that it is wrong."""
-    wrong = Wrong(runner, 1e-3)
+    wrong = Wrong(runner, 1e-4)
     row = judged(wrong, reference, batches)
     assert not row.passed
     assert row.rounding_tokens == row.tokens
-    assert "max abs error 0.001" in row.reasons[0]
+    assert "max abs error 0.000101" in row.reasons[0]
     assert wrong.runs == len(batches)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[ComparedInput]:
+    """The inputs on which rounding was measured in several runs, in this order."""
+    found: list[ComparedInput] = []
+    measure = ComparedInput.measured_in_several_runs
+
+    def noted(one: ComparedInput) -> ComparedInput:
+        found.append(measure(one))
+        return found[-1]
+
+    monkeypatch.setattr(ComparedInput, "measured_in_several_runs", noted)
+    return found
+
+
+SMALL = GATE.model_copy(update={"rounding_error": 0.05, "rounding_error_rms": 1e9})
+"""What this gate allows of the measured rounding errors is too little for any candidate."""
+
+
+def test_the_input_with_the_largest_error_is_measured_first(
+    runner: Runner, reference: Reference, batches: list[Batch], measured: list[ComparedInput]
+) -> None:
+    """It is the one that rounding may explain most of, and no other is measured if it explains enough."""
+    row = judged(Wrong(runner, 0.0), reference, batches, SMALL)
+    errors = [one.largest_error for one in measured]
+    assert len(errors) == len(batches)
+    assert errors == sorted(errors, reverse=True)
+    rounding = max(c.rounding.max_abs for c in measured[0].comparisons if c.rounding is not None)
+    units = (1 + 1e-9) * row.error.max_abs / rounding
+    measured.clear()
+    assert judged(Wrong(runner, 0.0), reference, batches, SMALL.model_copy(update={"rounding_error": units})).passed
+    assert len(measured) <= 1
 
 
 def test_one_that_passes_is_measured_no_further(runner: Runner, reference: Reference, batches: list[Batch]) -> None:
@@ -93,12 +127,37 @@ def test_one_that_passes_is_measured_no_further(runner: Runner, reference: Refer
     assert once.passed
     assert once.rounding_tokens < once.tokens
     # A limit that the largest rounding error of all runs allows, and that of one run may not.
-    nothing = GATE.model_copy(update={"rounding_error": 1e-9, "rounding_error_rms": 1e9})
-    failed = judged(Wrong(runner, 0.0), reference, batches, nothing)
+    failed = judged(Wrong(runner, 0.0), reference, batches, SMALL)
     units = (1 + 1e-9) * failed.error.max_abs / failed.rounding_error
-    row = judged(Wrong(runner, 0.0), reference, batches, nothing.model_copy(update={"rounding_error": units}))
+    row = judged(Wrong(runner, 0.0), reference, batches, SMALL.model_copy(update={"rounding_error": units}))
     assert row.passed, row.reasons
     assert once.rounding_error <= row.rounding_error <= failed.rounding_error
+
+
+def test_a_gross_error_needs_several_runs_on_one_input_only(
+    runner: Runner, reference: Reference, batches: list[Batch], measured: list[ComparedInput]
+) -> None:
+    row = judged(Wrong(runner, 10.0), reference, batches)
+    assert not row.passed
+    assert len(measured) == 1
+    assert row.rounding_tokens < row.tokens
+
+
+def test_an_input_that_fails_is_measured_before_others_decide(compared: list[ComparedInput]) -> None:
+    """Its values may be much larger than those of the inputs that were measured."""
+
+    def with_error(one: ComparedInput, error: float) -> ComparedInput:
+        (comparison,) = one.comparisons
+        return replace(one, comparisons=(replace(comparison, error=errors(error)),))
+
+    first, second, *_ = compared
+    sound = first.measured_in_several_runs()
+    assert not is_hopeless([sound, with_error(second, 10.0)], GATE, SETTING)
+    assert is_hopeless([sound, with_error(second.measured_in_several_runs(), 10.0)], GATE, SETTING)
+    assert is_hopeless([with_error(sound, 10.0), second], GATE, SETTING)
+    # One run proves nothing, and a NaN needs no proof.
+    assert not is_hopeless([with_error(first, 10.0), second], GATE, SETTING)
+    assert is_hopeless([with_error(first, math.nan), second], GATE, SETTING)
 
 
 def test_what_no_rounding_explains_is_not_measured_further(

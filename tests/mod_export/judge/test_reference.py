@@ -57,6 +57,23 @@ def test_no_more_runs_are_kept_than_there_is_room_for(loaded: TransformerModel, 
     assert limited.returning("last").free(batches[0]) is limited.free(batches[0])
 
 
+def test_kept_runs_leave_memory_that_others_need(
+    loaded: TransformerModel, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may take a quarter of what would be free without them, whatever was free when they were kept."""
+    size = Reference(loaded).free(batches[0]).nbytes
+    monkeypatch.setattr("mod_export.judge.reference.KEPT_BYTES", 0)
+    free = [100 * size]
+    monkeypatch.setattr("mod_export.judge.reference.free_bytes", lambda: free[0])
+    reference = Reference(loaded)
+    first = [reference.free(batch) for batch in batches[:3]]
+    assert [reference.free(batch) for batch in batches[:3]] == first
+    free[0] = 0  # A quarter of what three runs take is less than one.
+    last = reference.free(batches[3])
+    assert last is not reference.free(batches[3])
+    assert not any(reference.free(batch) in first for batch in batches[:2])
+
+
 def test_references_that_share_room_do_not_take_each_others_runs(
     loaded: TransformerModel, batches: list[Batch]
 ) -> None:

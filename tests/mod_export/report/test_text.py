@@ -96,7 +96,16 @@ def test_of_several_texts_it_says_how_often_a_routed_layer_is_read_for_few_rows(
     """With one text, the two shares are equal."""
     assert report.generation is not None
     lines = [text_line for text_line in section(report).splitlines() if text_line.startswith("routed layers")]
-    assert [text_line.partition(":")[0] for text_line in lines] == ["routed layers ort-cpu b8s512"]
+    assert [text_line.partition(":")[0] for text_line in lines] == ["routed layers ort-cpu b8s512 float32"]
+    # Experts do not count: some tokens choose each of them in every step.
+    expert = {"3.expert0": 0.5}
+    experts = [
+        changed(row, executed={**row.executed, **expert}, selected={**row.selected, **expert})
+        for row in report.generation.decode
+    ]
+    assert lines[0] in section(report, decode=tuple(experts)).splitlines()
+    only = [changed(row, executed=expert, selected=expert) for row in report.generation.decode]
+    assert "routed layers ort-cpu" not in section(report, decode=tuple(only))
     dense = [changed(row, executed={}, selected={}) for row in report.generation.decode]
     assert "routed layers ort-cpu" not in section(report, decode=tuple(dense))
 
