@@ -43,7 +43,7 @@ from mod_export.types import PRIMARY, DType, Site, routed_output
 
 LOGITS = frozenset({PRIMARY["logits"], PRIMARY["last"]})
 """Names of outputs that are logits."""
-Rounding = Literal["no", "once", "several"]
+Measured = Literal["no", "once", "several"]
 """In how many runs in float32 the rounding error of the reference is measured on an input: each allows at least as much
 error as the one before.
 """
@@ -57,18 +57,18 @@ class ComparedInput:
     Attributes:
         comparisons: one for each of the model's own outputs; the first one also holds the routing results.
         batch: the input.
-        candidate: site -> positions that the candidate selected, int64 (B, k), for sites that can be compared.
+        selected: site -> positions that the candidate selected, int64 (B, k), for sites that can be compared.
         reference: the reference that ran with this selection.
         slack: how far the candidate may be off.
-        rounding: in how many runs rounding was measured.
+        measured: in how many runs rounding was measured.
     """
 
     comparisons: tuple[Comparison, ...]
     batch: Batch
-    candidate: Mapping[Site, np.ndarray]
+    selected: Mapping[Site, np.ndarray]
     reference: Reference
     slack: Slack
-    rounding: Rounding
+    measured: Measured
 
     @property
     def largest_error(self) -> float:
@@ -77,23 +77,23 @@ class ComparedInput:
 
     def measured_in_several_runs(self) -> ComparedInput:
         """Returns the same comparisons with the rounding error of the reference measured in several runs."""
-        if self.rounding == "several":
+        if self.measured == "several":
             return self
-        runs = _ForcedRuns(self.reference, self.batch, self.candidate, self.slack, "several")
+        runs = _ForcedRuns(self.reference, self.batch, self.selected, self.slack, "several")
         comparisons = tuple(
             replace(
                 comparison,
                 rounding=runs.rounding_error(n),
                 sites=tuple(
-                    runs.selection(routing.site, self.candidate[routing.site])
-                    if routing.site in self.candidate
+                    runs.selection(routing.site, self.selected[routing.site])
+                    if routing.site in self.selected
                     else routing
                     for routing in comparison.sites
                 ),
             )
             for n, comparison in enumerate(self.comparisons)
         )
-        return replace(self, comparisons=comparisons, rounding="several")
+        return replace(self, comparisons=comparisons, measured="several")
 
 
 def compare_runner(runner: Runner, reference: Reference, batches: Sequence[Batch], slack: Slack) -> list[ComparedInput]:
@@ -106,8 +106,8 @@ def compare_runner(runner: Runner, reference: Reference, batches: Sequence[Batch
     """
     # Padded rows have few logits, so full rows say more about rounding.
     full = [batch for batch in batches if batch.kind != "padded"] or batches
-    measured = _affordable(one_of_each_kind(full), reference)
-    return [_compared(runner, reference, batch, slack, "once" if batch in measured else "no") for batch in batches]
+    first = _affordable(one_of_each_kind(full), reference)
+    return [_compared(runner, reference, batch, slack, "once" if batch in first else "no") for batch in batches]
 
 
 def undefined_in(reference: Reference, batches: Sequence[Batch]) -> list[Batch]:
@@ -140,13 +140,13 @@ def _affordable(batches: Sequence[Batch], reference: Reference) -> list[Batch]:
     return [batch for n, batch in enumerate(batches) if n == 0 or tokens[n] <= most]
 
 
-def _compared(runner: Runner, reference: Reference, batch: Batch, slack: Slack, rounding: Rounding) -> ComparedInput:
-    rounding = "several" if reference.choices(batch.bucket) else rounding
+def _compared(runner: Runner, reference: Reference, batch: Batch, slack: Slack, measured: Measured) -> ComparedInput:
+    measured = "several" if reference.choices(batch.bucket) else measured
     outputs = runner.run(batch.read_by(runner.inputs))
     free = reference.free(batch)
-    candidate, unusable = _candidate_routing(outputs, free)
-    runs = _ForcedRuns(reference, batch, candidate, slack, rounding)
-    sites = unusable | {site: runs.selection(site, index_BK) for site, index_BK in candidate.items()}
+    selected, unusable = _candidate_routing(outputs, free)
+    runs = _ForcedRuns(reference, batch, selected, slack, measured)
+    sites = unusable | {site: runs.selection(site, index_BK) for site, index_BK in selected.items()}
     comparisons = []
     for n, name in enumerate(reference.output_names):
         rounded, expected_NV = runs.rounding_error(n), runs.rows(n, runs.forced.outputs[n])
@@ -174,7 +174,7 @@ def _compared(runner: Runner, reference: Reference, batch: Batch, slack: Slack, 
                 undetermined=undetermined,
             )
         )
-    return ComparedInput(tuple(comparisons), batch, candidate, reference, slack, rounding)
+    return ComparedInput(tuple(comparisons), batch, selected, reference, slack, measured)
 
 
 class _ForcedRuns:
@@ -189,23 +189,23 @@ class _ForcedRuns:
         self,
         reference: Reference,
         batch: Batch,
-        candidate: Mapping[Site, np.ndarray],
+        selected: Mapping[Site, np.ndarray],
         slack: Slack,
-        rounding: Rounding,
+        measured: Measured,
     ) -> None:
         free = reference.free(batch)
         # Positions outside the row cannot be forced; the routing check reports them. The row of a site may be a part of
         # a row of the bucket, or all of the bucket's rows joined.
         last = {site: judged.score_BS.shape[1] - 1 for site, judged in free.judged.items()}
-        routing = {site: index_BK.clip(EMPTY, last[site]) for site, index_BK in candidate.items()}
+        routing = {site: index_BK.clip(EMPTY, last[site]) for site, index_BK in selected.items()}
         same = all(np.array_equal(index_BK, free.routed[site]) for site, index_BK in routing.items())
         forced_routing = free.routed if same else {**free.routed, **routing}
         self.forced = free if same else reference.forced(batch, routing)
         self._slack = slack
         ordered = reference.ordered_sites(batch.bucket)
         self._directions = {site: direction_of(free.routed[site], free.judged[site]) for site in ordered}
-        self._exact = reference.exact(batch, forced_routing) if rounding != "no" else None
-        self._runs = [self.forced, *(reference.shaken(batch, forced_routing) if rounding == "several" else [])]
+        self._exact = reference.exact(batch, forced_routing) if measured != "no" else None
+        self._runs = [self.forced, *(reference.shaken(batch, forced_routing) if measured == "several" else [])]
         self._padding = padding_of(reference, batch)
         self.tokens = [_compared_tokens(reference, batch, array, self._padding) for array in self.forced.outputs]
         self._moved = movement(reference, batch, forced_routing, slack, self.rows)

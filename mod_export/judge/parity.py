@@ -218,7 +218,7 @@ def is_hopeless(inputs: Sequence[ComparedInput], gate: ParityGate, setting: Sett
         return True
     # One run can be exact by luck, so only several bound the error on other inputs. An input whose values are much
     # larger may have a much larger error, so those that were measured must be among those that fail.
-    measured = _all_of([one for one in inputs if one.rounding == "several"])
+    measured = _all_of([one for one in inputs if one.measured == "several"])
     return all(fails_anyway(part, gate, setting, MOST_TIMES) for part in (measured, compared))
 
 

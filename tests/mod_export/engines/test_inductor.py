@@ -21,9 +21,8 @@ from mod_export.engines.inductor import Inductor, calls_of_package, kernels_of_c
 from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
 from mod_export.graph.weights import state_of, write_weights
-from mod_export.judge.checks import judge
-from mod_export.judge.compare_runner import compare_runner, slack_of
 from mod_export.judge.inputs import parity_batches
+from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.measure.cost import ms_by_part, part_of_kernel
 from mod_export.model.transformer import TransformerModel
@@ -32,7 +31,6 @@ from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
 CONFIG = config_from_toml(None)
-SLACK = slack_of(CONFIG.parity.float32, "float32")
 BUCKETS = (Bucket(1, 32), Bucket(2, 24))
 WEIGHTS = "graphs/weights-float32.data"
 AARCH64 = 183
@@ -96,8 +94,8 @@ def test_every_bucket_equals_the_eager_model(bucket: Bucket, root: Path, loaded:
     if bucket != BUCKETS[0]:
         compiled(root, loaded, bucket)
     with Inductor().load(root, engine_of(bucket), CONFIG, 1) as runner:
-        inputs = compare_runner(runner, Reference(loaded), parity_batches(loaded, bucket, [], 0, 1), SLACK)
-    row = judge([c for one in inputs for c in one.comparisons], CONFIG.parity.float32, engine_of(bucket).setting)
+        parts = [(runner, parity_batches(loaded, bucket, [], 0, 1))]
+        row = judge_runner(parts, Reference(loaded), CONFIG.parity.float32, engine_of(bucket).setting)
     assert row.passed, row.reasons
     assert row.routing.routed > 0
 

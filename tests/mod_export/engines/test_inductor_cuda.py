@@ -25,9 +25,8 @@ from mod_export.engines.inductor_cuda import CudaRunner, InductorCuda, check_arc
 from mod_export.engines.protocol import EngineJob
 from mod_export.errors import EngineError, TargetError
 from mod_export.graph.weights import state_of, write_weights
-from mod_export.judge.checks import judge
-from mod_export.judge.compare_runner import compare_runner, slack_of
 from mod_export.judge.inputs import parity_batches
+from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
 from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, Engine, Graph, Variant
@@ -35,7 +34,6 @@ from mod_models.checkpoint import random_checkpoint
 from mod_models.spec import ModelSpec, RoutingSpec
 
 CONFIG = config_from_toml(None)
-SLACK = slack_of(CONFIG.parity.bfloat16, "bfloat16")
 BUCKET = Bucket(2, 24)
 ENGINE = Engine(
     target="inductor", model="mod", bucket=BUCKET, dtype="bfloat16", path="engines/e.pt2",
@@ -77,8 +75,8 @@ def feeds(seed: int = 0) -> dict[str, np.ndarray]:
 @pytest.mark.slow
 def test_bfloat16_meets_its_gates(root: Path, loaded: TransformerModel) -> None:
     with Inductor().load(root, ENGINE, CONFIG, 1) as runner:
-        inputs = compare_runner(runner, Reference(loaded), parity_batches(loaded, BUCKET, [], 0, 1), SLACK)
-        row = judge([c for one in inputs for c in one.comparisons], CONFIG.parity.bfloat16, ENGINE.setting)
+        parts = [(runner, parity_batches(loaded, BUCKET, [], 0, 1))]
+        row = judge_runner(parts, Reference(loaded), CONFIG.parity.bfloat16, ENGINE.setting)
         assert row.passed, row.reasons
         assert row.routing.routed > 0
         assert runner.run(feeds())["logits"].dtype == np.float32
