@@ -83,6 +83,15 @@ def _warnings(named_gains: Sequence[tuple[str, Gain]], machine: Machine, texts: 
             f"in {len(narrow)} of {len(named_gains)} ways a routed product of this prompt is narrower: longer prompts, "
             "more rows or a larger capacity use the machine better"
         )
+    # A product that waits for its weights has time for the rows that fill its tile.
+    wide = [gain.slots for _, gain in named_gains if gain.slots >= machine.fewest_rows]
+    filled = {slots: slots + -slots % machine.tile_rows for slots in wide if slots % machine.tile_rows}
+    if filled:
+        slots = max(filled, key=lambda slots: filled[slots] / slots)
+        lines.append(
+            f"products are computed in tiles of {machine.tile_rows} rows: {slots:,} rows take as long as "
+            f"{filled[slots]:,}; choose a capacity and a length of prompts whose k is a multiple of {machine.tile_rows}"
+        )
     for n in texts:
         best = max(gain.texts[n] for _, gain in named_gains)
         if best < WORTH:

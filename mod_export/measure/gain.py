@@ -39,6 +39,7 @@ class Machine:
         bandwidth: bytes per second that memory delivers.
         weight_bytes: bytes of a weight.
         cache_bytes: bytes of a number in the cache of keys and values, which stays in floats if weights do not.
+        tile_rows: rows that a kernel computes at once, so that it takes as long for fewer; 1 if that is not known.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Machine:
     bandwidth: float
     weight_bytes: float
     cache_bytes: float
+    tile_rows: int = 1
 
     @property
     def fewest_rows(self) -> float:
@@ -60,11 +62,15 @@ class Machine:
 
 
 MACHINES: Mapping[str, Machine] = {
-    "h100": Machine("NVIDIA H100 SXM", "bfloat16", 989e12, 3.35e12, 2, 2),
-    "a100": Machine("NVIDIA A100 80 GB SXM", "bfloat16", 312e12, 2.04e12, 2, 2),
-    "rtx4090": Machine("NVIDIA GeForce RTX 4090", "bfloat16", 165e12, 1.008e12, 2, 2),
+    "h100": Machine("NVIDIA H100 SXM", "bfloat16", 989e12, 3.35e12, 2, 2, 128),
+    "a100": Machine("NVIDIA A100 80 GB SXM", "bfloat16", 312e12, 2.04e12, 2, 2, 128),
+    "rtx4090": Machine("NVIDIA GeForce RTX 4090", "bfloat16", 165e12, 1.008e12, 2, 2, 128),
 }
-"""Data-sheet figures of GPUs: dense Tensor-core FLOPs with float32 accumulation, and memory bandwidth."""
+"""Data-sheet figures of GPUs: dense Tensor-core FLOPs with float32 accumulation, and memory bandwidth. The tiles of
+their fastest kernels have 128 or 256 rows.
+
+Source: https://docs.nvidia.com/deeplearning/performance/dl-performance-matrix-multiplication/, tile quantization.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,6 +168,16 @@ def test_the_command_on_a_configuration(tmp_path: Path) -> None:
     assert "for this prompt no way gains 5.0 %" in found
 
 
+@pytest.mark.parametrize(("prompt", "told"), [(2000, "500 rows take as long as 512"), (2048, ""), (100, "")])
+def test_rows_that_fill_no_tile_are_named(prompt: int, told: str, tmp_path: Path) -> None:
+    """Where a product waits for its weights, in short prompts, more rows take no longer."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
+    found = invoke("plan", path, "--machine", "h100", "--prompt", prompt).stdout
+    assert ("products are computed in tiles of 128 rows" in found) == bool(told)
+    assert told in found
+
+
 def test_the_command_on_a_routed_checkpoint(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "model.pt", lively_checkpoint(make_spec()))
     found = invoke("plan", tmp_path / "model.pt", "--tflops", 1, "--bandwidth", 50, "--prompt", 16).stdout
