@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.rivals.cases import KINDS, SIZES, VOCABULARY
-from benchmarks.rivals.render_text import against, text_figure, text_tables
+from benchmarks.rivals.render_text import TEXT_RATIOS, against, text_beside, text_figure, text_tables
 from benchmarks.rivals.routes import ANCHOR, PRECISIONS
 from benchmarks.rivals.tables import (
     OURS,
@@ -51,7 +51,7 @@ Compare mod-export with other runtimes on your CPU:
     make bench                                                         # whole rows, and text with initial weights
     make bench ARGS="--text-model build/smollm2 --text english.txt"    # also text of a dense checkpoint of `convert`
     make bench ARGS="--only 'rows-M-s512-*,text-*-int4-*'"             # some cells; `--list` names them
-    make bench ARGS="--beside NAME"                                    # whole rows of another machine, in a table below
+    make bench ARGS="--beside NAME"                                    # of another machine, in tables below
 
 It installs the rivals, compiles llama.cpp, resumes after an interruption, and writes this page
 (`benchmarks/rivals/render.py`; do not edit). [benchmarks/](benchmarks) has all samples, and the text that each program
@@ -112,11 +112,11 @@ The fastest mod-export route. Roofline, dense and MoD are in GFLOP/s; FLOPs leav
 hides. The roofline is that of float32 matrix products of a dense block's sizes on ONNX Runtime, in the same rounds.
 Efficiency is the speed-up divided by the ratio of the FLOPs.
 """
-OTHERS = """## Other machines
-
-Whole rows: milliseconds of the fastest mod-export route and of the fastest rival, dense / MoD.
-"""
-OTHERS_HEAD = ["machine", "case", "threads", "precision", "mod-export", "rival", "ours : rival", "MoD speed-up"]
+OTHERS = "## Other machines\n"
+OTHER_ROWS = "Whole rows: milliseconds of the fastest mod-export route and of the fastest rival, dense / MoD.\n"
+OTHER_ROWS_HEAD = ["machine", "case", "threads", "precision", "mod-export", "rival", "ours : rival", "MoD speed-up"]
+OTHER_TEXTS = "Text: tokens per second of our fastest engines and of the fastest rival, and ratios of these.\n"
+OTHER_TEXTS_HEAD = ["machine", "model", "precision", *TEXT_RATIOS, "dense", "MoD", "rival"]
 FIGURES = {
     "rows": "![Time of whole rows by route and precision](figures/latency.svg)\n",
     "text": "![Tokens per second by program and precision](figures/text.svg)\n",
@@ -138,8 +138,19 @@ def render(results: Path, docs: Path) -> None:
         text_figure(texts, figures / "text.svg")
         parts += text_tables(texts, FIGURES["text"])
     others = {path.name: path for base in (docs / "benchmarks", results) for path in base.glob("*/")}
-    if lines := [_beside(name, cell) for name in sorted(others) for cell in _read(others[name], "rows")]:
-        parts += [OTHERS, table(OTHERS_HEAD, lines)]
+    other_rows = [_beside(name, cell) for name in sorted(others) for cell in _read(others[name], "rows")]
+    other_texts = [
+        [_machine(name, cell), *line]
+        for name in sorted(others)
+        for cell in _read(others[name], "text")
+        for line in text_beside(cell)
+    ]
+    if other_rows or other_texts:
+        parts.append(OTHERS)
+    if other_rows:
+        parts += [OTHER_ROWS, table(OTHER_ROWS_HEAD, other_rows)]
+    if other_texts:
+        parts += [OTHER_TEXTS, table(OTHER_TEXTS_HEAD, other_texts)]
     (docs / "results.md").write_text("\n".join(parts), encoding="utf-8")
     keep(results, docs / "benchmarks")
 
@@ -269,6 +280,10 @@ def _row_tables(cells: Sequence[Found]) -> Iterator[str]:
     )
 
 
+def _machine(name: str, cell: Found) -> str:
+    return f"{name} ({cell['machine']['cpu']})"
+
+
 def _beside(name: str, cell: Found) -> list[str]:
     """Returns the line of a cell that was measured on the other machine of this name."""
     fastest_ms = {
@@ -277,7 +292,7 @@ def _beside(name: str, cell: Found) -> list[str]:
     }
     dense, mod = fastest_ms[True]
     return [
-        f"{name} ({cell['machine']['cpu']})",
+        _machine(name, cell),
         cell["name"],
         threads_of(cell),
         cell["precision"],

@@ -34,6 +34,8 @@ Programs:
   measured share of tokens in each routed layer.
 """
 
+TEXT_RATIOS = ["threads", "texts", "fastest rival", "dense / rival", "MoD / rival", "MoD / dense"]
+
 
 @dataclass(frozen=True)
 class Compared:
@@ -76,9 +78,18 @@ def _tables_of_model(cells: Sequence[Found]) -> Iterator[str]:
     )
     yield "Ratios of tokens per second:\n"
     yield table(
-        ["threads", "texts", "fastest rival", "dense / rival", "MoD / rival", "MoD / dense", "predicted"],
+        [*TEXT_RATIOS, "predicted"],
         [row for cell in cells for batch in BATCHES if (row := _ratios(cell, batch))],
     )
+
+
+def text_beside(cell: Found) -> Iterator[list[str]]:
+    """Yields a line for each number of texts of a cell that was measured on another machine."""
+    for batch in BATCHES:
+        ratios, rates = _ratios(cell, batch), against(cell, batch)
+        if ratios and rates:
+            speeds = (rates.dense, rates.mod, rates.rival)
+            yield [cell["name"], cell["precision"], *ratios[: len(TEXT_RATIOS)], *map(_speed, speeds)]
 
 
 def _model(cell: Found) -> str:
@@ -107,7 +118,10 @@ def _measured(route: dict[str, Any] | None, batch: str, what: str) -> str:
         return ""
     if route["failed"]:
         return "none"
-    number = float(medians(route["batches"][batch][what]))
+    return _speed(float(medians(route["batches"][batch][what])))
+
+
+def _speed(number: float) -> str:
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 

@@ -160,7 +160,7 @@ def _given(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=15.0, help="of sampling for each cell; some rounds at least")
     parser.add_argument("--results", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--docs", type=Path, default=Path("docs"))
-    parser.add_argument("--beside", metavar="NAME", help="leave the page's results, and add a table of whole rows here")
+    parser.add_argument("--beside", metavar="NAME", help="leave the page's results, and add tables of this machine")
     parser.add_argument("--again", action="store_true", help="measure what was measured before, too")
     parser.add_argument("--list", action="store_true", help="name the cells, and measure nothing")
     return parser.parse_args(words)

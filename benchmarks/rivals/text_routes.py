@@ -47,8 +47,6 @@ batches = {batches}
 FIRST = ("ort-cpu", "float32")
 """The first build. The others start from a copy of it, because they share its captured programs and graphs."""
 
-LARGE = 2**20
-
 
 class Judged(NamedTuple):
     """Quality on a given text: the share of tokens after which the most probable token is the same as in the eager
@@ -114,22 +112,12 @@ def built(case: TextCase, folder: Path, target: str, dtype: str) -> None:
     """Runs `mod-export build` for the MoD model, whose dense baseline has the same weights as the rivals' models."""
     config, out = folder / f"{target}-{dtype}.toml", folder / f"ours-{target}-{dtype}"
     if (target, dtype) != FIRST:
-        shutil.copytree(folder / "-".join(["ours", *FIRST]), out, dirs_exist_ok=True, copy_function=_shared)
+        shutil.copytree(folder / "-".join(["ours", *FIRST]), out, dirs_exist_ok=True)
     made = {"target": target, "dtype": dtype, "window": case.window, "prompt": case.prompt, "cache": case.cache}
     config.write_text(OUR_BUILD.format(**made, batches=list(BATCHES)), encoding="utf-8")
     words = ["build", str(folder / "mod.pt"), "-c", str(config), "-o", str(out)]
     tokenizer = ["--tokenizer", str(case.tokenizer / "tokenizer.json")] if case.tokenizer else []
     run_ours([*words, *tokenizer, "--no-evidence", "-q"])
-
-
-def _shared(source: str, destination: str) -> None:
-    """Copies a file, or links it if it is large: a build replaces files and changes none in place."""
-    path = Path(destination)
-    if Path(source).stat().st_size < LARGE:
-        shutil.copy2(source, path)
-    else:
-        path.unlink(missing_ok=True)
-        path.hardlink_to(source)
 
 
 def our_targets() -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -254,6 +255,8 @@ def _bytes(model: ir.Model) -> bytes:
 
 def save_graph(build: Build, model: ir.Model, graph: Graph, destination: Path) -> None:
     """Binds the weights, checks the graph with onnx.checker in the folder of its weights, and writes it."""
+    for dtype in weights_dtypes(graph.dtype):
+        _have_one_name(build.root / build.weights_path(graph.model, dtype))
     _bind(build, model, graph)
     data = _bytes(model)
     # External data must lie beside the graph, so the check runs on a copy there.
@@ -264,6 +267,16 @@ def save_graph(build: Build, model: ir.Model, graph: Graph, destination: Path) -
     finally:
         probe.unlink(missing_ok=True)
     destination.write_bytes(data)
+
+
+def _have_one_name(path: Path) -> None:
+    """Replaces a file that has other names, as in a copy of hard links (`cp -al`), by a copy of its own, because
+    onnx.checker refuses such files.
+    """
+    if path.is_file() and path.stat().st_nlink > 1:
+        partial = path.with_name(f".partial-{path.name}")
+        shutil.copyfile(path, partial)
+        partial.replace(path)
 
 
 def fresh_graph(build: Build, graph: Graph) -> bytes:

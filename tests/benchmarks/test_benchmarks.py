@@ -217,23 +217,28 @@ def test_the_page_is_current(tmp_path: Path) -> None:
 def test_another_machine_gets_a_table_and_leaves_the_page(tmp_path: Path) -> None:
     docs = Path(__file__).parents[2] / "docs"
     shutil.copytree(docs / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*-t2.json"))
-    cell = json.loads((tmp_path / "benchmarks" / "rows-M-s512-b1-v8192-int8-t1.json").read_text(encoding="utf-8"))
-    cell["machine"]["cpu"] = "Another Processor"
     (tmp_path / "measured").mkdir()
-    (tmp_path / "measured" / "rows-M-s512-b1-v8192-int8-t1.json").write_text(json.dumps(cell), encoding="utf-8")
+    for name in ("rows-M-s512-b1-v8192-int8-t1.json", "text-SmolLM2-135M-int8-t1.json"):
+        cell = json.loads((tmp_path / "benchmarks" / name).read_text(encoding="utf-8"))
+        cell["machine"]["cpu"] = "Another Processor"
+        (tmp_path / "measured" / name).write_text(json.dumps(cell), encoding="utf-8")
     options = ["--only", "rows-M-s512-b1-v8192-int8-*", "--threads", "1", "--results", str(tmp_path / "measured")]
     assert run_benchmarks.main([*options, "--docs", str(tmp_path), "--beside", "another"]) == 0
     page = (tmp_path / "results.md").read_text(encoding="utf-8")
     page, others = page.split("## Other machines")
     assert "AMD EPYC" in page
     assert "Another Processor" not in page
-    (line,) = [line for line in others.splitlines() if "Another Processor" in line]
-    assert "| another (Another Processor) | M, 512 tokens | 1 | int8 |" in line
+    rows, *texts = [line for line in others.splitlines() if "Another Processor" in line]
+    assert "| another (Another Processor) | M, 512 tokens | 1 | int8 |" in rows
+    # The ratios are those of the page, where the model is not named again.
+    for batch, line in zip("18", texts, strict=True):
+        assert line.startswith(f"| another (Another Processor) | SmolLM2-135M | int8 | 1 | {batch} |")
+        assert "|".join(line.split("|")[4:-4]) in page
     # Results that were measured into the folder itself stay, and so do the other machine's in a later rendering.
     options[-1] = str(tmp_path / "benchmarks" / "another")
     assert run_benchmarks.main([*options, "--docs", str(tmp_path), "--beside", "another"]) == 0
     render(tmp_path / "benchmarks", tmp_path)
-    assert (tmp_path / "results.md").read_text(encoding="utf-8").count("Another Processor") == 1
+    assert (tmp_path / "results.md").read_text(encoding="utf-8").count("Another Processor") == 3
 
 
 def test_nothing_measured_writes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
@@ -353,3 +354,18 @@ def test_a_dropped_bucket_takes_its_files_along(built_copy: Path, checkpoint: Pa
     check_files(built_copy)
     assert {row["bucket"] for row in json.loads((built_copy / "report.json").read_text())["cost"]} == {"b1s64"}
     assert list(mod_export.load(built_copy).buckets) == [Bucket(1, 64)]
+
+
+def test_a_folder_of_hard_links_is_built_further(small: Path, small_folder: Path, tmp_path: Path) -> None:
+    """Backups and images share files between copies of a folder. The checker of ONNX refuses such weights."""
+    root, weights = tmp_path / "linked", "graphs/weights-float32.data"
+    shutil.copytree(small, root, copy_function=os.link)
+    assert (root / weights).samefile(small / weights)
+    config = config_from_toml(small_folder / "small.toml")
+    more = config.model_copy(update={"buckets": (*config.buckets, (1, 24))})
+    models = Request.checkpoint(small_folder / "small.pt").models
+    report = build(models, more, root, Silent(), "mod-export build", evidence=False)
+    assert not report.failed
+    assert any("b1s24" in artifact.path for artifact in report.artifacts)
+    assert (root / weights).stat().st_nlink == 1
+    assert (root / weights).read_bytes() == (small / weights).read_bytes()
