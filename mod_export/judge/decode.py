@@ -18,7 +18,7 @@ from typing import Self
 
 import numpy as np
 
-from mod_export.config import BuildConfig
+from mod_export.config import BuildConfig, GenerationOptions
 from mod_export.engines.protocol import Runner
 from mod_export.errors import BuildError, EngineError, TargetError
 from mod_export.judge.checks import failed_row
@@ -56,7 +56,9 @@ TEXT_TOKENS = 1024
 LEAST_PROMPTS = 4
 """Least number of further prompts for such engines, if there is enough text: each gives one next token to judge."""
 NARROW_TOKENS = 200
-"""Least number of new tokens that engines with integer weights write for each text, if the cache has room."""
+"""Least number of new tokens that engines with integer weights write for each text, if the cache has room and the model
+is not large.
+"""
 PROMPT_TOKENS = 32
 """Tokens of the prompts that engines and eager model both continue."""
 SINGLE = 2
@@ -364,7 +366,7 @@ def texts_of_decoding(
     text_of: TextOf | None = None,
 ) -> TextsRow:
     """Lets the engine and the eager model continue the same prompts, fewer for a large model. With integer weights, the
-    texts of both differ sooner or later, so longer texts are written.
+    texts of both differ sooner or later, so longer texts are written, but for a large model.
 
     Args:
         decoding: all engines of the folder.
@@ -377,11 +379,8 @@ def texts_of_decoding(
         EngineError: the engine failed.
     """
     options, loaded = decoding.config.generation, model.whole_rows
-    start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2))
-    wanted = max(options.compared_tokens, NARROW_TOKENS) if engine.dtype in QUANTIZED else options.compared_tokens
-    tokens = min(wanted, engine.bucket.seq - start + 1)
-    affordable = max(1, affordable_tokens(loaded) // (SINGLE * (start + tokens)))
-    texts, seed = min(options.compared_texts, affordable), decoding.config.seed
+    texts, start, tokens = compared_lengths(options, engine, affordable_tokens(loaded))
+    seed = decoding.config.seed
     prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed, text_of)
     expected = reference.remembered(
         f"{texts} texts of {start} and {tokens} tokens, seed {seed}",
@@ -391,6 +390,17 @@ def texts_of_decoding(
         # Texts that share slots differ from the same texts written alone.
         rows = 1 if options.slots == "fair" else decoder.batch
         return texts_of(expected, prompts, decoder, prompt_NS, rows, engine.setting)
+
+
+def compared_lengths(options: GenerationOptions, engine: Engine, affordable: int) -> tuple[int, int, int]:
+    """Returns how many texts are written, how many tokens their prompts have, and how many new ones each gets, if
+    running the model on `affordable` tokens at once takes long enough.
+    """
+    affordable //= SINGLE
+    start = min(PROMPT_TOKENS, max(1, engine.bucket.seq // 2))
+    longer = min(NARROW_TOKENS, affordable - start) if engine.dtype in QUANTIZED else 0
+    tokens = min(max(options.compared_tokens, longer), engine.bucket.seq - start + 1)
+    return min(options.compared_texts, max(1, affordable // (start + tokens))), start, tokens
 
 
 def texts_of(

@@ -46,6 +46,10 @@ RUNS_OF_CHECK = 4
 """Runs of one check: captured program and module, on two samples each. A large model runs only the second sample, which
 is padded in a model of token ids.
 """
+PERIOD = 2**20 - 3
+"""Number of random directions: drawing one for each weight of a large model takes longer than the run. It is prime, so
+that rows of a weight have different ones.
+"""
 MOST_MAPPED_TOKENS = 1024
 """Longest row that gets a routing map: nobody would read a longer map."""
 
@@ -104,8 +108,12 @@ class _Move:
         seed = self.number * len(self.parameters) + self.parameters.index(name)
         # Towards a number that is far above or far below, each as often.
         far = torch.finfo(tensor.dtype).max / 2
-        generator = torch.Generator().manual_seed(seed)
-        return torch.nextafter(tensor.detach(), torch.empty_like(tensor).uniform_(-far, far, generator=generator))
+        generator, values_N = torch.Generator().manual_seed(seed), tensor.detach().reshape(-1)
+        towards_N = torch.empty(min(len(values_N), PERIOD), dtype=tensor.dtype).uniform_(-far, far, generator=generator)
+        moved_N = torch.empty_like(values_N)
+        for moved, values in zip(torch.split(moved_N, PERIOD), torch.split(values_N, PERIOD), strict=True):
+            torch.nextafter(values, towards_N[: len(values)], out=moved)
+        return moved_N.view(tensor.shape)
 
 
 class KeptRuns:

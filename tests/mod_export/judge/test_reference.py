@@ -12,7 +12,7 @@ from mod_export.errors import CaptureError
 from mod_export.graph.capture import exported
 from mod_export.judge import reference as reference_module
 from mod_export.judge.inputs import Batch
-from mod_export.judge.reference import KeptRuns, Reference, check_program, routing_map
+from mod_export.judge.reference import KeptRuns, Reference, _Move, check_program, routing_map
 from mod_export.model.model import tokens_sample
 from mod_export.model.module import model_from_module
 from mod_export.model.transformer import TransformerModel
@@ -154,6 +154,20 @@ def test_shaken_runs_round_in_other_ways(reference: Reference, batches: list[Bat
             np.testing.assert_array_equal(run.routed[layer], index_BK)
     again = Reference(reference.model).shaken(batch, free.routed)
     np.testing.assert_array_equal(again[0].logits_BSV, runs[1].logits_BSV)
+
+
+def test_every_weight_is_moved_to_one_of_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directions are repeated, and those of two rows differ."""
+    monkeypatch.setattr("mod_export.judge.reference.PERIOD", 7)
+    weight = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    moved = _Move(["weight"], 1)("weight", weight)
+    down, up = (torch.nextafter(weight, torch.full_like(weight, end)) for end in (-torch.inf, torch.inf))
+    assert ((moved == down) | (moved == up)).all()
+    assert len({tuple(row) for row in (moved == up).tolist()}) == 7
+    assert not torch.equal(_Move(["weight"], 2)("weight", weight), moved)
+    for other in (torch.tensor(2.0), torch.ones(0, 3), weight.T):
+        assert _Move(["weight"], 1)("weight", other).shape == other.shape
+    assert _Move(["weight"], 1)("bias", weight) is weight
 
 
 def test_the_float32_model_stays_what_it_is(loaded: TransformerModel, batches: list[Batch]) -> None:

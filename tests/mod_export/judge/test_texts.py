@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,12 +16,12 @@ from observing import observed
 from onnx import helper, numpy_helper
 from writing import WINDOW, engine_path
 
-from mod_export.config import BuildConfig
+from mod_export.config import BuildConfig, GenerationOptions
 from mod_export.engines import ENGINES
 from mod_export.errors import EngineError, UsageError
 from mod_export.judge import inputs
 from mod_export.judge.checks import failed_row
-from mod_export.judge.decode import decoding_parts, prompt_parts, quality_of, texts_of
+from mod_export.judge.decode import compared_lengths, decoding_parts, prompt_parts, quality_of, texts_of
 from mod_export.judge.inputs import documentation, documentation_of, prompts_of
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
@@ -377,6 +378,22 @@ def test_logits_of_steps_are_those_of_prompts(
                     slots = t + 1 if name.endswith("_1") else kept.count_N[0 if name.endswith("_0") else 1]
                     found_GLE = decoder.cache[name][0]
                     np.testing.assert_allclose(found_GLE[:, :slots], row_GLE[:, :slots], rtol=0, atol=1e-4)
+
+
+def test_of_a_large_model_fewer_and_shorter_texts_are_written() -> None:
+    options, long, short = GenerationOptions(), engine_of("decode", Bucket(1, 1024)), engine_of("decode", Bucket(1, 40))
+    assert (options.compared_texts, options.compared_tokens) == (4, 48)
+    # Integer weights change texts sooner or later, so they get longer ones.
+    for dtype, seq, affordable, found in (
+        ("float32", long, 10**6, (4, 32, 48)),
+        ("int8", long, 10**6, (4, 32, 200)),
+        ("int8", short, 10**6, (4, 20, 21)),
+        ("int8", long, 1000, (2, 32, 200)),
+        ("int8", long, 300, (1, 32, 118)),
+        ("int8", long, 40, (1, 32, 48)),
+        ("float32", long, 40, (1, 32, 48)),
+    ):
+        assert compared_lengths(options, replace(seq, dtype=dtype), affordable) == found
 
 
 def test_texts_and_where_they_differ(
