@@ -28,7 +28,7 @@ from mod_export.report.charts import (
     part_class,
     stack,
 )
-from mod_export.report.figures import token_maps
+from mod_export.report.figures.routing import token_maps
 from mod_export.report.pages import render_page
 from mod_export.report.wording import causality_text, flops_text
 

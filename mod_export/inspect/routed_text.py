@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mod_export.errors import UsageError
 from mod_export.judge.inputs import Batch, text_ids
 from mod_export.model.model import Model, token_ids
-from mod_export.report.figures import MOST_TOKENS
+from mod_export.report.figures.routing import MOST_TOKENS
 from mod_export.rows.correctness import MapLayer, RoutingMap
 from mod_export.types import Bucket
 

@@ -22,8 +22,9 @@ from markupsafe import Markup
 from pydantic import JsonValue
 
 from mod_export.measure.cost import PARTS
-from mod_export.report import figures, summary, tables, text, wording
+from mod_export.report import summary, tables, text, wording
 from mod_export.report.charts import name_of, page_about, part_class, part_text
+from mod_export.report.figures import cost, routing, speed
 from mod_export.rows.report import BuildReport
 from mod_export.types import QUANTIZED, Setting
 
@@ -61,30 +62,30 @@ def _rendered(report: BuildReport) -> str:
         chosen=summary.chosen(report),
         unjudged=summary.is_unjudged(report),
         untried=summary.untried_targets(report),
-        speedup=figures.speedup_figure(report.speedup),
+        speedup=speed.speedup_figure(report.speedup),
         speedup_table=tables.table_of((tables.NAMED, *tables.COMPARED), [entry for entry in settings if entry.speed]),
         precision_table=tables.table_of(tables.PRECISION, summary.precisions(report.precision, report.parity)),
         slots=wording.slots_text(generation.capacity or {}) if generation else "",
         steps_table=tables.table_of((tables.NAMED, *tables.STEPS_JUDGED, *timed.steps), steps),
-        step_charts=[(entry, figures.step_figure(entry)) for entry in steps if entry.written],
-        step_legend=figures.step_legend(alone=alone),
+        step_charts=[(entry, speed.step_figure(entry)) for entry in steps if entry.written],
+        step_legend=speed.step_legend(alone=alone),
         prompts_table=tables.table_of((tables.NAMED, tables.OUTCOME, *timed.prompts), prompts),
         generation_lines=text.generation_lines(generation, steps) if generation else (),
-        executed=figures.executed_figure(generation) if generation else "",
-        latency=figures.latency_figures(settings),
-        errors=figures.error_figure(whole),
-        layers=[(row, figures.layers_figure(row)) for row in whole if row.routing.layers],
+        executed=routing.executed_figure(generation) if generation else "",
+        latency=speed.latency_figures(settings),
+        errors=routing.error_figure(whole),
+        layers=[(row, routing.layers_figure(row)) for row in whole if row.routing.layers],
         given_routing=summary.given_routing(whole),
         left_out=summary.left_out_lines(whole),
         no_sites=wording.NO_SITES if summary.lacks_sites(whole) else None,
-        layers_legend=figures.layers_legend(),
-        maps=figures.token_maps(report.routing_maps),
-        flops=figures.flops_figures(report.cost),
+        layers_legend=routing.layers_legend(),
+        maps=routing.token_maps(report.routing_maps),
+        flops=cost.flops_figures(report.cost),
         uncounted=summary.uncounted(report),
         uncompared=summary.uncompared(report),
         failures=tables.table_of(tables.FAILURES, report.failed),
-        times=figures.time_figures(report.parts),
-        rooflines=figures.roofline_figures(report.roofline, report.parts),
+        times=cost.time_figures(report.parts),
+        rooflines=cost.roofline_figures(report.roofline, report.parts),
         total_bytes=sum(artifact.bytes for artifact in report.artifacts),
     )
 

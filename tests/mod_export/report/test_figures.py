@@ -15,22 +15,22 @@ from sample_rows import changed, cost_row, latency_row
 
 from mod_export.measure.cost import PARTS
 from mod_export.report.charts import CLOCK_MS, axis_from_zero
-from mod_export.report.figures import (
-    MOST_BINS,
+from mod_export.report.figures.cost import flops_figures, roofline_figures, time_figures
+from mod_export.report.figures.routing import (
     MOST_TOKENS,
     SHADES,
-    STRIP_PLACES,
-    LatencyFigure,
     error_figure,
     executed_figure,
-    flops_figures,
-    latency_figures,
     layers_figure,
-    roofline_figures,
+    token_maps,
+)
+from mod_export.report.figures.speed import (
+    MOST_BINS,
+    STRIP_PLACES,
+    LatencyFigure,
+    latency_figures,
     speedup_figure,
     step_figure,
-    time_figures,
-    token_maps,
 )
 from mod_export.report.summary import SettingResults, settings_of
 from mod_export.rows.correctness import MapLayer, RoutingMap

@@ -1,0 +1,1 @@
+"""The charts of report.html, one file for each section of the page."""
