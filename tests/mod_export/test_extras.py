@@ -127,3 +127,15 @@ def test_every_extra_of_the_table_is_declared() -> None:
         names = " ".join(declared[extra]).replace("-", "_")
         # The distribution opentelemetry-api provides the module opentelemetry.
         assert all(re.search(rf"\b{module.replace('.', '_')}", names) for module in modules), extra
+
+
+def test_the_wheel_has_every_package() -> None:
+    """An editable installation finds a folder that the list of the wheel forgot."""
+    root = Path(__file__).parents[2]
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    found = {
+        ".".join([name, *path.parent.relative_to(root / folder).parts])
+        for name, folder in settings["package-dir"].items()
+        for path in (root / folder).rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == found
