@@ -78,8 +78,9 @@ class OpenVinoOptions(_Section):
     """OpenVINO on the CPU."""
 
     dtypes: Names[Literal["float32", "bfloat16", "int8", "int4"]] = ("float32",)
-    """One engine each. bfloat16 is faster, int8 faster still, and int4 smaller. These three are only built on a
-    processor with bfloat16 instructions, because with int8 and int4 everything except weights is bfloat16."""
+    """One engine each. bfloat16 is faster, int8 faster still, and int4 smaller. bfloat16 is only built on a processor
+    with instructions for it. Everything but the weights in int8 and int4 is bfloat16 on such a processor, else float32.
+    """
 
 
 class OrtCudaOptions(_Section):

@@ -276,6 +276,8 @@ class Graph:
         inputs: argument of the module -> its NumPy dtype and shape, in order; empty until the model is captured.
         results: output of the model itself -> its shape, in order; empty until the model is captured.
         query_blocks: number of tokens whose causal attention is computed in blocks -> queries of a block.
+        quantized_beside: dtype of everything except the integer weights, if the processor that the graph was made for
+            has no instructions for that of the target; else None.
         outputs: outputs of a model of token ids.
     """
 
@@ -288,6 +290,7 @@ class Graph:
     inputs: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, hash=False)
     results: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     query_blocks: dict[int, int] = field(default_factory=dict, hash=False)
+    quantized_beside: FloatDType | None = None
     outputs: Outputs = "logits"
     role: Role = "forward"
 
@@ -310,9 +313,9 @@ class Graph:
         return _stem(self.model, self.role, self.bucket)
 
     def limits(self, target: TargetLimits) -> TargetLimits:
-        """Returns the limits of its target, with the query blocks of this graph."""
+        """Returns the limits of its target, with the query blocks and the dtype that were chosen for this graph."""
         blocks = tuple(sorted(self.query_blocks.items()))
-        return replace(target, query_blocks=blocks)
+        return replace(target, query_blocks=blocks, quantized_beside=self.quantized_beside or target.quantized_beside)
 
 
 def weights_dtypes(dtype: DType) -> tuple[DType, ...]:

@@ -12,9 +12,10 @@ one kernel of that, which copies no keys and computes few of the scores that the
 Weights of int8 and int4 stay integers. Where that is faster, the values that are multiplied by them are rounded to
 8 bits at run time (DYNAMIC_QUANTIZATION_GROUP_SIZE).
 
-The types of the graph decide what is computed in bfloat16, so routers stay in float32: a processor with bfloat16 keeps
-the types if no precision is requested. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds the
-scores of routers too: it selects 2.3 tokens a row differently from the reference, instead of 1.7 (docs/LOG.md).
+Everything beside such weights is bfloat16, or float32 where the processor has no instructions for bfloat16. The types
+of the graph decide what is computed in bfloat16, so routers stay in float32: a processor with bfloat16 keeps the types
+if no precision is requested. OpenVINO's own way, INFERENCE_PRECISION_HINT bf16 on a float32 graph, rounds the scores of
+routers too: it selects 2.3 tokens a row differently from the reference, instead of 1.7 (docs/LOG.md).
 
 Source: https://docs.openvino.ai/2026/openvino-workflow/running-inference/optimize-inference/optimizing-latency/model-caching-overview.html
 """
@@ -26,7 +27,7 @@ import json
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -229,14 +230,15 @@ class OpenVino(EngineBuilder):
         return Availability(builds=True, runs=True, reason=about)
 
     def problems(self, config: BuildConfig) -> Sequence[str]:
-        narrow = [dtype for dtype in config.target.openvino.dtypes if dtype != "float32"]
-        if not narrow or BFLOAT16 in _capabilities():
+        if "bfloat16" not in config.target.openvino.dtypes or BFLOAT16 in _capabilities():
             return []
         return [
-            f"target.openvino.dtypes: {', '.join(narrow)}, but {_cpu()} has no instructions for bfloat16 (OpenVINO "
-            f"names {', '.join(_capabilities())}); build float32 here, and the others on the processor that will run "
-            "them"
+            f"target.openvino.dtypes: bfloat16, but {_cpu()} has no instructions for it (OpenVINO names "
+            f"{', '.join(_capabilities())}); build it on the processor that will run it, and the other dtypes here"
         ]
+
+    def limits_here(self) -> TargetLimits:
+        return self.limits if BFLOAT16 in _capabilities() else replace(self.limits, quantized_beside="float32")
 
     def build(self, job: EngineJob, variant: Variant, destination: Path, config: BuildConfig) -> None:
         from mod_export.graph.nodes import graph_from_file

@@ -192,6 +192,10 @@ class EngineBuilder(ABC):
     def _installed(self) -> Availability:
         """Returns what this machine can do, given that the packages are installed."""
 
+    def limits_here(self) -> TargetLimits:
+        """Returns what a graph may contain that is made for this machine."""
+        return self.limits
+
     def versions(self) -> Mapping[str, str]:
         """Returns the versions of the libraries that decide whether an engine must be built again."""
         return {package: package_version(package) or "" for package in self.packages}

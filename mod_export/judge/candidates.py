@@ -110,7 +110,7 @@ def candidates_from_graphs(
 
 
 def _is_runnable(graph: Graph) -> bool:
-    floats = graph.dtype if graph.target is None else ENGINES[graph.target].limits.floats(graph.dtype)
+    floats = graph.dtype if graph.target is None else graph.limits(ENGINES[graph.target].limits).floats(graph.dtype)
     if floats == "bfloat16":
         return False  # ONNX Runtime has no bfloat16 kernels for CPUs.
     if graph.writes_text:

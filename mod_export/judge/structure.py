@@ -194,7 +194,7 @@ def _limits_of(graph: Graph) -> TargetLimits:
     """Returns the limits of a graph."""
     # Graphs that write text use conditions to skip work, for every target.
     portable = replace(PORTABLE, branches=graph.writes_text)
-    return portable if graph.target is None else ENGINES[graph.target].limits
+    return portable if graph.target is None else graph.limits(ENGINES[graph.target].limits)
 
 
 def _row(path: str, checked: tuple[str, ...], reasons: Sequence[str]) -> StructureRow:

@@ -136,7 +136,7 @@ def _forms(build: Build, kind: ModelKind, dtype: DType) -> Forms:
         if variant.dtype == dtype and build.facts[graph.model].weights == build.facts[kind].weights:
             model = ir.load(build.root / graph.path)
             try:
-                stored = stored_forms(model, graph.limits(builder.limits), dtype)
+                stored = stored_forms(model, graph.limits(builder.limits_here()), dtype)
             except (GraphError, LimitError):  # The stage `passes` reports it later, for this graph alone.
                 continue
             for name, forms in stored.items():

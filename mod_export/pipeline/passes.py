@@ -58,6 +58,9 @@ def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: 
         dtype=dtype,
         target=builder.name,
         query_blocks=dict(limits.query_blocks),
+        quantized_beside=None
+        if limits.quantized_beside == builder.limits.quantized_beside
+        else limits.quantized_beside,
     )
     _rewrite_step(build, builder, graph, portable)
     build.graphs.append(graph)
@@ -120,7 +123,7 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
         return "not run: the stage validate judges it token by token"
     if not _is_proven(builder, graph):
         return "not run: the engine is this graph, and is validated here"
-    if builder.limits.floats(graph.dtype) == "bfloat16":
+    if graph.limits(builder.limits).floats(graph.dtype) == "bfloat16":
         return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the engine is judged where it runs"
     if package_version("onnxruntime") is None:
         return "not run: onnxruntime is not installed"
@@ -155,13 +158,16 @@ def _attention_bytes(model: ir.Model) -> int:
 
 
 def _chosen_limits(build: Build, builder: EngineBuilder, model: ir.Model) -> TargetLimits:
-    """Returns the target's limits with the query blocks in which this graph's attentions are fastest."""
-    fixed = builder.limits.query_block
+    """Returns the target's limits on this machine with the query blocks in which this graph's attentions are
+    fastest.
+    """
+    limits = builder.limits_here()
+    fixed = limits.query_block
     if fixed is not None:
         tokens = {shape.tokens for shape in attention_shapes(model)}
-        return replace(builder.limits, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
-    if not builder.limits.whole_scores:
-        return builder.limits
+        return replace(limits, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
+    if not limits.whole_scores:
+        return limits
     option = build.config.target.of(builder.name).query_block
     blocks: dict[int, int] = {}
     for shape in sorted(attention_shapes(model)):
@@ -172,7 +178,7 @@ def _chosen_limits(build: Build, builder: EngineBuilder, model: ir.Model) -> Tar
         else:
             blocks[shape.tokens] = _measured(build, builder, shape)
     smaller = tuple((tokens, block) for tokens, block in sorted(blocks.items()) if block < tokens)
-    return replace(builder.limits, query_blocks=smaller)
+    return replace(limits, query_blocks=smaller)
 
 
 def attention_shapes(model: ir.Model) -> set[AttentionShape]:

@@ -40,7 +40,7 @@ from mod_export.runtime.rows import Completion, Prefix, RowText
 from mod_export.runtime.stream import Stream
 from mod_export.runtime.text_rows import TextRows
 from mod_export.runtime.texts import vocabulary_of
-from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable, having
+from mod_export.types import FLOAT_BYTES, Bucket, Engine, ModelKind, Unavailable, graph_of, having
 
 
 def load_generator(
@@ -130,7 +130,8 @@ class Generator:
         self._requests = RequestReader(self.vocabulary, vocab_size, self.defaults)
         self.grammars = self._requests.grammars
         # kv_bytes are counted for float32. With int8 and int4 weights, the target decides what the cache is.
-        cached_dtype = ENGINES[first.target].limits.floats(first.dtype)
+        limits, graph = ENGINES[first.target].limits, graph_of(first, manifest.graphs)
+        cached_dtype = (graph.limits(limits) if graph else limits).floats(first.dtype)
         self._kv_bytes = {
             length: size * FLOAT_BYTES[cached_dtype] // FLOAT_BYTES["float32"]
             for length, size in manifest.generation.kv_bytes[first.model].items()

@@ -40,9 +40,8 @@ from mod_models.spec import ModelSpec
 
 CONFIG = config_from_toml(None)
 BUCKET = Bucket(2, 16)
-with_bfloat16 = pytest.mark.skipif(
-    "BF16" not in target._capabilities(), reason="this processor has no instructions for bfloat16"
-)
+HAS_BFLOAT16 = "BF16" in target._capabilities()
+with_bfloat16 = pytest.mark.skipif(not HAS_BFLOAT16, reason="this processor has no instructions for bfloat16")
 SITE = "routed_1"
 DTYPES: tuple[DType, ...] = ("float32", "bfloat16", "int8", "int4")
 
@@ -57,7 +56,7 @@ def engine_of(dtype: DType = "float32", path: str | None = None) -> Engine:
 def written(root: Path, dtype: DType, spec: ModelSpec | None = None) -> EngineJob:
     """Writes a model of two blocks, the second one routed, and its engine into the folder; returns the engine's job."""
     (root / "engines").mkdir()
-    job = write_graph(root, spec or make_spec(), BUCKET, OpenVino.limits, dtype)
+    job = write_graph(root, spec or make_spec(), BUCKET, OpenVino().limits_here(), dtype)
     OpenVino().build(job, Variant(dtype=dtype), root / engine_of(dtype).path, CONFIG)
     return job
 
@@ -418,7 +417,6 @@ def rounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return root, request.param
 
 
-@with_bfloat16
 def test_products_of_whole_numbers_and_a_router_in_float32(rounded: tuple[Path, DType], tmp_path: Path) -> None:
     folder, dtype = rounded
     written(tmp_path, "float32", WIDE)
@@ -429,7 +427,8 @@ def test_products_of_whole_numbers_and_a_router_in_float32(rounded: tuple[Path, 
     assert {precision for operator, precision in ran if operator == "FullyConnected"} == KINDS_OF_PRODUCT[dtype]
     assert ("TopK", "f32") in ran
     assert ("TopK", "bf16") not in ran
-    assert ("RMS", "bf16") in ran
+    # Norms are in the dtype of everything beside the weights.
+    assert {precision for operator, precision in ran if operator == "RMS"} == {"bf16" if HAS_BFLOAT16 else "f32"}
     same_B = (outputs[SITE] == wanted[SITE]).all(-1)
     assert same_B.any()
     error = np.abs(outputs["logits"] - wanted["logits"])[same_B].max() / np.abs(wanted["logits"]).max()
@@ -442,7 +441,6 @@ def test_products_of_whole_numbers_and_a_router_in_float32(rounded: tuple[Path, 
         assert path.read_bytes()[offset : offset + length] not in (folder / engine_of(dtype).path).read_bytes()
 
 
-@with_bfloat16
 @pytest.mark.fast("int8")
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
 def test_how_many_numbers_are_rounded_together(dtype: DType, tmp_path: Path) -> None:
@@ -453,7 +451,7 @@ def test_how_many_numbers_are_rounded_together(dtype: DType, tmp_path: Path) -> 
         ("forward", BUCKET), ("forward", Bucket(1, 16)), ("decode", Bucket(1, 16)), ("decode", Bucket(8, 2)),
     ]  # fmt: skip
     for role, bucket in cases:
-        job = write_graph(tmp_path, WIDE.dense(), bucket, OpenVino.limits, dtype)
+        job = write_graph(tmp_path, WIDE.dense(), bucket, OpenVino().limits_here(), dtype)
         job = replace(job, graph=replace(job.graph, role=role))
         OpenVino().build(job, Variant(dtype=dtype), tmp_path / "engines/one.blob", CONFIG)
         head, _, _ = (tmp_path / "engines/one.blob").read_bytes().partition(b"\n")
@@ -461,12 +459,11 @@ def test_how_many_numbers_are_rounded_together(dtype: DType, tmp_path: Path) -> 
     assert groups == {"int8": [128, 16, 0, 16], "int4": [32, 32, 32, 32]}[dtype]
 
 
-@with_bfloat16
 def test_what_is_rounded_of_a_token_depends_on_no_other(rounded: tuple[Path, DType]) -> None:
     """Uses the dense model, because a router might select other tokens."""
     folder, dtype = rounded
     (folder / "dense" / "engines").mkdir(parents=True, exist_ok=True)
-    job = write_graph(folder / "dense", WIDE.dense(), BUCKET, OpenVino.limits, dtype)
+    job = write_graph(folder / "dense", WIDE.dense(), BUCKET, OpenVino().limits_here(), dtype)
     engine = replace(engine_of(dtype), model="dense")
     OpenVino().build(job, Variant(dtype=dtype), folder / "dense" / engine.path, CONFIG)
     with OpenVino().load(folder / "dense", engine, CONFIG, 1) as runner:
@@ -492,16 +489,20 @@ def test_every_dtype_is_offered_here(tmp_path: Path) -> None:
     assert tuple(variant.dtype for variant in OpenVino().variants(config)) == DTYPES
 
 
-def test_bfloat16_is_refused_without_instructions_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_instructions_for_bfloat16(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The processor is the environment of an engine, so the test replaces its capabilities.
     monkeypatch.setattr(target, "_capabilities", lambda: ["FP32", "INT8"])
     (problem,) = OpenVino().problems(configured(tmp_path, *DTYPES))
     assert re.fullmatch(
-        r"target\.openvino\.dtypes: bfloat16, int8, int4, but .+ has no instructions for bfloat16 \(OpenVINO names "
-        r"FP32, INT8\); build float32 here, and the others on the processor that will run them",
+        r"target\.openvino\.dtypes: bfloat16, but .+ has no instructions for it \(OpenVINO names FP32, INT8\); build "
+        r"it on the processor that will run it, and the other dtypes here",
         problem,
     )
-    assert list(OpenVino().problems(CONFIG)) == []
+    assert list(OpenVino().problems(configured(tmp_path, "float32", "int8", "int4"))) == []
+    # Integer weights do not need them: everything else is float32 then.
+    assert OpenVino().limits_here() == replace(OpenVino.limits, quantized_beside="float32")
+    monkeypatch.setattr(target, "_capabilities", lambda: ["FP32", "BF16", "INT8"])
+    assert OpenVino().limits_here() == OpenVino.limits
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=with_bfloat16)])
