@@ -25,7 +25,7 @@ from mod_export.measure.cost import attention_sizes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import save_graph
 from mod_export.rows.base import fields_of_graph
-from mod_export.types import DType, Graph, Setting, TargetLimits
+from mod_export.types import QUANTIZED, DType, Graph, Setting, TargetLimits
 
 
 def passes(build: Build) -> None:
@@ -123,7 +123,9 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
         return "not run: the stage validate judges it token by token"
     if not _is_proven(builder, graph):
         return "not run: the engine is this graph, and is validated here"
-    if graph.limits(builder.limits).floats(graph.dtype) == "bfloat16":
+    if graph.dtype in QUANTIZED:
+        return "not run: rounded weights change what the graph computes; the engine is judged where it runs"
+    if graph.dtype == "bfloat16":
         return "not run: ONNX Runtime has no bfloat16 kernels on CPU; the engine is judged where it runs"
     if package_version("onnxruntime") is None:
         return "not run: onnxruntime is not installed"
