@@ -225,7 +225,9 @@ def limited(budget: int) -> Iterator[None]:
 
 
 def free_bytes() -> int:
-    """Returns the number of bytes that may still be allocated: of the machine, and in a container of its limit."""
+    """Returns the number of bytes that may still be allocated: of the machine, and of a limit by control groups
+    (version 2), as in a container.
+    """
     free = min([psutil.virtual_memory().available, *_left_in_groups(_control_groups(CGROUPS, MEMBERSHIP))])
     budget = _budget.get()
     if not budget:
@@ -238,8 +240,8 @@ def free_bytes() -> int:
 
 
 def _left_in_groups(groups: Iterable[Path]) -> list[int]:
-    """Returns how many bytes each control group with a limit may still use. Files that it has not read lately count as
-    free: the system takes their pages back before it stops a process.
+    """Returns how many bytes each control group with a limit may still use. Pages of files count as free: the system
+    takes them back before it stops a process.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html, memory.max, memory.current, memory.stat.
     """
@@ -248,9 +250,9 @@ def _left_in_groups(groups: Iterable[Path]) -> list[int]:
         with contextlib.suppress(OSError, ValueError):
             limit = int((group / "memory.max").read_text(encoding="ascii"))  # "max" means no limit.
             used = int((group / "memory.current").read_text(encoding="ascii"))
-            lines = (group / "memory.stat").read_text(encoding="ascii").splitlines()
-            old_files = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-            left.append(max(0, limit - used + old_files))
+            stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
+            files = sum(int(stat.get(name, 0)) for name in ("active_file", "inactive_file"))
+            left.append(max(0, limit - used + files))
     return left
 
 

@@ -166,7 +166,7 @@ class OpenVinoRunner(EngineRunner):
     def close(self) -> None:
         with self._changing:
             self._model = self._blob = None
-            self._idle.clear()
+            self._idle = []  # Leases that are still out return their requests to the old list.
 
 
 class _Lease:

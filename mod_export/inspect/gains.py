@@ -83,9 +83,9 @@ def _warnings(named_gains: Sequence[tuple[str, Gain]], machine: Machine, texts: 
             f"in {len(narrow)} of {len(named_gains)} ways a routed product of this prompt is narrower: longer prompts, "
             "more rows or a larger capacity use the machine better"
         )
-    # A product that waits for its weights has time for the rows that fill its tile.
-    wide = [gain.slots for _, gain in named_gains if gain.slots >= machine.fewest_rows]
-    filled = {slots: slots + -slots % machine.tile_rows for slots in wide if slots % machine.tile_rows}
+    filled = {gain.slots: gain.slots + -gain.slots % machine.tile_rows for _, gain in named_gains}
+    # If a product with whole tiles waits for its weights, it waits as long for fewer rows.
+    filled = {slots: rows for slots, rows in filled.items() if rows > max(slots, machine.fewest_rows)}
     if filled:
         slots = max(filled, key=lambda slots: filled[slots] / slots)
         lines.append(

@@ -18,7 +18,7 @@ from mod_export.engines import ENGINES
 from mod_export.engines.ort_session import CPU, OrtRunner, session_from_onnx
 from mod_export.engines.protocol import Runner
 from mod_export.environment import free_bytes, package_version, usable_cores
-from mod_export.types import DType, Engine, Graph, ModelKind, Setting, graph_of
+from mod_export.types import QUANTIZED, DType, Engine, Graph, ModelKind, Setting, graph_of
 
 MOST_HEADS = 32
 """Assumed upper limit of a model's attention heads."""
@@ -110,9 +110,10 @@ def candidates_from_graphs(
 
 
 def _is_runnable(graph: Graph) -> bool:
-    floats = graph.dtype if graph.target is None else graph.limits(ENGINES[graph.target].limits).floats(graph.dtype)
-    if floats == "bfloat16":
+    if graph.dtype == "bfloat16":
         return False  # ONNX Runtime has no bfloat16 kernels for CPUs.
+    if graph.dtype in QUANTIZED and graph.target is not None and ENGINES[graph.target].limits.rounds_activations:
+        return False  # ONNX Runtime would round other values than the engine.
     if graph.writes_text:
         # Portable graphs are judged through the engines that are made from them on this CPU.
         return graph.target is not None and not ENGINES[graph.target].binds

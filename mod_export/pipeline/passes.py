@@ -47,7 +47,7 @@ def passes(build: Build) -> None:
 
 def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: Graph) -> None:
     model = ir.load(build.root / portable.path)
-    limits = _chosen_limits(build, builder, model)
+    limits, usual = _chosen_limits(build, builder, model), builder.limits.floats(dtype)
     if not needs_rewrite(limits, dtype):
         check_limits(model, limits, dtype)
         check_memory(builder, portable, model)
@@ -58,9 +58,7 @@ def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: 
         dtype=dtype,
         target=builder.name,
         query_blocks=dict(limits.query_blocks),
-        quantized_beside=None
-        if limits.quantized_beside == builder.limits.quantized_beside
-        else limits.quantized_beside,
+        quantized_beside=limits.quantized_beside if dtype in QUANTIZED and limits.floats(dtype) != usual else None,
     )
     _rewrite_step(build, builder, graph, portable)
     build.graphs.append(graph)

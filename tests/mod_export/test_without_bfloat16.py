@@ -54,10 +54,13 @@ def test_everything_else_is_float32(
     assert steps_of(root)["rewrite/openvino/mod-b1s16-int8"]["result"]["proof"].startswith("not run: rounded weights ")
     with mod_export.load_generator(root, "openvino", "int8") as generator:
         assert len(generator.generate([[1, 2, 3]], 8)[0].ids) == 8
-        cache = generator.cache_bytes(next(iter(generator._decode)))
+        bucket = next(iter(generator._decode))
+        cache = generator.cache_bytes(bucket)
+    # The manifest counts a text in float32.
+    assert cache == bucket.batch * read_manifest(root)["generation"]["kv_bytes"]["mod"][str(bucket.seq)]
     # The folder says what its graphs are, so that a machine with bfloat16 takes them for what they are.
     monkeypatch.setattr(target, "_capabilities", lambda: ["FP32", "BF16", "INT8"])
     found = validate_folder(root, None, ["openvino"])
     assert {reason for row in found.rows(StructureRow) for reason in row.reasons} == set()
     with mod_export.load_generator(root, "openvino", "int8") as generator:
-        assert generator.cache_bytes(next(iter(generator._decode))) == cache
+        assert generator.cache_bytes(bucket) == cache

@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from mod_export.config import BuildConfig
@@ -72,9 +71,12 @@ def graphs_only(*graphs: Graph) -> list[str]:
 
 
 def test_graphs_of_targets_that_cannot_run_here_are_run_in_their_place() -> None:
-    """bfloat16 graphs do not run, because there are no kernels for them."""
+    """Without kernels for it, bfloat16 does not run, and graphs whose engine rounds activations say nothing of it."""
     half = graph_of("h.onnx", "float16", "tensorrt-rtx")
     assert graphs_only(PORTABLE, half, graph_of("b.onnx", "bfloat16", "tensorrt")) == ["portable", "tensorrt-rtx graph"]
+    assert graphs_only(graph_of("i.onnx", "int8", "openvino"), graph_of("f.onnx", "float32", "openvino")) == [
+        "openvino graph"
+    ]
 
 
 def test_a_graph_that_finds_no_room_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +84,7 @@ def test_a_graph_that_finds_no_room_is_not_run(monkeypatch: pytest.MonkeyPatch) 
     long = graph_of("l.onnx", bucket=Bucket(1, 1024))
     for free, run in ((2**30, ["portable"]), (2**29, [])):
         # Free memory is part of the environment, so the test replaces it.
-        memory = psutil.virtual_memory()._replace(available=free)
-        monkeypatch.setattr(psutil, "virtual_memory", lambda memory=memory: memory)
+        monkeypatch.setattr(candidates_module, "free_bytes", lambda free=free: free)
         assert graphs_only(long) == run
 
 

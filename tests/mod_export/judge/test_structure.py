@@ -259,6 +259,16 @@ def test_a_graph_in_half_precision(tmp_path: Path) -> None:
     assert any("computes in FLOAT16, this graph is float32" in reason for reason in row.reasons)
 
 
+def test_a_graph_whose_processor_had_no_bfloat16(tmp_path: Path) -> None:
+    job = write_graph(tmp_path, make_spec(), Bucket(2, 16), ENGINES["openvino"].limits, "int8")
+    weights = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*.data"))]
+    graph: Graph = replace(job.graph, target="openvino")
+    assert structure_of_graph(tmp_path, graph.path, graph, weights).passed
+    without = replace(graph, quantized_beside="float32")
+    row = structure_of_graph(tmp_path, graph.path, without, weights)
+    assert any("computes in BFLOAT16, this graph is int8" in reason for reason in row.reasons)
+
+
 def port_and_opset(s: Surgery) -> None:
     s.graph.outputs[1].shape = ir.Shape([2, 5])
     s.model.opset_imports[""] = 22

@@ -168,12 +168,21 @@ def test_the_command_on_a_configuration(tmp_path: Path) -> None:
     assert "for this prompt no way gains 5.0 %" in found
 
 
-@pytest.mark.parametrize(("prompt", "told"), [(2000, "500 rows take as long as 512"), (2048, ""), (100, "")])
-def test_rows_that_fill_no_tile_are_named(prompt: int, told: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("machine", "prompt", "told"),
+    [
+        ("h100", 2000, "500 rows take as long as 512"),
+        ("h100", 2048, ""),
+        ("h100", 100, ""),
+        # Fewer rows than a product needs to be busy, but not in whole tiles.
+        ("a100", 560, "140 rows take as long as 256"),
+    ],
+)
+def test_rows_that_fill_no_tile_are_named(machine: str, prompt: int, told: str, tmp_path: Path) -> None:
     """Where a product waits for its weights, in short prompts, more rows take no longer."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**CONFIG, "max_position_embeddings": 4096}))
-    found = invoke("plan", path, "--machine", "h100", "--prompt", prompt).stdout
+    found = invoke("plan", path, "--machine", machine, "--prompt", prompt).stdout
     assert ("products are computed in tiles of 128 rows" in found) == bool(told)
     assert told in found
 
