@@ -79,8 +79,8 @@ class OpenVinoOptions(_Section):
 
     dtypes: Names[Literal["float32", "bfloat16", "int8", "int4"]] = ("float32",)
     """One engine each. bfloat16 is faster, int8 faster still, and int4 smaller. bfloat16 is only built on a processor
-    with instructions for it. Everything but the weights in int8 and int4 is bfloat16 on such a processor, else float32.
-    """
+    with instructions for it. With int8 and int4, everything but the weights is bfloat16 on such a processor, else
+    float32."""
 
 
 class OrtCudaOptions(_Section):

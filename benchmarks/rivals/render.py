@@ -76,7 +76,7 @@ covers all cases and numbers of threads.
   once, in a new random order, after a pause in which the thread pools of the others go to sleep. Times are medians of
   at least {rounds} rounds after a warm-up round. Compare ratios within a table, not times between tables: other work on
   the machine slows down all routes of a round alike, and tables may be of different days and machines of one name. The
-  float32 engine of `ort-cpu`, in every table but those of 1B, shows how fast its machine was.
+  float32 engine of `ort-cpu`, where a table has it, shows how fast its machine was.
 * **Quality**, compared with eager float32 PyTorch. *Next token*: share of positions with the same most probable next
   token; with initial weights it does not predict that of trained weights. *Error*: root mean square of the error of the
   logits divided by that of the logits, over the nine tenths of the tokens with the smallest error, because two router

@@ -3,8 +3,8 @@
 OpenVINO reads the graph of its target, rewrites it for the instruction sets of this processor, and exports the result.
 The exported model refers to weights by their offset in the weights file (CACHE_MODE OPTIMIZE_SIZE, WEIGHTS_PATH), so
 all buckets share one file on disk. Weights that are quantized in blocks (int4, and int8 in steps and short rows) are in
-the engine itself, once for each bucket: OpenVINO transposes them. An engine runs only on the version of OpenVINO and on
-the instruction sets that it was made for; OpenVINO checks that itself.
+the engine itself, once for each bucket. An engine runs only on the version of OpenVINO and on the instruction sets that
+it was made for; OpenVINO checks that itself.
 
 Attention is written out in blocks of queries, with the queries that share keys as rows of one matrix. OpenVINO makes
 one kernel of that, which copies no keys and computes few of the scores that the mask hides (docs/LOG.md).

@@ -47,8 +47,8 @@ RUNS_OF_CHECK = 4
 is padded in a model of token ids.
 """
 PERIOD = 2**20 - 3
-"""Number of random directions: drawing one for each weight of a large model takes longer than the run. It is prime, so
-that rows of a weight have different ones.
+"""Number of random directions, which are repeated, because drawing one for each weight takes four times as long. It is
+prime, so that rows of a weight have different ones.
 """
 MOST_MAPPED_TOKENS = 1024
 """Longest row that gets a routing map: nobody would read a longer map."""

@@ -47,7 +47,7 @@ def passes(build: Build) -> None:
 
 def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: Graph) -> None:
     model = ir.load(build.root / portable.path)
-    limits, usual = _chosen_limits(build, builder, model), builder.limits.floats(dtype)
+    limits = _chosen_limits(build, builder, model)
     if not needs_rewrite(limits, dtype):
         check_limits(model, limits, dtype)
         check_memory(builder, portable, model)
@@ -58,7 +58,7 @@ def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: 
         dtype=dtype,
         target=builder.name,
         query_blocks=dict(limits.query_blocks),
-        quantized_beside=limits.quantized_beside if dtype in QUANTIZED and limits.floats(dtype) != usual else None,
+        quantized_beside=None if limits.floats(dtype) == builder.limits.floats(dtype) else limits.quantized_beside,
     )
     _rewrite_step(build, builder, graph, portable)
     build.graphs.append(graph)

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from build_folders import Silent, changed
+from writing import LAX
 
 import mod_export
 from mod_export.config import BuildConfig
@@ -25,12 +26,9 @@ from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
 pytestmark = pytest.mark.usefixtures("searching_few_rows")
-LAX = {"next_token_agreement": 0.0, "max_kl": 100.0, "max_perplexity_ratio": 100.0}
-"""The tiny model has random weights, so the effect of a few bits on its next tokens means nothing."""
 
 
 def low(config: BuildConfig, *dtypes: DType) -> BuildConfig:
-    gates = {f"parity/{dtype}/{gate}": value for dtype in dtypes for gate, value in LAX.items()}
     return changed(
         config,
         {
@@ -38,7 +36,7 @@ def low(config: BuildConfig, *dtypes: DType) -> BuildConfig:
             "target/ort-cpu/dtypes": ["float32", *dtypes],
             "parity/text_batches": 1,
             "cost/profile_runs": 0,
-            **gates,
+            **LAX,
         },
     )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 from build_folders import Silent, changed, steps_of
-from writing import writing_checkpoint
+from writing import LAX, writing_checkpoint
 
 import mod_export
 from mod_export.config import BuildConfig
@@ -21,8 +21,6 @@ from mod_export.types import QUANTIZED
 from mod_models.checkpoint import save_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("searching_few_rows")]
-LAX = {"next_token_agreement": 0.0, "max_kl": 100.0, "max_perplexity_ratio": 100.0}
-"""The tiny model has random weights, so the effect of a few bits on its next tokens means nothing."""
 
 
 def floats_of(path: Path) -> set[str]:
@@ -35,12 +33,11 @@ def test_everything_else_is_float32(
     writing_config: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path / "m.pt", writing_checkpoint())
-    gates = {f"parity/{dtype}/{gate}": value for dtype in QUANTIZED for gate, value in LAX.items()}
     wanted = {
         "targets": ["openvino"], "generation/targets": ["openvino"], "target/openvino/dtypes": list(QUANTIZED),
         "generation/batches": [1], "generation/prompts": [16], "generation/compared_texts": 0,
     }  # fmt: skip
-    root, config = tmp_path / "build", changed(writing_config, {**wanted, **gates})
+    root, config = tmp_path / "build", changed(writing_config, {**wanted, **LAX})
     monkeypatch.setattr(target, "_capabilities", lambda: ["FP32", "INT8"])
     report = build(Request.checkpoint(tmp_path / "m.pt").models, config, root, Silent(), "mod-export build")
     assert report.verdict.status == "pass", report.verdict.reasons
