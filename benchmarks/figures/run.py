@@ -37,7 +37,9 @@ def main(folder: Path, out: Path) -> int:
 
 def screenshot(report: BuildReport, path: Path) -> None:
     """Writes the top of the report's page as PNG."""
-    with tempfile.TemporaryDirectory() as folder, Chromium(Path(folder) / "profile") as browser:
+    # Processes that the browser leaves behind may write to its profile for a moment.
+    temporary = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with temporary as folder, Chromium(Path(folder) / "profile") as browser:
         page = Path(folder) / "report.html"
         page.write_text(render_html(report), encoding="utf-8")
         browser.attach()
