@@ -62,6 +62,9 @@ MADV_PAGEOUT = 21
 """Advice of linux/mman.h since Linux 5.4: the kernel takes the pages back at once. Unlike MADV_DONTNEED, it keeps data
 that is only in memory.
 """
+CPUINFO = Path("/proc/cpuinfo")
+GENERATION = {"cpu family": "family", "model": "model", "CPU implementer": "implementer", "CPU part": "part"}
+"""Keys of CPUINFO that tell generations of processors apart, on x86 and Arm -> their names in a report."""
 CGROUPS, MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 _budget: ContextVar[int] = ContextVar("budget", default=0)
@@ -133,7 +136,7 @@ def describe_machine() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: package_version(name) for name in PACKAGES},
         "platform": platform.platform(),
-        "cpu": _cpu_line("model name") or platform.processor() or platform.machine(),
+        "cpu": _processor(),
         "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "logical_cores": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
@@ -147,12 +150,24 @@ def cpu_features() -> frozenset[str]:
     return frozenset(filter(COMPILED.match, (_cpu_line("flags") or _cpu_line("Features")).split()))
 
 
+def _processor() -> str:
+    """Returns the processor's name and, if Linux tells them, the numbers of its generation.
+
+    Virtual machines give processors of several generations one name, such as "AMD EPYC", although one of them computes
+    twice as fast as another. What was measured or built on one must not pass for the other's.
+    """
+    name = _cpu_line("model name") or platform.processor() or platform.machine()
+    numbers = [f"{word} {value}" for key, word in GENERATION.items() if (value := _cpu_line(key))]
+    return f"{name} ({', '.join(numbers)})" if numbers else name
+
+
 def _cpu_line(key: str) -> str:
     """Returns the value of a key of the first CPU in Linux's /proc/cpuinfo; empty on other systems."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith(key):
-                return line.partition(":")[2].strip()
+        for line in CPUINFO.read_text(encoding="utf-8").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == key:
+                return value.strip()
     return ""
 
 

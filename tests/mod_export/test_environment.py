@@ -57,6 +57,24 @@ def test_the_machine_is_described_as_plain_data() -> None:
 
 
 @pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        (("model\t\t: 17", "model name\t: AMD EPYC", "cpu family\t: 25"), "AMD EPYC (family 25, model 17)"),
+        (("cpu family\t: 26", "model\t\t: 2", "model name\t: AMD EPYC"), "AMD EPYC (family 26, model 2)"),
+        (("CPU implementer\t: 0x41", "CPU part\t: 0xd4f"), "{arm} (implementer 0x41, part 0xd4f)"),
+        ((), "{arm}"),
+    ],
+)
+def test_processors_of_one_name_are_told_apart(
+    lines: tuple[str, ...], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Virtual machines call several generations of processors "AMD EPYC"."""
+    (tmp_path / "cpuinfo").write_text("\n".join(("processor\t: 0", *lines, "", "processor\t: 1", *lines)))
+    monkeypatch.setattr(environment, "CPUINFO", tmp_path / "cpuinfo")
+    assert describe_machine()["cpu"] == name.format(arm=platform.processor() or platform.machine())
+
+
+@pytest.mark.parametrize(
     ("tool", "found"),
     [
         (b'#!/bin/sh\necho "NVIDIA RTX 6000 Ada, 570.86"; echo "another"', "NVIDIA RTX 6000 Ada, 570.86"),
