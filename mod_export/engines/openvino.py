@@ -27,7 +27,7 @@ import json
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,8 +35,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mod_export.config import BuildConfig
+from mod_export.engines.openvino_forms import Form, fastest_form, write_in
 from mod_export.engines.openvino_products import ProductShape, products_of, wrong_products
-from mod_export.engines.openvino_rows import fastest_rows, widen
 from mod_export.engines.protocol import (
     Arrays,
     EngineBuilder,
@@ -61,7 +61,8 @@ GROUP = 128
 each column. This is the fastest of the sizes that were tried (docs/LOG.md).
 """
 GROUPS_OF_BLOCKS: Mapping[DType, int] = {"int8": 16, "int4": 32}
-"""Dtype -> GROUP for weights in blocks: 32 is the fastest, and 16 loses less accuracy."""
+"""Dtype -> GROUP for weights in blocks. 16 loses less accuracy than 32, which is tried too (docs/LOG.md)."""
+LARGER_GROUP = 32
 ALIGNMENT = 64
 """Bytes of which the place of OpenVINO's blob in the file is a multiple: a line of the cache, and a vector register."""
 WEIGHTLESS = "WeightlessCacheAttribute_0"
@@ -246,13 +247,14 @@ class OpenVino(EngineBuilder):
         graph = job.root / job.graph.path
         onnx_graph = graph_from_file(graph).graph
         in_blocks = any(node.op_type == "MatMulNBits" for node in onnx_graph.all_nodes())
-        group = _group(job.graph, in_blocks)
+        own = Form(_group(job.graph, in_blocks))
+        larger = LARGER_GROUP if 0 < own.group < LARGER_GROUP and job.graph.role == "decode" else 0
         try:
             model = _core().read_model(str(graph))
-            compiled = partial(_compiled, graph, variant.dtype, 1, group)
-            rows = fastest_rows(model, compiled)
-            widen(model, rows)
-            products, blob = products_of(model), compiled(rows).export_model().getvalue()
+            compiled = partial(_compiled, graph, variant.dtype, 1)
+            form = fastest_form(model, own, larger, compiled)
+            write_in(model, form)
+            products, blob = products_of(model), compiled(form).export_model().getvalue()
         except RuntimeError as error:
             raise EngineError(f"{destination.name}: OpenVINO cannot compile {graph.name}: {_message(error)}") from error
         if wrong := wrong_on_this_processor(tuple(products), variant.dtype, 1):
@@ -262,8 +264,7 @@ class OpenVino(EngineBuilder):
             "cpu": _cpu(),
             "features": sorted(cpu_features()),
             "graph": job.graph.path,
-            "group": group,
-            "rows": rows,
+            **asdict(form),
             "products": [asdict(product) for product in products],
             "inputs": [value.name for value in onnx_graph.inputs],
             "outputs": [value.name for value in onnx_graph.outputs],
@@ -288,12 +289,12 @@ class OpenVino(EngineBuilder):
             header, blob = _mapped(root / engine.path)
         except (OSError, ValueError) as error:
             raise EngineError(f"{engine.path}: no engine of OpenVINO, or damaged ({error}); build again") from error
+        form = Form(**{field.name: header[field.name] for field in fields(Form) if field.name in header})
         try:
             if weights is not None:  # A probe compiles the graph again, because an engine reads weights from its file.
-                about = header["group"], header.get("rows", 0)
-                model = _compiled(root / header["graph"], engine.dtype, threads, *about, weights)
+                model = _compiled(root / header["graph"], engine.dtype, threads, form, weights)
             else:
-                options = _options(engine.dtype, threads, header["group"])
+                options = _options(engine.dtype, threads, form.group)
                 where = str((root / engine.weights).resolve())
                 model = _core().import_model(blob, CPU, {**options, "WEIGHTS_PATH": where})
         except RuntimeError as error:
@@ -377,10 +378,9 @@ def _options(dtype: DType, threads: int, group: int) -> dict[str, Any]:
 
 
 def _compiled(
-    graph: Path, dtype: DType, threads: int, group: int, rows: int, weights: OptionalArrays = None
+    graph: Path, dtype: DType, threads: int, form: Form, weights: OptionalArrays = None
 ) -> openvino.CompiledModel:
-    """Compiles a graph for this processor, with at least so many rows in each product with a bfloat16 weight. `weights`
-    replace the weights of the same names.
+    """Compiles a graph for this processor, its products in a form. `weights` replace the weights of the same names.
 
     Raises:
         EngineError: the graph has no weight of this name.
@@ -398,8 +398,8 @@ def _compiled(
         for node in constants:
             if node.get_element_type().get_type_name() in WIDE and WEIGHTLESS in (about := node.get_rt_info()):
                 del about[WEIGHTLESS]
-    widen(model, rows)
-    return _core().compile_model(model, CPU, _options(dtype, threads, group))
+    write_in(model, form)
+    return _core().compile_model(model, CPU, _options(dtype, threads, form.group))
 
 
 def _constants(model: openvino.Model) -> Iterator[openvino.Node]:

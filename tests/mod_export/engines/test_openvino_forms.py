@@ -1,4 +1,4 @@
-"""Products that are given more rows return the same, and whether they are is decided by time."""
+"""Products in other forms return the same, and time decides which form an engine has."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from small_graphs import make_spec
 
 from mod_export.config import config_from_toml
 from mod_export.engines import openvino as target
-from mod_export.engines import openvino_rows
+from mod_export.engines import openvino_forms
 from mod_export.engines.openvino import OpenVino, OpenVinoRunner
+from mod_export.engines.openvino_forms import ROWS, Form, fastest_form, write_in
 from mod_export.engines.openvino_products import bodies_of, products_of, weight_products
-from mod_export.engines.openvino_rows import CANDIDATES, fastest_rows, widen
 from mod_export.types import Bucket, Engine, Variant
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def outputs_of(model: openvino.Model, feeds: list[np.ndarray]) -> list[np.ndarra
 @pytest.mark.parametrize("runs", [True, False])
 def test_products_with_more_rows_return_the_same(shape: list[int], runs: bool) -> None:
     usual, wide = two_products(shape), two_products(shape)
-    widen(wide, 5)
+    write_in(wide, Form(0, rows=5))
     assert [p.rows for body in bodies_of(wide) for _, p in weight_products(body)] == [5] * 6
     feeds = [eighths(*shape), np.array(runs)]
     for found, expected in zip(outputs_of(wide, feeds), outputs_of(usual, feeds), strict=True):
@@ -87,52 +87,133 @@ def test_products_with_more_rows_return_the_same(shape: list[int], runs: bool) -
 def test_products_with_enough_rows_or_rows_on_two_axes_stay_as_they_are(shape: list[int]) -> None:
     model = two_products(shape)
     before = [node.get_friendly_name() for node in model.get_ordered_ops()]
-    widen(model, 5)
+    write_in(model, Form(0, rows=5))
     assert [node.get_friendly_name() for node in model.get_ordered_ops()] == before
 
 
+def scores_of(keys_left: bool) -> openvino.Model:
+    """Scores of the keys of two texts: a product that is transposed, outside of a condition and in its branches, beside
+    a product whose result is not transposed.
+    """
+    import openvino
+    from openvino import opset13 as operators
+
+    queries = operators.parameter([2, 3, 4, 8], openvino.Type.f32)
+    keys = operators.parameter([2, 3, 16, 8], openvino.Type.f32)
+    runs = operators.parameter([], openvino.Type.boolean)
+
+    def scored(keys: Any, queries: Any) -> Any:
+        turned = operators.transpose(queries, [0, 1, 3, 2])
+        product = operators.matmul(keys, turned, False, False)
+        return operators.transpose(product, [0, 1, 3, 2]) if keys_left else product
+
+    branches = []
+    for factor in (2.0, 3.0):
+        inner = [operators.parameter(node.get_output_shape(0), openvino.Type.f32) for node in (keys, queries)]
+        result = operators.result(operators.multiply(scored(*inner), np.float32(factor)))
+        branches.append((openvino.Model([result], inner), inner, result))
+    condition = operators.if_op(runs)
+    condition.set_then_body(branches[0][0])
+    condition.set_else_body(branches[1][0])
+    for outer, first, second in zip((keys, queries), branches[0][1], branches[1][1], strict=True):
+        condition.set_input(outer.output(0), first, second)
+    chosen = condition.set_output(branches[0][2], branches[1][2])
+    outputs = [operators.result(output) for output in (scored(keys, queries), chosen)]
+    return openvino.Model(outputs, [keys, queries, runs])
+
+
+def kinds(model: openvino.Model) -> list[str]:
+    return [node.get_type_name() for body in bodies_of(model) for node in body.get_ordered_ops()]
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_scores_with_keys_on_the_right_are_the_same(runs: bool) -> None:
+    usual, moved = scores_of(keys_left=True), scores_of(keys_left=True)
+    write_in(moved, Form(0, keys_right=True))
+    assert (kinds(usual).count("Transpose"), kinds(moved).count("Transpose")) == (6, 0)
+    feeds = [eighths(2, 3, 16, 8), eighths(2, 3, 4, 8), np.array(runs)]
+    for found, expected in zip(outputs_of(moved, feeds), outputs_of(usual, feeds), strict=True):
+        assert found.shape == (2, 3, 4, 16)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_product_that_is_not_transposed_stays_as_it_is() -> None:
+    model = scores_of(keys_left=False)
+    before = kinds(model)
+    write_in(model, Form(0, keys_right=True))
+    assert kinds(model) == before
+
+
 def measured(
-    model: openvino.Model, milliseconds: dict[int, float], monkeypatch: pytest.MonkeyPatch
-) -> tuple[int, list[int]]:
-    """Returns the chosen number and those that were compiled, where a run takes these times."""
-    compiled: list[int] = []
+    model: openvino.Model, milliseconds: dict[Form, float], monkeypatch: pytest.MonkeyPatch, larger_group: int = 0
+) -> tuple[Form, list[Form]]:
+    """Returns the chosen form and those that were compiled, where a run takes these times."""
+    compiled: list[Form] = []
 
-    def seconds(_: object, rows: int) -> float:
-        compiled.append(rows)
-        return milliseconds[rows]
+    def seconds(_: object, form: Form) -> float:
+        compiled.append(form)
+        return milliseconds[form]
 
-    monkeypatch.setattr(openvino_rows, "_seconds", seconds)
-    return fastest_rows(model, lambda _: None), compiled  # type: ignore[arg-type, return-value]  # Nothing is compiled.
+    # The time is the environment of the choice, so the test replaces it. No model is compiled.
+    monkeypatch.setattr(openvino_forms, "_seconds", seconds)
+    return fastest_form(model, Form(16), larger_group, lambda _: None), compiled
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "chosen"),
+    [((20, 17, 18), 4), ((20, 18.5, 18), 5), ((20, 19.5, 19.1), 0), ((9, 10, 11), 0)],
+)
+def test_more_rows_must_be_clearly_faster(
+    milliseconds: tuple[float, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms = [Form(16, rows=rows) for rows in (0, *ROWS)]
+    times = dict(zip(forms, milliseconds, strict=True))
+    assert measured(two_products([1, 1, DEPTH]), times, monkeypatch) == (Form(16, rows=chosen), forms)
+
+
+@pytest.mark.parametrize(("milliseconds", "right"), [((20, 18.9), True), ((20, 19.1), False), ((20, 25), False)])
+def test_keys_on_the_right_must_be_clearly_faster(
+    milliseconds: tuple[float, ...], right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms = [Form(16), Form(16, keys_right=True)]
+    times = dict(zip(forms, milliseconds, strict=True))
+    assert measured(scores_of(keys_left=True), times, monkeypatch) == (Form(16, keys_right=right), forms)
 
 
 @pytest.mark.parametrize(
     ("milliseconds", "chosen"),
     [
-        ({0: 20, 4: 17, 5: 18}, 4),
-        ({0: 20, 4: 18.5, 5: 18}, 5),
-        ({0: 20, 4: 19.5, 5: 19.1}, 0),
-        ({0: 9, 4: 10, 5: 11}, 0),
+        ((20, 25, 16.9), Form(32)),
+        ((20, 25, 17.1), Form(16)),
+        # Each choice is made with what was chosen before.
+        ((20, 18, 15.2), Form(32, keys_right=True)),
+        ((20, 18, 15.4), Form(16, keys_right=True)),
     ],
 )
-def test_more_rows_must_be_clearly_faster(
-    milliseconds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+def test_a_larger_group_must_save_more_because_it_is_less_accurate(
+    milliseconds: tuple[float, ...], chosen: Form, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert measured(two_products([1, 1, DEPTH]), milliseconds, monkeypatch) == (chosen, [0, *CANDIDATES])
+    right = milliseconds[1] < milliseconds[0]
+    forms = [Form(16), Form(16, keys_right=True), Form(32, keys_right=right)]
+    times = dict(zip(forms, milliseconds, strict=True))
+    assert measured(scores_of(keys_left=True), times, monkeypatch, larger_group=32) == (chosen, forms)
 
 
-def test_a_model_with_a_product_of_many_rows_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import openvino
     from openvino import opset13 as operators
 
-    assert measured(two_products([5, 1, DEPTH]), {}, monkeypatch) == (0, [])
+    assert measured(two_products([5, 1, DEPTH]), {}, monkeypatch) == (Form(16), [])
+    assert measured(scores_of(keys_left=False), {}, monkeypatch) == (Form(16), [])
     x = operators.parameter([1, DEPTH], openvino.Type.f32)
-    assert measured(openvino.Model([operators.relu(x)], [x]), {}, monkeypatch) == (0, [])
+    assert measured(openvino.Model([operators.relu(x)], [x]), {}, monkeypatch) == (Form(16), [])
 
 
 def test_a_model_is_really_run() -> None:
     model = two_products([1, 1, DEPTH])
     options = target._options("bfloat16", 1, target.GROUP)
-    assert fastest_rows(model, lambda _: target._core().compile_model(model, "CPU", options)) in (0, *CANDIDATES)
+    form = fastest_form(model, Form(0), 0, lambda _: target._core().compile_model(model, "CPU", options))
+    assert form in [Form(0, rows=rows) for rows in (0, *ROWS)]
 
 
 def rows_of_products(compiled: openvino.CompiledModel) -> set[int]:
@@ -156,7 +237,7 @@ def test_an_engine_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     zeros = {"embedding.weight": np.zeros((40, 32), np.float32)}
     logits = {}
     for rows in (0, 4):
-        monkeypatch.setattr(target, "fastest_rows", lambda *_, rows=rows: rows)
+        monkeypatch.setattr(target, "fastest_form", lambda *_, rows=rows: Form(target.GROUP, rows=rows))
         path = f"engines/{rows}.blob"
         OpenVino().build(job, Variant(dtype="bfloat16"), tmp_path / path, CONFIG)
         header = json.loads((tmp_path / path).read_bytes().partition(b"\n")[0])

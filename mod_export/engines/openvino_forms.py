@@ -1,0 +1,170 @@
+"""Writes the products of a step in the form that OpenVINO computes fastest on this processor.
+
+Which form is fastest depends on the processor, the dtype and the model, so forms are tried when an engine is built:
+
+* **More rows.** A step of one text multiplies one row by each weight. Reading the weights takes most of its time, so
+  five rows should take as long. But with bfloat16 weights OpenVINO may read faster when it multiplies four to six rows:
+  on a processor with AVX512_BF16 and without AMX, the dense SmolLM2-135M takes 17.2 ms a step in place of 19.6
+  (docs/LOG.md). The last row is repeated, and what the repetitions give is dropped.
+* **Keys on the right.** A graph multiplies cached keys by queries and transposes the few scores, because an ONNX
+  product cannot transpose its right operand. OpenVINO's can. In bfloat16 its kernel for the few columns that one
+  token's queries have leaves most of a vector empty, and with keys on the right a step of eight texts takes 0.94 of the
+  time; in float32 it takes longer.
+* **Larger groups.** In int8, a step of several texts rounds 16 activations with one scale. 32 lose a little more
+  accuracy. They gain little in small models, and a fifth of the time with 1.2 B parameters (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mod_export.engines.huge_pages import in_huge_pages
+from mod_export.engines.openvino_products import bodies_of, products_of, weight_products
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import openvino
+
+ROWS = (4, 5)
+CLEARLY = 0.95
+"""Another form is used only below this share of the time of the present one, so that timing noise does not decide what
+is built."""
+WORTH_ACCURACY = 0.85
+"""The same for a form that is less accurate."""
+ROUNDS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the products of a step are computed.
+
+    Attributes:
+        group: activations of a token that share one scale where they are rounded to 8 bits; 0 rounds nothing.
+        rows: least number of rows in each product with a bfloat16 weight.
+        keys_right: whether cached keys are the right operand of the product that gives the scores.
+    """
+
+    group: int
+    rows: int = 0
+    keys_right: bool = False
+
+
+def fastest_form(
+    model: openvino.Model, form: Form, larger_group: int, compiled: Callable[[Form], openvino.CompiledModel]
+) -> Form:
+    """Returns the form in which a model is fastest.
+
+    Only a step is measured: a model in which keys are on the left, one for which there is a larger group, or one whose
+    products with bfloat16 weights all have few rows.
+
+    Args:
+        model: the model.
+        form: the form that it has.
+        larger_group: a less accurate `group` to try; 0 if there is none.
+        compiled: compiles it in a form.
+
+    Raises:
+        RuntimeError: OpenVINO cannot compile or run the model.
+    """
+    own = max((product.rows for product in products_of(model)), default=0)
+    rows = ROWS if own else ()
+    keys_left = any(True for body in bodies_of(model) for _ in _scores(body))
+    trials: list[tuple[float, list[dict[str, Any]]]] = [
+        (CLEARLY, [{"keys_right": True}] if keys_left else []),
+        (WORTH_ACCURACY, [{"group": larger_group}] if larger_group else []),
+        (CLEARLY, [{"rows": count} for count in rows if count > own]),
+    ]
+    seconds: dict[Form, float] = {}
+    for share, changes in trials:
+        others = [replace(form, **change) for change in changes]
+        for one in (form, *others) if others else ():
+            if one not in seconds:
+                seconds[one] = _seconds(compiled, one)
+        best = min(others, key=lambda other: seconds[other], default=form)
+        if best != form and seconds[best] < share * seconds[form]:
+            form = best
+    return form
+
+
+def _seconds(compiled: Callable[[Form], openvino.CompiledModel], form: Form) -> float:
+    """Returns the time of the fastest run on inputs of zeros. No other model is in memory meanwhile."""
+    import openvino
+
+    with in_huge_pages():  # As an engine is loaded.
+        model = compiled(form)
+    request, taken = model.create_infer_request(), []
+    for port in model.inputs:
+        tensor = openvino.Tensor(port.element_type, port.shape)
+        tensor.data[...] = 0
+        request.set_tensor(port, tensor)
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        request.infer(share_outputs=True)
+        taken.append(time.perf_counter() - begin)
+    return min(taken)
+
+
+def write_in(model: openvino.Model, form: Form) -> None:
+    """Changes a model so that its products have this form."""
+    for body in bodies_of(model):
+        _widen(body, form.rows)
+        if form.keys_right:
+            _move_keys(body)
+    model.validate_nodes_and_infer_types()
+
+
+def _widen(body: openvino.Model, rows: int) -> None:
+    from openvino import opset13 as operators
+
+    wide: dict[tuple[str, int], openvino.Output] = {}
+    for node, product in list(weight_products(body)):
+        left = node.input_value(0)
+        shape = list(left.get_shape())
+        axis = shape.index(max(shape[:-1]))
+        if product.rows >= rows or shape[axis] != product.rows:
+            continue
+        read = left.get_node().get_name(), left.get_index()
+        if read not in wide:
+            repeated = [min(row, product.rows - 1) for row in range(rows)]
+            wide[read] = operators.gather(left, repeated, axis).output(0)
+        readers = list(node.output(0).get_target_inputs())
+        node.input(0).replace_source_output(wide[read])
+        node.validate_and_infer_types()
+        own = operators.slice(node, [0], [product.rows], [1], [axis])
+        for reader in readers:
+            reader.replace_source_output(own.output(0))
+
+
+def _scores(body: openvino.Model) -> Iterator[tuple[openvino.Node, openvino.Node, openvino.Node]]:
+    """Yields (transposition of queries, product, transposition of scores) of every product of keys and transposed
+    queries whose result is transposed, outside of the conditions of a model.
+    """
+    for product in body.get_ordered_ops():
+        if product.get_type_name() != "MatMul":
+            continue
+        about, queries = product.get_attributes(), product.input_value(1).get_node()
+        readers = [reader.get_node() for reader in product.output(0).get_target_inputs()]
+        if about["transpose_a"] or about["transpose_b"] or len(readers) != 1:
+            continue
+        if _swaps_last_axes(queries) and _swaps_last_axes(readers[0]):
+            yield queries, product, readers[0]
+
+
+def _swaps_last_axes(node: openvino.Node) -> bool:
+    if node.get_type_name() != "Transpose" or node.input_value(1).get_node().get_type_name() != "Constant":
+        return False
+    order = [int(axis) for axis in node.input_value(1).get_node().data]
+    axes = list(range(len(order)))
+    return len(order) >= 2 and order == [*axes[:-2], axes[-1], axes[-2]]
+
+
+def _move_keys(body: openvino.Model) -> None:
+    from openvino import opset13 as operators
+
+    for queries, product, scores in list(_scores(body)):
+        moved = operators.matmul(queries.input_value(0), product.input_value(0), False, True)
+        for reader in list(scores.output(0).get_target_inputs()):
+            reader.replace_source_output(moved.output(0))
