@@ -11,6 +11,7 @@ that chat templates teach:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
@@ -205,13 +206,12 @@ class FoundCalls(CallReader):
         return self._content(self._unmarked.rstrip())
 
     def close(self) -> Json:
-        calls, after = calls_of(self._text, self._names)
-        if not calls:
+        found = calls_of(self._text, self._names)
+        if found is None:
             return self._content(self._text)
-        deltas = {"tool_calls": [call.delta(index) for index, call in enumerate(calls[: self._most])]}
-        marked = any(mark in self._text for mark in MARKS)
-        before = self._content(self._unmarked.rstrip() if marked else "").get("content", "")
-        content = before + ("\n" if after and self._shown else "") + after
+        deltas = {"tool_calls": [call.delta(index) for index, call in enumerate(found.calls[: self._most])]}
+        before = self._content(found.before.rstrip()).get("content", "")
+        content = before + ("\n" if found.after and self._shown else "") + found.after
         return {"content": content, **deltas} if content else deltas
 
     def _content(self, text: str) -> Json:
@@ -219,29 +219,49 @@ class FoundCalls(CallReader):
         return {"content": new} if new else {}
 
 
-def calls_of(text: str, names: Collection[str]) -> tuple[list[Call], str]:
-    """Returns the calls in a text, and the text between and after them; no calls and no text if any call is incomplete,
-    or calls a function that is not in `names`.
+class Found(NamedTuple):
+    """The calls in a text, the text before the first one, and the text between and after them."""
+
+    calls: list[Call]
+    before: str
+    after: str
+
+
+def calls_of(text: str, names: Collection[str]) -> Found | None:
+    """Returns the calls in a text, at least one; None if it has none, a call is incomplete, or a call is of a function
+    that is not in `names`.
     """
     try:
-        if HERMES in text:
-            parts = [_hermes(part) for part in text.split(HERMES)[1:]]
-        elif MISTRAL in text:
-            parts = [_value(part) for part in text.split(MISTRAL)[1:]]
-        else:
-            parts = [(_json(text), "")]
+        before, parts = _parts(text)
         calls = [_call(entry, names) for value, _ in parts for entry in (value if isinstance(value, list) else [value])]
-        return calls, "\n".join(after.strip() for _, after in parts if after.strip())
     except (ValueError, RecursionError):
-        return [], ""
+        return None
+    return Found(calls, before, "\n".join(after.strip() for _, after in parts if after.strip())) if calls else None
 
 
-def _hermes(text: str) -> tuple[Any, str]:
-    """Reads what follows the mark of a call: a JSON value up to the end of the call, and the text after it."""
-    value, after = _value(text)
-    if not after.lstrip().startswith(HERMES_END):
-        raise ValueError("the call has no end")
-    return value, after.lstrip().removeprefix(HERMES_END)
+def _parts(text: str) -> tuple[str, list[tuple[Any, str]]]:
+    """Divides a text into what is before its first mark, and the JSON value after each mark, with the text after it.
+    The text is read forward, because values may contain marks. A whole text that is one JSON object needs no mark.
+
+    Raises:
+        ValueError: no JSON value follows a mark, or the end of the call is missing.
+    """
+    if text.lstrip().startswith("{"):
+        with contextlib.suppress(ValueError, RecursionError):  # A text may begin like this and have marks later.
+            return "", [(_json(text), "")]
+    mark = min((mark for mark in MARKS if mark in text), key=text.index, default=HERMES)
+    before, found, rest = text.partition(mark)
+    parts: list[tuple[Any, str]] = []
+    while found:
+        value, rest = _value(rest)
+        if mark == HERMES:
+            rest = rest.lstrip()
+            if not rest.startswith(HERMES_END):
+                raise ValueError("the call has no end")
+            rest = rest.removeprefix(HERMES_END)
+        after, found, rest = rest.partition(mark)
+        parts.append((value, after))
+    return before, parts
 
 
 def _json(text: str) -> Any:

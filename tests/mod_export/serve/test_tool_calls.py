@@ -22,6 +22,22 @@ FORMS = {
         '<tool_call>{"name": "time", "arguments": {"a": "</tool_call>"}}</tool_call>',
         [Call("time", '{"a": "</tool_call>"}')],
     ),
+    "mark of a call in a call": (
+        '<tool_call>{"name": "time", "arguments": {"a": "b <tool_call> c"}}</tool_call>',
+        [Call("time", '{"a": "b <tool_call> c"}')],
+    ),
+    "another mark in a call": (
+        '<tool_call>{"name": "time", "arguments": {"a": "[TOOL_CALLS]"}}</tool_call>',
+        [Call("time", '{"a": "[TOOL_CALLS]"}')],
+    ),
+    "mark in one of mistral": (
+        '[TOOL_CALLS][{"name": "time", "arguments": {"a": "[TOOL_CALLS] and <tool_call>"}}]',
+        [Call("time", '{"a": "[TOOL_CALLS] and <tool_call>"}')],
+    ),
+    "mark in one of llama": (
+        '{"name": "time", "parameters": {"a": "what is <tool_call>?"}}',
+        [Call("time", '{"a": "what is <tool_call>?"}')],
+    ),
     "numbers": (
         '{"name": "time", "arguments": {"a": [1e999, -0, 1.10, 123456789012345678901234567890], "b": "1.0"}}',
         [Call("time", '{"a": [1e999, -0, 1.10, 123456789012345678901234567890], "b": "1.0"}')],
@@ -45,7 +61,8 @@ NO_CALLS = [
     "", "Hello.", "{", '{"a": 1}', '{"name": "other", "arguments": {}}', '{"name": ["time"]}', f"Call {CALL}",
     f"{CALL} {CALL}", "<tool_call>", f"<tool_call>{CALL}", f"<tool_call>{CALL} or </tool_call>",
     "<tool_call>nothing</tool_call>", f"<tool_call>{CALL}</tool_call><tool_call>{{",
-    "[TOOL_CALLS]", "[TOOL_CALLS][1]", '{"name": "time", "arguments": [1]}', '{"name": "time", "arguments": "x"}',
+    "[TOOL_CALLS]", "[TOOL_CALLS][1]", "[TOOL_CALLS][]", f"[{CALL}]", '{"a": "<tool_call>"}',
+    '{"name": "time", "arguments": [1]}', '{"name": "time", "arguments": "x"}',
     '{"name": "time", "arguments": {"a": NaN}}', '{"name": "time", "arguments": "{\\"a\\": -Infinity}"}',
      "[" * 20_000, "<tool_call>" + "[" * 20_000,
 ]  # fmt: skip
@@ -68,7 +85,7 @@ def told(reader: CallReader, pieces: list[str]) -> tuple[str, list[tuple[str, st
 
 @pytest.mark.parametrize(("text", "calls"), FORMS.values(), ids=FORMS)
 def test_calls_that_templates_teach(text: str, calls: list[Call]) -> None:
-    assert calls_of(text, NAMES) == (calls, "")
+    assert calls_of(text, NAMES) == (calls, "", "")
     for pieces in ([text], list(text)):
         assert told(FoundCalls(NAMES, None), pieces) == ("", calls)
         assert told(FoundCalls(NAMES, 1), pieces) == ("", calls[:1])
@@ -76,7 +93,7 @@ def test_calls_that_templates_teach(text: str, calls: list[Call]) -> None:
 
 @pytest.mark.parametrize("text", NO_CALLS, ids=lambda text: text[:30])
 def test_other_texts_stay_as_they_are(text: str) -> None:
-    assert calls_of(text, NAMES) == ([], "")
+    assert calls_of(text, NAMES) is None
     for pieces in ([text], list(text)):
         assert told(FoundCalls(NAMES, None), pieces) == (text, [])
 
@@ -100,6 +117,7 @@ def test_text_before_a_call_is_shown_at_once() -> None:
         (f"Well. <tool_call>{CALL}</tool_call> and <tool_call>{CALL}</tool_call>", "Well.\nand", [PARIS, PARIS]),
         (f"Well. [TOOL_CALLS][{CALL}] I look.", "Well.\nI look.", [PARIS]),
         (f"{{x}} <tool_call>{CALL}</tool_call>", "{x}", [PARIS]),
+        (f"Well. [TOOL_CALLS][{CALL}] <tool_call>", "Well.\n<tool_call>", [PARIS]),
     ],
 )
 def test_texts_around_calls_are_shown(text: str, content: str, calls: list[Call]) -> None:
