@@ -112,6 +112,10 @@ class ChatTemplate:
         except NoTextError as error:
             raise UsageError(f"the model's chat template refuses this conversation: {error}") from error
 
+    def close(self) -> None:
+        """Ends the process that renders the templates. Nothing is rendered any more."""
+        self._process.close()
+
     def _text(self, messages: Sequence[Message], variables: Mapping[str, Any] | None = None) -> str:
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True, **self._special}
         context = {**defaults, **_plain(variables or {}, "a variable of the template"), "messages": _messages(messages)}

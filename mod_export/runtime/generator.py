@@ -146,6 +146,11 @@ class Generator:
         self._identity = f"{first.path} of {root.resolve()} ({contents.hexdigest()[:12]})"
         self._opened = contextlib.ExitStack()
         self._opened.callback(self.grammars.close)
+        # A closed generator may stay in memory until Python looks for cycles, but not what it has kept.
+        if self.vocabulary is not None:
+            self._opened.callback(self.vocabulary.close)
+        if self.prefixes is not None:
+            self._opened.callback(self.prefixes.clear)
         self._decoders: dict[Bucket, Decoder] = {}
         self._prompts: Prompts | None = None
         self._writing = threading.Lock()

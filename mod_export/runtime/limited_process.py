@@ -93,6 +93,7 @@ class LimitedProcess:
         self._closed = True
         if (process := self._process) is not None:
             process.kill()
+            process.wait()  # So that the system does not keep it until Python looks for cycles.
 
     def _start(self, first: Any) -> subprocess.Popen[str]:
         if self._closed:

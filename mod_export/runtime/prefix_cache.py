@@ -111,7 +111,7 @@ class PrefixCache:
         return self._add(key, parent, parent.length + len(ids), block)
 
     def clear(self) -> None:
-        """Drops everything, after an engine failed: what it wrote before may be damaged."""
+        """Drops everything: when an engine has failed, what it wrote before may be damaged."""
         self._nodes.clear()
         self.used_bytes = 0
 

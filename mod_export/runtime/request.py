@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -119,16 +120,18 @@ class RequestReader:
         logit_bias: Mapping[int, float] | None = None,
         grammar: Grammar | None = None,
         shown: Sequence[str] = (),
+        answers: bool = False,
     ) -> list[RowText]:
-        """Returns one text for each prompt, ready to begin. Takes the arguments of `Generator.stream`, and `shown`, the
-        special tokens that the texts show.
+        """Returns one text for each prompt, ready to begin. Takes the arguments of `Generator.stream`; `shown`, the
+        special tokens that the texts show; and `answers`, whether prompts of ids are conversations.
 
         Raises:
             GrammarError: no text can follow the grammar.
             GrammarNotCompiledError: the grammar could not be compiled now.
             UsageError: an argument is out of range, or a prompt cannot be read by this model.
         """
-        ids_by_row = self.ids(prompts, template or {}, special=add_special_tokens, continued=prefix is not None)
+        several = self._several(prompts)
+        ids_by_row = self.ids(several, template or {}, special=add_special_tokens, continued=prefix is not None)
         least = 0 if prompt_logprobs else 1
         if not _is_whole(max_new_tokens) or max_new_tokens < least:
             raise UsageError(f"max_new_tokens: expected a whole number of at least {least}, got {max_new_tokens!r}")
@@ -150,14 +153,19 @@ class RequestReader:
                 sampling=sampling,
                 rng=rng_of(seed, row),
                 stop_ids=stop_ids,
-                reader=self._reader(shown, exact=grammar is not None),
+                reader=self._reader(
+                    [*(prefix.ids if prefix else ()), *ids],
+                    shown,
+                    exact=grammar is not None,
+                    answers=answers or _is_conversation(prompt),
+                ),
                 stops=StopText([item for item in stop if isinstance(item, str)]),
                 logprobs=logprobs,
                 score_prompt=prompt_logprobs,
                 bias=bias,
                 grammar=None if beginning is None else beginning.copy(),
             )
-            for row, ids in enumerate(ids_by_row)
+            for row, (prompt, ids) in enumerate(zip(several, ids_by_row, strict=True))
         ]
         empty = next((text.row for text in texts if not text.completion.prompt_ids), None)
         if empty is not None:
@@ -183,17 +191,20 @@ class RequestReader:
         Raises:
             UsageError: a prompt cannot be read by this model.
         """
+        several = self._several(prompts)
+        if continued and any(map(_is_conversation, several)):
+            raise UsageError("a conversation is a whole text, which cannot continue a prefix; leave the prefix out")
+        special = special and not continued
+        return [self._ids(row, prompt, template, special=special) for row, prompt in enumerate(several)]
+
+    def _several(self, prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+        """Returns the prompts as a list: a single one (text, ids or messages) need not be in a list."""
         if not isinstance(prompts, str | Sequence | np.ndarray):
             raise UsageError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}")
         if not isinstance(prompts, str) and len(prompts) == 0:
             raise UsageError("expected at least one prompt")
-        # A single prompt (text, ids or messages) need not be in a list.
         is_single = isinstance(prompts, str) or all(map(_is_whole, prompts)) or _is_conversation(prompts)
-        prompt_list = cast("Sequence[Prompt]", [prompts] if is_single else prompts)
-        if continued and any(map(_is_conversation, prompt_list)):
-            raise UsageError("a conversation is a whole text, which cannot continue a prefix; leave the prefix out")
-        special = special and not continued
-        return [self._ids(row, prompt, template, special=special) for row, prompt in enumerate(prompt_list)]
+        return cast("Sequence[Prompt]", [prompts] if is_single else prompts)
 
     def _ids(self, row: int, prompt: Prompt, template: Mapping[str, Any], *, special: bool) -> list[int]:
         if isinstance(prompt, str) or _is_conversation(prompt):
@@ -225,13 +236,18 @@ class RequestReader:
             )
         return [int(token) for token in ids]
 
-    def _reader(self, shown: Sequence[str], *, exact: bool) -> Reader | None:
+    def _reader(self, before: Sequence[int], shown: Sequence[str], *, exact: bool, answers: bool) -> Reader | None:
+        """Returns the reader of a text after the tokens `before`. An answer of a conversation is a text of its own: it
+        does not begin with the space of its first word.
+        """
         if self.vocabulary is None:
             return None
         if exact:
             return ExactReader(self.vocabulary)
+        following = partial(self.vocabulary.reader, before)
+        reader = self.vocabulary.reader() if answers else following()
         marks = {token: text for text in shown if (token := self.vocabulary.special_id(text)) is not None}
-        return MarkReader(self.vocabulary.reader(), marks) if marks else self.vocabulary.reader()
+        return MarkReader(reader, marks, following) if marks else reader
 
     def _is_id(self, value: Any) -> bool:
         return _is_whole(value) and 0 <= value < self.vocab_size

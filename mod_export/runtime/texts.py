@@ -11,7 +11,7 @@ later tokens could still change.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mod_export.errors import UsageError
@@ -75,8 +75,16 @@ class Bytes:
         """Returns the byte of a token; None if the id is not a byte."""
         return bytes([token]) if 0 <= token < 256 else None
 
-    def reader(self) -> Reader:
+    def drops_space(self, token: int) -> bool:
+        """Whether a text that begins with this token is shown without its space: never."""
+        return False
+
+    def reader(self, before: Sequence[int] = ()) -> Reader:
+        """Returns a decoder for one new text. The bytes before a text do not change it."""
         return _ByteReader()
+
+    def close(self) -> None:
+        """Does nothing: there is no chat template whose process could run."""
 
 
 class _ByteReader:
@@ -128,14 +136,19 @@ class ExactReader:
 class MarkReader:
     """Decodes a text that shows the names of some special tokens, which other texts hide."""
 
-    def __init__(self, reader: Reader, marks: Mapping[int, str]) -> None:
-        """`marks` maps the ids of the tokens to what the text shows in their place."""
-        self._reader, self._marks = reader, marks
+    def __init__(self, reader: Reader, marks: Mapping[int, str], following: Callable[[], Reader]) -> None:
+        """`reader` decodes what is before the first mark, `following` makes a reader of what is after a mark, and
+        `marks` maps the ids of the tokens to what the text shows in their place.
+        """
+        self._reader, self._marks, self._following = reader, marks, following
 
     def feed(self, token: int) -> str:
         """Returns the characters that become certain with this token, possibly none."""
         mark = self._marks.get(token)
-        return self._reader.feed(token) if mark is None else self._reader.close() + mark
+        if mark is None:
+            return self._reader.feed(token)
+        rest, self._reader = self._reader.close(), self._following()
+        return rest + mark
 
     def peek(self) -> str:
         """Returns the whole characters that are held back."""

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Sequence
 from functools import cache, cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 UNREADABLE = "\N{REPLACEMENT CHARACTER}"
 CONFIG = "tokenizer_config.json"
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
+NEAR = 256
+"""How many tokens before a text are looked at to find one that its decoder can begin with."""
 
 
 class TokenizersFile:
@@ -130,9 +133,24 @@ class TokenizersFile:
         before = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
         return self.decode_raw([*before, token]).removeprefix(self.decode_raw(before)).encode()
 
-    def reader(self) -> FileReader:
-        """Returns a decoder for one new text."""
-        return FileReader(self)
+    def drops_space(self, token: int) -> bool:
+        """Whether a text that begins with this token is shown without the space that the token begins with."""
+        return (self.token_bytes(token) or b"").startswith(b" ") and not self.decode_raw([token]).startswith(" ")
+
+    def reader(self, before: Sequence[int] = ()) -> FileReader:
+        """Returns a decoder for one new text, which continues the text of the tokens `before`."""
+        # A part of a character would become whole with the new text. Every whole token has the same effect on it.
+        whole = (token for token in reversed(before[-NEAR:]) if self._is_whole(token))
+        return FileReader(self, list(islice(whole, 1)))
+
+    def _is_whole(self, token: int) -> bool:
+        """Whether the token is shown, and no part of a character."""
+        return self.is_shown(token) and not self.is_byte(token) and UNREADABLE not in self.decode_raw([token])
+
+    def close(self) -> None:
+        """Ends the process of the chat template, if there is one."""
+        if "chat_template" in self.__dict__:  # It is read when it is first needed.
+            self.chat_template.close()
 
     def decode(self, ids: Sequence[int]) -> str:
         """Returns the text of ids without special tokens: `decode(ids, skip_special_tokens=True)` of transformers."""
@@ -174,7 +192,8 @@ class TokenizersFile:
 
 
 class FileReader:
-    """Decodes a text token by token. The joined results equal `decode` of all tokens, wherever the text ends.
+    """Decodes a text token by token. The joined results equal `decode` of all tokens, wherever the text ends; or, after
+    tokens before the text, what the text adds to theirs.
 
     It decodes the last few tokens again with each new one, and returns a character only when no later token can change
     it. Characters of a run of byte tokens are never certain before the run ends: if one byte of the run is invalid, a
@@ -182,13 +201,14 @@ class FileReader:
     characters at once and fails at the byte that invalidates them. It also loses held-back characters at the end.)
     """
 
-    def __init__(self, file: TokenizersFile) -> None:
+    def __init__(self, file: TokenizersFile, before: Sequence[int]) -> None:
+        """`before` are tokens before the text, whose own text is whole; none if the text begins with its own."""
         self._file = file
         # The tokens of the last piece shown, and all tokens after it. New tokens are never decoded alone, because a
         # decoder drops the space before the first word.
-        self._ids: list[int] = []
-        self._before = 0
-        self._shown = 0
+        self._ids = list(before)
+        self._before = len(before)
+        self._shown = len(file.decode_raw(before))
         self._uncleaned = ""
 
     def feed(self, token: int) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from build_folders import rewrite_manifest
@@ -137,6 +138,21 @@ def test_a_conversation_continues_no_prefix(generator: Generator) -> None:
         UsageError, match=r"^a conversation is a whole text, which cannot continue a prefix; leave the "
     ):
         generator.generate([USER], 2, prefix=generator.prefix("a"))
+
+
+def test_a_closed_generator_ends_the_process_of_its_template(folder: Path) -> None:
+    def children() -> set[int]:
+        return {child.pid for child in psutil.Process().children()}
+
+    before = children()
+    with load_generator(folder) as closed:
+        assert closed.ids([USER])
+        (renders,) = children() - before
+    assert renders not in children()
+    assert not psutil.pid_exists(renders)
+    with load_generator(folder):
+        pass  # One that has read no conversation has no such process.
+    assert children() <= before
 
 
 def test_answers_on_the_command_line(folder: Path, generator: Generator) -> None:

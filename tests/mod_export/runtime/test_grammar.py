@@ -455,8 +455,15 @@ def test_special_tokens_are_shown_on_request(tmp_path: Path) -> None:
         (("[INST]", "nothing"), "fox[INST]dog fox"),
         (("[INST]", "[/INST]"), "fox[INST]dog fox[/INST]"),
     ):
-        (text,) = reader.texts([ids], shown=shown)
-        assert text.reader is not None
-        assert "".join(map(text.reader.feed, ids)) + text.reader.close() == expected
+        # What follows a prompt keeps the space of its first word.
+        for answers, space in ((True, ""), (False, " ")):
+            (text,) = reader.texts([ids], shown=shown, answers=answers)
+            assert text.reader is not None
+            assert "".join(map(text.reader.feed, ids)) + text.reader.close() == space + expected
+    # So does what follows a mark.
+    ids = words.ids("[INST] fox[/INST] dog", special=False)
+    (text,) = reader.texts([words.ids("fox")], shown=("[INST]", "[/INST]"), answers=True)
+    assert text.reader is not None
+    assert "".join(map(text.reader.feed, ids)) + text.reader.close() == "[INST] fox[/INST] dog"
     bytes_only = RequestReader(None, 256, defaults)
     assert bytes_only.texts([[1]], shown=("[INST]",))[0].reader is None

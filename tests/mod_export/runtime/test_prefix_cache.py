@@ -42,6 +42,15 @@ def test_texts_are_bit_equal_with_and_without(generator: Generator, cached: Gene
     assert 0 < cached.prefixes.used_bytes <= LARGE
 
 
+def test_a_closed_generator_keeps_nothing(written: Path) -> None:
+    """Its memory is free although Python may not have looked for cycles yet."""
+    with load_generator(written, prefix_cache_bytes=LARGE) as closed:
+        closed.generate([[*range(20)]], 2)
+        assert closed.prefixes is not None
+        assert closed.prefixes.used_bytes > 0
+    assert closed.prefixes.used_bytes == 0
+
+
 def test_a_long_conversation_reads_only_what_is_new(generator: Generator, cached: Generator) -> None:
     """Each turn reads the tokens after the last whole part of the longest engine, in parts."""
     history = list(range(18))

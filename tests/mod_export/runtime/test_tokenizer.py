@@ -112,6 +112,36 @@ def test_pieces_joined_are_the_text_of_all_tokens(files: dict[str, TokenizersFil
     check()
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama3"])
+def test_pieces_continue_the_text_before_them(files: dict[str, TokenizersFile], family: str) -> None:
+    """Together they are the text of all tokens, also where the second one begins with a space, which decoders drop from
+    the first word of a text. (Llama 3 cleans spaces, also those between the two texts.)
+    """
+    file = files[family]
+
+    @settings(max_examples=MOST_EXAMPLES)
+    @given(before=scripts, text=scripts, special=st.booleans())
+    def check(before: str, text: str, special: bool) -> None:
+        prompt, ids = file.ids(before, special), file.ids(text, special=False)
+        reader = file.reader(prompt)
+        found = "".join(map(reader.feed, ids)) + reader.close()
+        assert file.decode(prompt) + found == file.decode(prompt + ids)
+
+    check()
+
+
+@pytest.mark.parametrize("family", ["llama2", "mistral", "phi3"])
+def test_a_word_keeps_its_space_after_other_tokens(files: dict[str, TokenizersFile], family: str) -> None:
+    file = files[family]
+    ids = file.ids("dog", special=False)
+    for before, expected in (([], "dog"), (file.ids(""), "dog"), (file.ids("fox"), " dog"), (file.ids("\n"), " dog"),
+                             (file.ids("\U0001f600"), " dog")):  # fmt: skip
+        reader = file.reader(before)
+        assert "".join(map(reader.feed, ids)) + reader.close() == expected
+    assert file.drops_space(ids[0])
+    assert not file.drops_space(ids[-1])
+
+
 @pytest.mark.parametrize("cleans", [False, True], ids=["as it is", "cleaned"])
 @pytest.mark.parametrize("family", ["smollm2", "llama2", "phi3"])
 def test_a_look_at_what_is_held_back_changes_nothing(tmp_path: Path, family: str, cleans: bool) -> None:
