@@ -76,8 +76,8 @@ class TextCompletion(_Answer):
 
 
 class _Chunk(_Answer):
-    """A line of a stream. If token counts are asked for, the last line has them and no choices, and in the others
-    `usage` is null.
+    """A line of a stream. If token counts are asked for, the last line has them and no choices. In the others, `usage`
+    is null or the counts so far.
     """
 
     usage: Usage | None = Field(default_factory=lambda: None)
@@ -193,9 +193,11 @@ class ChatChunk(_Chunk):
 
 
 class ModelCard(Shape):
-    """The model. `max_model_len` is the longest text, prompt and answer together, in tokens."""
+    """The model. `root` is its name too. `max_model_len` is the longest text, prompt and answer together, in tokens."""
 
     id: str
+    root: str
+    parent: None
     object: Literal["model"]
     created: Count
     owned_by: str

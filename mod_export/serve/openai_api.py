@@ -25,6 +25,7 @@ from mod_export.serve.openai_formats import (
     ChatRequest,
     CompletionRequest,
     OpenAIRequest,
+    StreamOptions,
     TextAnswer,
     TokenNames,
 )
@@ -79,7 +80,7 @@ async def completions(request: Request) -> Response:
         for prompt in body.several:
             _check_length(generator, prompt)
         ids = generator.ids(body.several, special=body.add_special_tokens)
-        new = NEW_TOKENS if body.max_tokens is None else body.max_tokens
+        new = NEW_TOKENS if body.new_tokens is None else body.new_tokens
         texts = _texts(generator, body, ids, new, body.logprobs, grammar, scored=body.scored)
         return texts, [_text_of(generator, echoed) for echoed in body.several] if body.echo else None
 
@@ -110,8 +111,8 @@ async def chat_completions(request: Request) -> Response:
             _check_length(generator, "".join([conversation, *map(json.dumps, tools)]))
         variables = {**body.chat_template_kwargs, **({"tools": tools} if tools and template.reads_tools else {})}
         ids = generator.ids([message.for_template(template) for message in body.messages], variables)
-        limits = [body.max_completion_tokens, body.max_tokens, max(1, generator.window - len(ids[0]) + 1)]
-        new = next(item for item in limits if item is not None)
+        rest = max(1, generator.window - len(ids[0]) + 1)
+        new = rest if body.new_tokens is None else body.new_tokens
         return _texts(generator, body, ids, new, (body.top_logprobs or 0) if body.logprobs else None, grammar)
 
     grammar = await _compiled(generator, body)
@@ -132,7 +133,9 @@ def _call_reader(asked: ChatRequest) -> CallReader:
 
 def _model(service: Service) -> dict[str, Any]:
     window = {} if isinstance(service.writing, Unavailable) else {"max_model_len": service.writing.generator.window}
-    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "mod-export", **window}
+    # Programs made for vLLM take the name from `root`, which is another one there if a model is served by an alias.
+    name = {"id": service.name, "root": service.name, "parent": None}
+    return {**name, "object": "model", "created": service.created, "owned_by": "mod-export", **window}
 
 
 async def _asked(request: Request, kind: type[Asked]) -> Asked:
@@ -188,8 +191,7 @@ def _check_window(generator: Generator, asked: OpenAIRequest, longest: int, new_
     if tokens_read(longest, new_tokens) <= generator.window:
         return
     source = "messages" if isinstance(asked, ChatRequest) else "prompt"
-    has_limit = asked.max_tokens is not None or getattr(asked, "max_completion_tokens", None) is not None
-    if longest > generator.window and not has_limit:
+    if longest > generator.window and asked.new_tokens is None:
         but = f"your {source} resulted in {longest} tokens. Please reduce the length of the {source}."
     else:
         but = (
@@ -227,6 +229,7 @@ def _texts(
             logit_bias={int(token): value for token, value in asked.logit_bias.items()},
             grammar=grammar,
             shown=SHOWN if isinstance(asked, ChatRequest) and asked.offered else (),
+            answers=isinstance(asked, ChatRequest),
         )
     except GrammarError as error:
         raise _no_text(asked, error) from error
@@ -299,7 +302,7 @@ async def _answer(
         raise
     if isinstance(first, Failed):
         raise first.error
-    return EventStream(job, _chunks(first, events, len(texts), answer, usage=asked.counts_tokens))
+    return EventStream(job, _chunks(first, events, len(texts), answer, asked.streamed))
 
 
 class Mailbox:
@@ -338,10 +341,11 @@ async def _all(events: asyncio.Queue[Event], texts: int) -> None:
 
 
 async def _chunks(
-    event: Event | None, events: asyncio.Queue[Event], texts: int, answer: Answer, *, usage: bool
+    event: Event | None, events: asyncio.Queue[Event], texts: int, answer: Answer, shows: StreamOptions
 ) -> AsyncIterator[bytes]:
     """Yields server-sent events. Joins all events that are waiting into one piece."""
     opened: set[int] = set()
+    written = 0
     while texts:
         lines: list[dict[str, Any]] = []
         event = event or await events.get()
@@ -350,10 +354,14 @@ async def _chunks(
                 # The status has been sent already. OpenAI's clients raise the `error` of a chunk as an exception.
                 yield _sse(*lines, problem_of(event.error).openai())
                 return
-            lines += [{**line, "usage": None} if usage else line for line in _chunks_of(event, opened, answer)]
+            written += isinstance(event, Piece) and event.token is not None
+            usage: dict[str, Any] = {"usage": None} if shows.include_usage else {}
+            if shows.continuous_usage_stats:
+                usage = {"usage": answer.counted(written)}
+            lines += [{**line, **usage} for line in _chunks_of(event, opened, answer)]
             texts -= isinstance(event, Ended)
             event = None if events.empty() else events.get_nowait()
-        if not texts and usage:
+        if not texts and shows.include_usage:
             lines.append(answer.usage())
         yield _sse(*lines)
     yield b"data: [DONE]\n\n"

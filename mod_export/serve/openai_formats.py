@@ -62,11 +62,14 @@ TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,9}$")]
 
 
 class StreamOptions(BaseModel):
-    """Options of a stream; `include_usage` asks for a last chunk with the token counts."""
+    """Options of a stream. `include_usage` asks for a last chunk with the token counts, and `continuous_usage_stats`
+    for the counts so far in every other chunk.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
     include_obfuscation: bool = False
 
     @model_validator(mode="after")
@@ -83,6 +86,7 @@ class OpenAIRequest(BaseModel):
 
     model: str | None = None
     max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
@@ -123,10 +127,22 @@ class OpenAIRequest(BaseModel):
             raise ValueError("stream_options: is about streams; give stream with it, or leave it out")
         return self
 
+    @model_validator(mode="after")
+    def _check_limits(self) -> Self:
+        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
+        if len(limits) > 1:
+            raise ValueError("max_tokens: means the same as max_completion_tokens; give only one of them")
+        return self
+
     @property
-    def counts_tokens(self) -> bool:
-        """Whether a stream ends with the token counts."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def new_tokens(self) -> int | None:
+        """Limit of new tokens; None if the request has none."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def streamed(self) -> StreamOptions:
+        """What the stream shows beside the text."""
+        return self.stream_options or StreamOptions()
 
     @property
     def grammar(self) -> Grammar | None:
@@ -176,7 +192,7 @@ class CompletionRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _check_length(self) -> Self:
-        if self.max_tokens == 0 and not self.scored:
+        if self.new_tokens == 0 and not self.scored:
             raise ValueError("max_tokens: expected at least 1; 0 scores a prompt, with echo and logprobs")
         return self
 
@@ -264,7 +280,6 @@ class ChatRequest(OpenAIRequest):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
-    max_completion_tokens: TokenCount | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] = {}
@@ -315,11 +330,9 @@ class ChatRequest(OpenAIRequest):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: is about logprobs; give logprobs: true with it")
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens: means the same as max_completion_tokens; give only one of them")
-        if 0 in (self.max_tokens, self.max_completion_tokens):
+        if self.new_tokens == 0:
             raise ValueError("max_tokens: expected at least 1")
         return self
 
@@ -366,11 +379,19 @@ class Answer(ABC):
 
     def usage(self) -> Json:
         """Returns the chunk with the token counts."""
-        return {**self._head, "choices": [], "usage": self._counted()}
+        return {**self._head, "choices": [], "usage": self.counted(self._written)}
+
+    def counted(self, written: int) -> Json:
+        """Returns token counts, of which `written` new tokens. A prompt with several continuations counts once."""
+        prompts = self._completions[:: self._n]
+        prompt = sum(len(completion.prompt_ids) for completion in prompts)
+        cached = sum(completion.cached for completion in prompts)
+        counted = {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+        return {**counted, "prompt_tokens_details": {"cached_tokens": cached}}
 
     def whole(self) -> Json:
         """Returns the answer to a request that does not stream, after all texts are complete."""
-        return {**self._head, "choices": self._choices(), "usage": self._counted()}
+        return {**self._head, "choices": self._choices(), "usage": self.counted(self._written)}
 
     @property
     def _completions(self) -> list[Completion]:
@@ -379,14 +400,10 @@ class Answer(ABC):
     def _chunk(self, choice: Json) -> Json:
         return {**self._head, "choices": [choice]}
 
-    def _counted(self) -> Json:
-        """Token counts of the request. A prompt with several continuations counts once."""
-        prompts = self._completions[:: self._n]
-        prompt = sum(len(completion.prompt_ids) for completion in prompts)
-        cached = sum(completion.cached for completion in prompts)
-        new = sum(len(completion.ids) for completion in self._completions)
-        counted = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return {**counted, "prompt_tokens_details": {"cached_tokens": cached}}
+    @property
+    def _written(self) -> int:
+        """Number of new tokens, after all texts are complete."""
+        return sum(len(completion.ids) for completion in self._completions)
 
 
 class TextAnswer(Answer):
@@ -399,6 +416,8 @@ class TextAnswer(Answer):
         super().__init__("cmpl", "text_completion", model, texts, names, n)
         self._echo = echo
         self._offset = [0] * len(texts)
+        # A text that continues what the answer does not show does not begin with its first token.
+        self._begins = [echo is not None or not names.are_shown(text.completion.prompt_ids) for text in texts]
 
     def opening(self, row: int) -> list[Json]:
         if self._echo is None:
@@ -455,7 +474,8 @@ class TextAnswer(Answer):
         offsets = []
         for token in ids:
             offsets.append(self._offset[row])
-            self._offset[row] += self._names.length(token)
+            self._offset[row] += self._names.length(token, begins=self._begins[row])
+            self._begins[row] = self._begins[row] and not self._names.are_shown([token])
         return offsets
 
 
@@ -541,13 +561,21 @@ class TokenNames:
             logprobs[f"token_id:{token}" if name in logprobs else name] = logprob
         return logprobs
 
-    def length(self, token: int) -> int:
-        """Returns the number of characters that a token adds to a text."""
+    def are_shown(self, tokens: Sequence[int]) -> bool:
+        """Whether a text shows any of these tokens."""
+        vocabulary = self._vocabulary
+        return vocabulary is not None and any(map(vocabulary.is_shown, tokens))
+
+    def length(self, token: int, *, begins: bool) -> int:
+        """Returns the number of characters that a token adds to a text; `begins` if no shown token is before it."""
         if self._vocabulary is None or not self._vocabulary.is_shown(token):
             return 0
         token_bytes = self.bytes_of(token)
+        if token_bytes is None:
+            return 0
         # Counts the first byte of each character: a token may hold only a part of one.
-        return 0 if token_bytes is None else sum(byte & 0xC0 != 0x80 for byte in token_bytes)
+        characters = sum(byte & 0xC0 != 0x80 for byte in token_bytes)
+        return characters - (begins and self._vocabulary.drops_space(token))
 
     def bytes_of(self, token: int) -> list[int] | None:
         """Returns the UTF-8 bytes of a token, which may be a part of a character; None if it represents no text."""

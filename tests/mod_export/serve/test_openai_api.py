@@ -121,6 +121,11 @@ def test_sixteen_tokens_unless_asked(client: openai.OpenAI) -> None:
     assert found.usage.completion_tokens == 16
 
 
+def test_a_limit_by_its_newer_name(server: Server) -> None:
+    for limits in ({"max_completion_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}):
+        assert post(server, {"prompt": PROMPT, "ignore_eos": True, **limits}).json()["usage"]["completion_tokens"] == 3
+
+
 def test_echo_gives_the_logprob_of_every_token_of_the_prompt(client: openai.OpenAI, other: Generator) -> None:
     """Evaluation harnesses ask for this, and slice the lists at the length of the context."""
     (expected,) = other.generate(PROMPT, 1, logprobs=2, prompt_logprobs=True)
@@ -187,6 +192,8 @@ def test_a_stream_with_echo_and_logprobs_is_the_whole_in_parts(client: openai.Op
 def test_models(client: openai.OpenAI, server: Server) -> None:
     assert [item.id for item in client.models.list()] == ["writing"]
     assert client.models.retrieve("writing").id == "writing"
+    (card,) = httpx2.get(f"{server.url}/v1/models").json()["data"]
+    assert (card["root"], card["parent"]) == ("writing", None)  # vLLM's benchmark takes the name from `root`.
     assert post(server, {"prompt": "x", "max_tokens": 1}).json()["model"] == "writing"
     for refused in (
         lambda: client.models.retrieve("gpt-4"),

@@ -39,6 +39,20 @@ def test_neutral_values_of_unsupported_fields_pass() -> None:
     assert CompletionRequest.model_validate({**TEXT, "best_of": 3, "n": 3}).n == 3
 
 
+def test_values_that_change_nothing_pass() -> None:
+    for logprobs in ({"logprobs": False, "top_logprobs": 0}, {"top_logprobs": 0}):
+        assert not ChatRequest.model_validate({**CHAT, **logprobs}).logprobs
+    for kind, body in ((ChatRequest, CHAT), (CompletionRequest, TEXT)):
+        for limits in (
+            {"max_tokens": 7},
+            {"max_completion_tokens": 7},
+            {"max_tokens": 7, "max_completion_tokens": 7},
+            {"max_tokens": None, "max_completion_tokens": 7},
+        ):
+            assert kind.model_validate({**body, **limits}).new_tokens == 7
+        assert kind.model_validate(body).new_tokens is None
+
+
 @pytest.mark.parametrize(("kind", "name"), [
     (kind, name) for kind in (CompletionRequest, ChatRequest) for name in sorted(NEUTRAL.keys() - kind.model_fields)
 ])  # fmt: skip
@@ -74,6 +88,11 @@ def test_other_values_of_unsupported_fields_are_refused(kind: Any, name: str) ->
         ({"n": 10**9}, "1000000000 texts, prompts times n, are more than this server ever takes"),
         ({"max_tokens": 0}, "max_tokens: expected at least 1; 0 scores a prompt, with echo and logprobs"),
         ({"max_tokens": 0, "echo": True}, "max_tokens: expected at least 1; 0 scores a prompt, with echo and logprobs"),
+        ({"max_completion_tokens": 0}, "max_tokens: expected at least 1; 0 scores a prompt, with echo and logprobs"),
+        (
+            {"max_tokens": 2, "max_completion_tokens": 3},
+            "max_tokens: means the same as max_completion_tokens; give only one of them",
+        ),
         ({"max_tokens": -1}, "max_tokens: Input should be greater than or equal to 0"),
         ({"max_tokens": True}, "max_tokens: Input should be a valid integer"),
         ({"max_tokens": 1.5}, "max_tokens: Input should be a valid integer"),
@@ -204,7 +223,7 @@ def test_encoded_bodies_are_refused(server: Server, encoding: str) -> None:
         ({"functions": [{"name": "f"}]}, "functions: is not supported, and this value would change", "functions"),
         ({"audio": {}}, "audio: is not supported, and this value would change the answer; leave it out", "audio"),
         (
-            {"max_tokens": 2, "max_completion_tokens": 2},
+            {"max_tokens": 2, "max_completion_tokens": 3},
             "max_tokens: means the same as max_completion_tokens; give only one of them",
             "max_tokens",
         ),
