@@ -32,8 +32,6 @@ NOT_HERE = tuple(
     )
 )  # fmt: skip
 """Addresses of OpenAI's API, and of servers like this one, that no model here could answer."""
-HEALTH = ("/health", "/v2/health")
-"""Prefixes of the addresses that supervisors ask: the usual one with Kubernetes, and the Open Inference Protocol's."""
 
 
 class _ModelName(PathConvertor):
@@ -68,8 +66,8 @@ def create_app(
         ("POST", "/v1/completions", secured, openai_api.completions),
         ("POST", "/v1/chat/completions", secured, openai_api.chat_completions),
         ("GET", "/v2", secured, inference_protocol.server_metadata),
-        *(("GET", f"{prefix}/live", open_to_all, inference_protocol.live) for prefix in HEALTH),
-        *(("GET", f"{prefix}/ready", open_to_all, inference_protocol.ready) for prefix in HEALTH),
+        *(("GET", path, open_to_all, inference_protocol.live) for path in inference_protocol.LIVE),
+        *(("GET", path, open_to_all, inference_protocol.ready) for path in inference_protocol.READY),
         ("GET", "/metrics", secured, _metrics),
         ("GET", "/", open_to_all, _page),
         ("GET", openapi.PATH, open_to_all, openapi.route(keys=bool(keys))),

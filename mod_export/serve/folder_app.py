@@ -70,7 +70,8 @@ class OpenFolder:
             EngineError: the engine failed several times in a row, or the scheduler ended.
         """
         if not self.closed and not self.service.live:
-            raise EngineError(f"{self.service.name}: writes no text any more; the log says why. Start another process")
+            reason = "its engines keep failing, or it writes no more; the log says why"
+            raise EngineError(f"{self.service.name}: {reason}. Start another process")
 
     def close(self) -> None:
         """Waits up to `drain_s` for current requests, then closes the build folder. Blocks."""

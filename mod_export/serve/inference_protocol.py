@@ -33,6 +33,11 @@ DTYPES: Mapping[str, str] = {
 }  # fmt: skip
 """Name of a data type in the protocol -> name in NumPy."""
 NAMES = {numpy: name for name, numpy in DTYPES.items()}
+LIVE = ("/health/live", "/v2/health/live")
+READY = ("/health/ready", "/v2/health/ready", "/health")
+"""Addresses that supervisors ask: the usual ones with Kubernetes, those of the Open Inference Protocol, and the one of
+vLLM, which clients of OpenAI's API ask before they send requests.
+"""
 JSON_LENGTH = "Inference-Header-Content-Length"
 BYTES_OF_A_NUMBER = 32
 """Upper limit for a number written as JSON."""
@@ -80,13 +85,13 @@ async def server_metadata(_: Request) -> Response:
 
 
 async def live(request: Request) -> Response:
-    """GET /health/live and /v2/health/live: 200, or 503 if the server must be restarted."""
+    """Answers each address of LIVE: 200, or 503 if the server must be restarted."""
     service = service_of(request)
     return JSONResponse({"live": service.live}, 200 if service.live else 503)
 
 
 async def ready(request: Request) -> Response:
-    """GET /health/ready and /v2/health/ready: 200 while the server accepts requests, otherwise 503."""
+    """Answers each address of READY: 200 while the server accepts requests, otherwise 503."""
     service = service_of(request)
     return JSONResponse({"ready": service.ready}, 200 if service.ready else 503)
 
@@ -112,7 +117,7 @@ async def infer(request: Request) -> Response:
     inference, rest = _parsed(body, request.headers.get(JSON_LENGTH))
 
     def run() -> tuple[bytes, int | None]:
-        return _encoded(service.name, inference, scoring.deployment.answer(_feeds(inference.inputs, rest)))
+        return _encoded(service.name, inference, scoring.answer(_feeds(inference.inputs, rest)))
 
     async def ran() -> tuple[bytes, int | None]:
         return await asyncio.get_running_loop().run_in_executor(scoring.pool, run)
@@ -191,7 +196,10 @@ def _feeds(inputs: Sequence[Tensor], rest: bytes) -> dict[str, np.ndarray]:
             raise ApiError(
                 400, f"{port.name}: shape {port.shape} has {math.prod(port.shape)} numbers, got {array.size}"
             )
-        feeds[port.name] = array.reshape(port.shape)
+        try:
+            feeds[port.name] = array.reshape(port.shape)
+        except ValueError as error:  # A tensor without numbers may have any other dimensions.
+            raise ApiError(400, f"{port.name}: shape {port.shape} is larger than an array can be") from error
     if rest:
         raise ApiError(400, f"{len(rest)} bytes of the body belong to no input")
     return feeds

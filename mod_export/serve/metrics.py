@@ -69,7 +69,7 @@ class Metrics(TextObserver, Collector):
         self._refused.labels(reason).inc()
 
     def reloaded(self, result: str) -> None:
-        """Counts a new version of the folder: "taken", or "failed" if it could not be opened."""
+        """Counts a new version of the folder: "taken", or "failed" if the one before stays."""
         self._reloads.labels(result).inc()
 
     def restarted(self, count: int) -> None:

@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 
 from mod_export import __version__
 from mod_export.serve import answer_shapes as shapes
-from mod_export.serve.inference_protocol import JSON_LENGTH, InferRequest
+from mod_export.serve.inference_protocol import JSON_LENGTH, LIVE, READY, InferRequest
 from mod_export.serve.openai_formats import (
     IGNORED,
     NEUTRAL,
@@ -106,11 +106,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/"): Operation("A page that shows what the server does", HTML, secured=False),
     ("GET", PATH): Operation("This description", JSON, secured=False),
 }
-for _health in ("/health", "/v2/health"):
-    OPERATIONS |= {
-        ("GET", f"{_health}/live"): Operation("Whether the server works", shapes.Live, secured=False, unready=True),
-        ("GET", f"{_health}/ready"): Operation("Whether it takes requests", shapes.Ready, secured=False, unready=True),
-    }
+for _paths, _summary, _shape in (
+    (LIVE, "Whether the server works", shapes.Live),
+    (READY, "Whether it takes requests", shapes.Ready),
+):
+    OPERATIONS |= {("GET", path): Operation(_summary, _shape, secured=False, unready=True) for path in _paths}
 for _model in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
     OPERATIONS |= {
         ("GET", _model): Operation("Inputs and outputs of the model", shapes.ModelMetadata, refusals=(400, 404)),

@@ -1,8 +1,8 @@
 """Takes a new version of the served build folder while the server runs, without losing a text.
 
 The new version is opened beside the old one. When it can answer, new requests go to it, and the old one closes when its
-last request is answered. For a while both are in memory. A version that cannot be opened is logged, and the old one
-stays.
+last request is answered. For a while both are in memory. A version that cannot be opened, or that cannot write text or
+read whole rows although the old one can, is logged, and the old one stays.
 
 A version has to be complete when it appears: switch a symbolic link, or rename a folder into place. Files of a folder
 that is being served must not be overwritten, because engines read their weights from them.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from starlette.types import Receive, Scope, Send
 
-from mod_export.errors import ModExportError
+from mod_export.errors import ModExportError, TargetError
 from mod_export.folder.manifest import MANIFEST
 from mod_export.serve.folder_app import OpenFolder
 from mod_export.serve.metrics import Metrics
@@ -27,7 +27,7 @@ from mod_export.serve.scheduler import LOG
 LOOK_S = 1.0
 """Seconds between two looks at the manifest."""
 MOST_RETRY_S = 60.0
-"""A version that cannot be opened is tried again after 2, 4, 8 ... seconds, and at most after this many: it may still
+"""A version that cannot be taken is tried again after 2, 4, 8 ... seconds, and at most after this many: it may still
 be being copied.
 """
 Open = Callable[[Path, Metrics], OpenFolder]
@@ -59,6 +59,7 @@ class ServedFolder:
         self.metrics = Metrics()
         self._version = self._look()
         self.current = self._opened()
+        self.current.service.show_gauges()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
@@ -109,9 +110,9 @@ class ServedFolder:
             wait_s = LOOK_S if done else min(2 * wait_s, MOST_RETRY_S)
 
     async def _take(self, version: Version | None) -> bool:
-        """Opens a version and closes the one before; returns False if it cannot be opened."""
+        """Opens a version and closes the one before; returns False if it cannot take its place."""
         try:
-            new = await asyncio.to_thread(self._opened)
+            new = await asyncio.to_thread(self._successor)
         except (ModExportError, OSError) as error:
             self._failed(error)
             return False
@@ -122,6 +123,7 @@ class ServedFolder:
             await asyncio.to_thread(new.close)
             return True
         old, self.current, self._version = self.current, new, version
+        new.service.show_gauges()
         self.metrics.reloaded("taken")
         LOG.info("%s: serves a new version: %s", new.service.name, new.service.describe())
         self._replaced = old
@@ -132,8 +134,22 @@ class ServedFolder:
 
     def _failed(self, error: Exception, *, traceback: bool = False) -> None:
         self.metrics.reloaded("failed")
-        message = "%s: cannot be opened, so the version before is served on: %s"
+        message = "%s: cannot be taken, so the version before is served on: %s"
         LOG.error(message, self._path, error, exc_info=error if traceback else None)
+
+    def _successor(self) -> OpenFolder:
+        """Opens the newest version.
+
+        Raises:
+            ModExportError: it cannot be opened.
+            TargetError: it cannot do everything that the current version can.
+        """
+        new = self._opened()
+        missing = new.service.missing(self.current.service)
+        if missing is not None:
+            new.close()
+            raise TargetError(f"it cannot do all that the version before can: {missing}")
+        return new
 
     def _opened(self) -> OpenFolder:
         # Engines are opened when they are first needed. By then a link may lead to another version.

@@ -27,7 +27,9 @@ from mod_export.types import Bucket
 
 LOG = logging.getLogger("mod_export.serve")
 MOST_FAILURES = 3
-"""After this many failed steps in a row, a scheduler is no longer healthy."""
+"""After this many failures of an engine in a row, its server is no longer healthy."""
+PROMPTS, STEPS = "prompts", "steps"
+"""The work of the engines that read prompts, and of those that write."""
 GUESSED_TEXT_S = 1.0
 """Assumed seconds per text, for `QueueFullError.retry_after_s`, before any text has been measured."""
 WEIGHT = 0.1
@@ -185,7 +187,7 @@ class Scheduler:
         self._in_rows: dict[RowText, _InRow] = {}
         self._untold: list[tuple[Job, Event]] = []
         self._text_s = GUESSED_TEXT_S
-        self._failures = 0
+        self._failures = {PROMPTS: 0, STEPS: 0}
         self._draining = self._stopping = False
         self._broken: Exception | None = None
         self._opened = threading.Event()
@@ -206,8 +208,9 @@ class Scheduler:
 
     @property
     def healthy(self) -> bool:
-        """Whether the thread runs and the engine has not failed several times in a row."""
-        return self._thread.is_alive() and self._broken is None and self._failures < MOST_FAILURES
+        """Whether the thread runs and no engine has failed several times in a row."""
+        works = max(self._failures.values()) < MOST_FAILURES
+        return self._thread.is_alive() and self._broken is None and works
 
     @property
     def most_texts(self) -> int:
@@ -296,9 +299,7 @@ class Scheduler:
                 while self._wait_for_work():
                     try:
                         self._work(rows)
-                        self._failures = 0
                     except EngineError as error:
-                        self._failures += 1
                         rows.reset()
                         self._fail({state.job for state in self._in_rows.values()}, error)
         except Exception as error:  # Clients must not wait for a thread that has ended.
@@ -322,11 +323,23 @@ class Scheduler:
         while len(rows.busy) < rows.size and (text := self._next()) is not None:
             rows.begin(text)
         self._take_ended()
-        self._pass_on(rows.read_part())
-        self._pass_on(rows.step())
+        # Counted apart: a part of a prompt that can be read says nothing about its last part, or about steps.
+        self._run_engine(PROMPTS, rows.read_part, lambda: rows.from_prompts)
+        self._run_engine(STEPS, rows.step, lambda: rows.steps)
         _ = rows.busy  # Removes texts that were cancelled meanwhile from their rows.
         self._take_ended()
         self._deliver_events()
+
+    def _run_engine(self, work: str, run: Callable[[], Iterable[Written]], done: Callable[[], int]) -> None:
+        """Passes on what an engine writes, and counts its failures in a row, which end when `done` rises."""
+        before = done()
+        try:
+            self._pass_on(run())
+        except EngineError:
+            self._failures[work] += 1
+            raise
+        if done() > before:
+            self._failures[work] = 0
 
     def _drop_ended_requests(self) -> None:
         """Drops texts that were cancelled while they waited, and fails requests that waited too long."""

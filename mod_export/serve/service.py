@@ -6,10 +6,12 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from mod_export.errors import EngineError, TargetError, UsageError
 from mod_export.folder.manifest import Manifest, open_folder
@@ -18,7 +20,7 @@ from mod_export.runtime.deployment import Deployment, load, open_smallest
 from mod_export.runtime.generator import load_generator
 from mod_export.serve import MAX_QUEUE, MAX_WAIT_S, PREFIX_CACHE_MIB
 from mod_export.serve.metrics import Gauge, Metrics
-from mod_export.serve.scheduler import CLOSING, LOG, ClosingError, QueueFullError, Scheduler
+from mod_export.serve.scheduler import CLOSING, LOG, MOST_FAILURES, ClosingError, QueueFullError, Scheduler
 from mod_export.serve.traces import TextTraces
 from mod_export.types import ModelKind, Unavailable
 
@@ -68,6 +70,30 @@ class Scoring:
         self._changed = threading.Condition()
         self._requests = 0
         self._closing = False
+        self._failures = 0
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the engine has not failed several times in a row."""
+        return self._failures < MOST_FAILURES
+
+    def answer(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Runs rows as `Deployment.answer` does. Called on the thread of the pool.
+
+        Raises:
+            EngineError: the engine failed.
+            UsageError: the inputs are refused.
+            BuildFolderError: a file has changed since the build.
+        """
+        try:
+            results = self.deployment.answer(feeds)
+        except EngineError:
+            # Token ids are checked before an engine reads them. Other inputs may make an engine fail by themselves, and
+            # no client may end the server with them.
+            self._failures += self.deployment.vocab_size is not None
+            raise
+        self._failures = 0
+        return results
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
@@ -122,12 +148,23 @@ class Service:
     @property
     def live(self) -> bool:
         """False if only a restart would help."""
-        return isinstance(self.writing, Unavailable) or self.draining or self.writing.healthy
+        parts = [part for part in (self.scoring, self.writing) if not isinstance(part, Unavailable)]
+        return self.draining or all(part.healthy for part in parts)
 
     @property
     def ready(self) -> bool:
         """Whether it accepts requests."""
         return self.live and not self.draining
+
+    def missing(self, before: Service) -> Unavailable | None:
+        """Returns why this service cannot do something that the one before it can; None if it can do all of that."""
+        parts = ((self.writing, before.writing), (self.scoring, before.scoring))
+        lost = (new for new, old in parts if isinstance(new, Unavailable) and not isinstance(old, Unavailable))
+        return next(lost, None)
+
+    def show_gauges(self) -> None:
+        """Shows how busy this service is, in place of the one before it that has the same metrics."""
+        self.metrics.show([] if isinstance(self.writing, Unavailable) else _gauges(self.writing))
 
     def drain(self, within_s: float) -> None:
         """Stops accepting requests, waits up to `within_s` for current ones, and then ends unfinished texts."""
@@ -167,20 +204,22 @@ def open_service(folder: Path, options: ServiceOptions, metrics: Metrics | None 
     Args:
         folder: the build folder.
         options: how it is served.
-        metrics: counts its texts and requests, and shows its gauges once the folder is open; None makes new metrics.
+        metrics: counts its texts and requests, together with those of other versions of the folder, of which one at a
+            time calls `show_gauges`; None makes metrics that show the gauges of this service.
 
     Raises:
         BuildFolderError: the folder is not a complete build folder, a file is damaged, or the folder is not signed by
             the owner of one of the trusted keys.
-        UsageError: an option is out of range, or a file of a trusted key holds no key.
+        UsageError: an option is out of range, a file of a trusted key holds no key, or there is not enough memory for
+            the caches of the texts: whoever starts the server can ask for fewer rows.
         TargetError: no engine of the folder runs here.
     """
     check_signature(folder, options.trusted_keys)
     manifest = open_folder(folder)
-    metrics = metrics or Metrics()
+    counting = metrics or Metrics()
     with contextlib.ExitStack() as opened:
         scoring = _open_scoring(opened, folder, options)
-        writing = _open_writing(opened, folder, manifest, options, metrics)
+        writing = _open_writing(opened, folder, manifest, options, counting)
         if isinstance(writing, Unavailable) and isinstance(scoring, Unavailable):
             raise TargetError(
                 f"{folder}: nothing of it can be served\nwriting text: {writing}\nwhole prompts: {scoring}"
@@ -188,10 +227,12 @@ def open_service(folder: Path, options: ServiceOptions, metrics: Metrics | None 
         for part in (writing, scoring):
             if isinstance(part, Unavailable) and part is not manifest.generation:  # That is so on every machine.
                 LOG.warning("only a part of the folder is served: %s", part)
-        if isinstance(writing, Scheduler):
-            metrics.show(_gauges(writing))
         facts = manifest.models[options.model]
-        yield Service(options.name or facts.name, facts.checkpoint_sha256, int(time.time()), writing, scoring, metrics)
+        name = options.name or facts.name
+        service = Service(name, facts.checkpoint_sha256, int(time.time()), writing, scoring, counting)
+        if metrics is None:
+            service.show_gauges()
+        yield service
 
 
 def _open_scoring(opened: contextlib.ExitStack, folder: Path, options: ServiceOptions) -> Scoring | Unavailable:
@@ -221,7 +262,7 @@ def _open_writing(
         opened.enter_context(generator)
         scheduler = Scheduler(generator, options.rows, options.max_queue, options.max_wait_s, (metrics, TextTraces()))
         return opened.enter_context(scheduler)  # Opens the engines.
-    except TargetError as error:
+    except (TargetError, EngineError) as error:
         return Unavailable(str(error))
 
 

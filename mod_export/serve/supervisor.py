@@ -38,9 +38,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from mod_export.errors import EngineError, ModExportError, UsageError
-from mod_export.serve.app import HEALTH
 from mod_export.serve.cors import Cors
 from mod_export.serve.endpoint import BODY_S, ApiError, problem_of, slow_body
+from mod_export.serve.inference_protocol import LIVE, READY
 from mod_export.serve.request_log import RequestLog
 from mod_export.serve.scheduler import CLOSING, LOG, ClosingError
 
@@ -56,7 +56,7 @@ FOR_ONE_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trail
 """Headers about one connection (RFC 9110, 7.6.1)."""
 NOT_SENT_ON = FOR_ONE_HOP | {b"expect", b"forwarded", b"x-forwarded-for", b"x-forwarded-proto"}
 NOT_SENT_BACK = FOR_ONE_HOP | {b"transfer-encoding"}
-EVENTS = b"text/event-stream"
+EVENTS, END_OF_EVENT = b"text/event-stream", b"\n\n"
 NO_ROOM = "the server has no room for another connection; try again"
 GONE = (httpcore2.NetworkError, httpcore2.RemoteProtocolError)
 """Errors of a request whose worker has ended, or to whose worker no connection can be made."""
@@ -183,9 +183,9 @@ class Supervisor:
 
     def _unavailable(self, path: str) -> Response:
         """Returns the supervisor's own answer, for the time in which no worker can serve."""
-        if path in [f"{prefix}/live" for prefix in HEALTH]:
+        if path in LIVE:
             return JSONResponse({"live": self.live}, 200 if self.live else 503)
-        if path in [f"{prefix}/ready" for prefix in HEALTH]:
+        if path in READY:
             return JSONResponse({"ready": False}, 503)
         if self._draining:
             return problem_of(ClosingError(CLOSING)).response(path)
@@ -294,12 +294,14 @@ class _Worker:
                 raise _NoRoomError from error
             return False
         headers = [(name.lower(), value) for name, value in answer.headers if name.lower() not in NOT_SENT_BACK]
+        streams = dict(headers).get(b"content-type", b"").startswith(EVENTS)
         try:
             await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-            async for part in answer.aiter_stream():
+            parts = answer.aiter_stream()
+            async for part in _whole_events(parts) if streams else parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         except GONE:
-            if not dict(headers).get(b"content-type", b"").startswith(EVENTS):
+            if not streams:
                 raise  # The server closes the connection, so the client sees that the answer is not whole.
             # OpenAI's clients raise the `error` of an event as an exception.
             event = json.dumps(_crash(self.retry_s).openai())
@@ -374,6 +376,19 @@ async def _body(receive: Receive, sent: asyncio.Event) -> AsyncIterator[bytes]:
         if message.get("body"):
             yield message["body"]
     sent.set()
+
+
+async def _whole_events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yields server-sent events, each as soon as its end has come. If the worker is lost, the beginning of an event is
+    dropped, because whatever followed it would be read as its rest.
+    """
+    held = b""
+    async for part in parts:
+        whole, end, held = (held + part).rpartition(END_OF_EVENT)
+        if end:
+            yield whole + end
+    if held:
+        yield held
 
 
 async def _client_left(receive: Receive, sent: asyncio.Event) -> None:

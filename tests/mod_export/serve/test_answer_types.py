@@ -23,6 +23,7 @@ DESCRIPTION = description(keys=False)
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6}
 TEXT: dict[str, Any] = {"prompt": "Hi", "max_tokens": 6}
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
+ALWAYS = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 TOOL = {
     "type": "function",
     "function": {
@@ -108,6 +109,27 @@ def test_chat_completions(server: Server, change: dict[str, Any]) -> None:
         assert all(("usage" in chunk) == (streamed is USAGE) for chunk in chunks)
 
 
+@pytest.mark.parametrize(("path", "body", "shape"), [
+    ("/v1/completions", {**TEXT, "prompt": ["a", "b"]}, "TextChunk"), ("/v1/chat/completions", CHAT, "ChatChunk"),
+])  # fmt: skip
+def test_counts_in_every_chunk(server: Server, path: str, body: dict[str, Any], shape: str) -> None:
+    """Programs that measure servers ask for them. They rise to those of the whole answer."""
+    asked = {**body, "temperature": 0, "ignore_eos": True}
+    whole = post(server, path, asked).json()["usage"]
+    for options in (ALWAYS, {"stream": True, "stream_options": {"continuous_usage_stats": True}}):
+        chunks = lines_of(post(server, path, {**asked, **options}))
+        for chunk in chunks:
+            check(chunk, shape)
+        assert (chunks[-1]["choices"] == []) == (options is ALWAYS)
+        written = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert written == sorted(written)
+        assert len(set(written)) > 3
+        assert all(chunk["usage"]["prompt_tokens"] == whole["prompt_tokens"] for chunk in chunks)
+        assert chunks[-1]["usage"]["total_tokens"] == whole["total_tokens"]
+    quiet = {"stream": True, "stream_options": {"include_usage": False, "continuous_usage_stats": False}}
+    assert all("usage" not in chunk for chunk in lines_of(post(server, path, {**asked, **quiet})))
+
+
 def test_scored_prompts(server: Server) -> None:
     """OpenAI's type does not say that the first token of a prompt has no log probability, which OpenAI's API shows."""
     answer = post(server, "/v1/completions", {**TEXT, "echo": True, "logprobs": 2, "max_tokens": 0}).json()
@@ -155,6 +177,7 @@ def test_whole_rows(server: Server) -> None:
         ("/v2", "ServerMetadata", httpx2.get(f"{server.url}/v2")),
         ("/v2/health/live", "Live", httpx2.get(f"{server.url}/v2/health/live")),
         ("/v2/health/ready", "Ready", httpx2.get(f"{server.url}/v2/health/ready")),
+        ("/health", "Ready", httpx2.get(f"{server.url}/health")),
         ("/v2/models/llama", "ModelMetadata", httpx2.get(f"{server.url}/v2/models/llama")),
         ("/v2/models/llama/ready", "ModelReady", httpx2.get(f"{server.url}/v2/models/llama/ready")),
         ("infer", "InferAnswer", post(server, "/v2/models/llama/infer", {"id": "7", "inputs": [row]})),

@@ -11,11 +11,13 @@ from typing import Any
 
 import httpx2
 import pytest
+from build_folders import file_entry, rewrite_manifest
 from headless_chromium import DESK, Chromium
 from serving import PATIENCE_S, Server, received, serving
 
 from mod_export.engines import ENGINES
 from mod_export.errors import BuildFolderError, TargetError, UsageError
+from mod_export.runtime import generator as generator_module
 from mod_export.serve import endpoint
 from mod_export.serve.scheduler import Scheduler
 from mod_export.serve.service import ServiceOptions, open_service
@@ -23,7 +25,7 @@ from mod_export.types import Engine, Unavailable
 
 JSON = {"Content-Type": "application/json"}
 ASKED = {"prompt": "def f(", "max_tokens": 4, "temperature": 0}
-OPEN = ("/v2/health/live", "/v2/health/ready", "/")
+OPEN = ("/health", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready", "/")
 SECURED = ("/v1/models", "/v1/models/writing", "/v2", "/v2/models/writing", "/metrics")
 
 
@@ -168,13 +170,14 @@ def test_metrics_count_what_happened(written: Path) -> None:
 def test_an_engine_that_keeps_failing_is_not_live(written: Path) -> None:
     with serving(written) as server:
         assert isinstance(server.service.writing, Scheduler)
-        server.service.writing._failures = 3
-        for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/writing/ready"):
+        server.service.writing._failures["steps"] = 3
+        for path in ("/v2/health/live", "/v2/health/ready", "/health", "/v2/models/writing/ready"):
             assert httpx2.get(server.url + path).status_code == 503
-        server.service.writing._failures = 0
+        server.service.writing._failures["steps"] = 0
         server.service.draining = True
         assert httpx2.get(f"{server.url}/v2/health/live").json() == {"live": True}
-        assert httpx2.get(f"{server.url}/v2/health/ready").json() == {"ready": False}
+        for path in ("/v2/health/ready", "/health"):
+            assert httpx2.get(server.url + path).json() == {"ready": False}
 
 
 def test_folders_that_cannot_be_served(small: Path, written: Path) -> None:
@@ -218,6 +221,33 @@ def test_engines_that_another_machine_has_to_run(
             assert answer.status_code == (200 if works else 400), answer.text
             assert works or re.search(reason, answer.text)
         assert client.get("/v2/models/writing/ready").status_code == (200 if reads else 400)
+
+
+@pytest.mark.parametrize(("role", "reads", "writes"), [("forward", False, True), ("decode", True, False)])
+def test_engines_that_no_library_reads(
+    written_copy: Path, caplog: pytest.LogCaptureFixture, role: str, reads: bool, writes: bool
+) -> None:
+    """The rest of the folder is served, also if the files are as they were built: another library may be installed."""
+
+    def spoil(manifest: dict[str, Any]) -> None:
+        for path in [engine["path"] for engine in manifest["engines"] if engine["role"] == role]:
+            (written_copy / path).write_bytes(b"no graph")
+            manifest["files"][path] = file_entry(written_copy / path)
+
+    rewrite_manifest(written_copy, spoil)
+    with serving(written_copy, name="writing") as server:
+        assert isinstance(server.service.scoring, Unavailable) is not reads
+        assert isinstance(server.service.writing, Unavailable) is not writes
+        assert "only a part of the folder is served: " in caplog.text
+        assert "ONNX Runtime refuses this graph" in caplog.text
+        assert httpx2.get(f"{server.url}/health").status_code == 200
+
+
+def test_no_memory_for_the_caches_is_said_at_once(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts the server can ask for fewer rows."""
+    monkeypatch.setattr(generator_module, "free_bytes", lambda: 1000)
+    with pytest.raises(UsageError, match="MiB are free; ask for shorter"), open_service(written, ServiceOptions()):
+        pass
 
 
 @pytest.mark.parametrize("kind", [BuildFolderError, TargetError])

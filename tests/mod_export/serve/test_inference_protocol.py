@@ -19,6 +19,7 @@ from torch import nn
 from tritonclient.utils import InferenceServerException
 
 import mod_export
+from mod_export.errors import EngineError
 from mod_export.serve import inference_protocol
 from mod_export.serve.service import Scoring
 from mod_export.types import Unavailable
@@ -186,6 +187,10 @@ IDS = {"name": "input_ids", "shape": [1, 3], "datatype": "INT64", "data": [1, 2,
         ({"data": [1, 2]}, "input_ids: shape [1, 3] has 3 numbers, got 2"),
         ({"shape": [1, -3]}, "inputs.0.shape.1: Input should be greater than or equal to 0"),
         ({"shape": [1] * 9}, "inputs.0.shape: List should have at most 8 items"),
+        (
+            {"shape": [0, 2**40, 2**40], "data": []},
+            "input_ids: shape [0, 1099511627776, 1099511627776] is larger than an array can be",
+        ),
         ({"shape": [3]}, "expected token ids as whole numbers (batch, sequence), got int64 (3,)"),
         ({"shape": [1, 0], "data": []}, "expected token ids as whole numbers"),
         ({"datatype": "BYTES"}, "input_ids: datatype 'BYTES', expected one of BOOL, UINT8"),
@@ -265,6 +270,29 @@ def test_numbers_that_json_has_not(server: Server, monkeypatch: pytest.MonkeyPat
     answer = infer(server, {"inputs": [IDS]})
     assert (answer.status_code, answer.json()["error"]) == (
         400, "logits: has numbers that are not finite, which JSON lacks; ask for binary_data")  # fmt: skip
+
+
+def test_an_engine_that_keeps_failing_is_not_live(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only if it reads token ids, which are checked before it reads them: other inputs may be why it fails."""
+
+    def fails(*_: object) -> None:
+        raise EngineError("it is broken")
+
+    with serving(written) as server:
+        assert isinstance(server.service.scoring, Scoring)
+        deployment = server.service.scoring.deployment
+        with monkeypatch.context() as patch:
+            patch.setattr(type(deployment), "run", fails)
+            for status in (200, 200, 503):
+                assert infer(server, {"inputs": [IDS]}).status_code == 500
+                assert httpx2.get(f"{server.url}/health/live").status_code == status
+        assert infer(server, {"inputs": [IDS]}).status_code == 200
+        assert httpx2.get(f"{server.url}/health/live").status_code == 200
+        with monkeypatch.context() as patch:
+            patch.setattr(deployment, "vocab_size", None)
+            patch.setattr(type(deployment), "infer", fails)
+            assert [infer(server, {"inputs": [IDS]}).status_code for _ in range(4)] == [500] * 4
+        assert httpx2.get(f"{server.url}/health/live").status_code == 200
 
 
 def test_prompts_that_wait_are_bounded_and_drained(written: Path) -> None:

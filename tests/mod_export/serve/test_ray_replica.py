@@ -69,7 +69,12 @@ def test_folders_have_names(written: Path, built: Path, tmp_path: Path, monkeypa
         ("x", tmp_path / "b"), ("w", tmp_path / "a"),
     ]  # fmt: skip
     assert Arguments(folder=Path("b")).by_name() == {None: tmp_path / "b"}
-    assert Arguments.model_validate({"folder": "b", "hosts": "a,b"}).hosts == ("a", "b")
+    for hosts in ("a,b", "A, b ", ["a", " B"]):
+        assert Arguments.model_validate({"folder": "b", "hosts": hosts}).hosts == ("a", "b")
+    listed = {"allow_origins": f"{PAGE}, null", "trusted_keys": "x.pem, y.pem", "hosts": "*"}
+    args = Arguments.model_validate({"folder": "b", **listed})
+    assert args.allow_origins == (PAGE, "null")
+    assert args.trusted_keys == (Path("x.pem"), Path("y.pem"))
 
 
 def test_a_time_that_no_thread_can_wait() -> None:
@@ -93,7 +98,7 @@ def test_a_replica_by_itself(written: Path, tmp_path: Path) -> None:
             (folder,) = replica.open_folders
             assert isinstance(folder.service.writing, Scheduler)
             folder.service.writing.stop()
-            with pytest.raises(EngineError, match="a: writes no text any more"):
+            with pytest.raises(EngineError, match="a: its engines keep failing, or it writes no more"):
                 replica.check_health()
         assert folder.closed
 
@@ -223,6 +228,9 @@ def test_a_folder_that_is_not_live(written: Path) -> None:
     folder.check()
     assert isinstance(folder.service.writing, Scheduler)
     folder.service.writing.stop()
-    with pytest.raises(EngineError, match=r"tiny: writes no text any more; the log says why. Start another process"):
+    with pytest.raises(
+        EngineError,
+        match=r"tiny: its engines keep failing, or it writes no more; the log says why. Start another process",
+    ):
         folder.check()
     folder.close()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -171,8 +172,44 @@ def test_a_version_that_cannot_be_opened_is_refused(link: Link, again: Path, tmp
             link.lead_to(again)
         until(lambda: served(url) == "again")
         output = log_of(process)
-    assert f"error: {link.path}: cannot be opened, so the version before is served on: " in output
+    assert f"error: {link.path}: cannot be taken, so the version before is served on: " in output
     assert "Traceback" not in output
+
+
+def missing_gates(*roles: str) -> Callable[[dict[str, Any]], object]:
+    """Changes a manifest as if engines of these roles had missed their gates."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        missed = {one["path"]: ["they agree too seldom"] for one in manifest["engines"] if one["role"] in roles}
+        manifest["refused"].update(missed)
+
+    return change
+
+
+@pytest.mark.fast("texts")
+@pytest.mark.parametrize(("change", "reason"), [
+    (missing_gates("prefill", "decode"), "missed their gates and are not served (they agree too seldom)"),
+    (missing_gates("forward"), "missed their gates and are not served (they agree too seldom)"),
+    (lambda manifest: manifest.update(generation={"reason": "generation.build is never"}), "generation.build is never"),
+], ids=["texts", "whole rows", "no texts at all"])  # fmt: skip
+def test_a_version_that_can_do_less_is_refused(
+    link: Link, written: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], reason: str
+) -> None:
+    """Clients of the version before would get nothing but refusals from it."""
+    less, go = copied(written, tmp_path / "less", "less"), tmp_path / "go"
+    rewrite_manifest(less, change)
+    with command(link.path, "--reload", code=STEPS.format(held=OF_THE_FIRST, go=str(go))) as (process, url):
+        before = served(url)
+        asking = Asking(url)
+        link.lead_to(less)
+        until(lambda: metric(url, 'reloads_total{result="failed"}') >= 1)
+        # Gauges are still those of the version that serves.
+        assert (served(url), metric(url, "busy_rows"), metric(url, 'reloads_total{result="taken"}')) == (before, 1, 0)
+        go.touch()
+        assert asking.text()["model"] == before
+        output = log_of(process)
+    refusal = f"error: {link.path}: cannot be taken, so the version before is served on: it cannot do all that the "
+    assert any(line.startswith(refusal) and reason in line for line in output.splitlines()), output
 
 
 @pytest.mark.slow
@@ -286,6 +323,6 @@ def test_a_new_version_must_be_signed_as_well(
         process.send_signal(signal.SIGHUP)
         until(lambda: served(url) == "again")
         output = log_of(process)
-    refusal = f"error: {link.path}: cannot be opened, so the version before is served on: "
+    refusal = f"error: {link.path}: cannot be taken, so the version before is served on: "
     assert any(line.startswith(refusal) and "is not signed" in line for line in output.splitlines())
     assert "Traceback" not in output

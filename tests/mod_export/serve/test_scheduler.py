@@ -280,6 +280,29 @@ def test_an_engine_that_keeps_failing_is_not_healthy(
     assert scheduler.healthy
 
 
+def test_an_engine_that_keeps_failing_is_not_healthy_if_others_work(
+    scheduler: Scheduler, generator: Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first parts of each prompt are read, and then its last part, or the first step, fails."""
+    (prompt,) = prompts_of_lengths([40])
+    read_part = Prompts.read_part
+
+    def fails(*_: object) -> np.ndarray:
+        raise EngineError("it is broken")
+
+    def fails_at_last(prompts: Prompts, part: tuple[int, ...]) -> np.ndarray:
+        return fails() if prompts.position == 32 else read_part(prompts, part)
+
+    for kind, name, broken in ((Decoder, "step", fails), (Prompts, "read_part", fails_at_last)):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, broken)
+            for healthy in (True, True, False):
+                assert str(submitted(scheduler, generator, [prompt], 3).failure()) == "it is broken"
+                assert scheduler.healthy == healthy
+        assert submitted(scheduler, generator, [prompt], 3).completions()
+        assert scheduler.healthy
+
+
 def test_a_bug_leaves_nobody_waiting(generator: Generator) -> None:
     class BugError(Exception):
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -23,7 +24,7 @@ import psutil
 import pytest
 from build_folders import flip, rewrite_manifest
 from command_line import invoke, refused
-from ending_workers import crash, leave
+from ending_workers import crash, cut_an_event, leave
 from serving import PATIENCE_S, SLOW_STEPS, command, metric, received, until
 
 from mod_export.errors import EngineError, UsageError
@@ -110,6 +111,7 @@ supervisor._Worker.wait = started
         # The supervisor lives, and says that it takes no requests at the moment.
         assert httpx2.get(f"{url}/health/live").json() == {"live": True}
         assert httpx2.get(f"{url}/v2/health/ready").status_code in (200, 503)
+        assert httpx2.get(f"{url}/health").status_code in (200, 503)
         until(lambda: is_ready(url))
         assert httpx2.post(f"{url}/v1/completions", json=LONG, timeout=PATIENCE_S).json()["choices"] == before
         assert metric(url, "engine_restarts_total") == 1
@@ -201,6 +203,31 @@ def test_a_worker_that_ends_before_it_serves(work: Callable[..., int], end: str)
     message = rf"the process of the engines ended before it could serve \({end}\)"
     with pytest.raises(EngineError, match=message):
         Supervisor(work)
+
+
+def test_an_event_that_is_cut_is_dropped() -> None:
+    """A client would read the error after it as its rest."""
+    sent: list[Any] = []
+
+    async def ask(supervisor: Supervisor) -> None:
+        requests = [{"type": "http.request", "body": b"{}"}]
+
+        async def receive() -> Any:
+            return requests.pop() if requests else await asyncio.Event().wait()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+                 "query_string": b"", "headers": [(b"content-length", b"2")], "scheme": "http"}  # fmt: skip
+        await asyncio.wait_for(supervisor(scope, receive, send), PATIENCE_S)
+
+    with contextlib.closing(Supervisor(cut_an_event)) as supervisor:
+        asyncio.run(ask(supervisor))
+    bodies = [message["body"] for message in sent if message["type"] == "http.response.body"]
+    *events, last, rest = b"".join(bodies).split(b"\n\n")
+    assert (events, rest) == ([b'data: {"a": 1}', b'data: {"b": 2}'], b"")
+    assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "engine_restarting"
 
 
 def test_it_needs_a_folder_for_its_socket(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
