@@ -100,7 +100,13 @@ class Arguments(BaseModel):
     @field_validator("hosts", "allow_origins", "trusted_keys", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
+        return [entry.strip() for entry in value.split(",")] if isinstance(value, str) else value
+
+    @field_validator("hosts")
+    @classmethod
+    def _as_compared(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        """Returns host names as those of requests are compared."""
+        return tuple(host.strip().lower() for host in hosts)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -129,7 +129,7 @@ def read_keys(path: Path) -> frozenset[str]:
         UsageError: the file cannot be read, or holds no key.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # Some editors write a byte order mark.
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read as API keys ({error})") from error
     keys = frozenset(line.strip() for line in lines) - {""}

@@ -169,6 +169,8 @@ def test_others_need_a_key(written: Path, tmp_path: Path) -> None:
     refused(invoke("serve", written, "--api-key-file", keys), "keys: expected API keys, one a line, and it has none")
     keys.write_text(" one \ntwo\n")
     assert server_module.read_keys(keys) == {"one", "two"}
+    keys.write_text(" one \ntwo\n", encoding="utf-8-sig")  # With a byte order mark, as Windows' Notepad may write it.
+    assert server_module.read_keys(keys) == {"one", "two"}
     with command(written, "--host", "0.0.0.0", "--api-key-file", keys) as (_, url):
         local = url.replace("0.0.0.0", "127.0.0.1")
         assert httpx2.get(f"{local}/v1/models").status_code == 401
