@@ -37,6 +37,7 @@ from mod_export.judge.inputs import text_ids
 from mod_export.model.checkpoint import sha256_of
 from mod_export.model.model import Model, token_ids
 from mod_export.model.request import Request
+from mod_export.model.tokenizer_files import TokenizerFiles
 from mod_export.rows.report import BuildReport
 from mod_export.runtime.logits import perplexity_of
 from mod_export.sweep.schema import CellEntry, CellKey, Measured, Quality
@@ -61,6 +62,8 @@ class CellJob(CellKey):
     """Absolute path of model.pt or of a folder."""
     checkpoint_sha256: str
     """Expected hash of the checkpoint."""
+    tokenizer_sha256: str | None
+    """Expected hash of the files of its tokenizer; null if it has none."""
     config: dict[str, Any]
     """The configuration as JSON data."""
     code: dict[str, str]
@@ -173,6 +176,16 @@ def failed_cell(job: CellJob, exit_code: int, error: str) -> CellEntry:
     )
 
 
+def digest_of_tokenizer(tokenizer: TokenizerFiles | None) -> str | None:
+    """Returns the SHA-256 of names and contents of the files of a tokenizer; None if there is no tokenizer."""
+    if tokenizer is None:
+        return None
+    digest = hashlib.sha256()
+    for name, content in sorted(tokenizer.contents.items()):
+        digest.update(name.encode() + b"\0" + hashlib.sha256(content).digest())
+    return digest.hexdigest()
+
+
 @cache
 def machine_name() -> str:
     """CPU, cores and GPU of this machine; only results with equal names are compared."""
@@ -201,9 +214,13 @@ def _measured(job: CellJob) -> CellEntry:
     # Imported here, so that torch and the engines are loaded only in the process of a cell.
     from mod_export.pipeline.stages import build
 
-    model, _ = Request.checkpoint(job.checkpoint, capacity=job.capacity).models()
+    request = Request.checkpoint(job.checkpoint, capacity=job.capacity)
+    model, _ = request.models()
+    tokenizer, _ = request.tokenizer()
+    if digest_of_tokenizer(tokenizer) != job.tokenizer_sha256:
+        raise CheckpointError(f"{job.checkpoint}: its tokenizer is not that of the sweep; start the sweep again")
     progress = Progress(Console(stderr=True), 1)
-    report = build(lambda: (model, None), config, job.root, progress, job.command, job.capacity)
+    report = build(lambda: (model, None), config, job.root, progress, job.command, job.capacity, tokenizer)
     k_by_layer = next(graph.k_by_layer for graph in open_folder(job.root, verify=False).graphs if graph.model == "mod")
     distinct_k = set(k_by_layer.values())
     passed = report.verdict.status == "pass"
@@ -224,17 +241,18 @@ def _measured(job: CellJob) -> CellEntry:
 
 
 def _rows(report: BuildReport) -> tuple[Measured, ...]:
-    latency = {(row.dtype, row.model): row for row in report.latency}
-    text = {row.dtype: row.text for row in having(report.parity, model="mod", role="forward")}
+    latency = {row.setting: row for row in report.latency}
+    # Graphs that were judged in place of an engine have rows too, of targets of their own.
+    text = {row.setting: row.text for row in having(report.parity, model="mod", role="forward")}
     return tuple(
         Measured(
             dtype=row.dtype,
-            providers=latency[row.dtype, "mod"].providers,
-            threads=latency[row.dtype, "mod"].threads,
-            dense_ms=latency[row.dtype, "dense"].p50_ms,
-            mod_ms=latency[row.dtype, "mod"].p50_ms,
+            providers=latency[row.setting].providers,
+            threads=latency[row.setting].threads,
+            dense_ms=latency[row.setting.of("dense")].p50_ms,
+            mod_ms=latency[row.setting].p50_ms,
             speedup=row,
-            text=text.get(row.dtype),
+            text=text.get(row.setting),
         )
         for row in report.speedup
     )

@@ -12,6 +12,7 @@ import platform
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from mod_export.errors import COULD_NOT_BUILD, UsageError
 from mod_export.folder.files import write_whole
 from mod_export.folder.manifest import MANIFEST, REPORT_FILES
 from mod_export.model.checkpoint import files_of, sha256_of
+from mod_export.model.tokenizer_files import READ
 from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, run_cell
 from mod_export.sweep.schema import CellEntry
 
@@ -84,9 +86,13 @@ def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, by
 
 
 def packed_checkpoint(checkpoint: Path) -> dict[str, bytes]:
-    """Path -> content of the files of a checkpoint. Paths start with its name; build folders inside it are left out."""
+    """Path -> content of the files of a checkpoint. Paths start with its name; build folders inside it are left out. A
+    model.pt comes first, and after it the tokenizer beside it.
+    """
     if checkpoint.is_file():
-        return {checkpoint.name: checkpoint.read_bytes()}
+        beside = chain.from_iterable(map(checkpoint.parent.glob, READ)) if checkpoint.name == "model.pt" else ()
+        files = (checkpoint, *sorted(path for path in beside if path.is_file()))
+        return {path.relative_to(checkpoint.parent).as_posix(): path.read_bytes() for path in files}
     resolved = checkpoint.resolve()
     return {path.relative_to(resolved.parent).as_posix(): path.read_bytes() for path in files_of(resolved)}
 

@@ -1,7 +1,8 @@
 """Derives findings from cells: break-even, the stair of latency over k, speed against quality. Pure functions.
 
-Only cells that met their gates count: the speed of a wrong result means nothing. Cells are compared within one target,
-dtype, batch and machine.
+Only cells that met their gates count: the speed of a wrong result means nothing. Neither does a speed whose control
+fails. A cell that does not count ends a break-even, because it may have been slower than dense. Cells are compared
+within one target, dtype, batch and machine.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from mod_export.sweep.schema import (
     CapacityBreakEven,
     CellEntry,
+    CellKey,
     Finding,
     Findings,
     Front,
@@ -32,8 +34,7 @@ LARGE_DRIFT = 0.1
 WIDEST = 0.1
 """Maximum width of the interval of a speed-up, as a share of the speed-up. A wider interval overlaps with all others,
 which does not mean that all cost the same."""
-
-T = TypeVar("T")
+AGAIN = "delete their folders below cells/ and repeat the sweep while the machine is quiet"
 
 
 class Point(NamedTuple):
@@ -53,8 +54,8 @@ class Point(NamedTuple):
 
     @property
     def faster(self) -> bool:
-        """Whether the whole interval lies above 1."""
-        return self.interval[0] > 1
+        """Whether the verdict says so."""
+        return self.row.speedup.verdict == "faster"
 
     @property
     def steady(self) -> bool:
@@ -68,13 +69,31 @@ class Point(NamedTuple):
         return (*_common(self), self.cell.seq)
 
 
-def findings_of(cells: Sequence[CellEntry], notes: Sequence[str] = ()) -> Findings:
-    """Returns all findings. Their notes begin with `notes`."""
-    points = points_of(cells)
+class Grid(NamedTuple):
+    """All cells of a sweep, also those that were not run, and the rows of those that were."""
+
+    keys: Sequence[CellKey]
+    cells: Sequence[CellEntry]
+
+    def tried_with(self, point: Point) -> list[CellKey]:
+        """Returns the cells of a point's target and batch, except those that were measured on another machine only."""
+        elsewhere = {cell.name for cell in self.cells if not cell.failed and cell.machine != point.cell.machine}
+        here = {cell.name for cell in self.cells if cell.machine == point.cell.machine}
+        return [
+            key
+            for key in self.keys
+            if (key.target, key.batch) == (point.cell.target, point.cell.batch)
+            and (key.name in here or key.name not in elsewhere)
+        ]
+
+
+def findings_of(keys: Sequence[CellKey], cells: Sequence[CellEntry], notes: Sequence[str] = ()) -> Findings:
+    """Returns all findings from the rows of cells of a grid, which has all `keys`. Their notes begin with `notes`."""
+    points, grid = points_of(cells), Grid(keys, cells)
     all_stairs = stairs(points)
     return Findings(
-        break_even_capacity=break_even_capacity(points),
-        break_even_length=break_even_length(points),
+        break_even_capacity=break_even_capacity(points, grid),
+        break_even_length=break_even_length(points, grid),
         stairs=all_stairs,
         fronts=fronts(points),
         notes=(*notes, *_notes(cells, points, all_stairs)),
@@ -82,41 +101,50 @@ def findings_of(cells: Sequence[CellEntry], notes: Sequence[str] = ()) -> Findin
 
 
 def points_of(cells: Sequence[CellEntry]) -> list[Point]:
-    """Returns a point for each dtype of every cell that met its gates, if its numbers are finite and positive."""
-    points = [Point(cell, row) for cell in cells if not (cell.failed or cell.missed) for row in cell.measured]
+    """Returns a point for each dtype of every cell that met its gates, if its numbers are finite and positive and its
+    control covers 1.
+    """
+    points = [p for p in _that_met_gates(cells) if p.row.speedup.control.covers_one]
     return [p for p in points if all(math.isfinite(n) and n > 0 for n in (p.row.dense_ms, p.speedup, *p.interval))]
 
 
-def break_even_capacity(points: Sequence[Point]) -> tuple[CapacityBreakEven, ...]:
+def _that_met_gates(cells: Sequence[CellEntry]) -> list[Point]:
+    return [Point(cell, row) for cell in cells if not (cell.failed or cell.missed) for row in cell.measured]
+
+
+def break_even_capacity(points: Sequence[Point], grid: Grid) -> tuple[CapacityBreakEven, ...]:
     """For each length, finds the largest capacity such that it and every smaller one tried are faster than dense."""
     findings = []
     for first, group in _groups([p for p in points if p.cell.capacity is not None], lambda p: p.setting):
-        ascending = sorted(group, key=lambda p: p.cell.capacity or 0)
-        last = _last_of_run(ascending, lambda p: p.faster)
+        by_capacity = {p.cell.capacity: p for p in group}
+        capacities = {key.capacity for key in grid.tried_with(first) if key.seq == first.cell.seq}
+        tried = sorted(capacity for capacity in capacities if capacity is not None)
+        last = _last_faster(by_capacity.get(capacity) for capacity in tried)
         findings.append(
             CapacityBreakEven(
                 **_finding(first),
                 seq=first.cell.seq,
                 largest_capacity=last.cell.capacity if last else None,
                 largest_k=last.cell.k if last else None,
-                tried=tuple(p.cell.capacity for p in ascending if p.cell.capacity is not None),
+                tried=tuple(tried),
             )
         )
     return tuple(findings)
 
 
-def break_even_length(points: Sequence[Point]) -> tuple[LengthBreakEven, ...]:
+def break_even_length(points: Sequence[Point], grid: Grid) -> tuple[LengthBreakEven, ...]:
     """For each capacity, finds the smallest length such that it and every longer one tried are faster than dense."""
     findings = []
     for first, group in _groups(points, lambda p: (*_common(p), p.cell.capacity or 0)):
-        descending = sorted(group, key=lambda p: -p.cell.seq)
-        last = _last_of_run(descending, lambda p: p.faster)
+        by_seq = {p.cell.seq: p for p in group}
+        tried = sorted({key.seq for key in grid.tried_with(first) if key.capacity == first.cell.capacity})
+        last = _last_faster(by_seq.get(seq) for seq in reversed(tried))
         findings.append(
             LengthBreakEven(
                 **_finding(first),
                 capacity=first.cell.capacity,
                 smallest_seq=last.cell.seq if last else None,
-                tried=tuple(p.cell.seq for p in reversed(descending)),
+                tried=tuple(tried),
             )
         )
     return tuple(findings)
@@ -196,11 +224,17 @@ def _notes(cells: Sequence[CellEntry], points: Sequence[Point], stairs: Sequence
         yield f"left out, because they could not be built: {', '.join(failed)}"
     if missed:
         yield f"left out, because a gate was not met: {', '.join(missed)}"
+    doubtful = [point.cell.name for point in _that_met_gates(cells) if not point.row.speedup.control.covers_one]
+    if doubtful:
+        yield (
+            "left out, because the control misses 1, so the machine showed differences that are not there: "
+            f"{', '.join(dict.fromkeys(doubtful))}; {AGAIN}"
+        )
     unsteady = list(dict.fromkeys(point.cell.name for point in points if not point.steady))
     if unsteady:
         yield (
             f"not precise enough to be compared with other cells (interval wider than {WIDEST:.0%} of the speed-up): "
-            f"{', '.join(unsteady)}; delete their folders below cells/ and repeat the sweep while the machine is quiet"
+            f"{', '.join(unsteady)}; {AGAIN}"
         )
     machines = sorted({cell.machine for cell in cells if not cell.failed})
     if len(machines) > 1:
@@ -255,11 +289,13 @@ def _groups(points: Iterable[Point], key: Callable[[Point], Any]) -> Iterator[tu
         yield listed[0], listed
 
 
-def _last_of_run(items: Sequence[T], holds: Callable[[T], bool]) -> T | None:
-    """Returns the last item of the initial run for which `holds` is true; None if it is false for the first item."""
+def _last_faster(points: Iterable[Point | None]) -> Point | None:
+    """Returns the last point of the initial run of points that are faster than dense; None if the first is not, or is
+    missing.
+    """
     last = None
-    for item in items:
-        if not holds(item):
+    for point in points:
+        if point is None or not point.faster:
             break
-        last = item
+        last = point
     return last

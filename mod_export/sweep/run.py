@@ -21,11 +21,13 @@ from mod_export.errors import COULD_NOT_BUILD, GATE_FAILED, BuildFolderError, Ch
 from mod_export.folder.files import PARTIAL, write_whole
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model, token_ids
+from mod_export.model.request import Request
+from mod_export.model.tokenizer_files import TokenizerFiles
 from mod_export.pipeline.plan import check_names
-from mod_export.sweep.cell import CellJob, finished_cell, run_locally
+from mod_export.sweep.cell import CellJob, digest_of_tokenizer, finished_cell, run_locally
 from mod_export.sweep.cluster import run_on_cluster
 from mod_export.sweep.findings import findings_of
-from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, SweepModel, SweepReport
+from mod_export.sweep.schema import SCHEMA_VERSION, CellEntry, CellKey, SweepModel, SweepReport
 from mod_export.sweep.show import SweepProgress, render_html
 from mod_export.types import Bucket
 
@@ -162,14 +164,15 @@ def sweep(
     if folder.resolve().is_relative_to(checkpoint.resolve()):
         raise BuildFolderError(f"{folder}: lies in the checkpoint's own folder; name another folder with -o")
     with _locked(folder):
-        jobs = [_job(cell, model, checkpoint, config, folder, command) for cell in cells]
+        tokenizer, _ = Request.checkpoint(checkpoint).tokenizer()
+        jobs = [_job(cell, model, checkpoint, config, folder, command, tokenizer) for cell in cells]
         rows = {job.name: entry for job in jobs if (entry := finished_cell(job, here=here))}
         progress.planned(len(jobs), len(rows))
         missing = [job for job in jobs if job.name not in rows]
 
         def written() -> SweepReport:
             entries = [rows[job.name] for job in jobs if job.name in rows]
-            report = _report(model, config, command, len(jobs), entries, _notes(model, axes))
+            report = _report(model, config, command, jobs, entries, _notes(model, axes))
             write_whole(folder / "sweep.json", report.to_json(), "-o")
             write_whole(folder / "sweep.html", render_html(report), "-o")
             return report
@@ -189,11 +192,20 @@ def exit_code_of(report: SweepReport) -> int:
     return GATE_FAILED if report.missed else COULD_NOT_BUILD if report.failed else 0
 
 
-def _job(cell: GridCell, model: Model, checkpoint: Path, config: BuildConfig, folder: Path, command: str) -> CellJob:
+def _job(
+    cell: GridCell,
+    model: Model,
+    checkpoint: Path,
+    config: BuildConfig,
+    folder: Path,
+    command: str,
+    tokenizer: TokenizerFiles | None,
+) -> CellJob:
     cells = folder.absolute() / "cells"
     cell_config = _config_of(cell, config)
     depends: dict[str, Any] = {
         "checkpoint_sha256": model.origin.checkpoint_sha256,
+        "tokenizer_sha256": digest_of_tokenizer(tokenizer),
         "capacity": cell.capacity,
         "config": cell_config,
         "code": {package: source_digest(package) for package in ("mod_export", model.origin.package)},
@@ -230,7 +242,12 @@ def _notes(model: Model, axes: Axes) -> list[str]:
 
 
 def _report(
-    model: Model, config: BuildConfig, command: str, planned: int, cells: Sequence[CellEntry], notes: Sequence[str]
+    model: Model,
+    config: BuildConfig,
+    command: str,
+    grid: Sequence[CellKey],
+    cells: Sequence[CellEntry],
+    notes: Sequence[str],
 ) -> SweepReport:
     return SweepReport(
         schema_version=SCHEMA_VERSION,
@@ -245,9 +262,9 @@ def _report(
         ),
         environment=describe_machine(),
         config=config.model_dump(mode="json", by_alias=True),
-        planned=planned,
+        planned=len(grid),
         cells=tuple(cells),
-        findings=findings_of(cells, notes),
+        findings=findings_of(grid, cells, notes),
     )
 
 

@@ -127,7 +127,8 @@ class Finding(Result):
 class CapacityBreakEven(Finding):
     """The largest capacity at which MoD is faster than dense, for one length.
 
-    Faster means that the 95 % interval of the speed-up lies above 1, for this capacity and every smaller one tried.
+    Faster means that the verdict on the speed-up is `faster`, for this capacity and every smaller one tried. A cell
+    that was not measured, that missed a gate, or whose control misses 1 does not count as faster.
     """
 
     seq: int
@@ -137,13 +138,14 @@ class CapacityBreakEven(Finding):
     largest_k: int | None
     """Number of slots of a routed layer at this capacity."""
     tried: tuple[float, ...]
-    """All capacities of the grid, ascending."""
+    """All capacities of the grid, ascending, except those that another machine measured."""
 
 
 class LengthBreakEven(Finding):
     """The smallest length at which MoD is faster than dense, for one capacity.
 
-    Faster means that the 95 % interval of the speed-up lies above 1, for this length and every longer one tried.
+    Faster means that the verdict on the speed-up is `faster`, for this length and every longer one tried. A cell that
+    was not measured, that missed a gate, or whose control misses 1 does not count as faster.
     """
 
     capacity: float | None
@@ -151,7 +153,7 @@ class LengthBreakEven(Finding):
     smallest_seq: int | None
     """This length; null if there is none in the grid."""
     tried: tuple[int, ...]
-    """All lengths of the grid, ascending."""
+    """All lengths of the grid, ascending, except those that another machine measured."""
 
 
 class StairStep(Result):

@@ -91,7 +91,7 @@ def capacity_text(finding: CapacityBreakEven) -> str:
     if finding.largest_capacity is None:
         return f"seq {finding.seq}: at no capacity in the grid faster than dense"
     larger = finding.tried[finding.tried.index(finding.largest_capacity) + 1 :]
-    tail = f"the next, {larger[0]:g}, is not" if larger else "every capacity tried"
+    tail = f"the next, {larger[0]:g}, is not shown to be" if larger else "every capacity tried"
     k = "" if finding.largest_k is None else f" (k {finding.largest_k})"
     return f"seq {finding.seq}: faster than dense up to capacity {finding.largest_capacity:g}{k}; {tail}"
 
@@ -109,7 +109,7 @@ def _length_text(finding: LengthBreakEven) -> str:
     if finding.smallest_seq is None:
         return "at no length in the grid faster than dense"
     shorter = finding.tried[: finding.tried.index(finding.smallest_seq)]
-    tail = f"{shorter[-1]} is not" if shorter else "every length tried"
+    tail = f"{shorter[-1]} is not shown to be" if shorter else "every length tried"
     return f"faster than dense from seq {finding.smallest_seq} on; {tail}"
 
 

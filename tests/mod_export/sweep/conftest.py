@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from sample_rows import speedup_row
 
+from mod_export.measure.statistics import verdict_of
 from mod_export.sweep.findings import findings_of
 from mod_export.sweep.schema import CellEntry, Measured, Quality, SweepModel, SweepReport
 
@@ -24,6 +25,7 @@ def _cell(
     perplexity: float | None = None,
     **changes: Any,
 ) -> CellEntry:
+    ci95 = (speedup - width, speedup + width)
     row = Measured(
         dtype="float32",
         providers=("CPUExecutionProvider",),
@@ -31,8 +33,8 @@ def _cell(
         dense_ms=dense_ms,
         mod_ms=dense_ms / speedup,
         speedup=speedup_row(
-            speedup, bucket=f"b1s{seq}", ci95=(speedup - width, speedup + width), predicted_flops=speedup, gate=None,
-            passed=None,
+            speedup, bucket=f"b1s{seq}", ci95=ci95, predicted_flops=speedup, gate=None, passed=None,
+            verdict=verdict_of(ci95, 0.02),
         ),
         text=None,
     )  # fmt: skip
@@ -84,7 +86,7 @@ def report_of() -> Callable[..., SweepReport]:
             config={},
             planned=len(cells),
             cells=cells,
-            findings=findings_of(cells, notes),
+            findings=findings_of(cells, cells, notes),
         )  # fmt: skip
 
     return make

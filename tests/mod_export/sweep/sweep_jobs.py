@@ -20,6 +20,7 @@ def job_of(checkpoint: Path, folder: Path, config: Path, **changes: Any) -> Cell
     """A job with one bucket of 1 x 16, capacity 0.25, and ONNX Runtime on the CPU."""
     fields: dict[str, Any] = {
         "name": "one", "checkpoint": checkpoint, "checkpoint_sha256": sha256_of(checkpoint), "capacity": 0.25,
+        "tokenizer_sha256": None,
         "batch": 1, "seq": 16, "target": "ort-cpu",
         "config": config_from_toml(config).model_dump(mode="json", by_alias=True),
         "code": {name: source_digest(name) for name in ("mod_export", "mod_models")}, "command": "mod-export sweep",

@@ -15,12 +15,19 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from sample_rows import changed
 from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
+from tokenizer_folders import write_folder
+from tokenizers import Tokenizer
 
+from mod_export.config import BuildConfig
 from mod_export.folder.files import write_whole
+from mod_export.folder.manifest import open_folder
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model
+from mod_export.model.request import Request
 from mod_export.model.transformer import MOD_TRANSFORMER
+from mod_export.rows.report import report_from_json
 from mod_export.sweep import cell as sweep_cell
 from mod_export.sweep.cell import (
     QUALITY_TOKENS,
@@ -29,7 +36,10 @@ from mod_export.sweep.cell import (
     quality_of,
     run_cell,
 )
+from mod_export.sweep.cluster import packed_checkpoint
+from mod_export.sweep.run import GridCell, _job
 from mod_export.sweep.schema import CellEntry
+from mod_export.types import Bucket, having
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -66,6 +76,47 @@ def test_what_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path
     assert str(entry.error).endswith("tiny.pt: has changed since the sweep began; start the sweep again")
     assert CellEntry.model_validate_json(job.row.read_text()) == entry
     assert finished_cell(job, here=True) is None
+
+
+def with_tokenizer(folder: Path, spec: ModelSpec) -> Path:
+    """Writes a model.pt with a tokenizer beside it."""
+    tokenizer = Tokenizer.from_file(str(write_folder(folder, "qwen2") / "tokenizer.json"))
+    spec = dataclasses.replace(spec, n_layers=2, vocab_size=tokenizer.get_vocab_size())
+    save_checkpoint(folder / "model.pt", random_checkpoint(spec, 0))
+    return folder / "model.pt"
+
+
+def test_a_cell_is_built_with_the_tokenizer_of_its_model(
+    tiny_spec: ModelSpec, fast: Path, model: Model, config: BuildConfig, tmp_path: Path
+) -> None:
+    named = with_tokenizer(tmp_path / "model", tiny_spec)
+    tokenizer, _ = Request.checkpoint(named).tokenizer()
+    grid_cell = GridCell(capacity=0.25, bucket=Bucket(1, 16), target="ort-cpu")
+    jobs = [_job(grid_cell, model, named, config, tmp_path, "mod-export sweep", files) for files in (tokenizer, None)]
+    assert jobs[0].fingerprint != jobs[1].fingerprint
+    # Without it, int4 would be calibrated, and text judged, on random ids.
+    job = job_of(named, tmp_path, fast, tokenizer_sha256=jobs[0].tokenizer_sha256)
+    entry = run_cell(job)
+    assert entry.status == "measured", entry.error
+    assert open_folder(job.root).tokenizer == "tokenizer.json"
+    other = run_cell(job_of(named, tmp_path, fast, tokenizer_sha256="other"))
+    assert str(other.error).endswith("model.pt: its tokenizer is not that of the sweep; start the sweep again")
+    # A node that shares no folder gets it with the checkpoint.
+    assert {"model.pt", "tokenizer.json", "tokenizer_config.json"} <= set(packed_checkpoint(named))
+    assert next(iter(packed_checkpoint(named))) == "model.pt"
+
+
+def test_the_text_of_a_row_is_that_of_its_engine(built: Path) -> None:
+    """Graphs that were judged in place of an engine have the same dtype and come later."""
+    report = report_from_json((built / "report.json").read_text(encoding="utf-8"))
+    row = next(row for row in report.speedup if row.bucket == "b1s64")
+    (own,) = [one for one in having(report.parity, model="mod", target=row.target) if one.bucket == row.bucket]
+    assert own.text is not None
+    others = [one if one.target == row.target else changed(one, text=None) for one in report.parity]
+    assert others != list(report.parity)
+    only = changed(report, parity=tuple(others), speedup=(row,))
+    (found,) = sweep_cell._rows(only)
+    assert found.text == own.text
 
 
 def test_a_process_that_dies_without_a_word(checkpoint: Path, fast: Path, tmp_path: Path) -> None:

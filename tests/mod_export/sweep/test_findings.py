@@ -6,8 +6,11 @@ import math
 from typing import Any
 
 import pytest
+from sample_rows import changed
 
+from mod_export.rows.speed import Control
 from mod_export.sweep.findings import (
+    Grid,
     break_even_capacity,
     break_even_length,
     findings_of,
@@ -30,24 +33,64 @@ from mod_export.sweep.schema import CellEntry
 def test_break_even_is_the_last_capacity_of_a_run_of_faster_ones(
     cell: Any, speedups: dict[int, float], k: int | None
 ) -> None:
-    (found,) = break_even_capacity(points_of([cell(*item) for item in speedups.items()]))
+    cells = [cell(*item) for item in speedups.items()]
+    (found,) = break_even_capacity(points_of(cells), Grid(cells, cells))
     assert (found.largest_k, found.largest_capacity) == (k, k and k / 128)
     assert found.tried == tuple(item / 128 for item in sorted(speedups))
 
 
+def with_control(cell: CellEntry, ratio: float) -> CellEntry:
+    """The cell, with a control of this ratio, and the verdict that follows."""
+    control = Control(measured=ratio, ci99=(ratio - 0.01, ratio + 0.01), covers_one=abs(ratio - 1) <= 0.01)
+    verdict = cell.measured[0].speedup.verdict if control.covers_one else "inconclusive"
+    speedup = changed(cell.measured[0].speedup, control=control, verdict=verdict)
+    return changed(cell, measured=(changed(cell.measured[0], speedup=speedup),))
+
+
+def test_a_machine_that_shows_differences_that_are_not_there_finds_nothing(cell: Any) -> None:
+    doubtful = with_control(cell(16, 2.0, perplexity=2.0, name="doubtful"), 1.2)
+    cells = [with_control(cell(8, 2.0, perplexity=3.0), 1.005), doubtful, cell(32, 1.5, perplexity=1.0)]
+    found = findings_of(cells, cells)
+    (break_even,) = found.break_even_capacity
+    assert (break_even.largest_k, break_even.tried) == (8, (0.0625, 0.125, 0.25))
+    assert [step.k for stair in found.stairs for step in stair.steps] == [(8,), (32,)]
+    assert [point.k for point in found.fronts[0].points] == [8, 32]
+    assert found.notes == (
+        "left out, because the control misses 1, so the machine showed differences that are not there: doubtful; "
+        "delete their folders below cells/ and repeat the sweep while the machine is quiet",
+    )
+
+
+def test_a_cell_that_does_not_count_ends_a_break_even(cell: Any) -> None:
+    """Between two capacities that are faster, one may not be."""
+    lost = {"status": "failed", "measured": (), "passed": False}
+    middle = [cell(16, 2.0), cell(16, 2.0, **lost), cell(16, 2.0, passed=False)]
+    for between, largest in zip(middle, (32, 8, 8), strict=True):
+        cells = [cell(8, 2.0), between, cell(32, 2.0)]
+        (found,) = findings_of(cells, cells).break_even_capacity
+        assert (found.largest_k, found.tried) == (largest, (0.0625, 0.125, 0.25))
+    # A sweep that goes on has no row of it yet.
+    (found,) = findings_of(cells, [cells[0], cells[2]]).break_even_capacity
+    assert (found.largest_k, found.tried) == (8, (0.0625, 0.125, 0.25))
+    lengths = [cell(8, 2.0, seq=64), cell(16, 2.0, seq=128, **lost), cell(32, 2.0, seq=256)]
+    (length,) = findings_of(lengths, lengths).break_even_length
+    assert (length.smallest_seq, length.tried) == (256, (64, 128, 256))
+
+
 def test_break_even_length_is_the_first_from_which_all_are_faster(cell: Any) -> None:
     cells = [cell(8, 1.5, seq=64), cell(16, 0.9, seq=128), cell(32, 1.3, seq=256), cell(64, 1.6, seq=512)]
-    (found,) = break_even_length(points_of(cells))
+    (found,) = break_even_length(points_of(cells), Grid(cells, cells))
     assert found.capacity == 0.125
     assert found.smallest_seq == 256
     assert found.tried == (64, 128, 256, 512)
-    (nowhere,) = break_even_length(points_of([cell(8, 0.9, seq=64)]))
+    slow = [cell(8, 0.9, seq=64)]
+    (nowhere,) = break_even_length(points_of(slow), Grid(slow, slow))
     assert nowhere.smallest_seq is None
 
 
 def test_targets_batches_and_machines_are_kept_apart(cell: Any) -> None:
     cells = [cell(8, 2.0), cell(16, 0.5, target="inductor"), cell(32, 0.5, batch=2), cell(64, 0.5, machine="other")]
-    found = break_even_capacity(points_of(cells))
+    found = break_even_capacity(points_of(cells), Grid(cells, cells))
     assert [(stair.target, stair.batch, stair.machine, stair.largest_k) for stair in found] == [
         ("inductor", 1, "a CPU, 2 cores", None),
         ("ort-cpu", 1, "a CPU, 2 cores", 8),
@@ -87,7 +130,7 @@ def test_an_imprecise_cell_says_nothing_about_others(cell: Any) -> None:
     """Its interval overlaps with all others, so every k would seem to cost the same."""
     wide = cell(16, 2.3, width=0.7, perplexity=1.0, name="wide")
     cells = [cell(8, 2.0, perplexity=3.0), wide, cell(32, 1.0, perplexity=2.0)]
-    found = findings_of(cells)
+    found = findings_of(cells, cells)
     assert [step.k for stair in found.stairs for step in stair.steps] == [(8,), (32,)]
     assert [point.k for point in found.fronts[0].points] == [8, 32]
     assert found.break_even_capacity[0].tried == (0.0625, 0.125, 0.25)
@@ -116,9 +159,10 @@ def test_what_says_nothing(cell: Any) -> None:
 def test_what_failed_or_is_wrong_counts_for_nothing_and_is_named(
     cell: Any, failed: CellEntry, missed: CellEntry
 ) -> None:
-    found = findings_of([cell(8, 0.9), missed, failed], ["first"])
+    cells = [cell(8, 0.9), missed, failed]
+    found = findings_of(cells, cells, ["first"])
     (break_even,) = found.break_even_capacity
-    assert break_even.tried == (0.0625,)
+    assert break_even.tried == (0.0625, 0.125)
     assert found.notes == (
         "first",
         "left out, because they could not be built: c0.125-b2s128-ort-cpu",
@@ -128,7 +172,7 @@ def test_what_failed_or_is_wrong_counts_for_nothing_and_is_named(
 
 def test_other_machines_and_large_drift_are_noted(cell: Any) -> None:
     cells = [cell(8), cell(16, dense_ms=12.0), cell(8, machine="other")]
-    machines, drift = findings_of(cells).notes
+    machines, drift = findings_of(cells, cells).notes
     assert machines == "measured on 2 kinds of machine, which are not compared with each other: a CPU, 2 cores; other"
     assert drift.startswith(
         "ort-cpu float32 batch 1 seq 128: the median of the dense baseline changed by 20% between cells"
@@ -138,7 +182,7 @@ def test_other_machines_and_large_drift_are_noted(cell: Any) -> None:
 def test_a_schedule_has_a_length_but_no_capacity(cell: Any) -> None:
     uneven = {"k": None, "capacity": None, "k_by_layer": {1: 8, 3: 4}}
     cells = [cell(8, 2.0).model_copy(update=uneven), cell(8, 0.9, seq=64).model_copy(update=uneven)]
-    points = points_of(cells)
-    assert break_even_capacity(points) == stairs(points) == ()
-    (length,) = break_even_length(points)
+    points, grid = points_of(cells), Grid(cells, cells)
+    assert break_even_capacity(points, grid) == stairs(points) == ()
+    (length,) = break_even_length(points, grid)
     assert (length.capacity, length.smallest_seq) == (None, 128)

@@ -73,7 +73,7 @@ def test_what_it_says(whole: SweepReport) -> None:
     html, text = render_html(whole), words(whole)
     for line in (
         "6 of 6 cells, every gate met",
-        "seq 128: faster than dense up to capacity 0.125 (k 16); the next, 0.5, is not",
+        "seq 128: faster than dense up to capacity 0.125 (k 16); the next, 0.5, is not shown to be",
         "k 8, 16: 5.56 to 5.59 ms, the same within the intervals; choose 16",
         "seq 128, capacity 0.0625: 1.80x [1.78, 1.82]",
         "mod-export sweep tiny.pt --capacity 0.125,0.5",

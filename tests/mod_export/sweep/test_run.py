@@ -123,9 +123,9 @@ def test_a_cell_of_another_version_of_an_engine_is_done_again(
     package: str, model: Model, checkpoint: Path, config: BuildConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = GridCell(capacity=0.25, bucket=Bucket(1, 16), target="openvino")
-    before = _job(cell, model, checkpoint, config, tmp_path, "mod-export sweep")
+    before = _job(cell, model, checkpoint, config, tmp_path, "mod-export sweep", None)
     with upgraded(tmp_path / "upgraded", monkeypatch, package):
-        after = _job(cell, model, checkpoint, config, tmp_path, "mod-export sweep")
+        after = _job(cell, model, checkpoint, config, tmp_path, "mod-export sweep", None)
     assert before.fingerprint != after.fingerprint
 
 

@@ -24,10 +24,11 @@ def test_everything_that_follows(whole: SweepReport) -> None:
         "9.000", "-",
     ]  # fmt: skip
     for line in (
-        "  ort-cpu float32 batch 1 seq 128: faster than dense up to capacity 0.125 (k 16); the next, 0.5, is not",
+        "  ort-cpu float32 batch 1 seq 128: faster than dense up to capacity 0.125 (k 16); "
+        "the next, 0.5, is not shown to be",
         "  ort-cpu float32 batch 1 seq 512: faster than dense up to capacity 0.5 (k 256); every capacity tried",
         "  ort-cpu float32 batch 1 capacity 0.0625, 0.125: faster than dense from seq 128 on; every length tried",
-        "  ort-cpu float32 batch 1 capacity 0.5: faster than dense from seq 512 on; 128 is not",
+        "  ort-cpu float32 batch 1 capacity 0.5: faster than dense from seq 512 on; 128 is not shown to be",
         "  ort-cpu float32 batch 1 seq 128: k 8 costs the same as k 16",
         "    k 8, 16: 5.56 to 5.59 ms, the same within the intervals; choose 16",
         "    k 64: 10.5 ms",
