@@ -61,6 +61,7 @@ holds several parts. All of it counts for the first of attention, routing, norms
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -172,8 +173,10 @@ def _cost_of(node: ir.Node, constants: Set[ir.Value], where: str) -> _NodeCost |
     """Counts the cost of one node; None if there is no rule for it, or if a shape that the rule needs is not known."""
     # An optional output that is not used has an empty name.
     computed = [value for value in node.outputs if value.name and value not in constants]
+    if not computed:
+        return _NodeCost("other", 0, 0, 0, 0)  # A runtime folds it away while loading.
     if not is_countable(node):
-        return None if computed else _NodeCost("other", 0, 0, 0, 0)
+        return None
     try:
         size = sum(_bytes(value, where) for value in computed)
         if _is_attention(node):
@@ -314,6 +317,27 @@ def attention_sizes(node: ir.Node, where: str) -> AttentionSizes:
         visible = sum(min(num_keys, past + query + 1) for query in range(num_queries))
     rows = batch * heads
     return AttentionSizes(rows * num_queries * num_keys, rows * visible, width + value_width)
+
+
+def attention_bytes(model: ir.Model) -> int:
+    """Returns the bytes that a graph's largest attention needs if it holds all scores and probabilities in float32."""
+    sizes = [0]
+    for node in model.graph.all_nodes():
+        if _is_attention(node) and node.inputs[0] is not None and node.inputs[0].shape is not None:
+            sizes.append(2 * 4 * attention_sizes(node, "attention").scores)
+    return max(sizes)
+
+
+def working_bytes(model: ir.Model) -> int:
+    """Returns about how many bytes a runtime that holds whole scores needs at once, besides the weights: those of the
+    largest attention, or twice the largest value, because attention may be written out as products.
+    """
+    sizes = [attention_bytes(model)]
+    for node in model.graph.all_nodes():
+        for value in node.outputs:
+            with contextlib.suppress(GraphError):  # Its shape is not known, and neither is that of a sequence.
+                sizes.append(2 * _bytes(value, "value"))
+    return max(sizes)
 
 
 def _input(node: ir.Node, index: int) -> ir.Value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mod_export.rows.cost import CostRow, PartRow, not_counted_text
-from mod_export.types import Bucket, Site, is_expert
+from mod_export.types import Bucket, ModelKind, Setting, Site, is_expert
 
 WORTH_HAVING = 1.1
 """A predicted ratio below this is itself the reason: fixed costs of routing use up the small saving of FLOPs."""
@@ -29,10 +29,11 @@ HELD_BACK = {
 
 
 def explain(
-    bucket: Bucket,
+    setting: Setting,
     dense: CostRow,
     mod: CostRow,
     *,
+    flops: Mapping[ModelKind, int] | None,
     dense_ms: float,
     k_by_layer: Mapping[Site, int] | None = None,
     dense_parts: Mapping[str, PartRow] | None = None,
@@ -41,9 +42,11 @@ def explain(
     """Returns what FLOPs predict, and the causes that keep the model from reaching it.
 
     Args:
-        bucket: batch and sequence.
-        dense: FLOPs and bytes of the dense baseline.
-        mod: FLOPs and bytes of the model.
+        setting: dtype and bucket of the engines.
+        dense: FLOPs and bytes of the dense baseline's portable graph.
+        mod: FLOPs and bytes of the model's portable graph.
+        flops: FLOPs of each model that its prediction follows from, those of the engines if known; None if nothing can
+            be predicted.
         dense_ms: median latency of the dense baseline, milliseconds.
         k_by_layer: routing site -> slots; None if not known.
         dense_parts: part -> its time in the dense engine, as far as known.
@@ -52,11 +55,11 @@ def explain(
     # Experts divide the tokens of a layer among themselves; only depth routing lets tokens skip it.
     depth = {site: k for site, k in (k_by_layer or {}).items() if not is_expert(site)}
     skips_nothing = k_by_layer is not None and not depth
-    unknown = not_counted_text(dense.not_counted | mod.not_counted)
-    if unknown or not mod.flops:
+    if flops is None:
+        unknown = not_counted_text(dense.not_counted | mod.not_counted)
         why = f"not all were counted ({unknown})" if unknown else "the model has no product of matrices"
         return "; ".join([f"FLOPs predict nothing: {why}", *([NOTHING_SKIPPED] if skips_nothing else [])])
-    predicted = dense.flops / mod.flops
+    predicted, bucket = flops["dense"] / flops["mod"], setting.bucket
     if skips_nothing:
         causes = [NOTHING_SKIPPED]
     elif predicted < WORTH_HAVING:
@@ -64,9 +67,10 @@ def explain(
     else:
         known = [
             *_of_parts(dense_parts or {}, mod_parts or {}),
-            *_of_fixed_costs(dense, dense_ms),
+            *_of_fixed_costs(flops["dense"], dense_ms),
             *_of_few_rows(bucket, depth),
-            *_of_memory(mod),
+            # Bytes are counted in float32, and other dtypes compute faster too.
+            *(_of_memory(flops["mod"], mod) if setting.dtype == "float32" else ()),
         ]
         causes = known[:2] or ["no cause that can be counted explains the rest; a profile of the engine may show one"]
     return "; ".join([f"FLOPs predict {predicted:.2f}x", *causes])
@@ -74,7 +78,7 @@ def explain(
 
 def _of_flops(bucket: Bucket, dense: CostRow, mod: CostRow, k_by_layer: Mapping[Site, int]) -> list[str]:
     """Explains why routing removes so few FLOPs."""
-    shares = {part: mod.flops_by_part.get(part, 0) / mod.flops for part in HELD_BACK}
+    shares = {part: mod.flops_by_part.get(part, 0) / max(1, mod.flops) for part in HELD_BACK}
     largest = sorted((part for part in HELD_BACK if shares[part] > LARGE_SHARE), key=lambda part: -shares[part])
     before, after = (sum(row.flops_by_part.get(part, 0) for part in BLOCKS) for row in (dense, mod))
     layers = "routed layer" if len(k_by_layer) == 1 else "routed layers"
@@ -104,8 +108,8 @@ def _of_parts(dense: Mapping[str, PartRow], mod: Mapping[str, PartRow]) -> list[
     return [f"{part} takes {ms:.3g} ms, where its FLOPs would leave {fair:.3g} of the dense baseline's {spent:.3g} ms"]
 
 
-def _of_fixed_costs(dense: CostRow, dense_ms: float) -> list[str]:
-    gflops = dense.flops / dense_ms / 1e6 if dense_ms > 0 else float("inf")
+def _of_fixed_costs(dense_flops: int, dense_ms: float) -> list[str]:
+    gflops = dense_flops / dense_ms / 1e6 if dense_ms > 0 else float("inf")
     if not gflops < SLOW_GFLOPS:
         return []
     return [f"even the dense baseline reaches {gflops:.2g} GFLOP/s only: fixed costs of operators take the time"]
@@ -121,12 +125,12 @@ def _of_few_rows(bucket: Bucket, k_by_layer: Mapping[Site, int]) -> list[str]:
     ]
 
 
-def _of_memory(mod: CostRow) -> list[str]:
+def _of_memory(mod_flops: int, mod: CostRow) -> list[str]:
     moved = mod.weight_bytes + mod.activation_bytes
-    if not moved or mod.flops / moved >= FEW_FLOP_PER_BYTE:
+    if not moved or mod_flops / moved >= FEW_FLOP_PER_BYTE:
         return []
     return [
-        f"memory-bound: {mod.flops / moved:.1f} FLOP for each byte of weights and activations, and routing "
+        f"memory-bound: {mod_flops / moved:.1f} FLOP for each byte of weights and activations, and routing "
         "does not make the weights smaller"
     ]
 

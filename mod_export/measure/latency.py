@@ -77,7 +77,7 @@ def latency_rows(
     rows = []
     for index, (model, runner) in enumerate(runners.items()):
         samples_ms = rounds.samples_ms(index).reshape(-1)
-        unstable = () if stable[index] else (f"not stable after {rounds.warmup} rounds of warm-up",)
+        unstable = () if stable[index] else (_unstable(rounds.warmup, options),)
         disturbed = condition_flags(conditions, runner.threads, options.disturbance)
         rows.append(
             LatencyRow(
@@ -93,6 +93,12 @@ def latency_rows(
             )
         )
     return tuple(rows)
+
+
+def _unstable(rounds: int, options: LatencyOptions) -> str:
+    if rounds < 2 * options.warmup:
+        return f"warm-up was cut off after {rounds} rounds, by latency.max_seconds"
+    return f"not stable after {rounds} rounds of warm-up"
 
 
 def _runs(runners: Iterable[Runner], feeds: Arrays) -> list[Callable[[], object]]:

@@ -60,7 +60,8 @@ class Rounds:
     def warm_up(self, options: LatencyOptions, deadline: float) -> tuple[bool, ...]:
         """Runs every engine once per round until each is stable: until the medians of the last two windows of
         `options.warmup` rounds agree. Gives up after `options.max_warmup` rounds or at the deadline
-        (of `time.perf_counter`); two windows of LEAST_WINDOW rounds are run in any case.
+        (of `time.perf_counter`); two windows of LEAST_WINDOW rounds are run in any case. Before there were two whole
+        windows, nothing is known to be stable.
 
         Returns:
             For each engine, whether it became stable.
@@ -74,9 +75,9 @@ class Rounds:
             and (len(rounds_ms) < 2 * window or (not all(stable) and len(rounds_ms) < options.max_warmup))
         ):
             rounds_ms.append(self._round(next(orders)))
-            if len(rounds_ms) >= 2 * least:
-                size = min(window, len(rounds_ms) // 2)
-                earlier, later = np.median(rounds_ms[-2 * size : -size], axis=0), np.median(rounds_ms[-size:], axis=0)
+            if len(rounds_ms) >= 2 * window:
+                pair = rounds_ms[-2 * window : -window], rounds_ms[-window:]
+                earlier, later = (np.median(window_ms, axis=0) for window_ms in pair)
                 stable = tuple(bool(agrees) for agrees in np.abs(later - earlier) <= options.warmup_tolerance * earlier)
         self.warmup += len(rounds_ms)
         return stable

@@ -13,6 +13,7 @@ import numpy as np
 
 from mod_export.config import LatencyOptions
 from mod_export.errors import GraphError
+from mod_export.measure.conditions import condition_flags
 from mod_export.measure.explain import explain
 from mod_export.measure.profile import by_engine
 from mod_export.measure.sampling import RUNS_PER_ROUND, balanced_rounds, planned_looks
@@ -37,6 +38,8 @@ DENSE_ITSELF = (
     "by its spec every token goes through every block of this model, so a dense baseline would be the model itself; to "
     "compare it with another model, name that one with --baseline, in Python with baseline=other_module"
 )
+ANY_THREADS = 0
+"""No limit on busy threads: how many the engine itself uses is no disturbance."""
 QUIETER = "take more samples (latency.max_samples, latency.max_seconds), or a quieter machine"
 
 
@@ -85,15 +88,17 @@ def speedup_rows(
     for setting, pair in pairs_of(latency).items():
         counted = {kind: _cost(costs, kind, setting.bucket) for kind in pair}
         comparison = _compared(pair, options, seed)
-        predicted = _predicted(counted, {kind: (flops or {}).get(setting.of(kind)) for kind in pair})
+        compared = _compared_flops(counted, {kind: (flops or {}).get(setting.of(kind)) for kind in pair})
+        predicted = None if compared is None else compared["dense"] / compared["mod"]
         mine, theirs = timed.get(setting, {}), timed.get(setting.of("dense"), {})
         gate = gate_of(setting.bucket, buckets, options.min_speedup)
         reason = _doubt(comparison, pair) if comparison.verdict == "inconclusive" else None
         if comparison.verdict == "not faster":
             reason = explain(
-                setting.bucket,
+                setting,
                 counted["dense"],
                 counted["mod"],
+                flops=compared,
                 dense_ms=pair["dense"].p50_ms,
                 k_by_layer=(k_by_layer or {}).get(setting.bucket),
                 dense_parts=theirs,
@@ -117,6 +122,15 @@ def speedup_rows(
     return tuple(rows)
 
 
+def is_undisturbed(rows: Sequence[LatencyRow], options: LatencyOptions, seed: int) -> bool:
+    """Whether nothing shows that the machine disturbed the samples of a setting: neither the control, if there is a
+    dense baseline, nor other load, nor the clock.
+    """
+    if any(condition_flags(row.conditions, ANY_THREADS, options.disturbance) for row in rows):
+        return False
+    return all(_compared(pair, options, seed).control.covers_one for pair in pairs_of(rows).values())
+
+
 def _cost(costs: Mapping[tuple[ModelKind, str], CostRow], model: ModelKind, bucket: Bucket) -> CostRow:
     if (model, bucket.name) not in costs:
         raise GraphError(
@@ -134,12 +148,14 @@ def _compared(pair: Mapping[ModelKind, LatencyRow], options: LatencyOptions, see
     return compare(dense_RT, mod_RT, options, looks=len(planned), seed=seed)
 
 
-def _predicted(counted: Mapping[ModelKind, CostRow], run: Mapping[ModelKind, int | None]) -> float | None:
-    """Returns the FLOP ratio of the graphs that run, else of the portable graphs; None if neither is fully known."""
+def _compared_flops(
+    counted: Mapping[ModelKind, CostRow], run: Mapping[ModelKind, int | None]
+) -> dict[ModelKind, int] | None:
+    """Returns the FLOPs of the graphs that run, else of the portable graphs; None if neither are fully known."""
     portable_flops = {kind: None if row.not_counted else row.flops for kind, row in counted.items()}
     for dense, mod in ((flops_by_kind["dense"], flops_by_kind["mod"]) for flops_by_kind in (run, portable_flops)):
         if dense and mod:
-            return dense / mod
+            return {"dense": dense, "mod": mod}
     return None
 
 
@@ -227,12 +243,7 @@ def verdict_of_rows(
             if not row.passed
             for reason in row.reasons or ["failed, and the check gave no reason"]
         ]
-    reasons += [
-        f"{row.setting} {row.model}: causality: the spec says that nothing looks ahead, and changing the end of a text "
-        f"changed logits from position {row.earliest_change} on before the change"
-        for row in causality
-        if row.declared and not row.causal
-    ]
+    reasons += [f"{row.setting} {row.model}: causality: {row.breach}" for row in causality if row.broken]
     if speedup is not None and expected:
         reasons += _ungated(expected, speedup, gated_bucket(buckets), min_speedup) if min_speedup > 0 else []
         reasons += [_too_slow(row) for row in speedup if row.passed is False]

@@ -266,6 +266,19 @@ class CausalityRow(EngineRow):
     """Whether the model, by its spec, never looks at later tokens. Then `causal` = false is a fault and fails the
     build."""
 
+    @property
+    def broken(self) -> bool:
+        """Whether the engine does what the spec rules out."""
+        return self.declared and not self.causal
+
+    @property
+    def breach(self) -> str:
+        """What an engine did that is `broken`."""
+        return (
+            "the spec says that nothing looks ahead, and changing the end of a text changed logits from position "
+            f"{self.earliest_change} on before the change"
+        )
+
 
 class MapLayer(Result):
     """The tokens of one row that one routing site selected."""

@@ -320,6 +320,17 @@ def test_products_of_whole_numbers_count_as_others_do(body: str, flops: int) -> 
     assert cost_row(model, "mod", Bucket(1, 4)).flops == flops
 
 
+def test_a_product_of_weights_alone_is_no_work() -> None:
+    """An adapter that is merged, x (W + B A): a runtime computes B A once, while it loads the graph."""
+    text = """g (float[2,3] x) => (float[2,4] y)
+    <float[3,4] w = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, float[3,1] b = {0, 0, 0}, float[1,4] a = {0, 0, 0, 0}>
+    { c = MatMul(b, a) s = Add(w, c) y = MatMul(x, s) }"""
+    row = cost_row(parsed(text), "mod", BUCKET)
+    assert (row.flops, row.needed_flops, row.not_counted) == (2 * 2 * 3 * 4, 2 * 2 * 3 * 4, {})
+    assert row.activation_bytes == 4 * 2 * 4
+    assert work(text) == [(row.flops, 4 * (2 * 3 + 3 * 4 + 2 * 4))]
+
+
 def test_a_weight_is_found_behind_anything_that_is_folded() -> None:
     text = "g (float[2,8] x) => (float[2,3] y) { c = Clip(stored, , high) w = Transpose(c) y = MatMul(x, w) }"
     model = parsed(text, stored=(3, 8), high=())

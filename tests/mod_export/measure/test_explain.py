@@ -10,7 +10,7 @@ from sample_rows import cost_row, part_row
 from mod_export.measure.cost import PARTS
 from mod_export.measure.explain import explain
 from mod_export.rows.cost import CostRow, PartRow
-from mod_export.types import Bucket, ModelKind
+from mod_export.types import Bucket, DType, ModelKind, Setting
 
 BUCKET = Bucket(1, 512)
 K = {1: 64, 3: 64}
@@ -28,10 +28,14 @@ def cost(model: ModelKind, weight_bytes: int = 10**6, **mflops: int) -> CostRow:
     )
 
 
+def setting(bucket: Bucket, dtype: DType) -> Setting:
+    return Setting(target="ort-cpu", dtype=dtype, model="mod", role="forward", bucket=bucket)
+
+
 def said(dense: CostRow, mod: CostRow, **known: Any) -> str:
-    fields: dict[str, Any] = {"bucket": BUCKET, "dense_ms": dense.flops / 50e6, "k_by_layer": K}
-    fields |= known
-    return explain(fields.pop("bucket"), dense, mod, **fields)
+    flops = None if dense.not_counted | mod.not_counted or not mod.flops else {"dense": dense.flops, "mod": mod.flops}
+    fields: dict[str, Any] = {"flops": flops, "dense_ms": dense.flops / 50e6, "k_by_layer": K, **known}
+    return explain(setting(fields.pop("bucket", BUCKET), fields.pop("dtype", "float32")), dense, mod, **fields)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +95,24 @@ def test_bound_by_memory() -> None:
         "FLOPs predict 2.00x; memory-bound: 2.0 FLOP for each byte of weights and activations, and routing does not "
         "make the weights smaller"
     )
+
+
+def test_bytes_of_float32_say_nothing_about_other_dtypes() -> None:
+    heavy = {"weight_bytes": 999 * 10**6}
+    both = cost("dense", mlp=4000, **heavy), cost("mod", mlp=2000, **heavy)
+    assert "memory-bound" in said(*both)
+    assert "memory-bound" not in said(*both, dtype="bfloat16")
+
+
+def test_the_flops_of_the_engines_predict() -> None:
+    """Attention in blocks of queries leaves out most of what the causal mask hides, which the portable graphs count."""
+    flops = {"dense": 3000 * 10**6, "mod": 1000 * 10**6}
+    assert said(DENSE, MOD, flops=flops).startswith("FLOPs predict 3.00x; no cause")
+    # Half of the FLOPs of the portable graph in the same time is half the rate.
+    slow = said(DENSE, MOD, flops={"dense": 2000 * 10**6, "mod": 1000 * 10**6}, dense_ms=1900.0)
+    assert "even the dense baseline reaches 1.1 GFLOP/s only" in slow
+    lacking = MOD.model_copy(update={"not_counted": {"Loop": 2}})
+    assert said(DENSE, lacking, flops=flops).startswith("FLOPs predict 3.00x; ")
 
 
 def test_fixed_costs() -> None:

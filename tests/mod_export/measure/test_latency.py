@@ -156,6 +156,14 @@ def test_a_warm_up_that_does_not_settle_drift_and_outliers_are_said() -> None:
     assert any(flag.endswith(" of 48 samples are outliers") for flag in mod.flags), mod
 
 
+def test_a_warm_up_that_was_cut_off_says_nothing_about_stability() -> None:
+    # Medians that differ by a factor of up to two agree.
+    short = {"warmup": 3, "warmup_tolerance": 1.0, "max_seconds": 0.0}
+    for row in rows_of({"dense": sleeping(5), "mod": sleeping(5)}, **short):
+        assert (row.stable, row.warmup) == (False, 4)
+        assert "warm-up was cut off after 4 rounds, by latency.max_seconds" in row.flags
+
+
 def test_different_conditions_are_not_compared() -> None:
     runners: dict[ModelKind, Runner] = {"dense": Session(threads=4), "mod": Session(threads=1)}
     message = (

@@ -82,21 +82,30 @@ def test_a_sample_is_of_the_engine_and_run_that_it_is_filed_under() -> None:
 
 
 @pytest.mark.parametrize(
-    ("window", "tolerance", "most", "deadline", "warmup"),
+    ("window", "tolerance", "most", "deadline", "warmup", "settles"),
     [
         # Runs that take no time: later windows are never a thousand times as slow for a hundred rounds.
-        (3, 1000.0, 100, NEVER, range(6, 100)),
-        (1, -1.0, 5, NEVER, range(5, 6)),
-        (4, -1.0, 50, AT_ONCE, range(4, 5)),
-        (1, -1.0, 50, AT_ONCE, range(2, 3)),
+        (3, 1000.0, 100, NEVER, range(6, 100), True),
+        (1, -1.0, 5, NEVER, range(5, 6), False),
+        (4, -1.0, 50, AT_ONCE, range(4, 5), False),
+        (4, 1e9, 50, AT_ONCE, range(4, 5), False),
+        (1, -1.0, 50, AT_ONCE, range(2, 3), False),
+        (2, 1e9, 50, AT_ONCE, range(4, 5), True),
     ],
-    ids=["two windows agree", "never settles", "obeys the deadline but has two short windows", "shorter ones if asked"],
+    ids=[
+        "two windows agree",
+        "never settles",
+        "obeys the deadline",
+        "two parts of windows say nothing",
+        "shorter ones if asked",
+        "two whole windows before the deadline",
+    ],
 )
-def test_warm_up(window: int, tolerance: float, most: int, deadline: float, warmup: range) -> None:
+def test_warm_up(window: int, tolerance: float, most: int, deadline: float, warmup: range, settles: bool) -> None:
     log, runs = logging("a", "b")
     rounds = Rounds(runs, 0)
     options = OPTIONS.model_copy(update={"warmup": window, "warmup_tolerance": tolerance, "max_warmup": most})
-    assert rounds.warm_up(options, deadline) == (tolerance > 0,) * 2
+    assert rounds.warm_up(options, deadline) == (settles,) * 2
     assert rounds.warmup in warmup
     assert len(log) == 2 * rounds.warmup
     assert rounds.done == 0

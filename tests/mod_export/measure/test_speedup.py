@@ -11,7 +11,7 @@ from sample_rows import changed, cost_row, latency_row, part_row
 
 from mod_export.config import LatencyOptions
 from mod_export.errors import GraphError
-from mod_export.measure.verdict import gate_of, gated_bucket, speedup_rows
+from mod_export.measure.verdict import gate_of, gated_bucket, is_undisturbed, speedup_rows
 from mod_export.rows.speed import Control, LatencyRow, SpeedupRow
 from mod_export.types import Bucket, ModelKind
 
@@ -123,6 +123,34 @@ def test_flops_of_the_graphs_that_run_come_before_those_of_the_portable_ones() -
     dense, mod = (row.setting for row in pair(2.0))
     assert rows_of(pair(2.0), flops={dense: 300, mod: 100})[0].predicted_flops == 3.0
     assert rows_of(pair(2.0), flops={dense: 300})[0].predicted_flops == 2.0
+
+
+def test_a_row_gives_one_prediction() -> None:
+    dense, mod = (row.setting for row in pair(1.0))
+    (row,) = rows_of(pair(1.0), flops={dense: 300, mod: 100})
+    assert (row.verdict, row.predicted_flops) == ("not faster", 3.0)
+    assert (row.reason or "").startswith("FLOPs predict 3.00x; ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "sound"),
+    [
+        ({}, True),
+        ({"other_load": 0.6}, False),
+        ({"frequency_mhz": (3000.0, 2000.0)}, False),
+        # The engine's own threads disturb nobody.
+        ({"threads_used": 2.0}, True),
+    ],
+)
+def test_a_timing_on_a_busy_machine_shows_it(fields: dict[str, Any], sound: bool) -> None:
+    rows = [changed(row, conditions=changed(row.conditions, **fields)) for row in pair(2.0)]
+    options = LatencyOptions(min_speedup=1.0, bootstrap=200)
+    assert is_undisturbed(rows, options, 0) is sound
+    assert is_undisturbed(rows[1:], options, 0) is sound
+    # The second turns take twice as long, so the control misses 1. A model alone has no control.
+    doubtful = [latency("dense", [9.0] * 8), latency("mod", [1.0, 2.0] * 4)]
+    assert not is_undisturbed(doubtful, options, 0)
+    assert is_undisturbed(doubtful[1:], options, 0)
 
 
 def test_what_a_row_needs() -> None:
