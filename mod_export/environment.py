@@ -139,6 +139,7 @@ def describe_machine() -> dict[str, Any]:
         "cpu": _processor(),
         "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "logical_cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "load_average": [round(load, 2) for load in psutil.getloadavg()],
         "gpu": _gpu_name(),

@@ -31,6 +31,9 @@ from mod_export.folder.files import PARTIAL, FileEntry, changed_file, entry_of, 
 from mod_export.folder.manifest import EMPTY, MANIFEST, checksum, open_folder, read_manifest, with_checksum
 
 LOCK = ".lock"
+PATIENCE_S, POLL_S = 10.0, 0.05
+"""Seconds for which another run that amends a finished folder is waited for, and between two looks. Writing a report
+takes less than one."""
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 REFUSED = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG,
@@ -40,6 +43,8 @@ FAILED = {errno.EIO, errno.ESTALE, errno.EBUSY, errno.EXDEV, errno.ETIMEDOUT, er
 """Errors of disks, and of servers of network file systems, that occur although nothing is wrong with the request."""
 Make = Callable[[Sequence[Path]], Any]
 """Writes the outputs of a step to these paths and returns its result, which is plain data."""
+Amendment = tuple[Mapping[str, Any], Mapping[str, str]]
+"""Facts, and the contents of text files, each by name."""
 
 
 class Step(BaseModel):
@@ -88,11 +93,13 @@ class Workspace:
         inputs: Mapping[str, Any],
         outputs: Sequence[str],
         make: Make,
+        is_reusable: Callable[[Any], bool] = lambda result: True,
     ) -> Step:
         """Does a step, or reuses it.
 
         `inputs` must contain everything that its outputs and its result depend on, as plain data. `make` writes each
-        output to the path that it is given, and returns the result, also plain data.
+        output to the path that it is given, and returns the result, also plain data. A result that is not `is_reusable`
+        is made again.
 
         Raises:
             BuildFolderError: the folder cannot be written, or is full.
@@ -100,7 +107,8 @@ class Workspace:
         fingerprint = checksum([name, inputs])
         with self._guard:
             known = self._steps.get(name)
-        if known is not None and known.is_of(fingerprint, outputs) and self._is_whole(known):
+        is_known = known is not None and known.is_of(fingerprint, outputs) and self._is_whole(known)
+        if known is not None and is_known and is_reusable(known.result):
             with self._guard:
                 self._seen.add(name)
             return known.model_copy(update={"reused": True})
@@ -209,7 +217,14 @@ class FinishedFolder:
         self.root = root
         self.manifest = open_folder(root, verify=verify)
 
-    def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
+    def step(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str],
+        make: Make,
+        is_reusable: Callable[[Any], bool] = lambda result: True,
+    ) -> Step:
         """Does a step, which is never reused."""
         assert not outputs, name
         return Step(name=name, result=json.loads(json.dumps(make([]))))
@@ -224,18 +239,24 @@ class FinishedFolder:
         return self.manifest.exporters == versions(*EXPORTERS)
 
 
-def amend(root: Path, facts: Mapping[str, Any], texts: Mapping[str, str]) -> None:
-    """Replaces facts and text files of a finished folder, each given by name, with those of a later run.
+def amend(root: Path, change: Callable[[], Amendment]) -> None:
+    """Replaces facts and text files of a finished folder with those of a later run.
+
+    `change` is called while the folder is locked, so what it reads there is what it changes. Another run that amends
+    the folder is waited for.
 
     Raises:
-        BuildFolderError: the folder cannot be written, or a build is writing there or was interrupted.
+        BuildFolderError: the folder cannot be written, or a build is writing there or was interrupted; or `change`
+            refuses.
     """
     with _explained(root):
-        lock = _locked(root)
+        lock = _locked(root, PATIENCE_S)
         try:
-            data = {**EMPTY, **read_manifest(root), **facts}
+            data = {**EMPTY, **read_manifest(root)}
             if "files" not in data:
                 raise BuildFolderError(f"{root}: another build has begun here and has not ended; build again")
+            facts, texts = change()
+            data |= facts
             for name, text in texts.items():
                 replace_file(root / name, text)
                 entry = entry_of(root / name).model_dump()
@@ -247,17 +268,22 @@ def amend(root: Path, facts: Mapping[str, Any], texts: Mapping[str, str]) -> Non
             os.close(lock)
 
 
-def _locked(root: Path) -> int:
+def _locked(root: Path, patience_s: float = 0.0) -> int:
     """Returns the lock of a build folder as an open file. Closing it releases the lock, and so does the end of the
-    process.
+    process. Another run that has it is waited for, up to `patience_s` seconds.
     """
     lock = os.open(root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(lock)
-        raise BuildFolderError(f"{root}: another build is writing here; wait for it, or name another -o") from error
-    return lock
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() < deadline:
+                time.sleep(POLL_S)
+                continue
+            os.close(lock)
+            raise BuildFolderError(f"{root}: another build is writing here; wait for it, or name another -o") from error
+        return lock
 
 
 def check_root(root: Path) -> None:

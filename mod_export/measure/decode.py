@@ -23,7 +23,7 @@ from mod_export.measure.sampling import interleaved
 from mod_export.measure.statistics import compare, verdict_of
 from mod_export.model.model import GeneratingModel
 from mod_export.rows.base import pair_fields
-from mod_export.rows.speed import Compared, DecodeRow, FirstTokenRow, StepBytes, StepsCompared
+from mod_export.rows.speed import Compared, DecodeRow, FirstTokenRow, SpeedVerdict, StepBytes, StepsCompared
 from mod_export.runtime.cache import COUNTS, Kept
 from mod_export.runtime.decoder import Decoder
 from mod_export.runtime.decoding_engines import DecodingEngines
@@ -35,6 +35,8 @@ VISITS, LEAST_VISITS = 5, 2
 ORDER: tuple[ModelKind, ...] = ("dense", "mod")
 """Order of the columns of samples; without a dense baseline, there is only the model's column."""
 RESAMPLES = 2000
+LEAST_POSITIONS = 5
+"""Smallest number of positions whose spread says anything; a bootstrap over one is certain of everything."""
 
 
 def measure_prompts(decoding: DecodingEngines, engines: Mapping[ModelKind, Engine], ids_S: np.ndarray) -> FirstTokenRow:
@@ -113,9 +115,8 @@ def measure_steps(
     sites: Mapping[ModelKind, Sequence[Site]],
     least: Mapping[ModelKind, StepBytes],
     limits: TargetLimits,
-    bandwidth_gbs: float | None,
 ) -> DecodeRow:
-    """Times steps at positions spread over texts.
+    """Times steps at positions spread over texts. `DecodeRow.predicted` adds what memory alone would take.
 
     Args:
         decoding: all engines of the folder.
@@ -124,7 +125,6 @@ def measure_steps(
         sites: routing sites of each model.
         least: bytes that a step of each model has to read if its cache is full, in float32.
         limits: the limits of the engines' target, which say how they attend to a cache.
-        bandwidth_gbs: 1e9 bytes per second between this machine's processor and memory, if known.
 
     Raises:
         EngineError: an engine failed.
@@ -157,7 +157,7 @@ def measure_steps(
         compared = StepsCompared(
             measured=measured,
             ci95=ci95,
-            verdict=verdict_of(ci95, config.latency.resolution),
+            verdict=_verdict(len(positions_P), ci95, config.latency.resolution),
             predicted_bytes=predicted,
             efficiency=measured / predicted,
             routed_kv_bytes={kind: sum(sizes[layer] for layer in routed) for kind, sizes in kv_bytes.items()},
@@ -171,9 +171,7 @@ def measure_steps(
         executed=executed,
         selected=dict(zip(names, ran_PBN.mean(axis=(0, 1)).tolist(), strict=True)),
         least_bytes=least_bytes,
-        predicted_ms=None
-        if bandwidth_gbs is None
-        else {kind: size / bandwidth_gbs / 1e6 for kind, size in least_bytes.items()},
+        predicted_ms=None,
         kv_bytes={kind: sum(sizes.values()) for kind, sizes in kv_bytes.items()},
         compared=compared,
     )
@@ -257,6 +255,10 @@ def _restore(decoder: Decoder, kept: Sequence[Kept], slot_BM: np.ndarray) -> Non
         for name, row_GLE in state.rows.items():
             slots = slot_M[slot_M < min(row_GLE.shape[1], decoder.cache[name].shape[2])]
             decoder.cache[name][row][:, slots] = row_GLE[:, slots]
+
+
+def _verdict(positions: int, ci95: tuple[float, float], resolution: float) -> SpeedVerdict:
+    return "inconclusive" if positions < LEAST_POSITIONS else verdict_of(ci95, resolution)
 
 
 def _interval(ms_PK: np.ndarray, seed: int) -> tuple[float, float]:

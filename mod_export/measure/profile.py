@@ -21,16 +21,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Arrays, EngineProfiler
 from mod_export.measure.cost import NODE_PARTS, ms_by_part
-from mod_export.measure.roofline import cached_roofline
 from mod_export.rows.base import setting_fields
 from mod_export.rows.cost import PartRow, Roofline, Work
-from mod_export.types import DType, Engine, Setting
+from mod_export.types import Engine, Setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,16 +98,6 @@ def profile_engine(
         return None
     part_of_node = {name: item.part for item in work for name in item.nodes}
     return Profiled(profiler=profile.profiler, ms_by_part=ms_by_part(profile, part_of_node))
-
-
-def rooflines_of(engines: Sequence[Engine], machine: Mapping[str, Any], config: BuildConfig) -> dict[DType, Roofline]:
-    """Returns the roofline of each dtype of `engines` that can be profiled here, each measured at most once."""
-    dtypes = dict.fromkeys(engine.dtype for engine in engines if can_profile(engine))
-    rooflines = {
-        dtype: cached_roofline(machine, dtype, config.latency.threads, measure_again=config.cost.measure_again)
-        for dtype in dtypes
-    }
-    return {dtype: roofline for dtype, roofline in rooflines.items() if roofline is not None}
 
 
 def by_engine(rows: Iterable[PartRow]) -> dict[Setting, dict[str, PartRow]]:

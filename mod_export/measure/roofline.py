@@ -2,8 +2,9 @@
 matrices, and how fast it reads and writes memory.
 
 The roofline is measured once and kept in the user's cache folder, because a number that changes with every build
-explains nothing. It is measured again for another processor, dtype, thread count or library, and when the configuration
-asks for it (cost.measure_again). A measurement on a busy machine has a note that says so; it is used once and not kept.
+explains nothing. It is measured again for another processor, number of usable cores, dtype, thread count or library,
+and when the configuration asks for it (cost.measure_again). A measurement on a busy machine has a note that says so; it
+is used once and not kept.
 
 Both rates are timed with the library that the engines run on. Right-hand sides are constant like weights, so that a
 library can pack them in advance. Repeats of the different sizes are interleaved, and the fastest repeat of a size
@@ -54,7 +55,8 @@ def cached_roofline(
     library = next((name for name in ("onnxruntime", "torch") if package_version(name)), None)
     if dtype != "float32" or library is None:
         return None
-    key = json.dumps([machine["cpu"], machine["logical_cores"], dtype, threads, library, package_version(library)])
+    where = [machine[name] for name in ("cpu", "logical_cores", "usable_cores")]
+    key = json.dumps([*where, dtype, threads, library, package_version(library)])
     known = _read()
     if key in known and not measure_again:
         return known[key]

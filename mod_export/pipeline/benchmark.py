@@ -11,7 +11,7 @@ from typing import Any
 
 from mod_export.engines import ENGINES
 from mod_export.measure.latency import measure_precision, precision_pairs
-from mod_export.measure.profile import Profiled, can_profile, part_rows, profile_engine, rooflines_of
+from mod_export.measure.profile import Profiled, can_profile, part_rows, profile_engine
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import setting_fields
@@ -35,12 +35,13 @@ def benchmark(build: Build) -> None:
 
 
 def _precision(build: Build, narrow: Engine, wide: Engine) -> None:
-    build.measure(
+    rows = build.timed(
         PrecisionRow,
         f"precision/{narrow.target}/{narrow.stem}",
         build.timing_inputs([narrow, wide], latency=build.config.latency.model_dump(exclude={"min_speedup"})),
         lambda: [measure_precision(build.root, narrow, wide, build.feeds(narrow.bucket), build.config)],
     )
+    build.add(rows)
 
 
 def count_work(build: Build) -> None:
@@ -69,8 +70,6 @@ def _count(root: Path, path: str, whole_scores: bool, paths: Sequence[Path]) -> 
 def profile(build: Build) -> None:
     """Profiles every engine that runs here, beside the time that the machine's roofline predicts."""
     engines = [engine for engine in build.runnable("forward") if engine.path in build.work]
-    rooflines = rooflines_of(engines, build.machine, build.config)
-    build.add(list(rooflines.values()))
     for engine in engines:
         inputs = {
             **build.conditions([engine]),
@@ -81,8 +80,10 @@ def profile(build: Build) -> None:
             name = f"profile/{engine.target}/{engine.stem}"
             step = build.step(name, inputs, [], partial(_profile, build, engine))
             profiled = None if step.result is None else Profiled(**step.result)
-            if engine.dtype in rooflines:
-                build.add(part_rows(engine, build.work[engine.path], rooflines[engine.dtype], profiled))
+            roofline = build.roofline(engine.dtype)
+            if roofline is not None:
+                build.add(part_rows(engine, build.work[engine.path], roofline, profiled))
+    build.add(build.rooflines)
 
 
 def _profile(build: Build, engine: Engine, paths: Sequence[Path]) -> dict[str, Any] | None:

@@ -26,13 +26,15 @@ from mod_export.folder.programs import first_sample
 from mod_export.folder.workspace import FinishedFolder, Make, Step, Workspace
 from mod_export.judge.inputs import TextOf, documentation_of, prompts_of
 from mod_export.judge.reference import KeptRuns, Reference, tensors_of
+from mod_export.measure.conditions import Watch
 from mod_export.measure.decode import step_bytes
+from mod_export.measure.roofline import cached_roofline
 from mod_export.model.model import GeneratingModel, GraphSource, Model, token_ids, tokens_sample
 from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form
 from mod_export.pipeline.restore import as_built, restored_model
 from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import ABOUT, FailedRow, Result, fields_of_graph, reason_for, sentences
-from mod_export.rows.cost import Work
+from mod_export.rows.cost import Roofline, Work
 from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
 from mod_export.runtime.tokenizer import TokenizersFile
@@ -88,6 +90,7 @@ class Build:
         steps: the steps of this run, in order.
         failed: what this run could not do, in order; the rest went on.
         missing: what the build of a finished folder could not do.
+        not_run: path of a graph that could be judged in place of an engine, and was not -> a sentence that says why.
         finished: the finished folder that this run looks at; None where the folder is being built.
         checkpoint: the checkpoint that a finished folder is compared with; None for the folder's own weights.
     """
@@ -117,6 +120,7 @@ class Build:
         self.steps: list[Step] = []
         self.failed: list[FailedRow] = []
         self.missing: tuple[FailedRow, ...] = ()
+        self.not_run: dict[str, str] = {}
         self.finished: FinishedFolder | None = store if isinstance(store, FinishedFolder) else None
         self.checkpoint: Path | None = None
         self.kept_runs = KeptRuns()
@@ -125,6 +129,7 @@ class Build:
         self._plan: Plan | None = None
         self._announce: Callable[[str], None] = lambda name: None
         self._errors: list[BuildError] = []
+        self._rooflines: dict[DType, Roofline | None] = {}
         self._rows: list[Result] = []
         self._availability: dict[str, Availability] = {}
         self._references: dict[tuple[ModelKind, Role], Reference] = {}
@@ -251,10 +256,17 @@ class Build:
 
     # Steps, results and failures.
 
-    def step(self, name: str, inputs: Mapping[str, Any], outputs: Sequence[str], make: Make) -> Step:
+    def step(
+        self,
+        name: str,
+        inputs: Mapping[str, Any],
+        outputs: Sequence[str],
+        make: Make,
+        is_reusable: Callable[[Any], bool] = lambda result: True,
+    ) -> Step:
         """Does or reuses a step of the folder, announced before it starts."""
         self._announce(name)
-        step = self._store.step(name, inputs, outputs, make)
+        step = self._store.step(name, inputs, outputs, make, is_reusable)
         self.steps.append(step)
         return step
 
@@ -323,6 +335,49 @@ class Build:
     def add(self, rows: Sequence[Result]) -> None:
         """Adds results that follow from others and are no step of their own."""
         self._rows += rows
+
+    def timed(
+        self,
+        row_type: type[Row],
+        name: str,
+        inputs: Mapping[str, Any],
+        make: Callable[[], Sequence[Row]],
+        is_sound: Callable[[Sequence[Row]], bool] = lambda rows: True,
+    ) -> list[Row]:
+        """Does a step whose results are rows with times. They are made anew, although nothing that they depend on has
+        changed, if the machine was busy while they were made, or if they are not `is_sound`.
+        """
+
+        def measured(paths: Sequence[Path]) -> dict[str, Any]:
+            watch = Watch()
+            rows = make()
+            conditions = watch.conditions()
+            return {"rows": [row.model_dump(mode="json") for row in rows], "other_load": conditions.other_load}
+
+        def rows_of(result: Mapping[str, Any]) -> list[Row]:
+            return [row_type.model_validate_json(json.dumps(item)) for item in result["rows"]]
+
+        def is_reusable(result: Mapping[str, Any]) -> bool:
+            return self.was_quiet(result) and is_sound(rows_of(result))
+
+        return rows_of(self.step(name, inputs, [], measured, is_reusable).result)
+
+    def was_quiet(self, result: Mapping[str, Any]) -> bool:
+        """Whether others left the machine to a measurement, whose result has their share of the CPU time."""
+        return (result["other_load"] or 0.0) <= self.config.latency.disturbance
+
+    def roofline(self, dtype: DType) -> Roofline | None:
+        """Returns the roofline of this machine, measured at most once in a run; None if it is not known."""
+        if dtype not in self._rooflines:
+            again = self.config.cost.measure_again
+            known = cached_roofline(self.machine, dtype, self.config.latency.threads, measure_again=again)
+            self._rooflines[dtype] = known
+        return self._rooflines[dtype]
+
+    @property
+    def rooflines(self) -> list[Roofline]:
+        """Every roofline that something in this run was predicted by."""
+        return [roofline for roofline in self._rooflines.values() if roofline is not None]
 
     def rows(self, row_type: type[Row]) -> list[Row]:
         """Returns every result of one type so far."""
@@ -437,7 +492,7 @@ class Build:
             "weights": [self.weights_hashes(engine.model, engine.dtype) for engine in engines],
             "target_options": {target: self.target_options(target) for target in targets},
             "threads": self.config.latency.threads,
-            "machine": [self.machine["cpu"], self.machine["cores"], self.machine["gpu"]],
+            "machine": [self.machine[name] for name in ("cpu", "cores", "usable_cores", "gpu")],
             "versions": {
                 **versions("mod_export", "torch", "onnxruntime"),
                 **{name: version for target in targets for name, version in ENGINES[target].versions().items()},

@@ -21,7 +21,8 @@ from mod_export.graph.rewrites.attention import splittable_tokens
 from mod_export.graph.target import check_limits
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import judge_runner
-from mod_export.measure.cost import attention_sizes
+from mod_export.measure.conditions import Watch
+from mod_export.measure.cost import attention_bytes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import save_graph
 from mod_export.rows.base import fields_of_graph
@@ -71,7 +72,7 @@ def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:
         LimitError: running this graph would need more memory than is free.
     """
     free = free_bytes()
-    needed = _attention_bytes(model) if builder.limits.whole_scores else 0
+    needed = attention_bytes(model) if builder.limits.whole_scores else 0
     if needed > free:
         raise LimitError(
             f"{builder.name}, {graph.model} {graph.bucket.name}: attention over {graph.bucket.seq} tokens holds about "
@@ -97,7 +98,7 @@ def _rewrite_step(build: Build, builder: EngineBuilder, graph: Graph, portable: 
 
 def _rewrite(build: Build, builder: EngineBuilder, graph: Graph, portable: Graph, destination: Path) -> dict[str, Any]:
     model = ir.load(build.root / portable.path)
-    needed = _attention_bytes(model)
+    needed = attention_bytes(model)
     limits = graph.limits(builder.limits)
     applied = apply_rewrites(model, limits, graph.dtype)
     check_limits(model, limits, graph.dtype)
@@ -148,15 +149,6 @@ def _is_proven(builder: EngineBuilder, graph: Graph) -> bool:
     return not graph.writes_text and not builder.limits.whole_scores
 
 
-def _attention_bytes(model: ir.Model) -> int:
-    """Returns the bytes that a graph's largest attention needs if it holds all scores and probabilities in float32."""
-    sizes = [0]
-    for node in model.graph.all_nodes():
-        if node.op_type == "Attention" and node.inputs[0] is not None and node.inputs[0].shape is not None:
-            sizes.append(2 * 4 * attention_sizes(node, "attention").scores)
-    return max(sizes)
-
-
 def _chosen_limits(build: Build, builder: EngineBuilder, model: ir.Model) -> TargetLimits:
     """Returns the target's limits on this machine with the query blocks in which this graph's attentions are
     fastest.
@@ -197,14 +189,20 @@ def _measured(build: Build, builder: EngineBuilder, shape: AttentionShape) -> in
     inputs = {
         "shape": asdict(shape),
         "threads": threads,
-        "machine": build.machine["cpu"],
-        "versions": dict(builder.versions()),
+        "machine": [build.machine["cpu"], build.machine["usable_cores"]],
+        "versions": {**versions("mod_export"), **builder.versions()},
     }
-    step = build.step(f"formulation/{builder.name}/{shape}", inputs, [], partial(_measure, shape, threads))
+    make = partial(_measure, shape, threads)
+    step = build.step(f"formulation/{builder.name}/{shape}", inputs, [], make, build.was_quiet)
     chosen: int = step.result["chosen"]
     return chosen
 
 
 def _measure(shape: AttentionShape, threads: int, paths: Sequence[Path]) -> dict[str, Any]:
+    watch = Watch()
     ms = time_blocks(shape, threads)
-    return {"ms": {str(block): round(value, 3) for block, value in ms.items()}, "chosen": fastest_block(shape, ms)}
+    return {
+        "ms": {str(block): round(value, 3) for block, value in ms.items()},
+        "chosen": fastest_block(shape, ms),
+        "other_load": watch.conditions().other_load,
+    }

@@ -27,6 +27,8 @@ from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Unav
 LIBRARIES_BYTES = 2**30
 """Memory of PyTorch, its exporter and ONNX Runtime."""
 FLOAT32_BYTES = 4
+LEAST_CACHE = 2
+"""Tokens of the shortest text in which a step can be timed."""
 LOGITS_AT_ONCE = 6
 """Number of logits arrays held at once: the reference in float32 and float64, the candidate, and their comparison."""
 SMALL_ENGINE = 2**20
@@ -288,6 +290,12 @@ def _generation(
         for name, lengths in (("prompts", options.prompts), ("caches", options.caches))
         for length in lengths
         if length > window
+    ]
+    problems += [
+        f"generation.{'caches' if options.caches else 'window'}: {length} is too short, because a step writes the "
+        f'token after another one; give at least {LEAST_CACHE}, or generation.build = "never"'
+        for length in options.cache_lengths(window)
+        if length < LEAST_CACHE
     ]
     if problems:
         raise ConfigError(problems)

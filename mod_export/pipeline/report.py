@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mod_export.environment import EXPORTERS, versions
 from mod_export.folder.manifest import Manifest
@@ -16,10 +16,9 @@ from mod_export.report import render_html
 from mod_export.rows.base import Result
 from mod_export.rows.correctness import CausalityRow, ParityRow, RoutingMap, StructureRow
 from mod_export.rows.cost import CostRow, PartRow, Roofline
-from mod_export.rows.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict
+from mod_export.rows.report import Artifact, BuildReport, ReportedModel, Stage, Target, Verdict, targets_that_ran
 from mod_export.rows.speed import (
     DecodeRow,
-    EngineSpeed,
     FirstTokenRow,
     GenerationReport,
     LatencyRow,
@@ -80,13 +79,14 @@ def verdict_of_build(build: Build, *, parity: bool = True, speedup: bool = True)
         kinds=list(build.facts),
         structure=build.rows(StructureRow),
         causality=build.rows(CausalityRow),
-        reads_rows=_reads_rows(build),
+        reads_rows=reads_rows(build),
         failed=build.failed,
         missing=build.missing,
     )
 
 
-def _reads_rows(build: Build) -> bool:
+def reads_rows(build: Build) -> bool:
+    """Says whether any engine of the model itself reads whole rows, wherever it runs."""
     return bool(having(build.engines, model="mod", role="forward"))
 
 
@@ -128,7 +128,7 @@ def write_report(
     """Gives the verdict, writes report.json and report.html, and closes the build folder.
 
     Engines that were not judged or timed miss their gates. A folder that is not `verified` is completed later, by
-    `completed`.
+    `complete`.
     """
     compare_with_baseline(build)
     reused = all(stage.status == "reused" for stage in stages)
@@ -150,64 +150,41 @@ def texts_of(report: BuildReport) -> dict[str, str]:
     return {"report.json": report.to_json(), "report.html": render_html(report)}
 
 
-def completed(build: Build, report: BuildReport, stage: Stage) -> BuildReport:
-    """Returns the report of a folder that was built without evidence, with the results of this later run added.
+def refused_by(
+    build: Build, parity: Sequence[ParityRow], causality: Sequence[CausalityRow], structure: Sequence[StructureRow]
+) -> dict[str, tuple[str, ...]]:
+    """Returns path -> reasons of every engine and graph that missed a gate, which `load` refuses to serve.
 
-    The verdict is over all results so far. `stage` describes the run.
+    An engine misses the gates of its weights files too, and every engine of a setting that of its causality.
     """
-    new = {name: tuple(build.rows(kind)) for name, kind in ROWS.items()}
-    rows_by_field: dict[str, Any] = {name: rows or getattr(report, name) for name, rows in new.items()}
-    ran = {row.target for row in rows_by_field["parity"]}
-    written = report.generation
-    if written is not None:
-        # A field that this run did not fill keeps its rows.
-        rows = {name: tuple(build.rows(kind)) or getattr(written, name) for name, kind in WRITTEN_ROWS.items()}
-        quality = next(iter(build.rows(QualityRow)), written.quality)
-        written = written.model_copy(update={**rows, "quality": quality})
-    failed = (*report.failed, *build.failed)
-    verdict = verdict_of_rows(
-        [engine.setting for engine in build.runnable("forward") if engine.model == "mod"],
-        build.gated_buckets,
-        parity=rows_by_field["parity"],
-        speedup=rows_by_field["speedup"],
-        min_speedup=build.config.latency.min_speedup,
-        kinds=list(build.facts),
-        structure=rows_by_field["structure"],
-        causality=rows_by_field["causality"],
-        reads_rows=_reads_rows(build),
-        failed=failed,
-    )
-    return report.model_copy(
-        update={
-            **rows_by_field,
-            "verdict": verdict,
-            "failed": failed,
-            "served": _served(
-                rows_by_field["parity"], rows_by_field["latency"], () if written is None else written.decode
-            ),
-            "generation": written,
-            "environment": build.machine,
-            "stages": (*report.stages[:-1], stage, report.stages[-1]),
-            "targets": tuple(row.model_copy(update={"ran": row.target in ran}) for row in report.targets),
-        }
-    )
+    reasons: dict[str, list[str]] = defaultdict(list)
+    for judged in parity:
+        if judged.artifact and not judged.passed:
+            reasons[judged.artifact] += judged.reasons
+    broken = {row.setting: row for row in causality if row.broken}
+    files = {graph.path: (graph.path,) for graph in build.graphs} | {one.path: one.files for one in build.engines}
+    for path, needed in files.items():
+        reasons[path] += [f"{row.path}: {text}" for row in structure if row.path in needed for text in row.reasons]
+    for engine in build.engines:
+        if engine.setting in broken:
+            reasons[engine.path].append(f"causality: {broken[engine.setting].breach}")
+    return {path: tuple(texts) for path, texts in reasons.items() if texts}
 
 
-def refused_in(build: Build) -> dict[str, tuple[str, ...]]:
-    """Returns path -> reasons of everything that missed its gates, which `load` refuses to serve."""
-    return {row.artifact: row.reasons for row in build.rows(ParityRow) if row.artifact and not row.passed}
-
-
-def measured_in(build: Build) -> tuple[EngineSpeed, ...]:
-    """Returns the measured speed of engines, by which `load` chooses."""
-    return measured_from_rows(build.rows(LatencyRow), build.rows(DecodeRow))
-
-
-def _served(
-    parity: Sequence[ParityRow], latency: Sequence[LatencyRow], decode: Sequence[DecodeRow]
+def served_by(
+    build: Build, latency: Sequence[LatencyRow], decode: Sequence[DecodeRow], refused: Container[str]
 ) -> tuple[ServedEngines, ...]:
-    refused = {(row.model, row.setting.writes_text, row.target, row.dtype) for row in parity if not row.passed}
-    return tuple(served_of(measured_from_rows(latency, decode), refused))
+    """Returns the engines that are served if no target is named. `refused` has the paths of those that are not."""
+    missed = {
+        (engine.model, engine.writes_text, engine.target, engine.dtype)
+        for engine in build.engines
+        if engine.path in refused
+    }
+    return tuple(served_of(measured_from_rows(latency, decode), missed))
+
+
+def _refused(build: Build) -> dict[str, tuple[str, ...]]:
+    return refused_by(build, build.rows(ParityRow), build.rows(CausalityRow), build.rows(StructureRow))
 
 
 def _report(
@@ -215,6 +192,7 @@ def _report(
 ) -> BuildReport:
     model = build.plan.model
     reads_tokens = any(graph.reads_tokens for graph in build.graphs if not graph.writes_text)
+    generation = _generation(build) if reads_tokens else None
     return BuildReport(
         command=command,
         rebuild=rebuild,
@@ -234,12 +212,13 @@ def _report(
         config=build.config.model_dump(mode="json", by_alias=True),
         stages=tuple(stages),
         artifacts=tuple(_artifacts(build)),
-        targets=tuple(_targets(build)),
+        targets=tuple(_targets(build, generation)),
         cost=tuple(build.rows(CostRow)),
-        served=_served(build.rows(ParityRow), build.rows(LatencyRow), build.rows(DecodeRow)),
+        served=served_by(build, build.rows(LatencyRow), build.rows(DecodeRow), _refused(build)),
         **{name: tuple(build.rows(kind)) for name, kind in ROWS.items()},
-        generation=_generation(build) if reads_tokens else None,
+        generation=generation,
         failed=tuple(build.failed),
+        not_run=tuple(build.not_run.values()),
     )
 
 
@@ -273,8 +252,8 @@ def _artifacts(build: Build) -> list[Artifact]:
     return artifacts
 
 
-def _targets(build: Build) -> list[Target]:
-    ran = {row.target for row in build.rows(ParityRow)}
+def _targets(build: Build, generation: GenerationReport | None) -> list[Target]:
+    ran = targets_that_ran(build.rows(ParityRow), build.rows(LatencyRow), generation)
     built = {engine.target for engine in build.engines}
     rows = []
     for name, status in build.plan.availability.items():
@@ -301,8 +280,8 @@ def _close(build: Build, command: str, *, verified: bool) -> None:
         weight_digests=build.weight_digests,
         exporters=versions(*EXPORTERS),
         verified=verified,
-        refused=refused_in(build),
-        measured=measured_in(build),
+        refused=_refused(build),
+        measured=measured_from_rows(build.rows(LatencyRow), build.rows(DecodeRow)),
         generation=build.generation,
         tokenizer=plan.vocabulary,
         cost=tuple(build.rows(CostRow)),

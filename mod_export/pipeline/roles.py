@@ -18,8 +18,7 @@ from mod_export.folder.manifest import GenerationFacts
 from mod_export.judge.reference import Reference, tensors_of
 from mod_export.measure.decode import measure_prompts, measure_steps
 from mod_export.measure.latency import measure_latency
-from mod_export.measure.roofline import cached_roofline
-from mod_export.measure.verdict import gate_of
+from mod_export.measure.verdict import gate_of, is_undisturbed
 from mod_export.model.model import GraphSource
 from mod_export.rows.correctness import CausalityRow, ParityRow
 from mod_export.rows.speed import DecodeRow, FirstTokenRow, LatencyRow, TextsRow
@@ -140,12 +139,14 @@ class ForwardRole(RoleStages):
         options = build.config.latency
         gate = gate_of(setting.bucket, build.gated_buckets, options.min_speedup)
         latency = options.model_dump(exclude={"min_speedup", "bootstrap"})
-        build.measure(
+        rows = build.timed(
             LatencyRow,
             f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
             build.timing_inputs(engines.values(), latency=latency, gate=gate),
             lambda: measure_latency(build.root, engines, build.feeds(setting.bucket), build.config, gate),
+            lambda rows: is_undisturbed(rows, options, build.config.seed),
         )
+        build.add(rows)
 
 
 class WritingRole(RoleStages):
@@ -213,12 +214,13 @@ class PrefillRole(WritingRole):
 
     def time(self, build: Build, setting: Setting, engines: Engines) -> None:
         decoding = build.decoding_engines()
-        build.measure(
+        rows = build.timed(
             FirstTokenRow,
             f"first_token/{setting.target}/{setting.bucket.name}-{setting.dtype}",
             build.timing_inputs(engines.values(), latency=build.config.latency.model_dump(exclude={"min_speedup"})),
             lambda: [measure_prompts(decoding, engines, build.texts(1, setting.bucket.seq)[0])],
         )
+        build.add(rows)
 
 
 class DecodeRole(WritingRole):
@@ -286,15 +288,12 @@ class DecodeRole(WritingRole):
         prompts = [build.hash_of(engine.path) for engine in readers]
 
         def make() -> list[DecodeRow]:
-            # The dtype does not matter: bytes of any dtype move at the same rate.
-            roofline = cached_roofline(build.machine, "float32", config.latency.threads)
-            bandwidth = None if roofline is None else roofline.bandwidth_gbs
             ids_BS = build.texts(setting.bucket.batch, setting.bucket.seq)
             step_bytes = facts.step_bytes[setting.bucket.name][setting.dtype]
             limits = ENGINES[setting.target].limits
-            return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, limits, bandwidth)]
+            return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, limits)]
 
-        build.measure(
+        rows = build.timed(
             DecodeRow,
             f"decode/{setting.target}/{setting.bucket.name}-{setting.dtype}",
             build.timing_inputs(
@@ -305,6 +304,10 @@ class DecodeRole(WritingRole):
             ),
             make,
         )
+        # The dtype does not matter: bytes of any dtype move at the same rate.
+        roofline = build.roofline("float32")
+        bandwidth = None if roofline is None else roofline.bandwidth_gbs
+        build.add([row.predicted(bandwidth) for row in rows])
 
 
 WRITING: tuple[WritingRole, ...] = (PrefillRole(), DecodeRole())

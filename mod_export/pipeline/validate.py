@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import partial
 
+import onnx_ir as ir
+
+from mod_export.environment import free_bytes
 from mod_export.errors import BuildError, BuildFolderError, GraphError
 from mod_export.folder.programs import PROGRAM
 from mod_export.folder.workspace import FinishedFolder
@@ -21,6 +24,7 @@ from mod_export.judge.structure import (
     structure_of_programs,
     structure_of_weights,
 )
+from mod_export.measure.cost import working_bytes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import fresh_graph
 from mod_export.pipeline.roles import ROLES
@@ -36,7 +40,7 @@ def validate(build: Build) -> None:
     """Judges every file and every candidate, and draws a routing map of every bucket."""
     _structure(build)
     changed = {row.path for row in build.rows(StructureRow) if not row.passed}
-    candidates = _candidates(build)
+    candidates = _candidates(build, changed)
     for candidate in candidates:
         _parity(build, candidate, candidates, is_changed=candidate.path in changed)
     ran = {row.artifact: row for row in build.rows(ParityRow) if row.inputs}
@@ -136,13 +140,31 @@ def _against_checkpoint(build: Build) -> Iterator[StructureRow]:
             yield structure_of_weights(build.root, path, digests)
 
 
-def _candidates(build: Build) -> list[Candidate]:
-    """Returns every engine that runs here, and the graphs that ONNX Runtime runs in place of other engines."""
+def _candidates(build: Build, changed: Set[str]) -> list[Candidate]:
+    """Returns every engine that runs here, and the graphs that ONNX Runtime runs in place of other engines, as far as
+    memory has room for them. The files in `changed` may be anything, so the sizes in them say nothing.
+    """
     engines = candidates_from_engines(build.runnable("forward", "prefill", "decode"), build.graphs)
     if build.targets:
         return engines
-    graphs = candidates_from_graphs(build.graphs, engines, build.weights_path, build.hash_of)
+    graphs = [
+        candidate
+        for candidate in candidates_from_graphs(build.graphs, engines, build.weights_path, build.hash_of)
+        if candidate.setting.writes_text or candidate.path in changed or _has_room(build, candidate)
+    ]
     return [*engines, *(graph for graph in graphs if ROLES[graph.setting.role].can_be_judged(graph, graphs))]
+
+
+def _has_room(build: Build, candidate: Candidate) -> bool:
+    """Says whether a graph can be run in half of the free memory. If not, the build keeps why it is not judged."""
+    needed, free = working_bytes(ir.load(build.root / candidate.path)), free_bytes()
+    if needed <= free // 2:
+        return True
+    build.not_run[candidate.path] = (
+        f"{candidate.setting} {candidate.setting.model}: not run: ONNX Runtime would hold about "
+        f"{needed / 2**30:.1f} GiB of values at once, more than half of the {free / 2**30:.1f} GiB that are free"
+    )
+    return False
 
 
 def _parity(build: Build, candidate: Candidate, candidates: Sequence[Candidate], *, is_changed: bool) -> None:

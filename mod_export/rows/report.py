@@ -5,6 +5,7 @@ Fields may be added at any time. Removing or renaming a field needs a new `schem
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from pydantic import JsonValue, ValidationError
@@ -96,7 +97,7 @@ class Target(Result):
     reason: str
     """Library or device that was found, or the reason why engines cannot be built or were not built."""
     ran: bool
-    """Whether engines of the target were run here, not only built."""
+    """Whether engines of the target were judged or timed, not only built."""
 
 
 class BuildReport(Result):
@@ -119,11 +120,12 @@ class BuildReport(Result):
     model: ReportedModel
     """The model that was built."""
     environment: dict[str, JsonValue]
-    """Versions, CPU, GPU, threads and load of the machine."""
+    """Versions, CPU, GPU, usable cores, threads and load of the machine that all times were taken on. A folder that was
+    built without evidence has its builder's until `bench` adds times; what `validate` adds may come from others."""
     config: dict[str, JsonValue]
     """The resolved configuration."""
     stages: tuple[Stage, ...]
-    """The stages in the order in which they ran."""
+    """The stages in the order in which they ran. Every later run that completes a folder adds one."""
     artifacts: tuple[Artifact, ...]
     """Every graph, weights file and engine."""
     targets: tuple[Target, ...]
@@ -154,6 +156,8 @@ class BuildReport(Result):
     """Results about writing text; null if the model does not read tokens."""
     failed: tuple[FailedRow, ...] = ()
     """Everything that was requested and could not be built, judged or timed."""
+    not_run: tuple[str, ...] = ()
+    """Each graph that memory had no room to judge in place of an engine, with the reason. No gate depends on it."""
 
     def __repr__(self) -> str:
         """Returns one line, because the whole report is too much to read in a notebook."""
@@ -166,6 +170,14 @@ class BuildReport(Result):
     def to_json(self) -> str:
         """Returns report.json, indented, with a newline at its end. `report_from_json` reads back an equal value."""
         return self.model_dump_json(indent=2) + "\n"
+
+
+def targets_that_ran(
+    parity: Iterable[ParityRow], latency: Iterable[LatencyRow], generation: GenerationReport | None
+) -> set[str]:
+    """Returns the targets of which something was judged or timed."""
+    texts = () if generation is None else (*generation.decode, *generation.first_token)
+    return {row.target for row in (*parity, *latency, *texts)}
 
 
 def report_from_json(text: str, where: str = "report.json") -> BuildReport:

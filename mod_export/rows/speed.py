@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 from mod_export.rows.base import EngineRow, PairRow, Result
 from mod_export.types import FLOAT_BYTES, DType, ModelKind, Role, having, writes_text
@@ -205,7 +205,7 @@ class Compared(Result):
     ci95: tuple[float, float]
     """95 % interval of `measured`: for steps by a bootstrap over positions, for prompts like that of a speed-up."""
     verdict: SpeedVerdict
-    """Verdict that follows from the interval, as for a speed-up."""
+    """Verdict that follows from the interval, as for a speed-up; `inconclusive` for steps at fewer than 5 positions."""
 
 
 class StepsCompared(Compared):
@@ -244,12 +244,19 @@ class DecodeRow(PairRow):
     a routed layer's slots count as filled in proportion to the text. Other engines attend to all slots, and so do those
     of `ort-cpu` in routed layers if `slots` is `fair`."""
     predicted_ms: dict[ModelKind, float] | None
-    """Milliseconds that this machine's memory takes to deliver `least_bytes`; null if its bandwidth was not
+    """Milliseconds that memory takes to deliver `least_bytes` at the bandwidth in `roofline`; null if that was not
     measured."""
     kv_bytes: dict[ModelKind, int]
     """Bytes of keys and values in the caches of the bucket."""
     compared: StepsCompared | None
     """MoD compared with its dense baseline; null if there is none."""
+
+    def predicted(self, bandwidth_gbs: float | None) -> Self:
+        """Returns the row with `predicted_ms` for a memory of so many 1e9 bytes per second; None if that is unknown."""
+        if bandwidth_gbs is None:
+            return self.model_copy(update={"predicted_ms": None})
+        times = {kind: size / bandwidth_gbs / 1e6 for kind, size in self.least_bytes.items()}
+        return self.model_copy(update={"predicted_ms": times})
 
 
 class FirstTokenRow(PairRow):

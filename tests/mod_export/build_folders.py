@@ -18,6 +18,7 @@ from mod_export.config import BuildConfig, toml_from_config
 from mod_export.environment import package_version
 from mod_export.folder.manifest import read_manifest
 from mod_export.judge import inputs
+from mod_export.pipeline.build import Build
 from mod_export.pipeline.rerun import Rerun
 from mod_export.pipeline.stages import BUILDING, EVIDENCE
 from mod_export.rows.correctness import StructureRow
@@ -28,6 +29,8 @@ ENGINE = "engines/ort-cpu/mod-b1s64-float32.onnx"
 WEIGHTS = "graphs/weights-float32.data"
 DOWN = "layers.2.mlp.down_proj.weight"
 """Files of the folder that `built` returns, and a tensor in the second file."""
+WAS_QUIET = Build.was_quiet
+"""What decides whether times are reused; in other tests all are."""
 
 
 class Silent:

@@ -249,7 +249,7 @@ def test_results_are_not_added_to_a_folder_in_which_another_build_began(tmp_path
     data = read_manifest(root)
     (root / MANIFEST).write_text(json.dumps(with_checksum({key: data[key] for key in data if key != "files"})))
     with pytest.raises(BuildFolderError, match="another build has begun here and has not ended; build again"):
-        amend(root, {"verified": True}, {})
+        amend(root, lambda: ({"verified": True}, {}))
 
 
 def test_two_builds_at_once_are_refused(tmp_path: Path) -> None:

@@ -79,15 +79,6 @@ def test_graphs_of_targets_that_cannot_run_here_are_run_in_their_place() -> None
     ]
 
 
-def test_a_graph_that_finds_no_room_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2 x 4 bytes x 32 heads x 1024 x 1024 are a quarter of a GiB; at most half of the free memory is used."""
-    long = graph_of("l.onnx", bucket=Bucket(1, 1024))
-    for free, run in ((2**30, ["portable"]), (2**29, [])):
-        # Free memory is part of the environment, so the test replaces it.
-        monkeypatch.setattr(candidates_module, "free_bytes", lambda free=free: free)
-        assert graphs_only(long) == run
-
-
 def test_without_onnx_runtime_no_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Installed packages are part of the environment too.
     monkeypatch.setattr(candidates_module, "package_version", lambda name: None)

@@ -103,8 +103,7 @@ def test_steps_are_those_of_the_text(
         {kind: models[kind].sites for kind in KINDS},
         {kind: step_bytes(models[kind], bucket) for kind in KINDS},
         LIMITS,
-        bandwidth_gbs,
-    )
+    ).predicted(bandwidth_gbs)
     assert (row.setting.role, row.setting.bucket) == ("decode", Bucket(rows, WINDOW))
     # Every position but the first was timed.
     assert row.positions == SEQ - 1
@@ -138,6 +137,27 @@ def test_steps_are_those_of_the_text(
     assert found.routed_kv_bytes == {"mod": rows * 38 * slot, "dense": rows * 2 * (WINDOW + 1) * slot}
 
 
+@pytest.mark.parametrize(("tokens", "positions"), [(2, 1), (5, 4), (6, 5)])
+def test_steps_at_few_positions_give_no_verdict(
+    context: Build, models: dict[ModelKind, GeneratingModel], tokens: int, positions: int
+) -> None:
+    """The bootstrap over a single position has no spread, so its interval would be certain of whatever was measured."""
+    bucket = Bucket(1, WINDOW)
+    row = measure_steps(
+        context.decoding_engines(),
+        pair_of(context, "decode", bucket),
+        texts(1)[:, :tokens],
+        {kind: models[kind].sites for kind in KINDS},
+        {kind: step_bytes(models[kind], bucket) for kind in KINDS},
+        LIMITS,
+    )
+    assert row.positions == positions
+    assert row.compared is not None
+    low, high = row.compared.ci95
+    certain = low > 1 or high < 1 + context.config.latency.resolution
+    assert (row.compared.verdict == "inconclusive") is (positions < 5 or not certain)
+
+
 @pytest.mark.parametrize(("cached_attention", "tokens"), [(True, SEQ / 2), (False, WINDOW)])
 def test_the_cache_is_read_as_the_engine_attends(
     context: Build, models: dict[ModelKind, GeneratingModel], cached_attention: bool, tokens: float
@@ -147,7 +167,7 @@ def test_the_cache_is_read_as_the_engine_attends(
     narrow = step_bytes(models["dense"], bucket).stored_in("bfloat16")
     engines: dict[ModelKind, Engine] = {"mod": engine}
     limits = replace(LIMITS, cached_attention=cached_attention)
-    row = measure_steps(context.decoding_engines(), engines, texts(3), {"mod": ()}, {"mod": narrow}, limits, None)
+    row = measure_steps(context.decoding_engines(), engines, texts(3), {"mod": ()}, {"mod": narrow}, limits)
     weights = models["dense"].least_bytes(3, 0, {}) / 2
     assert row.least_bytes["mod"] == pytest.approx(weights + 3 * 3 * tokens * 2 * 2 * 8 * 4, abs=1)
 
@@ -157,7 +177,7 @@ def test_steps_and_prompts_of_a_model_alone(context: Build, models: dict[ModelKi
     bucket, engines = Bucket(3, WINDOW), context.decoding_engines()
     alone: dict[ModelKind, Engine] = {"mod": pair_of(context, "decode", bucket)["mod"]}
     sites, least = models["mod"].sites, step_bytes(models["mod"], bucket)
-    row = measure_steps(engines, alone, texts(3), {"mod": sites}, {"mod": least}, LIMITS, 10.0)
+    row = measure_steps(engines, alone, texts(3), {"mod": sites}, {"mod": least}, LIMITS).predicted(10.0)
     assert row.compared is None
     assert 0 < row.ms["mod"] < 1000
     for site, ran_BS in decided(models["mod"], texts(3)).items():

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from build_folders import Silent, changed
+from build_folders import WAS_QUIET, Silent, changed
+from sample_rows import latency_row
 
+from mod_export import environment
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
+from mod_export.engines.ort_attention import AttentionShape
+from mod_export.environment import source_digest
 from mod_export.folder.manifest import TOKENIZER
-from mod_export.folder.workspace import Workspace
+from mod_export.folder.workspace import Step, Workspace
 from mod_export.judge.candidates import Candidate
+from mod_export.measure import conditions
 from mod_export.model.model import Model
 from mod_export.model.request import Request
+from mod_export.pipeline import passes, roles
+from mod_export.pipeline.benchmark import benchmark
 from mod_export.pipeline.build import Build
+from mod_export.pipeline.engines import build_engines
+from mod_export.pipeline.graphs import capture, onnx
 from mod_export.pipeline.plan import make_plan
 from mod_export.pipeline.roles import ROLES
 from mod_export.pipeline.stages import build
-from mod_export.types import DTYPES, Bucket, Engine, by_setting
+from mod_export.rows.base import Result
+from mod_export.rows.speed import LatencyRow
+from mod_export.types import DTYPES, KINDS, Bucket, Engine, by_setting
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -95,7 +106,12 @@ def timed(root: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> M
     """Returns the inputs of every step that would time engines of this folder; nothing is timed."""
     opened = Build.open(root, config, (), verify=False)
     inputs: dict[str, Any] = {}
-    monkeypatch.setattr(opened, "measure", lambda row, name, depends, make: inputs.update({name: depends}))
+
+    def note(row: type[Result], name: str, depends: Mapping[str, Any], *how: object) -> list[Result]:
+        inputs[name] = depends
+        return []
+
+    monkeypatch.setattr(opened, "timed", note)
     for role, stages in ROLES.items():
         for setting, engines in by_setting(opened.runnable(role)).items():
             stages.time(opened, setting, engines)
@@ -111,6 +127,88 @@ def test_times_of_every_role_depend_on_how_they_are_measured(
     assert {name.partition("/")[0] for name in before} == {"latency", "first_token", "decode"}
     assert before.keys() == after.keys()
     assert not [name for name in before if before[name] == after[name]]
+
+
+def test_times_depend_on_the_cores_that_the_process_may_use(
+    written: Path, writing_config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container with a quota has the processor of its host."""
+    found = []
+    for cores in (1, 2):
+        # The affinity of a process is part of its environment, so the test replaces it.
+        monkeypatch.setattr(environment, "usable_cores", lambda cores=cores: cores)
+        found.append(timed(written, writing_config, monkeypatch))
+        found[-1] |= {"blocks": blocks_inputs(written, writing_config, monkeypatch)}
+    before, after = found
+    assert not [name for name in before if before[name] == after[name]]
+
+
+def blocks_inputs(root: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> Mapping[str, Any]:
+    """Returns the inputs of a step that would time attention in blocks of queries; nothing is timed."""
+    opened = Build.open(root, config, (), verify=False)
+    inputs: dict[str, Any] = {}
+
+    def note(name: str, depends: Mapping[str, Any], *how: object) -> Step:
+        inputs.update(depends)
+        return Step(name=name, result={"chosen": 64})
+
+    monkeypatch.setattr(opened, "step", note)
+    assert passes._measured(opened, ENGINES["ort-cpu"], AttentionShape(1, 2, 2, 512, 8)) == 64
+    assert inputs["versions"]["mod_export"] == source_digest("mod_export")
+    return inputs
+
+
+def busy_for(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """Makes the machine count as busy: other processes take this share of its CPU time."""
+    monkeypatch.setattr(conditions, "_share_of_others", lambda seconds, elapsed: share)
+
+
+@pytest.mark.parametrize(("share", "sound", "again"), [(0.0, True, False), (0.6, True, True), (0.0, False, True)])
+def test_times_that_the_machine_disturbed_are_taken_again(
+    built_copy: Path,
+    model: Model,
+    config: BuildConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    sound: bool,
+    again: bool,
+) -> None:
+    monkeypatch.setattr(Build, "was_quiet", WAS_QUIET)
+    busy_for(monkeypatch, share)
+    taken: list[int] = []
+
+    def take() -> list[LatencyRow]:
+        taken.append(1)
+        return [latency_row()]
+
+    with Workspace(built_copy) as workspace:
+        started = Build.start(make_plan(model, None, config, built_copy), workspace, lambda name: None)
+        for _ in range(2):
+            rows = started.timed(LatencyRow, "latency/x", {"a": 1}, take, lambda rows: sound)
+            assert rows == [latency_row()]
+    assert len(taken) == (2 if again else 1)
+    assert [step.reused for step in started.steps] == [False, not again]
+
+
+def test_a_latency_whose_control_failed_is_measured_again(
+    built_copy: Path, model: Model, config: BuildConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Workspace(built_copy) as workspace:
+        started = Build.start(make_plan(model, None, config, built_copy), workspace, lambda name: None)
+        for stage in (capture, onnx, passes.passes, build_engines, benchmark):
+            stage(started)
+        assert all(step.reused for step in started.steps)
+        asked: list[LatencyRow] = []
+
+        def doubt(rows: Sequence[LatencyRow], *how: object) -> bool:
+            asked.extend(rows)
+            return False
+
+        monkeypatch.setattr(roles, "is_undisturbed", doubt)
+        started.steps.clear()
+        benchmark(started)
+        assert {(row.bucket, row.model) for row in asked} == {(b, kind) for b in ("b1s64", "b2s32") for kind in KINDS}
+        assert {step.name.partition("/")[0] for step in started.steps if not step.reused} == {"latency"}
 
 
 def test_a_model_without_a_tokenizer_is_not_judged_on_that_of_an_earlier_build(

@@ -100,7 +100,7 @@ def test_without_onnx_runtime_the_proof_says_so(context: Build, monkeypatch: pyt
 
 
 def test_without_memory_the_proof_says_so(context: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stage, "_attention_bytes", lambda model: 2**60)
+    monkeypatch.setattr(stage, "attention_bytes", lambda model: 2**60)
     proofs = {step.result["proof"] for step in rewritten(context)}
     assert proofs == {"not run: attention over 16 tokens needs about 1073741824 GiB on the CPU"}
 

@@ -133,6 +133,9 @@ def test_targets_that_do_not_write(config: BuildConfig, tiny_spec: ModelSpec, tm
         make_plan(model, None, generating(updated_config, build="always"), tmp_path)
 
 
+SHORT = (
+    'is too short, because a step writes the token after another one; give at least 2, or generation.build = "never"'
+)
 LONGER = "is longer than the window of 40; shorten it, or give a longer window"
 
 
@@ -150,8 +153,14 @@ LONGER = "is longer than the window of 40; shorten it, or give a longer window"
             [f"generation.prompts: 41 {LONGER}", f"generation.caches: 90 {LONGER}"],
         ),
         (WRITES, {"window": 257}, ["generation: "]),
+        (
+            WRITES,
+            {"window": 40, "prompts": [8], "caches": [1, 40, 90]},
+            [f"generation.caches: 90 {LONGER}", f"generation.caches: 1 {SHORT}"],
+        ),
+        (WRITES, {"window": 1, "prompts": [1]}, [f"generation.window: 1 {SHORT}"]),
     ],
-    ids=["always", "longer than the window", "longer than the model"],
+    ids=["always", "longer than the window", "longer than the model", "a cache for one token", "a text of one token"],
 )
 def test_generation_that_cannot_be_built(
     config: BuildConfig,

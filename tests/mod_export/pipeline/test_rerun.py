@@ -24,7 +24,8 @@ from mod_export.model.request import Request
 from mod_export.pipeline.rerun import bench_folder, validate_folder
 from mod_export.pipeline.stages import build
 from mod_export.rows.correctness import CausalityRow, ParityRow, StructureRow
-from mod_export.rows.speed import LatencyRow, SpeedupRow
+from mod_export.rows.cost import Roofline
+from mod_export.rows.speed import DecodeRow, LatencyRow, SpeedupRow
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 
@@ -268,6 +269,16 @@ def test_bench_a_moved_folder_with_a_config_of_ones_own(built_copy: Path) -> Non
     # Samples come in whole blocks of rounds: 8 with the folder's own configuration.
     assert {len(row.samples_ms) for row in latency} == {16}
     assert [row.bucket for row in found.rows(SpeedupRow)] == ["b1s64", "b2s32"]
+
+
+def test_steps_are_predicted_by_the_roofline_of_the_report(written: Path, writing_config: BuildConfig) -> None:
+    """A roofline that is measured again is measured once, whoever asks first."""
+    found = bench_folder(written, changed(writing_config, {"cost/measure_again": True}), ())
+    (roofline,) = found.rows(Roofline)
+    assert found.rows(DecodeRow)
+    for row in found.rows(DecodeRow):
+        times = {kind: size / roofline.bandwidth_gbs / 1e6 for kind, size in row.least_bytes.items()}
+        assert row.predicted_ms == pytest.approx(times)
 
 
 def test_bench_of_a_folder_that_writes_text_needs_no_builder(written: Path) -> None:

@@ -67,7 +67,7 @@ def with_plans(written: Path, tmp_path: Path) -> PlanFolder:
                 }
             )
             files[path] = entry_of(root / path).model_dump()
-        amend(root, {"engines": engines, "files": files}, {})
+        amend(root, lambda: ({"engines": engines, "files": files}, {}))
         return root
 
     return make

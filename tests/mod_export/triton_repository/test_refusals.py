@@ -44,7 +44,7 @@ def test_what_is_no_build_folder(tmp_path: Path, write: Any) -> None:
 
 def test_what_missed_its_gates(written_copy: Path, repository: Path, write: Any) -> None:
     paths = ["engines/ort-cpu/mod-b1s16-float32.onnx", "graphs/mod-b1s16.onnx"]
-    amend(written_copy, {"refused": {path: [MISSED] for path in paths}}, {})
+    amend(written_copy, lambda: ({"refused": {path: [MISSED] for path in paths}}, {}))
     refused(write(written_copy, "-o", repository), f"missed their gates and are not served \\({MISSED}\\)")
     refused(
         write(written_copy, "-o", repository, "--forward", "onnxruntime"),
@@ -55,7 +55,7 @@ def test_what_missed_its_gates(written_copy: Path, repository: Path, write: Any)
 def test_engines_that_write_text_and_missed_their_gates_are_left_out(
     written_copy: Path, repository: Path, write: Any
 ) -> None:
-    amend(written_copy, {"refused": {"engines/ort-cpu/mod-decode-b1s48-float32.onnx": [MISSED]}}, {})
+    amend(written_copy, lambda: ({"refused": {"engines/ort-cpu/mod-decode-b1s48-float32.onnx": [MISSED]}}, {}))
     found = write(written_copy, "-o", repository, "--name", "demo")
     assert found.exit_code == 0
     assert found.stderr.startswith(f"note: no demo-text: {written_copy}: the float32 engines for ort-cpu missed their")
@@ -66,7 +66,7 @@ def test_a_folder_without_portable_graphs(written_copy: Path, repository: Path, 
     data = read_manifest(written_copy)
     graphs = [graph for graph in data["graphs"] if graph["path"] != "graphs/mod-b1s16.onnx"]
     files = {path: entry for path, entry in data["files"].items() if path != "graphs/mod-b1s16.onnx"}
-    amend(written_copy, {"graphs": graphs, "files": files}, {})
+    amend(written_copy, lambda: ({"graphs": graphs, "files": files}, {}))
     found = write(written_copy, "-o", repository, "--forward", "onnxruntime")
     refused(found, "holds no portable graph of whole rows; build again, or use --forward python")
 
@@ -75,10 +75,10 @@ def test_plans_that_missed_their_gates(with_plans: Any, repository: Path, write:
     folder = with_plans(PLAN, ("prefill", "b1s8", "float16", "sm89"))
     paths = {role: f"engines/tensorrt/mod-{role}b1s{size}-float16-sm89.engine" for role, size in
              (("", 16), ("prefill-", 8))}  # fmt: skip
-    amend(folder, {"refused": {paths["prefill-"]: [MISSED]}}, {})
+    amend(folder, lambda: ({"refused": {paths["prefill-"]: [MISSED]}}, {}))
     assert write(folder, "-o", repository, "--name", "demo", "--forward", "tensorrt").exit_code == 0
     assert not (repository / "demo-prefill-b1s8").exists()
-    amend(folder, {"refused": {paths[""]: [MISSED]}}, {})
+    amend(folder, lambda: ({"refused": {paths[""]: [MISSED]}}, {}))
     refused(
         write(folder, "-o", repository, "--name", "demo", "--forward", "tensorrt"),
         "float16 plans missed their gates and are not served",
@@ -95,7 +95,7 @@ def test_the_fastest_plans_that_met_their_gates_are_taken(with_plans: Any, repos
     ]
 
     def served(name: str, **facts: Any) -> str:
-        amend(folder, facts, {})
+        amend(folder, lambda: (facts, {}))
         assert write(folder, "-o", repository, "--name", name, "--forward", "tensorrt").exit_code == 0
         plan = repository / f"{name}-b1s16" / "1" / "model.plan"
         return next(dtype for dtype in dtypes if plan.samefile(folder / plan_of(dtype)))

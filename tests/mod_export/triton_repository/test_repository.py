@@ -249,7 +249,7 @@ def test_a_tokenizer_and_what_stands_beside_it_are_placed(written_copy: Path, re
     names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
     entries = {name: entry_of(written_copy / name).model_dump() for name in names}
     files = {**read_manifest(written_copy)["files"], **entries}
-    amend(written_copy, {"tokenizer": "tokenizer.json", "files": files}, {})
+    amend(written_copy, lambda: ({"tokenizer": "tokenizer.json", "files": files}, {}))
     assert write(written_copy, "-o", repository, "--name", "demo").exit_code == 0
     placed = repository / "demo-text" / "1" / "build"
     assert {path.name for path in placed.glob("*.json")} == {"manifest.json", *names}
@@ -259,7 +259,7 @@ def test_a_tokenizer_and_what_stands_beside_it_are_placed(written_copy: Path, re
 
 
 def test_ids_that_stand_for_no_text(written_copy: Path, repository: Path, write: Any) -> None:
-    amend(written_copy, {"tokenizer": None}, {})
+    amend(written_copy, lambda: ({"tokenizer": None}, {}))
     assert write(written_copy, "-o", repository, "--name", "demo").exit_code == 0
     config = config_of(repository, "demo-text")
     assert ports(config.input)["input_ids"] == ("TYPE_INT64", [-1], False)
@@ -269,7 +269,7 @@ def test_ids_that_stand_for_no_text(written_copy: Path, repository: Path, write:
 
 @pytest.mark.filterwarnings("default::mod_export.errors.UnverifiedWarning")
 def test_a_folder_that_nobody_verified(written_copy: Path, repository: Path, write: Any) -> None:
-    amend(written_copy, {"verified": False}, {})
+    amend(written_copy, lambda: ({"verified": False}, {}))
     found = write(written_copy, "-o", repository)
     assert found.exit_code == 0
     assert "nothing in it was verified: it was built with --no-evidence" in found.stderr
