@@ -71,11 +71,11 @@ covers all cases and numbers of threads.
 
 ## How it is measured
 
-* **Machine.** {cpu}, {cores} cores. {versions}.
+* **Machine.** {machines}. {versions}.
 * **Time.** A *route* is a program, or a way to run the model, in a process of its own. In every round each route runs
   once, in a new random order, after a pause in which the thread pools of the others go to sleep. Times are medians of
   at least {rounds} rounds after a warm-up round. Compare ratios within a table, not times between tables: other work on
-  the machine slows down all routes of a round alike, and tables may be of different days and machines of one name. The
+  the machine slows down all routes of a round alike, and tables may be of different days and machines. The
   float32 engine of `ort-cpu`, where a table has it, shows how fast its machine was.
 * **Quality**, compared with eager float32 PyTorch. *Next token*: share of positions with the same most probable next
   token; with initial weights it does not predict that of trained weights. *Error*: root mean square of the error of the
@@ -212,14 +212,13 @@ def _exceeds(route: Found, kind: str, most_error: float) -> bool:
 
 def _head(rows: Sequence[Found], texts: Sequence[Found]) -> str:
     cells = [*rows, *texts]
-    machine = cells[0]["machine"]
+    machines = sorted({f"{cell['machine']['cpu']}, {cell['machine']['cores']} cores" for cell in cells})
     versions = sorted({(name, version) for cell in cells for name, version in cell["versions"].items()})
     rounds = min(len(ms) for ms in _samples(cells))
     return HEAD.format(
         summary=table(SUMMARY, filter(any, (_in_short(precision, rows, texts) for precision in PRECISIONS))),
         rounds=rounds,
-        cpu=machine["cpu"],
-        cores=machine["cores"],
+        machines="; ".join(machines),
         versions=", ".join(f"{name} {version}" for name, version in versions),
     )
 

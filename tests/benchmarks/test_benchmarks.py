@@ -214,6 +214,19 @@ def test_the_page_is_current(tmp_path: Path) -> None:
         assert (docs / name).read_bytes() == (tmp_path / name).read_bytes(), "python -m benchmarks.rivals.render"
 
 
+def test_the_page_names_every_machine(tmp_path: Path) -> None:
+    """Virtual machines of one name may have processors of several generations."""
+    docs = Path(__file__).parents[2] / "docs"
+    (tmp_path / "benchmarks").mkdir()
+    for name, cpu in (("rows-M-s512-b1-v8192-int8-t1", "AMD X (family 26)"), ("text-SmolLM2-135M-int8-t1", "AMD X")):
+        cell = json.loads((docs / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+        cell["machine"] |= {"cpu": cpu, "cores": 2}
+        (tmp_path / "benchmarks" / f"{name}.json").write_text(json.dumps(cell), encoding="utf-8")
+    render(tmp_path / "benchmarks", tmp_path)
+    page = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert "* **Machine.** AMD X (family 26), 2 cores; AMD X, 2 cores. " in page
+
+
 def test_another_machine_gets_a_table_and_leaves_the_page(tmp_path: Path) -> None:
     docs = Path(__file__).parents[2] / "docs"
     shutil.copytree(docs / "benchmarks", tmp_path / "benchmarks", ignore=shutil.ignore_patterns("*-t2.json"))
