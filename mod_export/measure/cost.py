@@ -61,7 +61,6 @@ holds several parts. All of it counts for the first of attention, routing, norms
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections import Counter, defaultdict
@@ -178,25 +177,26 @@ def _cost_of(node: ir.Node, constants: Set[ir.Value], where: str) -> _NodeCost |
     if not is_countable(node):
         return None
     try:
-        size = sum(_bytes(value, where) for value in computed)
-        if _is_attention(node):
+        size = sum(bytes_of_value(value, where) for value in computed)
+        if is_attention(node):
             sizes = attention_sizes(node, where)
             flops, hidden = (2 * scores * sizes.widths for scores in (sizes.scores, sizes.scores - sizes.needed))
             # Keys and values, and those of the past if there are any.
             read = (*node.inputs[1:3], *node.inputs[4:6])
-            kv_bytes = sum(_bytes(value, where) for value in read if value is not None)
+            kv_bytes = sum(bytes_of_value(value, where) for value in read if value is not None)
             return _NodeCost("attention", flops, hidden, kv_bytes, size)
         if is_product(node):
             part = part_of_product(node, constants)
             flops = flops_of_product(node, lambda value: _shape(value, where))
-            kv_bytes = _bytes(operands_of(node)[1], where) if part == "attention" else 0
+            kv_bytes = bytes_of_value(operands_of(node)[1], where) if part == "attention" else 0
             return _NodeCost(part, flops, 0, kv_bytes, size)
     except GraphError:
         return None
     return _NodeCost("other", 0, 0, 0, size)
 
 
-def _is_attention(node: ir.Node) -> bool:
+def is_attention(node: ir.Node) -> bool:
+    """Says whether a node is attention as one operator."""
     return operator_of(node) == "Attention"
 
 
@@ -245,7 +245,7 @@ def _phases_of(node: ir.Node, where: str, whole_scores: bool) -> list[tuple[int,
     if not is_countable(node):
         return None
     try:
-        if _is_attention(node):
+        if is_attention(node):
             return list(_attention_phases(node, where, whole_scores))
         flops = flops_of_product(node, lambda value: _shape(value, where)) if is_product(node) else 0
         return [(flops, _traffic(node, where))]
@@ -263,7 +263,7 @@ def _attention_phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator
     query = _input(node, 0)
     assert query.dtype is not None, f"{node.name}: the traffic of its inputs has been counted"
     scores = sizes.scores * query.dtype.bitwidth // 8
-    values = _bytes(_input(node, 2), where) + _bytes(node.outputs[0], where)
+    values = bytes_of_value(_input(node, 2), where) + bytes_of_value(node.outputs[0], where)
     second = flops // 2
     yield flops - second, traffic - values + scores
     yield 0, 2 * scores
@@ -271,15 +271,15 @@ def _attention_phases(node: ir.Node, where: str, whole_scores: bool) -> Iterator
 
 
 def _traffic(node: ir.Node, where: str) -> int:
-    written = sum(_bytes(value, where) for value in node.outputs if value.name)
+    written = sum(bytes_of_value(value, where) for value in node.outputs if value.name)
     if node.op_type in VIEWS:
         return 0
     if node.op_type == "Expand":
         return written
     read = [value for value in dict.fromkeys(node.inputs) if value is not None and value.name]
     if node.op_type in GATHERS:
-        return 2 * written + sum(_bytes(value, where) for value in read[1:])
-    return written + sum(_bytes(value, where) for value in read)
+        return 2 * written + sum(bytes_of_value(value, where) for value in read[1:])
+    return written + sum(bytes_of_value(value, where) for value in read)
 
 
 class AttentionSizes(NamedTuple):
@@ -319,27 +319,6 @@ def attention_sizes(node: ir.Node, where: str) -> AttentionSizes:
     return AttentionSizes(rows * num_queries * num_keys, rows * visible, width + value_width)
 
 
-def attention_bytes(model: ir.Model) -> int:
-    """Returns the bytes that a graph's largest attention needs if it holds all scores and probabilities in float32."""
-    sizes = [0]
-    for node in model.graph.all_nodes():
-        if _is_attention(node) and node.inputs[0] is not None and node.inputs[0].shape is not None:
-            sizes.append(2 * 4 * attention_sizes(node, "attention").scores)
-    return max(sizes)
-
-
-def working_bytes(model: ir.Model) -> int:
-    """Returns about how many bytes a runtime that holds whole scores needs at once, besides the weights: those of the
-    largest attention, or twice the largest value, because attention may be written out as products.
-    """
-    sizes = [attention_bytes(model)]
-    for node in model.graph.all_nodes():
-        for value in node.outputs:
-            with contextlib.suppress(GraphError):  # Its shape is not known, and neither is that of a sequence.
-                sizes.append(2 * _bytes(value, "value"))
-    return max(sizes)
-
-
 def _input(node: ir.Node, index: int) -> ir.Value:
     value = node.inputs[index]
     assert value is not None, f"{node.name}: onnx.checker lets no graph through whose required input {index} is missing"
@@ -353,7 +332,12 @@ def _shape(value: ir.Value, where: str) -> tuple[int, ...]:
     return cast("tuple[int, ...]", tuple(shape))
 
 
-def _bytes(value: ir.Value, where: str) -> int:
+def bytes_of_value(value: ir.Value, where: str) -> int:
+    """Returns the bytes of a value.
+
+    Raises:
+        GraphError: its shape or dtype is unknown; `where` is named in the message.
+    """
     if value.dtype is None:
         raise _unknown(value, where, "no dtype")
     return math.ceil(math.prod(_shape(value, where)) * value.dtype.bitwidth / 8)

@@ -40,8 +40,9 @@ TIMED = ("latency", "precision", "parts", "roofline")
 """Fields of a report whose rows hold times of this machine."""
 WRITTEN_TIMED = ("decode", "first_token")
 """Fields of `report.generation`, likewise."""
-BUSY = "load_average"
-"""The part of an environment that differs between two runs on one machine."""
+VARIES = ("load_average", "memory_bytes")
+"""Parts of an environment that differ between two runs on one machine: a kernel keeps another share of memory after
+every start."""
 NOT_WRITTEN = "not written into the folder"
 Row = TypeVar("Row", bound=Result)
 
@@ -211,7 +212,7 @@ def _check_machine(build: Build, environment: Mapping[str, Any]) -> None:
     differ = [
         f"{name} was {was!r} and is {build.machine[name]!r}"
         for name, was in environment.items()
-        if name != BUSY and was is not None and name in build.machine and build.machine[name] != was
+        if name not in VARIES and was is not None and name in build.machine and build.machine[name] != was
     ]
     if differ:
         raise BuildFolderError(

@@ -22,7 +22,7 @@ from mod_export.graph.target import check_limits
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import judge_runner
 from mod_export.measure.conditions import Watch
-from mod_export.measure.cost import attention_bytes
+from mod_export.measure.working_memory import attention_bytes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import save_graph
 from mod_export.rows.base import fields_of_graph

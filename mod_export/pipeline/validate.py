@@ -24,7 +24,7 @@ from mod_export.judge.structure import (
     structure_of_programs,
     structure_of_weights,
 )
-from mod_export.measure.cost import working_bytes
+from mod_export.measure.working_memory import working_bytes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import fresh_graph
 from mod_export.pipeline.roles import ROLES
