@@ -60,9 +60,11 @@ GROUP = 128
 """How many activations of a token share one scale when they are rounded to 8 bits, for weights that have a scale for
 each column. This is the fastest of the sizes that were tried (docs/LOG.md).
 """
-GROUPS_OF_BLOCKS: Mapping[DType, int] = {"int8": 16, "int4": 32}
-"""Dtype -> GROUP for weights in blocks. 16 loses less accuracy than 32, which is tried too (docs/LOG.md)."""
-LARGER_GROUP = 32
+GROUP_OF_BLOCKS, SMALL_GROUP = 32, 16
+"""The same for weights in blocks. SMALL_GROUP is slower and more accurate; int8 has it in models of fewer than LARGE
+weights: with 135 M, a step of several texts takes a tenth longer, and with 1.2 B a fifth (docs/LOG.md).
+"""
+LARGE = 2**29
 ALIGNMENT = 64
 """Bytes of which the place of OpenVINO's blob in the file is a multiple: a line of the cache, and a vector register."""
 WEIGHTLESS = "WeightlessCacheAttribute_0"
@@ -246,13 +248,14 @@ class OpenVino(EngineBuilder):
 
         graph = job.root / job.graph.path
         onnx_graph = graph_from_file(graph).graph
-        in_blocks = any(node.op_type == "MatMulNBits" for node in onnx_graph.all_nodes())
-        own = Form(_group(job.graph, in_blocks))
-        larger = LARGER_GROUP if 0 < own.group < LARGER_GROUP and job.graph.role == "decode" else 0
+        in_blocks = [node for node in onnx_graph.all_nodes() if node.op_type == "MatMulNBits"]
+        group = _group(
+            job.graph, sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in in_blocks)
+        )
         try:
             model = _core().read_model(str(graph))
-            compiled = partial(_compiled, graph, variant.dtype, 1)
-            form = fastest_form(model, own, larger, compiled)
+            compiled = partial(_compiled, graph, variant.dtype, 1, group)
+            form = fastest_form(model, compiled)
             write_in(model, form)
             products, blob = products_of(model), compiled(form).export_model().getvalue()
         except RuntimeError as error:
@@ -264,6 +267,7 @@ class OpenVino(EngineBuilder):
             "cpu": _cpu(),
             "features": sorted(cpu_features()),
             "graph": job.graph.path,
+            "group": group,
             **asdict(form),
             "products": [asdict(product) for product in products],
             "inputs": [value.name for value in onnx_graph.inputs],
@@ -292,9 +296,9 @@ class OpenVino(EngineBuilder):
         form = Form(**{field.name: header[field.name] for field in fields(Form) if field.name in header})
         try:
             if weights is not None:  # A probe compiles the graph again, because an engine reads weights from its file.
-                model = _compiled(root / header["graph"], engine.dtype, threads, form, weights)
+                model = _compiled(root / header["graph"], engine.dtype, threads, header["group"], form, weights)
             else:
-                options = _options(engine.dtype, threads, form.group)
+                options = _options(engine.dtype, threads, header["group"])
                 where = str((root / engine.weights).resolve())
                 model = _core().import_model(blob, CPU, {**options, "WEIGHTS_PATH": where})
         except RuntimeError as error:
@@ -354,13 +358,14 @@ def _cpu() -> str:
     return str(_core().get_property(CPU, "FULL_DEVICE_NAME"))
 
 
-def _group(graph: Graph, in_blocks: bool) -> int:
-    """Returns DYNAMIC_QUANTIZATION_GROUP_SIZE for a graph; 0 rounds nothing."""
-    if not in_blocks:
+def _group(graph: Graph, weights_in_blocks: int) -> int:
+    """Returns DYNAMIC_QUANTIZATION_GROUP_SIZE for a graph with so many weights in blocks; 0 rounds nothing."""
+    if not weights_in_blocks:
         return GROUP
     # Rounding does not make a decode step of one text faster: it waits for its 8-bit weights either way.
-    alone = graph.role == "decode" and graph.dtype == "int8" and graph.bucket.batch == 1
-    return 0 if alone else GROUPS_OF_BLOCKS[graph.dtype]
+    if graph.role == "decode" and graph.dtype == "int8" and graph.bucket.batch == 1:
+        return 0
+    return SMALL_GROUP if graph.dtype == "int8" and weights_in_blocks < LARGE else GROUP_OF_BLOCKS
 
 
 def _options(dtype: DType, threads: int, group: int) -> dict[str, Any]:
@@ -378,7 +383,7 @@ def _options(dtype: DType, threads: int, group: int) -> dict[str, Any]:
 
 
 def _compiled(
-    graph: Path, dtype: DType, threads: int, form: Form, weights: OptionalArrays = None
+    graph: Path, dtype: DType, threads: int, group: int, form: Form, weights: OptionalArrays = None
 ) -> openvino.CompiledModel:
     """Compiles a graph for this processor, its products in a form. `weights` replace the weights of the same names.
 
@@ -399,7 +404,7 @@ def _compiled(
             if node.get_element_type().get_type_name() in WIDE and WEIGHTLESS in (about := node.get_rt_info()):
                 del about[WEIGHTLESS]
     write_in(model, form)
-    return _core().compile_model(model, CPU, _options(dtype, threads, form.group))
+    return _core().compile_model(model, CPU, _options(dtype, threads, group))
 
 
 def _constants(model: openvino.Model) -> Iterator[openvino.Node]:

@@ -10,15 +10,13 @@ Which form is fastest depends on the processor, the dtype and the model, so form
   product cannot transpose its right operand. OpenVINO's can. In bfloat16 its kernel for the few columns that one
   token's queries have leaves most of a vector empty, and with keys on the right a step of eight texts takes 0.94 of the
   time; in float32 it takes longer.
-* **Larger groups.** In int8, a step of several texts rounds 16 activations with one scale. 32 lose a little more
-  accuracy. They gain little in small models, and a fifth of the time with 1.2 B parameters (docs/LOG.md).
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mod_export.engines.huge_pages import in_huge_pages
 from mod_export.engines.openvino_products import bodies_of, products_of, weight_products
@@ -29,55 +27,47 @@ if TYPE_CHECKING:
     import openvino
 
 ROWS = (4, 5)
-KEYS_BELOW, ROWS_BELOW, GROUP_BELOW = 0.98, 0.95, 0.85
-"""Another form is used only below this share of the time of the present one: of keys, which cost nothing; of more rows,
-which compute more; and of a larger group, which is less accurate."""
+KEYS_BELOW, ROWS_BELOW = 0.98, 0.95
+"""Another form is used only below this share of the time of the present one. More rows compute more, so they have to
+gain more."""
 ROUNDS = 15
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How the products of a step are computed.
+    """How the products of a step are written.
 
     Attributes:
-        group: activations of a token that share one scale where they are rounded to 8 bits; 0 rounds nothing.
         rows: least number of rows in each product with a bfloat16 weight.
         keys_right: whether cached keys are the right operand of the product that gives the scores.
     """
 
-    group: int
     rows: int = 0
     keys_right: bool = False
 
 
-def fastest_form(
-    model: openvino.Model, form: Form, larger_group: int, compiled: Callable[[Form], openvino.CompiledModel]
-) -> Form:
+def fastest_form(model: openvino.Model, compiled: Callable[[Form], openvino.CompiledModel]) -> Form:
     """Returns the form in which a model is fastest.
 
-    Only a step is measured: a model in which keys are on the left, one for which there is a larger group, or one whose
-    products with bfloat16 weights all have few rows.
+    Only a step is measured: a model in which keys are on the left, or whose products with bfloat16 weights all have few
+    rows.
 
     Args:
-        model: the model.
-        form: the form that it has.
-        larger_group: a less accurate `group` to try; 0 if there is none.
+        model: the model, in its own form.
         compiled: compiles it in a form.
 
     Raises:
         RuntimeError: OpenVINO cannot compile or run the model.
     """
+    form, seconds = Form(), dict[Form, float]()
     own = max((product.rows for product in products_of(model)), default=0)
-    rows = ROWS if own else ()
     keys_left = any(True for body in bodies_of(model) for _ in _scores(body))
-    trials: list[tuple[float, list[dict[str, Any]]]] = [
-        (KEYS_BELOW, [{"keys_right": True}] if keys_left else []),
-        (GROUP_BELOW, [{"group": larger_group}] if larger_group else []),
-        (ROWS_BELOW, [{"rows": count} for count in rows if count > own]),
-    ]
-    seconds: dict[Form, float] = {}
+    trials = (
+        (KEYS_BELOW, [Form(keys_right=True)] if keys_left else []),
+        (ROWS_BELOW, [Form(rows=rows) for rows in ROWS if rows > own > 0]),
+    )
     for share, changes in trials:
-        others = [replace(form, **change) for change in changes]
+        others = [replace(change, keys_right=form.keys_right or change.keys_right) for change in changes]
         for one in (form, *others) if others else ():
             if one not in seconds:
                 seconds[one] = _seconds(compiled, one)

@@ -75,7 +75,7 @@ def outputs_of(model: openvino.Model, feeds: list[np.ndarray]) -> list[np.ndarra
 @pytest.mark.parametrize("runs", [True, False])
 def test_products_with_more_rows_return_the_same(shape: list[int], runs: bool) -> None:
     usual, wide = two_products(shape), two_products(shape)
-    write_in(wide, Form(0, rows=5))
+    write_in(wide, Form(rows=5))
     assert [p.rows for body in bodies_of(wide) for _, p in weight_products(body)] == [5] * 6
     feeds = [eighths(*shape), np.array(runs)]
     for found, expected in zip(outputs_of(wide, feeds), outputs_of(usual, feeds), strict=True):
@@ -87,7 +87,7 @@ def test_products_with_more_rows_return_the_same(shape: list[int], runs: bool) -
 def test_products_with_enough_rows_or_rows_on_two_axes_stay_as_they_are(shape: list[int]) -> None:
     model = two_products(shape)
     before = [node.get_friendly_name() for node in model.get_ordered_ops()]
-    write_in(model, Form(0, rows=5))
+    write_in(model, Form(rows=5))
     assert [node.get_friendly_name() for node in model.get_ordered_ops()] == before
 
 
@@ -129,7 +129,7 @@ def kinds(model: openvino.Model) -> list[str]:
 @pytest.mark.parametrize("runs", [True, False])
 def test_scores_with_keys_on_the_right_are_the_same(runs: bool) -> None:
     usual, moved = scores_of(keys_left=True), scores_of(keys_left=True)
-    write_in(moved, Form(0, keys_right=True))
+    write_in(moved, Form(keys_right=True))
     assert (kinds(usual).count("Transpose"), kinds(moved).count("Transpose")) == (6, 0)
     feeds = [eighths(2, 3, 16, 8), eighths(2, 3, 4, 8), np.array(runs)]
     for found, expected in zip(outputs_of(moved, feeds), outputs_of(usual, feeds), strict=True):
@@ -140,12 +140,12 @@ def test_scores_with_keys_on_the_right_are_the_same(runs: bool) -> None:
 def test_a_product_that_is_not_transposed_stays_as_it_is() -> None:
     model = scores_of(keys_left=False)
     before = kinds(model)
-    write_in(model, Form(0, keys_right=True))
+    write_in(model, Form(keys_right=True))
     assert kinds(model) == before
 
 
 def measured(
-    model: openvino.Model, milliseconds: dict[Form, float], monkeypatch: pytest.MonkeyPatch, larger_group: int = 0
+    model: openvino.Model, milliseconds: dict[Form, float], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Form, list[Form]]:
     """Returns the chosen form and those that were compiled, where a run takes these times."""
     compiled: list[Form] = []
@@ -156,7 +156,7 @@ def measured(
 
     # The time is the environment of the choice, so the test replaces it. No model is compiled.
     monkeypatch.setattr(openvino_forms, "_seconds", seconds)
-    return fastest_form(model, Form(16), larger_group, lambda _: None), compiled
+    return fastest_form(model, lambda _: None), compiled
 
 
 @pytest.mark.parametrize(
@@ -166,54 +166,47 @@ def measured(
 def test_more_rows_must_be_clearly_faster(
     milliseconds: tuple[float, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forms = [Form(16, rows=rows) for rows in (0, *ROWS)]
+    forms = [Form(rows=rows) for rows in (0, *ROWS)]
     times = dict(zip(forms, milliseconds, strict=True))
-    assert measured(two_products([1, 1, DEPTH]), times, monkeypatch) == (Form(16, rows=chosen), forms)
+    assert measured(two_products([1, 1, DEPTH]), times, monkeypatch) == (Form(rows=chosen), forms)
 
 
 @pytest.mark.parametrize(("milliseconds", "right"), [((20, 19.5), True), ((20, 19.7), False), ((20, 25), False)])
 def test_keys_on_the_right_must_be_faster(
     milliseconds: tuple[float, ...], right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forms = [Form(16), Form(16, keys_right=True)]
+    forms = [Form(), Form(keys_right=True)]
     times = dict(zip(forms, milliseconds, strict=True))
-    assert measured(scores_of(keys_left=True), times, monkeypatch) == (Form(16, keys_right=right), forms)
+    assert measured(scores_of(keys_left=True), times, monkeypatch) == (Form(keys_right=right), forms)
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "chosen"),
-    [
-        ((20, 25, 16.9), Form(32)),
-        ((20, 25, 17.1), Form(16)),
-        # Each choice is made with what was chosen before.
-        ((20, 18, 15.2), Form(32, keys_right=True)),
-        ((20, 18, 15.4), Form(16, keys_right=True)),
-    ],
-)
-def test_a_larger_group_must_save_more_because_it_is_less_accurate(
-    milliseconds: tuple[float, ...], chosen: Form, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = milliseconds[1] < milliseconds[0]
-    forms = [Form(16), Form(16, keys_right=True), Form(32, keys_right=right)]
-    times = dict(zip(forms, milliseconds, strict=True))
-    assert measured(scores_of(keys_left=True), times, monkeypatch, larger_group=32) == (chosen, forms)
+def test_rows_are_tried_with_the_keys_that_were_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    import openvino
+
+    products, scores = two_products([1, 1, DEPTH]), scores_of(keys_left=True)
+    both = openvino.Model(
+        [*products.get_results(), *scores.get_results()], [*products.get_parameters(), *scores.get_parameters()]
+    )
+    forms = [Form(), Form(keys_right=True), Form(rows=4, keys_right=True), Form(rows=5, keys_right=True)]
+    times = dict(zip(forms, (20, 19, 18.2, 18), strict=True))
+    assert measured(both, times, monkeypatch) == (forms[3], forms)
 
 
 def test_only_a_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     import openvino
     from openvino import opset13 as operators
 
-    assert measured(two_products([5, 1, DEPTH]), {}, monkeypatch) == (Form(16), [])
-    assert measured(scores_of(keys_left=False), {}, monkeypatch) == (Form(16), [])
+    assert measured(two_products([5, 1, DEPTH]), {}, monkeypatch) == (Form(), [])
+    assert measured(scores_of(keys_left=False), {}, monkeypatch) == (Form(), [])
     x = operators.parameter([1, DEPTH], openvino.Type.f32)
-    assert measured(openvino.Model([operators.relu(x)], [x]), {}, monkeypatch) == (Form(16), [])
+    assert measured(openvino.Model([operators.relu(x)], [x]), {}, monkeypatch) == (Form(), [])
 
 
 def test_a_model_is_really_run() -> None:
     model = two_products([1, 1, DEPTH])
     options = target._options("bfloat16", 1, target.GROUP)
-    form = fastest_form(model, Form(0), 0, lambda _: target._core().compile_model(model, "CPU", options))
-    assert form in [Form(0, rows=rows) for rows in (0, *ROWS)]
+    form = fastest_form(model, lambda _: target._core().compile_model(model, "CPU", options))
+    assert form in [Form(rows=rows) for rows in (0, *ROWS)]
 
 
 def rows_of_products(compiled: openvino.CompiledModel) -> set[int]:
@@ -237,7 +230,7 @@ def test_an_engine_keeps_its_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     zeros = {"embedding.weight": np.zeros((40, 32), np.float32)}
     logits = {}
     for rows in (0, 4):
-        monkeypatch.setattr(target, "fastest_form", lambda *_, rows=rows: Form(target.GROUP, rows=rows))
+        monkeypatch.setattr(target, "fastest_form", lambda *_, rows=rows: Form(rows=rows))
         path = f"engines/{rows}.blob"
         OpenVino().build(job, Variant(dtype="bfloat16"), tmp_path / path, CONFIG)
         header = json.loads((tmp_path / path).read_bytes().partition(b"\n")[0])
