@@ -137,7 +137,7 @@ def test_a_stop_string_of_bytes_ends_a_text_with_its_last_token(generator: Gener
     ids = unstopped.ids
     at = next(i for i, token in enumerate(ids) if i > 3 and token not in ids[:i])
     with_line_end(written_copy, ids[at])
-    words = " ".join(f"w{token}" for token in ids[:at])
+    words = "".join(f" w{token}" for token in ids[:at])  # After a prompt, so with the space before the first.
     with load_generator(written_copy) as reading:
         # At the limit of tokens too, and where the line end is repeated until then.
         prompt: dict[str, Any] = {"prompts": [list(unstopped.prompt_ids)], "stop": ["\n"], "logprobs": 0}
