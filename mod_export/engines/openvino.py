@@ -61,8 +61,9 @@ GROUP = 128
 each column. This is the fastest of the sizes that were tried (docs/LOG.md).
 """
 GROUP_OF_BLOCKS, SMALL_GROUP = 32, 16
-"""The same for weights in blocks. SMALL_GROUP is slower and more accurate; int8 has it in models of fewer than LARGE
-weights: with 135 M, a step of several texts takes a tenth longer, and with 1.2 B a fifth (docs/LOG.md).
+"""The same for weights in blocks. SMALL_GROUP is more accurate. int8 has it in models of fewer than LARGE weights, which
+lose more by rounding; a step of several texts then takes up to 1.3 times as long, depending on the processor
+(docs/LOG.md).
 """
 LARGE = 2**29
 ALIGNMENT = 64
@@ -255,7 +256,7 @@ class OpenVino(EngineBuilder):
         try:
             model = _core().read_model(str(graph))
             compiled = partial(_compiled, graph, variant.dtype, 1, group)
-            form = fastest_form(model, compiled)
+            form = fastest_form(model, compiled) if job.graph.role == "decode" else Form()
             write_in(model, form)
             products, blob = products_of(model), compiled(form).export_model().getvalue()
         except RuntimeError as error:

@@ -47,13 +47,13 @@ class Form:
 
 
 def fastest_form(model: openvino.Model, compiled: Callable[[Form], openvino.CompiledModel]) -> Form:
-    """Returns the form in which a model is fastest.
+    """Returns the form in which a step is fastest.
 
-    Only a step is measured: a model in which keys are on the left, or whose products with bfloat16 weights all have few
+    It is measured if keys are on the left of a bfloat16 product, or if all products with bfloat16 weights have few
     rows.
 
     Args:
-        model: the model, in its own form.
+        model: the step, in its own form.
         compiled: compiles it in a form.
 
     Raises:
@@ -127,11 +127,11 @@ def _widen(body: openvino.Model, rows: int) -> None:
 
 
 def _scores(body: openvino.Model) -> Iterator[tuple[openvino.Node, openvino.Node, openvino.Node]]:
-    """Yields (transposition of queries, product, transposition of scores) of every product of keys and transposed
-    queries whose result is transposed, outside of the conditions of a model.
+    """Yields (transposition of queries, product, transposition of scores) of every bfloat16 product of keys and
+    transposed queries whose result is transposed, outside of the conditions of a model.
     """
     for product in body.get_ordered_ops():
-        if product.get_type_name() != "MatMul":
+        if product.get_type_name() != "MatMul" or product.get_element_type().get_type_name() != "bf16":
             continue
         about, queries = product.get_attributes(), product.input_value(1).get_node()
         readers = [reader.get_node() for reader in product.output(0).get_target_inputs()]

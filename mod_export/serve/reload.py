@@ -34,6 +34,10 @@ Open = Callable[[Path, Metrics], OpenFolder]
 Version = tuple[int, int, int, int]
 
 
+class _LessError(TargetError):
+    """A version cannot do everything that the one before can. Opening it again would change nothing."""
+
+
 class ServedFolder:
     """The application of a server. It passes each request to the newest version of its build folder.
 
@@ -58,6 +62,7 @@ class ServedFolder:
         self._replaced: OpenFolder | None = None
         self.metrics = Metrics()
         self._version = self._look()
+        self._refused: Version | None = None
         self.current = self._opened()
         self.current.service.show_gauges()
 
@@ -105,14 +110,18 @@ class ServedFolder:
             is_requested = self._asked.is_set()
             self._asked.clear()
             version = self._look()
-            unchanged = version in (None, self._version) and not is_requested
+            unchanged = version in (None, self._version, self._refused) and not is_requested
             done = unchanged or await self._take(version)
             wait_s = LOOK_S if done else min(2 * wait_s, MOST_RETRY_S)
 
     async def _take(self, version: Version | None) -> bool:
-        """Opens a version and closes the one before; returns False if it cannot take its place."""
+        """Opens a version and closes the one before; returns False if it may be opened later."""
         try:
             new = await asyncio.to_thread(self._successor)
+        except _LessError as error:
+            self._failed(error)
+            self._refused = version
+            return True
         except (ModExportError, OSError) as error:
             self._failed(error)
             return False
@@ -142,13 +151,13 @@ class ServedFolder:
 
         Raises:
             ModExportError: it cannot be opened.
-            TargetError: it cannot do everything that the current version can.
+            _LessError: it cannot do everything that the current version can.
         """
         new = self._opened()
         missing = new.service.missing(self.current.service)
         if missing is not None:
             new.close()
-            raise TargetError(f"it cannot do all that the version before can: {missing}")
+            raise _LessError(f"it cannot do all that the version before can: {missing}")
         return new
 
     def _opened(self) -> OpenFolder:

@@ -205,6 +205,9 @@ def test_a_version_that_can_do_less_is_refused(
         until(lambda: metric(url, 'reloads_total{result="failed"}') >= 1)
         # Gauges are still those of the version that serves.
         assert (served(url), metric(url, "busy_rows"), metric(url, 'reloads_total{result="taken"}')) == (before, 1, 0)
+        # The same version is not opened a second time, which would take memory and threads from the one that serves.
+        time.sleep(3 * reload.LOOK_S)
+        assert metric(url, 'reloads_total{result="failed"}') == 1
         go.touch()
         assert asking.text()["model"] == before
         output = log_of(process)
