@@ -61,8 +61,8 @@ GROUP = 128
 each column. This is the fastest of the sizes that were tried (docs/LOG.md).
 """
 GROUP_OF_BLOCKS, SMALL_GROUP = 32, 16
-"""The same for weights in blocks. SMALL_GROUP is more accurate. int8 has it in models of fewer than LARGE weights, which
-lose more by rounding; a step of several texts then takes up to 1.3 times as long, depending on the processor
+"""The same for weights in blocks. SMALL_GROUP is more accurate. int8 has it in models of fewer than LARGE weights,
+which lose more by rounding; a step of several texts then takes up to 1.3 times as long, depending on the processor
 (docs/LOG.md).
 """
 LARGE = 2**29
