@@ -22,6 +22,7 @@ from typing import TypeVar
 import numpy as np
 
 from mod_export.config import ParityGate
+from mod_export.errors import EngineError
 from mod_export.judge.compare import ROUNDOFF, SiteRouting, smallest
 from mod_export.rows.base import setting_fields
 from mod_export.rows.correctness import (
@@ -507,8 +508,19 @@ def _worst_error(comparisons: Sequence[Comparison]) -> ErrorNumbers:
 
 
 def failed_row(reason: str, gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
-    """Returns the failed row of a candidate that could not be loaded or run."""
+    """Returns the row of a candidate that fails for this reason, without a comparison."""
     return judge([], gate, setting, artifact).model_copy(update={"reasons": (reason,)})
+
+
+class ContradictionError(EngineError):
+    """An engine ran, and what it returned contradicts itself. That is a fault of the engine, on any machine."""
+
+
+def unjudged_row(reason: str, gate: ParityGate, setting: Setting, artifact: str | None = None) -> ParityRow:
+    """Returns the row of a candidate that could not be loaded or run on this machine. It fails, because nothing shows
+    that the candidate is right, but another machine may judge it.
+    """
+    return failed_row(reason, gate, setting, artifact).model_copy(update={"judged": False})
 
 
 def _routing(comparisons: Sequence[Comparison], allowed: Allowance) -> RoutingAgreement:

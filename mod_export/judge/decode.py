@@ -20,8 +20,8 @@ import numpy as np
 
 from mod_export.config import BuildConfig, GenerationOptions
 from mod_export.engines.protocol import Runner
-from mod_export.errors import BuildError, EngineError, TargetError
-from mod_export.judge.checks import failed_row
+from mod_export.errors import BuildError, TargetError
+from mod_export.judge.checks import ContradictionError, failed_row, unjudged_row
 from mod_export.judge.compare import EMPTY
 from mod_export.judge.inputs import (
     Batch,
@@ -81,8 +81,10 @@ def parity_of_runs(
     try:
         with opened as runs:
             return judge_runner(runs, reference, gate, engine.setting, engine.path)
-    except (BuildError, TargetError) as error:
+    except ContradictionError as error:
         return failed_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
+    except (BuildError, TargetError) as error:
+        return unjudged_row(f"cannot be run: {error}", gate, engine.setting, engine.path)
 
 
 @contextmanager
@@ -318,14 +320,14 @@ def _prompt_positions(kept: Kept, routed: Mapping[str, np.ndarray], column: int,
     """Returns the positions that ran at a site. The prompt's own counts must agree: overflow is computed from them.
 
     Raises:
-        EngineError: the counts do not match the positions.
+        ContradictionError: the counts do not match the positions.
     """
     positions = routed[routed_output(site)]
     assert kept.count_N is not None
     assert kept.overflow_N is not None
     count, overflow = kept.count_N[column], kept.overflow_N[column]
     if count != len(positions) or overflow < 0:
-        raise EngineError(
+        raise ContradictionError(
             f"the prompt says of {site} that {count + overflow} tokens chose to run and {count} did, and names "
             f"{len(positions)} positions (outputs wanted, new_counts and {routed_output(site)})"
         )
@@ -336,15 +338,17 @@ def _checked_ran(decoder: Decoder, before_BN: np.ndarray) -> np.ndarray:
     """Returns which rows ran at which site in the last step. As in a prompt, the step's own counts must agree.
 
     Raises:
-        EngineError: a token ran that did not choose to, or the counts do not match the tokens that ran.
+        ContradictionError: a token ran that did not choose to, or the counts do not match the tokens that ran.
     """
     ran_BN, wanted_BN = decoder.ran_BN, decoder.wanted_BN
     assert ran_BN is not None
     assert wanted_BN is not None
     if (ran_BN & ~wanted_BN).any():
-        raise EngineError("the step says of a token that it ran and did not choose to (outputs ran and wanted)")
+        raise ContradictionError("the step says of a token that it ran and did not choose to (outputs ran and wanted)")
     if not np.array_equal(decoder.cache["counts"], before_BN + ran_BN):
-        raise EngineError("the step's counts are not those before it and the tokens that ran (new_counts and ran)")
+        raise ContradictionError(
+            "the step's counts are not those before it and the tokens that ran (new_counts and ran)"
+        )
     return ran_BN
 
 

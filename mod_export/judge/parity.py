@@ -29,9 +29,9 @@ import numpy as np
 
 from mod_export.config import BuildConfig, ParityGate
 from mod_export.engines.protocol import Runner
-from mod_export.errors import BuildError, BuildFolderError, TargetError
+from mod_export.errors import BuildError, BuildFolderError, GraphError, TargetError
 from mod_export.judge.candidates import Candidate
-from mod_export.judge.checks import MADE_OF_TIES, REFERENCE, Comparison, failed_row, fails_anyway, judge
+from mod_export.judge.checks import MADE_OF_TIES, REFERENCE, Comparison, failed_row, fails_anyway, judge, unjudged_row
 from mod_export.judge.compare import Judged, rows_of, wrong_slots
 from mod_export.judge.compare_runner import ComparedInput, compare_runner, slack_of, undefined_in
 from mod_export.judge.inputs import Batch, TextOf, batches_of, one_of_each_kind
@@ -79,8 +79,10 @@ def parity_of(
         with candidate.open(root, config) as runner:
             row = judge_runner([(runner, batches)], reference, gate, candidate.setting, candidate.path)
         exact, wrong = _ties(root, candidate, reference, batches, config)
-    except (BuildError, TargetError) as error:
+    except GraphError as error:
         row = failed_row(f"cannot be run: {error}", gate, candidate.setting, candidate.path)
+    except (BuildError, TargetError) as error:
+        row = unjudged_row(f"cannot be run: {error}", gate, candidate.setting, candidate.path)
     else:
         # Inputs that reasons name come first, so that the place is searched where the fault shows.
         kinds = {reason.partition(":")[0] for reason in row.reasons}

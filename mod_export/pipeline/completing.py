@@ -73,31 +73,34 @@ def complete(build: Build, stage: Completing, begin: float) -> list[str]:
     """Adds the results of a run to report and manifest of a folder that was built without evidence.
 
     Rows of engines that the report has no rows of are added. Of an engine that it has, the earlier row stays, unless
-    the later one missed a gate. `begin` is when the run began, by `time.perf_counter`.
+    the later one missed a gate. An engine that could not be run here waits for another machine. `begin` is when the
+    run began, by `time.perf_counter`.
 
     Returns:
         Notes: why nothing was written, or what is still to be judged. The results of the run count in either case.
     """
-    if not _is_unevidenced(build):
+    if not is_unevidenced(build):
         return _of_evidenced(build)
+    unrun = [f"not judged here: {row.setting} {row.model}: {row.reasons[0]}" for row in _rows_not_judged(build)]
     notes: list[str] = []
     try:
         amend(build.root, lambda: _amendment(build, stage, begin, notes))
     except BuildFolderError as error:
-        return [f"{NOT_WRITTEN}: {error}"]
-    return notes
+        return [*unrun, f"{NOT_WRITTEN}: {error}"]
+    return [*unrun, *notes]
 
 
 def left_as_it_is(build: Build) -> list[str]:
     """Says that a run over a part of a folder, or with other options, completes nothing; empty where nothing is to be
     completed.
     """
-    if not _is_unevidenced(build):
+    if not is_unevidenced(build):
         return []
     return [f"{NOT_WRITTEN}: that needs a run over all of it, with its own weights and configuration"]
 
 
-def _is_unevidenced(build: Build) -> bool:
+def is_unevidenced(build: Build) -> bool:
+    """Says whether a finished folder was built without evidence, even if it has been completed since."""
     assert build.finished is not None
     try:
         return any(stage.name == UNEVIDENCED for stage in _read_report(build).stages)
@@ -124,7 +127,7 @@ def _of_evidenced(build: Build) -> list[str]:
 
 def _refused_here(build: Build) -> list[str]:
     engines = {engine.path for engine in build.engines}
-    rows = (build.rows(ParityRow), build.rows(CausalityRow), build.rows(StructureRow))
+    rows = (_judged_rows(build), build.rows(CausalityRow), build.rows(StructureRow))
     return [path for path in refused_by(build, *rows) if path in engines]
 
 
@@ -149,7 +152,8 @@ def _amendment(build: Build, stage: Completing, begin: float, notes: list[str]) 
     if stage == "benchmark" and old.are_timed:
         _check_machine(build, report.environment)
     new, failed = _joined(build, old), _failures(build, stage, report.failed)
-    if (new, failed) == (old, report.failed):
+    not_run = _not_run(build, report.not_run, new.rows["parity"])
+    if (new, failed, not_run) == (old, report.failed, report.not_run):
         raise BuildFolderError("it has results of everything that runs here")
     seconds, peak = round(time.perf_counter() - begin, 3), peak_rss_bytes() or None
     done = Stage(name=stage, status="built", seconds=seconds, peak_rss_bytes=peak)
@@ -159,7 +163,7 @@ def _amendment(build: Build, stage: Completing, begin: float, notes: list[str]) 
             **new.rows,
             "verdict": _verdict(build, new, failed),
             "failed": failed,
-            "not_run": tuple(build.not_run.values()) if stage == "validate" else report.not_run,
+            "not_run": not_run,
             "served": served_by(build, new.rows["latency"], new.written("decode"), refused),
             "generation": new.generation,
             # Times mean something only beside the machine that they were taken on; the other results hold on any.
@@ -216,7 +220,8 @@ def _check_machine(build: Build, environment: Mapping[str, Any]) -> None:
     ]
     if differ:
         raise BuildFolderError(
-            f"its times were taken under other conditions ({'; '.join(differ)}), and such times cannot be compared"
+            f"its times were taken under other conditions ({'; '.join(differ)}), and such times cannot be compared; "
+            "build again to take all of them here"
         )
 
 
@@ -226,9 +231,11 @@ def _results_of(report: BuildReport) -> Results:
 
 def _joined(build: Build, old: Results) -> Results:
     """Returns the results with those of this run added."""
-    found = {name: build.rows(kind) for name, kind in ROWS.items()}
+    found: dict[str, Sequence[Result]] = {name: build.rows(kind) for name, kind in ROWS.items()}
     # The report is as it was written. If this run saw it otherwise, another run has completed it since.
     found["structure"] = [row for row in build.rows(StructureRow) if row.passed or row.path not in REPORT_FILES]
+    # What could not be run here may be right, so it leaves no trace that would outlive a row of another machine.
+    found["parity"] = _judged_rows(build)
     rows = {name: _added(old.rows[name], found[name]) for name in ROWS}
     written = old.generation
     if written is not None:
@@ -248,6 +255,14 @@ def _added(old: Sequence[Row], new: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(rows.values())
 
 
+def _judged_rows(build: Build) -> list[ParityRow]:
+    return [row for row in build.rows(ParityRow) if row.judged]
+
+
+def _rows_not_judged(build: Build) -> list[ParityRow]:
+    return [row for row in build.rows(ParityRow) if not row.judged]
+
+
 def _about(row: Result) -> tuple[Any, ...]:
     return tuple(getattr(row, name, None) for name in ABOUT)
 
@@ -259,8 +274,16 @@ def _missed(row: Result) -> bool:
 def _failures(build: Build, stage: Completing, old: Sequence[FailedRow]) -> tuple[FailedRow, ...]:
     """Returns what failed so far, without earlier failures that this run would have repeated."""
     here = {engine.target for engine in build.runnable("forward", "prefill", "decode")}
-    kept = [row for row in old if row.stage not in STAGES[stage] or row.target not in here]
+    # What has no target, such as a map, is done in every run.
+    repeated = {None, *here}
+    kept = [row for row in old if row.stage not in STAGES[stage] or row.target not in repeated]
     return (*kept, *(row for row in build.failed if row not in kept))
+
+
+def _not_run(build: Build, old: Mapping[str, str], parity: Sequence[ParityRow]) -> dict[str, str]:
+    """Returns the graphs that no machine so far had room for, with the earliest reason for each."""
+    judged = {row.artifact for row in parity}
+    return {path: why for path, why in {**build.not_run, **old}.items() if path not in judged}
 
 
 def _unjudged(engines: Sequence[Engine], parity: Sequence[ParityRow]) -> list[Engine]:
@@ -273,11 +296,10 @@ def _unjudged(engines: Sequence[Engine], parity: Sequence[ParityRow]) -> list[En
 def _verdict(build: Build, results: Results, failed: Sequence[FailedRow]) -> Verdict:
     """Returns the verdict over everything that runs here or has run elsewhere."""
     seen = {row.setting for name in ("parity", "latency") for row in results.rows[name]}
-    here = build.runnable("forward")
+    unrun = {row.setting for row in _rows_not_judged(build)}
+    here = {engine.setting for engine in build.runnable("forward")} - unrun
     expected = [
-        engine.setting
-        for engine in having(build.engines, model="mod", role="forward")
-        if engine in here or engine.setting in seen
+        engine.setting for engine in having(build.engines, model="mod", role="forward") if engine.setting in here | seen
     ]
     return verdict_of_rows(
         list(dict.fromkeys(expected)),

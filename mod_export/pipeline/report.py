@@ -218,7 +218,7 @@ def _report(
         **{name: tuple(build.rows(kind)) for name, kind in ROWS.items()},
         generation=generation,
         failed=tuple(build.failed),
-        not_run=tuple(build.not_run.values()),
+        not_run=dict(build.not_run),
     )
 
 

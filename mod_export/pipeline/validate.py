@@ -13,7 +13,7 @@ from mod_export.folder.programs import PROGRAM
 from mod_export.folder.workspace import FinishedFolder
 from mod_export.graph.weights import digests_expected, state_of
 from mod_export.judge.candidates import Candidate, candidates_from_engines, candidates_from_graphs
-from mod_export.judge.checks import failed_row
+from mod_export.judge.checks import failed_row, unjudged_row
 from mod_export.judge.decode import quality_of
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.reference import routing_map
@@ -26,6 +26,7 @@ from mod_export.judge.structure import (
 )
 from mod_export.measure.working_memory import working_bytes
 from mod_export.pipeline.build import Build
+from mod_export.pipeline.completing import is_unevidenced
 from mod_export.pipeline.graphs import fresh_graph
 from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import fields_of_graph, setting_fields
@@ -53,8 +54,8 @@ def validate(build: Build) -> None:
     if not isinstance(build.generation, Unavailable) and not build.targets:
         with build.attempt("validate", {"model": "mod", "role": "decode"}):
             _quality(build)
-    if build.finished is None or not build.finished.manifest.verified:
-        _maps(build)  # Only a report that is still to be written needs maps.
+    if build.finished is None or is_unevidenced(build):
+        _maps(build)  # Only a report that is written or completed needs maps.
     build.release_references()
 
 
@@ -185,7 +186,7 @@ def _parity(build: Build, candidate: Candidate, candidates: Sequence[Candidate],
         if build.finished is not None and changed_program(build) is not None:
             raise  # Nothing can be judged by a reference that was changed.
         # The row is not recorded as a step, so the next run judges the candidate again.
-        build.add([failed_row(f"cannot be judged: {error}", gate, setting, artifact=candidate.path)])
+        build.add([unjudged_row(f"cannot be judged: {error}", gate, setting, artifact=candidate.path)])
 
 
 def _quality(build: Build) -> None:

@@ -76,7 +76,7 @@ def _rendered(report: BuildReport) -> str:
         errors=routing.error_figure(whole),
         layers=[(row, routing.layers_figure(row)) for row in whole if row.routing.layers],
         given_routing=summary.given_routing(whole),
-        left_out=(*summary.left_out_lines(whole), *report.not_run),
+        left_out=(*summary.left_out_lines(whole), *report.not_run.values()),
         no_sites=wording.NO_SITES if summary.lacks_sites(whole) else None,
         layers_legend=routing.layers_legend(),
         maps=routing.token_maps(report.routing_maps),

@@ -144,7 +144,7 @@ def _conditions(report: BuildReport) -> list[str]:
             + (", the worse of MoD and dense" if report.not_compared is None else "")
         )
         lines += [f"not judged: {line}" for line in summary.left_out_lines(parity)]
-        lines += report.not_run
+        lines += report.not_run.values()
         totals = summary.gains(report)
         inputs = ", ".join(f"{batch.input} {wording.agreement_text(batch)}" for batch in totals.by_input)
         differences = wording.difference_text(totals.routed - totals.agreed, totals.faults)

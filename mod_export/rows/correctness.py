@@ -230,6 +230,9 @@ class ParityRow(EngineRow):
     reasons: tuple[str, ...]
     """Reasons why the row failed, each with number and gate on the worst input, and the number of further reasons.
     Empty exactly if the row passed."""
+    judged: bool = True
+    """`false`: it could not be loaded or run on the machine that was to judge it, so the row fails, and says nothing
+    about other machines."""
 
 
 class StructureRow(Result):

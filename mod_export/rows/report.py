@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from pydantic import JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 from pydantic_core import from_json
 
 from mod_export.errors import BuildFolderError
@@ -156,8 +156,9 @@ class BuildReport(Result):
     """Results about writing text; null if the model does not read tokens."""
     failed: tuple[FailedRow, ...] = ()
     """Everything that was requested and could not be built, judged or timed."""
-    not_run: tuple[str, ...] = ()
-    """Each graph that memory had no room to judge in place of an engine, with the reason. No gate depends on it."""
+    not_run: dict[str, str] = Field(default_factory=dict)
+    """Path of each graph that no machine so far had the memory to judge in place of an engine -> a sentence that says
+    why. No gate depends on it."""
 
     def __repr__(self) -> str:
         """Returns one line, because the whole report is too much to read in a notebook."""

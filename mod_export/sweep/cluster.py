@@ -21,8 +21,9 @@ from mod_export.errors import COULD_NOT_BUILD, UsageError
 from mod_export.folder.files import write_whole
 from mod_export.folder.manifest import MANIFEST, REPORT_FILES
 from mod_export.model.checkpoint import files_of, sha256_of
+from mod_export.model.request import Request
 from mod_export.model.tokenizer_files import READ
-from mod_export.sweep.cell import CellJob, CellRunner, failed_cell, run_cell
+from mod_export.sweep.cell import CellJob, CellRunner, digest_of_tokenizer, failed_cell, run_cell
 from mod_export.sweep.schema import CellEntry
 
 LOCAL = "local"
@@ -67,13 +68,13 @@ def cell_on_node(job: CellJob, marker: Path, fetch: Callable[[], Mapping[str, by
     Args:
         job: the job, with paths of the machine that started the sweep.
         marker: a file in the sweep's folder. If it exists on this node, the folder is shared.
-        fetch: returns the checkpoint's files; only called if the node does not have them.
+        fetch: returns the files of the checkpoint and of its tokenizer; only called if the node does not have them.
     """
     shared = marker.is_file()
     if not shared:
         home = cache_folder() / "sweep" / job.checkpoint_sha256[:16] / job.fingerprint[:16]
         job = job.model_copy(update={"root": home / "build", "row": home / "row.json"})
-    if not job.checkpoint.exists() or sha256_of(job.checkpoint) != job.checkpoint_sha256:
+    if not _is_here(job):
         job = job.model_copy(update={"checkpoint": _unpacked(fetch(), job)})
     where = {"node": platform.node()} | ({} if shared else {"folder": str(job.root)})
     entry = run_cell(job).model_copy(update=where)
@@ -97,8 +98,21 @@ def packed_checkpoint(checkpoint: Path) -> dict[str, bytes]:
     return {path.relative_to(resolved.parent).as_posix(): path.read_bytes() for path in files_of(resolved)}
 
 
+def _is_here(job: CellJob) -> bool:
+    """Says whether this node has the checkpoint of a job where the job says, and the same tokenizer beside it."""
+    if not job.checkpoint.exists() or sha256_of(job.checkpoint) != job.checkpoint_sha256:
+        return False
+    try:
+        tokenizer, _ = Request.checkpoint(job.checkpoint).tokenizer()
+    except UsageError:
+        return False  # What the node has beside it is no tokenizer.
+    return digest_of_tokenizer(tokenizer) == job.tokenizer_sha256
+
+
 def _unpacked(files: Mapping[str, bytes], job: CellJob) -> Path:
-    folder = cache_folder() / "sweep" / job.checkpoint_sha256[:16] / "checkpoint"
+    # Files of another tokenizer would be read together with these.
+    tokenizer = (job.tokenizer_sha256 or "none")[:16]
+    folder = cache_folder() / "sweep" / job.checkpoint_sha256[:16] / f"checkpoint-{tokenizer}"
     for name, data in files.items():
         write_whole(folder / name, data, "-o")
     return folder / next(iter(files)).partition("/")[0]

@@ -15,18 +15,20 @@ import pytest
 from build_folders import WEIGHTS, changed, check_files, file_entry, flip, once, rewrite_manifest
 from command_line import FEW_SAMPLES, invoke, toml_file
 from safetensors.torch import load_file, save_file
-from sample_rows import causality_row
+from sample_rows import causality_row, parity_row
 from sample_rows import changed as with_fields
 
 from mod_export import environment, load
 from mod_export.engines import ENGINES
-from mod_export.errors import TargetError, UnverifiedWarning
+from mod_export.errors import EngineError, TargetError, UnverifiedWarning
 from mod_export.folder import workspace
 from mod_export.folder.manifest import open_folder
 from mod_export.pipeline import rerun
+from mod_export.pipeline import validate as stage
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.report import refused_by
 from mod_export.pipeline.rerun import bench_folder, validate_folder
+from mod_export.rows.correctness import ParityRow
 from mod_export.rows.report import BuildReport, Verdict, report_from_json
 from mod_export.types import Availability
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
@@ -129,6 +131,110 @@ def test_it_is_verified_once_every_engine_was_judged(root: Path, openvino_runs: 
     assert open_folder(root).refused == manifest.refused
 
 
+def refuse(monkeypatch: pytest.MonkeyPatch, error: type[Exception], *targets: str) -> None:
+    """Lets the engines of targets refuse this processor, as those that were compiled for another one do."""
+
+    def load(*arguments: Any) -> None:
+        raise error("compiled for a CPU with avx512f, which this one lacks")
+
+    for target in targets:
+        monkeypatch.setattr(type(ENGINES[target]), "load", load)
+
+
+@pytest.mark.parametrize("error", [TargetError, EngineError])
+def test_a_machine_that_cannot_run_an_engine_does_not_judge_it(
+    root: Path,
+    openvino_runs: Here,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[Exception],
+) -> None:
+    openvino_runs(False)
+    assert validate_folder(root, None, ()).verdict.status == "pass"
+    earlier = report_of(root)
+    openvino_runs(True)
+    with monkeypatch.context() as elsewhere:
+        refuse(elsewhere, error, "ort-cpu", "openvino")
+        found = validate_folder(root, None, ())
+    assert found.verdict.status == "fail"
+    assert {row.target for row in found.rows(ParityRow) if not row.judged} == {"ort-cpu", "openvino"}
+    reason = "cannot be run: compiled for a CPU with avx512f, which this one lacks"
+    assert f"not judged here: ort-cpu b2s16 float32 mod: {reason}" in found.notes
+    manifest, report = open_folder(root), report_of(root)
+    assert (manifest.verified, manifest.refused) == (False, {})
+    assert [row for row in report.parity if row.target != "portable"] == [
+        row for row in earlier.parity if row.target != "portable"
+    ]
+    assert report.verdict.status == "pass", report.verdict.reasons
+    with pytest.warns(UnverifiedWarning), load(root, "ort-cpu") as deployment:
+        assert deployment.target == "ort-cpu"
+
+
+def test_an_engine_is_judged_by_the_first_machine_that_runs_it(
+    root: Path,
+    openvino_runs: Here,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    openvino_runs(False)
+    with monkeypatch.context() as elsewhere:
+        refuse(elsewhere, TargetError, "ort-cpu")
+        first = validate_folder(root, None, ())
+    assert "not verified yet: 4 engines of ort-cpu, openvino were judged on no machine so far; use validate where" in (
+        " ".join(first.notes)
+    )
+    assert open_folder(root).refused == {}
+    openvino_runs(True)
+    assert validate_folder(root, None, ()).verdict.status == "fail"
+    manifest = open_folder(root)
+    assert manifest.verified
+    assert manifest.refused.keys() == {THEIRS, THEIRS.replace("mod-", "dense-")}
+
+
+def test_an_engine_that_cannot_be_run_is_refused_in_a_build(small: Path) -> None:
+    build = Build.open(small, None, (), verify=False)
+    row = parity_row(artifact=OURS, passed=False, judged=False, reasons=("cannot be run: no such instruction",))
+    assert refused_by(build, [row], [], []) == {OURS: row.reasons}
+
+
+def test_a_failure_that_is_not_repeated_is_forgotten(
+    root: Path, openvino_runs: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openvino_runs(True)
+
+    def fail(*arguments: Any) -> None:
+        raise EngineError("no memory was left")
+
+    with monkeypatch.context() as busy:
+        busy.setattr(stage, "routing_map", fail)
+        validate_folder(root, None, ())
+    report = report_of(root)
+    assert open_folder(root).verified
+    assert {(row.stage, row.target) for row in report.failed} == {("validate", None)}
+    assert report.routing_maps == ()
+    validate_folder(root, None, ())
+    report = report_of(root)
+    assert report.failed == ()
+    assert [row.bucket for row in report.routing_maps] == ["b2s16"]
+
+
+def test_a_graph_that_was_judged_since_is_no_longer_named(
+    root: Path, openvino_runs: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openvino_runs(False)
+    with monkeypatch.context() as small_machine:
+        small_machine.setattr(stage, "free_bytes", lambda: 0)
+        validate_folder(root, None, ())
+    graphs = {f"graphs/{kind}-b2s16.onnx" for kind in ENGINES_OF_BOTH}
+    assert report_of(root).not_run.keys() == graphs
+    validate_folder(root, None, ())
+    report = report_of(root)
+    assert graphs <= {row.artifact for row in report.parity}
+    assert report.not_run == {}
+    openvino_runs(True)
+    monkeypatch.setattr(stage, "free_bytes", lambda: 0)
+    assert any(": not run: " in note for note in validate_folder(root, None, ()).notes)
+    assert report_of(root).not_run == {}
+
+
 def test_times_are_added_engine_by_engine(root: Path, openvino_runs: Here) -> None:
     openvino_runs(False)
     assert bench_folder(root, None, ()).notes == []
@@ -162,7 +268,9 @@ def test_times_of_two_machines_are_not_mixed(
     openvino_runs(True)
     (note,) = bench_folder(root, None, ()).notes
     assert note.startswith("not written into the folder: its times were taken under other conditions (cpu was ")
-    assert note.endswith("and is 'another processor'), and such times cannot be compared")
+    assert note.endswith(
+        "and is 'another processor'), and such times cannot be compared; build again to take all of them here"
+    )
     assert report_of(root) == timed
     # What is right on one machine may be judged on another, and the times keep theirs.
     validate_folder(root, None, ())

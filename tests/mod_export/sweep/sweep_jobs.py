@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+from tokenizer_folders import write_folder
+from tokenizers import Tokenizer
 
 from mod_export.config import config_from_toml
 from mod_export.environment import source_digest
 from mod_export.model.checkpoint import sha256_of
 from mod_export.sweep.cell import CellJob
+from mod_models.checkpoint import random_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
 
 PATIENCE_S = 60
 
@@ -27,6 +32,14 @@ def job_of(checkpoint: Path, folder: Path, config: Path, **changes: Any) -> Cell
         "root": folder / "cells/one", "folder": "cells/one", "row": folder / "cells/one.json", "fingerprint": "f",
     }  # fmt: skip
     return CellJob(**{**fields, **changes})
+
+
+def with_tokenizer(folder: Path, spec: ModelSpec) -> Path:
+    """Writes a model.pt with a tokenizer beside it."""
+    tokenizer = Tokenizer.from_file(str(write_folder(folder, "qwen2") / "tokenizer.json"))
+    spec = dataclasses.replace(spec, n_layers=2, vocab_size=tokenizer.get_vocab_size())
+    save_checkpoint(folder / "model.pt", random_checkpoint(spec, 0))
+    return folder / "model.pt"
 
 
 def cells_below(process: psutil.Process) -> list[psutil.Process]:

@@ -16,9 +16,7 @@ import psutil
 import pytest
 import torch
 from sample_rows import changed
-from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until
-from tokenizer_folders import write_folder
-from tokenizers import Tokenizer
+from sweep_jobs import PATIENCE_S, cells_below, job_of, wait_until, with_tokenizer
 
 from mod_export.config import BuildConfig
 from mod_export.folder.files import write_whole
@@ -76,14 +74,6 @@ def test_what_changed_while_the_sweep_ran(checkpoint: Path, fast: Path, tmp_path
     assert str(entry.error).endswith("tiny.pt: has changed since the sweep began; start the sweep again")
     assert CellEntry.model_validate_json(job.row.read_text()) == entry
     assert finished_cell(job, here=True) is None
-
-
-def with_tokenizer(folder: Path, spec: ModelSpec) -> Path:
-    """Writes a model.pt with a tokenizer beside it."""
-    tokenizer = Tokenizer.from_file(str(write_folder(folder, "qwen2") / "tokenizer.json"))
-    spec = dataclasses.replace(spec, n_layers=2, vocab_size=tokenizer.get_vocab_size())
-    save_checkpoint(folder / "model.pt", random_checkpoint(spec, 0))
-    return folder / "model.pt"
 
 
 def test_a_cell_is_built_with_the_tokenizer_of_its_model(

@@ -8,14 +8,20 @@ from pathlib import Path
 
 import pytest
 from command_line import command
-from sweep_jobs import job_of
+from sweep_jobs import job_of, with_tokenizer
+from tokenizer_folders import write_folder
 
 from mod_export.errors import UsageError
+from mod_export.folder.files import write_whole
 from mod_export.folder.workspace import Workspace
 from mod_export.model.checkpoint import sha256_of
+from mod_export.model.request import Request
+from mod_export.sweep import cluster
+from mod_export.sweep.cell import CellJob, digest_of_tokenizer, failed_cell
 from mod_export.sweep.cluster import cell_on_node, packed_checkpoint, run_on_cluster
 from mod_export.sweep.schema import CellEntry, SweepReport
 from mod_models.checkpoint import load_checkpoint, save_checkpoint
+from mod_models.spec import ModelSpec
 
 ON_RAY = "import warnings; warnings.simplefilter('ignore')"
 RAY = {
@@ -64,6 +70,45 @@ def test_a_node_that_shares_nothing(
     assert set(sent.files) == {"report.json", "report.html", "manifest.json"}
     assert b"* report" in sent.log
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("beside", ["nothing", "another", "the same"])
+def test_a_node_gets_the_tokenizer_of_the_sweep(
+    tiny_spec: ModelSpec, fast: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: str
+) -> None:
+    """The node has the same model.pt where the sweep has it, with these tokenizer files beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    named = with_tokenizer(tmp_path / "model", tiny_spec)
+    tokenizer, _ = Request.checkpoint(named).tokenizer()
+    job = job_of(named, tmp_path, fast, tokenizer_sha256=digest_of_tokenizer(tokenizer))
+    files = packed_checkpoint(named)
+    if beside != "the same":
+        for path in named.parent.iterdir():
+            if path != named:
+                path.unlink()
+    if beside == "another":
+        write_folder(named.parent, "llama2")
+    fetched, ran = [], []
+
+    def fetch() -> dict[str, bytes]:
+        fetched.append(beside)
+        return files
+
+    def run(on_node: CellJob) -> CellEntry:
+        write_whole(on_node.log, b"", "-o")
+        found, _ = Request.checkpoint(on_node.checkpoint).tokenizer()
+        ran.append((sha256_of(on_node.checkpoint), digest_of_tokenizer(found)))
+        return failed_cell(on_node, 3, "not built")
+
+    monkeypatch.setattr(cluster, "run_cell", run)
+    cell_on_node(job, tmp_path / "no marker", fetch)
+    assert ran == [(job.checkpoint_sha256, job.tokenizer_sha256)]
+    assert bool(fetched) is (beside != "the same")
+    # The next sweep of this model has no tokenizer, and what was fetched for this one is not read.
+    bare = {"model.pt": files["model.pt"]}
+    missing = job.model_copy(update={"checkpoint": tmp_path / "elsewhere/model.pt", "tokenizer_sha256": None})
+    cell_on_node(missing, tmp_path / "no marker", lambda: bare)
+    assert ran[1] == (job.checkpoint_sha256, None)
 
 
 def test_a_folder_is_packed_whole_and_without_builds(checkpoint: Path, tmp_path: Path) -> None:
