@@ -333,11 +333,7 @@ def _shape(value: ir.Value, where: str) -> tuple[int, ...]:
 
 
 def bytes_of_value(value: ir.Value, where: str) -> int:
-    """Returns the bytes of a value.
-
-    Raises:
-        GraphError: its shape or dtype is unknown; `where` is named in the message.
-    """
+    """Returns the bytes of a value; raises GraphError, with `where` in its message, if shape or dtype is unknown."""
     if value.dtype is None:
         raise _unknown(value, where, "no dtype")
     return math.ceil(math.prod(_shape(value, where)) * value.dtype.bitwidth / 8)
