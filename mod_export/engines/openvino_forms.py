@@ -9,20 +9,21 @@ Which form is fastest depends on the processor, the dtype and the model, so form
 * **Keys on the right.** A graph multiplies cached keys by queries and transposes the few scores, because an ONNX
   product cannot transpose its right operand. OpenVINO's can. In bfloat16 its kernel for the few columns that one
   token's queries have leaves most of a vector empty, and with keys on the right a step of eight texts takes 0.94 of the
-  time; in float32 it takes longer.
+  time; in float32 that step takes longer.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from mod_export.engines.huge_pages import in_huge_pages
 from mod_export.engines.openvino_products import bodies_of, products_of, weight_products
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     import openvino
 
@@ -59,22 +60,20 @@ def fastest_form(model: openvino.Model, compiled: Callable[[Form], openvino.Comp
     Raises:
         RuntimeError: OpenVINO cannot compile or run the model.
     """
-    form, seconds = Form(), dict[Form, float]()
+    form, seconds = Form(), cache(partial(_seconds, compiled))
+    if any(True for body in bodies_of(model) for _ in _scores(body)):
+        form = _faster(seconds, form, [Form(keys_right=True)], KEYS_BELOW)
     own = max((product.rows for product in products_of(model)), default=0)
-    keys_left = any(True for body in bodies_of(model) for _ in _scores(body))
-    trials = (
-        (KEYS_BELOW, [Form(keys_right=True)] if keys_left else []),
-        (ROWS_BELOW, [Form(rows=rows) for rows in ROWS if rows > own > 0]),
-    )
-    for share, changes in trials:
-        others = [replace(change, keys_right=form.keys_right or change.keys_right) for change in changes]
-        for one in (form, *others) if others else ():
-            if one not in seconds:
-                seconds[one] = _seconds(compiled, one)
-        best = min(others, key=lambda other: seconds[other], default=form)
-        if best != form and seconds[best] < share * seconds[form]:
-            form = best
-    return form
+    return _faster(seconds, form, [replace(form, rows=rows) for rows in ROWS if rows > own > 0], ROWS_BELOW)
+
+
+def _faster(seconds: Callable[[Form], float], form: Form, others: Sequence[Form], share: float) -> Form:
+    """Returns the fastest of the other forms if it takes less than this share of the time of the first."""
+    if not others:
+        return form
+    most = share * seconds(form)
+    best = min(others, key=seconds)
+    return best if seconds(best) < most else form
 
 
 def _seconds(compiled: Callable[[Form], openvino.CompiledModel], form: Form) -> float:

@@ -49,9 +49,8 @@ Other nodes are assigned by what they do and where their inputs come from:
     routing      selection and movement of tokens (TopK, Gather, Scatter ...), computation of ids and masks, and
                  application of scores, masks and gates to the selected tokens
     attention    softmax, scale and mask of the scores, where attention is written out
+    (a view)     the part that computed the value that it views (Reshape ...)
     elementwise  everything else: residuals, activations, rotations, transposes, casts
-
-A view (Reshape ...) belongs to the part that computed the value that it views.
 
 Runtimes rename the nodes that they fuse, so a kernel is looked up in this order: a node of the same name; the weights
 that the kernel is known to read; the longest node name that is a beginning of its own name; an operator that belongs to

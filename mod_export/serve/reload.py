@@ -34,8 +34,8 @@ Open = Callable[[Path, Metrics], OpenFolder]
 Version = tuple[int, int, int, int]
 
 
-class _LessError(TargetError):
-    """A version cannot do everything that the one before can. Opening it again would change nothing."""
+class _LostPartError(TargetError):
+    """A version cannot do something that the one before can. Opening it again would change nothing."""
 
 
 class ServedFolder:
@@ -118,7 +118,7 @@ class ServedFolder:
         """Opens a version and closes the one before; returns False if it may be opened later."""
         try:
             new = await asyncio.to_thread(self._successor)
-        except _LessError as error:
+        except _LostPartError as error:
             self._failed(error)
             self._refused = version
             return True
@@ -151,13 +151,13 @@ class ServedFolder:
 
         Raises:
             ModExportError: it cannot be opened.
-            _LessError: it cannot do everything that the current version can.
+            _LostPartError: it cannot do everything that the current version can.
         """
         new = self._opened()
         missing = new.service.missing(self.current.service)
         if missing is not None:
             new.close()
-            raise _LessError(f"it cannot do all that the version before can: {missing}")
+            raise _LostPartError(f"it cannot do all that the version before can: {missing}")
         return new
 
     def _opened(self) -> OpenFolder:
