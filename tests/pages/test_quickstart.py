@@ -30,8 +30,8 @@ def code_of(part: str) -> list[str]:
 
 
 def commands_of(part: str, name: str) -> list[list[str]]:
-    """Arguments of each command with this name."""
-    return [shlex.split(line) for line in re.findall(rf"^    {name} (.*)$", PARTS[part], re.MULTILINE)]
+    """Arguments of each command with this name, without the comment that may follow them."""
+    return [shlex.split(line, comments=True) for line in re.findall(rf"^    {name} (.*)$", PARTS[part], re.MULTILINE)]
 
 
 def ran(arguments: list[str], folder: Path, environment: dict[str, str] | None = None) -> str:
