@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
+from typing import Annotated, Any, Literal, Protocol, TypedDict, TypeVar, Unpack, get_args
 
 from pydantic import BeforeValidator
 
@@ -223,6 +223,7 @@ class TargetLimits:
         one_type_norms: whether RMSNormalization computes in float32 whatever its `stash_type`, and is a single kernel
             only if `stash_type` is the type of its input.
         cached_attention: whether com.microsoft::GroupQueryAttention attends to a cache and writes it in place.
+        scaled_queries: whether that operator is faster for a step if the queries are scaled in place of the scores.
         cache_in_use: whether conditions choose how much of its cache a prefill attends to.
         gathered_rows: whether the routed parts of a step compute only the rows that run, whose number is known when
             the graph runs.
@@ -251,6 +252,7 @@ class TargetLimits:
     grouped_rows: bool = False
     one_type_norms: bool = False
     cached_attention: bool = False
+    scaled_queries: bool = False
     cache_in_use: bool = False
     gathered_rows: bool = False
     rounds_activations: bool = False
@@ -276,8 +278,7 @@ class Graph:
         inputs: argument of the module -> its NumPy dtype and shape, in order; empty until the model is captured.
         results: output of the model itself -> its shape, in order; empty until the model is captured.
         query_blocks: number of tokens whose causal attention is computed in blocks -> queries of a block.
-        quantized_beside: dtype of everything except the integer weights, if the processor that the graph was made for
-            has no instructions for that of the target; else None.
+        limits_of_machine: limits of the machine that the graph was made for, where they are not those of its target.
         outputs: outputs of a model of token ids.
     """
 
@@ -290,7 +291,7 @@ class Graph:
     inputs: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, hash=False)
     results: dict[str, tuple[int, ...]] = field(default_factory=dict, hash=False)
     query_blocks: dict[int, int] = field(default_factory=dict, hash=False)
-    quantized_beside: FloatDType | None = None
+    limits_of_machine: dict[str, Any] = field(default_factory=dict, hash=False)
     outputs: Outputs = "logits"
     role: Role = "forward"
 
@@ -313,9 +314,8 @@ class Graph:
         return _stem(self.model, self.role, self.bucket)
 
     def limits(self, target: TargetLimits) -> TargetLimits:
-        """Returns the limits of its target, with the query blocks and the dtype that were chosen for this graph."""
-        blocks = tuple(sorted(self.query_blocks.items()))
-        return replace(target, query_blocks=blocks, quantized_beside=self.quantized_beside or target.quantized_beside)
+        """Returns the limits of its target on the machine that the graph was made for, with its query blocks."""
+        return replace(target, query_blocks=tuple(sorted(self.query_blocks.items())), **self.limits_of_machine)
 
 
 def weights_dtypes(dtype: DType) -> tuple[DType, ...]:

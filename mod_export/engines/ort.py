@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import platform
 import tempfile
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,8 @@ from mod_export.types import Availability, Engine, Kernel, Profile, TargetLimits
 
 CUDA = "CUDAExecutionProvider"
 NO_CUDA = "this onnxruntime has no CUDA provider; install onnxruntime-gpu in its place"
+X86 = ("x86_64", "AMD64")
+"""Names of the architecture for which ONNX Runtime's matrix products have a kernel for one row."""
 WARNING, ERROR = 2, 3
 """Severities of ONNX Runtime's log; it begins with WARNING."""
 KERNEL_TIME = "_kernel_time"
@@ -59,11 +63,15 @@ class OrtCpu(_Ort):
         flat_heads=True,
         branches=True,
         cached_attention=True,
+        scaled_queries=True,
         gathered_rows=True,
     )
 
     def _installed(self) -> Availability:
         return Availability(builds=True, runs=True, reason=f"onnxruntime {package_version('onnxruntime')}")
+
+    def limits_here(self) -> TargetLimits:
+        return replace(self.limits, scaled_queries=platform.machine() in X86)
 
     def _load(self, root: Path, engine: Engine, config: BuildConfig, threads: int, weights: OptionalArrays) -> Runner:
         where = f"{self.name} {engine.path}"

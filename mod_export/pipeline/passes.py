@@ -59,10 +59,16 @@ def _target_graph(build: Build, builder: EngineBuilder, dtype: DType, portable: 
         dtype=dtype,
         target=builder.name,
         query_blocks=dict(limits.query_blocks),
-        quantized_beside=None if limits.floats(dtype) == builder.limits.floats(dtype) else limits.quantized_beside,
+        limits_of_machine=_limits_of_machine(builder),
     )
     _rewrite_step(build, builder, graph, portable)
     build.graphs.append(graph)
+
+
+def _limits_of_machine(builder: EngineBuilder) -> dict[str, Any]:
+    """Returns the limits of this machine that are not those of the target."""
+    usual, here = asdict(builder.limits), asdict(builder.limits_here())
+    return {name: value for name, value in here.items() if value != usual[name]}
 
 
 def check_memory(builder: EngineBuilder, graph: Graph, model: ir.Model) -> None:

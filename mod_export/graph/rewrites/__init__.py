@@ -26,6 +26,7 @@ from mod_export.graph.rewrites.norms import NormOperator
 from mod_export.graph.rewrites.plain_scatter import PlainScatter
 from mod_export.graph.rewrites.products import QuantizeWeights, StoredWeights
 from mod_export.graph.rewrites.rows_that_run import RowsThatRun
+from mod_export.graph.rewrites.scaled_queries import ScaledQueries
 from mod_export.graph.rewrites.topk import GroupedTopk, SelectTopk, ThresholdSelection
 from mod_export.graph.weights import Form, forms_of
 from mod_export.types import DType, TargetLimits
@@ -70,6 +71,7 @@ REWRITES: tuple[Rewrite, ...] = (
     PackedAttention(),
     StoredWeights(),
     RowsThatRun(),
+    ScaledQueries(),
 )
 
 PORTABLE = TargetLimits(name="portable ONNX", max_opset=23)

@@ -44,6 +44,7 @@ def rewritten(name: str, rows: int, width: int, dtype: DType = "float32") -> ir.
     applied = apply_rewrites(model, OrtCpu.limits, dtype)
     packed = 5 if "values kept" in name else 3
     assert (applied["cached_attention"], applied["packed_attention"]) == (3, packed if width == 16 else 0)
+    assert applied["scaled_queries"] == sum(node.op_type == "GroupQueryAttention" for node in model.graph.all_nodes())
     assert set(apply_rewrites(model, OrtCpu.limits, dtype).values()) <= {0}
     branches = [branch for node in model.graph.all_nodes() for branch in branches_of(node)]
     assert all(value.uses() for branch in branches for value in branch.initializers.values())

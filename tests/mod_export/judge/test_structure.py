@@ -264,7 +264,7 @@ def test_a_graph_whose_processor_had_no_bfloat16(tmp_path: Path) -> None:
     weights = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*.data"))]
     graph: Graph = replace(job.graph, target="openvino")
     assert structure_of_graph(tmp_path, graph.path, graph, weights).passed
-    without = replace(graph, quantized_beside="float32")
+    without = replace(graph, limits_of_machine={"quantized_beside": "float32"})
     row = structure_of_graph(tmp_path, graph.path, without, weights)
     assert any("computes in BFLOAT16, this graph is int8" in reason for reason in row.reasons)
 
