@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mod_export.measure.cost import PARTS
+from mod_export.measure.parts import PARTS
 from mod_export.model.model import LayerCost, Model
 from mod_export.report.charts import part_text
 from mod_export.report.tables import table_lines

@@ -16,7 +16,7 @@ from mod_export.inspect.layers import (
     share_of,
 )
 from mod_export.inspect.routed_text import RoutedText
-from mod_export.measure.cost import NODE_PARTS
+from mod_export.measure.parts import NODE_PARTS
 from mod_export.model.model import LayerCost, Model
 from mod_export.report.charts import (
     Lane,

@@ -25,7 +25,7 @@ from pathlib import Path
 from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import Arrays, EngineProfiler
-from mod_export.measure.cost import NODE_PARTS, ms_by_part
+from mod_export.measure.parts import NODE_PARTS, ms_by_part
 from mod_export.rows.base import setting_fields
 from mod_export.rows.cost import PartRow, Roofline, Work
 from mod_export.types import Engine, Setting

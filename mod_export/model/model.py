@@ -90,7 +90,7 @@ class LayerCost:
         name: number of the layer, or `embedding` or `head`.
         routed: text that says what is routed and how; empty if every token runs.
         selected: routing site -> number of tokens that it selects in a row.
-        flops: part (`measure.cost.PARTS`) -> FLOPs of its matrix products: two for each multiply-add, and
+        flops: part (`measure.parts.PARTS`) -> FLOPs of its matrix products: two for each multiply-add, and
             attention as the full square, as `torch.utils.flop_counter` counts the eager module.
         needed_flops: sum of `flops` without the scores that the causal mask hides.
         weight_bytes: bytes of the weights.

@@ -35,7 +35,7 @@ def benchmark(build: Build) -> None:
 
 
 def _precision(build: Build, narrow: Engine, wide: Engine) -> None:
-    rows = build.timed(
+    rows = build.timed_step(
         PrecisionRow,
         f"precision/{narrow.target}/{narrow.stem}",
         build.timing_inputs([narrow, wide], latency=build.config.latency.model_dump(exclude={"min_speedup"})),

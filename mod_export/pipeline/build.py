@@ -270,7 +270,7 @@ class Build:
         self.steps.append(step)
         return step
 
-    def measure(
+    def row_step(
         self, row_type: type[Row], name: str, inputs: Mapping[str, Any], make: Callable[[], Sequence[Row]]
     ) -> list[Row]:
         """Does a step whose results are rows, and keeps them for the verdict and the report."""
@@ -336,7 +336,7 @@ class Build:
         """Adds results that follow from others and are no step of their own."""
         self._rows += rows
 
-    def timed(
+    def timed_step(
         self,
         row_type: type[Row],
         name: str,

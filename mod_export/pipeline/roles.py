@@ -127,7 +127,7 @@ class ForwardRole(RoleStages):
         # The gate's options rather than `allowed`, which is measured and differs from run to run.
         options = parity.gate(setting.dtype).model_dump(include={"rounding_error", "max_abs"})
         options |= {"batches": parity.batches_per_kind, "texts": parity.text_batches, "suffixes": parity.suffixes}
-        build.measure(
+        build.row_step(
             CausalityRow,
             f"causality/{setting.target}/{setting.name}",
             build.judging_inputs(candidate, **options),
@@ -139,7 +139,7 @@ class ForwardRole(RoleStages):
         options = build.config.latency
         gate = gate_of(setting.bucket, build.gated_buckets, options.min_speedup)
         latency = options.model_dump(exclude={"min_speedup", "bootstrap"})
-        rows = build.timed(
+        rows = build.timed_step(
             LatencyRow,
             f"latency/{setting.target}/{setting.bucket.name}-{setting.dtype}",
             build.timing_inputs(engines.values(), latency=latency, gate=gate),
@@ -214,7 +214,7 @@ class PrefillRole(WritingRole):
 
     def time(self, build: Build, setting: Setting, engines: Engines) -> None:
         decoding = build.decoding_engines()
-        rows = build.timed(
+        rows = build.timed_step(
             FirstTokenRow,
             f"first_token/{setting.target}/{setting.bucket.name}-{setting.dtype}",
             build.timing_inputs(engines.values(), latency=build.config.latency.model_dump(exclude={"min_speedup"})),
@@ -277,7 +277,7 @@ class DecodeRole(WritingRole):
 
         wanted = {"texts": options.compared_texts, "tokens": options.compared_tokens}
         inputs = build.judging_inputs(candidate, **wanted, **self.beside(build, candidate, candidates))
-        build.measure(TextsRow, f"texts/{setting.target}/{setting.name}", inputs, make)
+        build.row_step(TextsRow, f"texts/{setting.target}/{setting.name}", inputs, make)
 
     def time(self, build: Build, setting: Setting, engines: Engines) -> None:
         facts, config = build.generation, build.config
@@ -293,7 +293,7 @@ class DecodeRole(WritingRole):
             limits = ENGINES[setting.target].limits
             return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, limits)]
 
-        rows = build.timed(
+        rows = build.timed_step(
             DecodeRow,
             f"decode/{setting.target}/{setting.bucket.name}-{setting.dtype}",
             build.timing_inputs(

@@ -77,7 +77,7 @@ def _structure(build: Build) -> None:
     graphs |= {engine.path: build.graph_of(engine) for engine in build.engines if engine.path.endswith(".onnx")}
     files = {path: build.hash_of(path) for path in (*build.weight_digests, *graphs)}
     inputs = {"files": files, "weights": build.weight_digests, **build.versions("onnx_ir")}
-    build.measure(StructureRow, "structure", inputs, lambda: list(_structure_rows(build, graphs)))
+    build.row_step(StructureRow, "structure", inputs, lambda: list(_structure_rows(build, graphs)))
 
 
 def _structure_rows(build: Build, graphs: Mapping[str, Graph]) -> Iterator[StructureRow]:
@@ -181,7 +181,7 @@ def _parity(build: Build, candidate: Candidate, candidates: Sequence[Candidate],
     options = {"gate": gate.model_dump(), **stages.parity_inputs(build, candidate, candidates)}
     name = f"parity/{setting.target}/{setting.name}"
     try:
-        build.measure(ParityRow, name, build.judging_inputs(candidate, **options), make)
+        build.row_step(ParityRow, name, build.judging_inputs(candidate, **options), make)
     except BuildError as error:
         if build.finished is not None and changed_program(build) is not None:
             raise  # Nothing can be judged by a reference that was changed.
@@ -200,7 +200,7 @@ def _quality(build: Build) -> None:
 
     generation = build.config.generation.model_dump(include={"window", "slack"})
     inputs = {**build.identity("mod"), "generation": generation, **build.text_inputs}
-    build.measure(QualityRow, "quality", {**inputs, **build.versions("torch")}, make)
+    build.row_step(QualityRow, "quality", {**inputs, **build.versions("torch")}, make)
 
 
 def _maps(build: Build) -> None:
@@ -215,4 +215,4 @@ def _maps(build: Build) -> None:
             return [] if row is None else [row]
 
         with build.attempt("validate", fields_of_graph(graph)):
-            build.measure(RoutingMap, f"map/{graph.bucket.name}", inputs, make)
+            build.row_step(RoutingMap, f"map/{graph.bucket.name}", inputs, make)

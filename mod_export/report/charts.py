@@ -16,7 +16,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mod_export.measure.cost import NODE_PARTS
+from mod_export.measure.parts import NODE_PARTS
 from mod_export.report.wording import printable
 from mod_export.types import ModelKind
 

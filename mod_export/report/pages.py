@@ -21,7 +21,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from pydantic import JsonValue
 
-from mod_export.measure.cost import PARTS
+from mod_export.measure.parts import PARTS
 from mod_export.report import summary, tables, text, wording
 from mod_export.report.charts import name_of, page_about, part_class, part_text
 from mod_export.report.figures import cost, routing, speed

@@ -24,7 +24,7 @@ from mod_export.graph.weights import state_of, write_weights
 from mod_export.judge.inputs import parity_batches
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
-from mod_export.measure.cost import ms_by_part, part_of_kernel
+from mod_export.measure.parts import ms_by_part, part_of_kernel
 from mod_export.model.transformer import TransformerModel
 from mod_export.types import Bucket, Engine, Graph, Variant
 from mod_models.checkpoint import random_checkpoint

@@ -19,18 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from variants import VARIANTS
 
 from mod_export.errors import GraphError
-from mod_export.measure.cost import (
-    NO_RULE,
-    OPERANDS,
-    PARTS,
-    Work,
-    attention_sizes,
-    cost_row,
-    flops_of,
-    parts_of_nodes,
-    work_of_graph,
-)
-from mod_export.rows.cost import CostRow
+from mod_export.measure.cost import attention_sizes, cost_row, flops_of, work_of_graph
+from mod_export.measure.parts import PARTS, parts_of_nodes
+from mod_export.measure.products import NO_RULE, OPERANDS
+from mod_export.rows.cost import CostRow, Work
 from mod_export.types import Bucket
 from mod_models.flops import layer_costs
 from mod_models.spec import ExpertsSpec, ModelSpec

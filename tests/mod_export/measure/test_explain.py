@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from sample_rows import cost_row, part_row
 
-from mod_export.measure.cost import PARTS
 from mod_export.measure.explain import explain
+from mod_export.measure.parts import PARTS
 from mod_export.rows.cost import CostRow, PartRow
 from mod_export.types import Bucket, DType, ModelKind, Setting
 

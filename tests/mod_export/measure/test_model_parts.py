@@ -13,13 +13,7 @@ from small_graphs import make_spec, parsed, portable_graph
 from mod_export.config import BuildConfig
 from mod_export.engines.ort import OrtCpu
 from mod_export.folder.manifest import open_folder
-from mod_export.measure.cost import (
-    NODE_PARTS,
-    PARTS,
-    ms_by_part,
-    part_of_kernel,
-    parts_of_nodes,
-)
+from mod_export.measure.parts import NODE_PARTS, PARTS, ms_by_part, part_of_kernel, parts_of_nodes
 from mod_export.model.model import tokens_sample
 from mod_export.types import Kernel, Profile
 from mod_models.spec import ExpertsSpec

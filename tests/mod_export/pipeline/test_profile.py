@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mod_export.folder.workspace import read_manifest
-from mod_export.measure.cost import NODE_PARTS
+from mod_export.measure.parts import NODE_PARTS
 from mod_export.measure.profile import by_engine, gap_of
 from mod_export.rows.report import BuildReport, report_from_json
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from markupsafe import Markup
 from report_pages import Page, drawn, told
 
-from mod_export.measure.cost import NODE_PARTS
+from mod_export.measure.parts import NODE_PARTS
 from mod_export.report.charts import (
     CHARACTER,
     MOST_DECADES,

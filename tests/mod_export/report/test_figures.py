@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from report_pages import Page, drawn, paths, told
 from sample_rows import changed, cost_row, latency_row
 
-from mod_export.measure.cost import PARTS
+from mod_export.measure.parts import PARTS
 from mod_export.report.charts import CLOCK_MS, axis_from_zero
 from mod_export.report.figures.cost import flops_figures, roofline_figures, time_figures
 from mod_export.report.figures.routing import (
