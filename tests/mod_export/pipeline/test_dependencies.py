@@ -111,7 +111,7 @@ def timed(root: Path, config: BuildConfig, monkeypatch: pytest.MonkeyPatch) -> M
         inputs[name] = depends
         return []
 
-    monkeypatch.setattr(opened, "timed", note)
+    monkeypatch.setattr(opened, "timed_step", note)
     for role, stages in ROLES.items():
         for setting, engines in by_setting(opened.runnable(role)).items():
             stages.time(opened, setting, engines)
@@ -184,7 +184,7 @@ def test_times_that_the_machine_disturbed_are_taken_again(
     with Workspace(built_copy) as workspace:
         started = Build.start(make_plan(model, None, config, built_copy), workspace, lambda name: None)
         for _ in range(2):
-            rows = started.timed(LatencyRow, "latency/x", {"a": 1}, take, lambda rows: sound)
+            rows = started.timed_step(LatencyRow, "latency/x", {"a": 1}, take, lambda rows: sound)
             assert rows == [latency_row()]
     assert len(taken) == (2 if again else 1)
     assert [step.reused for step in started.steps] == [False, not again]
