@@ -16,7 +16,7 @@ import json
 import multiprocessing
 import shutil
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -71,6 +71,11 @@ class Pair:
         plain = {**asdict(self), "dense": self.dense.to_dict(), "mod": self.mod.to_dict()}
         as_stored: dict[str, Any] = json.loads(json.dumps(plain))
         return as_stored
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Pair:
+        """Reads a pair from a sample. Specs may lack what was added to specs since the sample was written."""
+        return cls(**{**plain, **{name: ModelSpec.from_dict(plain[name]) for name in ("dense", "mod")}})
 
     def spec(self, name: str) -> ModelSpec:
         """Returns the spec of one of NAMES."""
@@ -145,7 +150,7 @@ def run_one(pair: Pair, results: Path, samples: Path, name: str, seed: int, corp
     stem = f"{'dense' if name == 'dense' else 'mod'}-seed{seed}"
     folder, sample = results / stem, samples / f"{stem}.json"
     if sample.exists():
-        if json.loads(sample.read_text(encoding="utf-8"))["pair"] != pair.to_dict():
+        if Pair.from_dict(json.loads(sample.read_text(encoding="utf-8"))["pair"]) != pair:
             raise ValueError(f"{sample}: was measured with other options; name another folder with --samples")
         return f"{name}, seed {seed}: done before"
     corpus = corpus or read_corpus(results / "text", results / TOKENIZER)
@@ -228,7 +233,8 @@ def render(pair: Pair, samples: Path, docs: Path) -> None:
     replace_part(docs / "training.md", "make pair", lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parses the options of the command."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--results", type=Path, default=Path("build/pair"))
@@ -244,7 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--precision", default="bfloat16")
     add("--seeds", type=int, default=2)
     add("--workers", type=int, default=2, help="models that are trained at once, each on one thread (%(default)s)")
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = options_of(arguments)
     pair = pair_of(options)
     gather(options.results / "text")
     make_tokenizer(options.results / "text", options.vocabulary, options.results / TOKENIZER)

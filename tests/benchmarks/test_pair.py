@@ -12,10 +12,11 @@ import pytest
 
 from benchmarks.marked_part import marks
 from benchmarks.pair import run as pair_run
-from benchmarks.pair.run import NAMES, Pair, gather, make_tokenizer, pair_of, render, run_one
+from benchmarks.pair.run import NAMES, Pair, gather, make_tokenizer, options_of, pair_of, render, run_one
 from benchmarks.study.models import flops_of_row
 from mod_models.train.corpus import TOKENIZER, read_corpus
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "width": 64, "layers": 2, "vocabulary": 300, "seq": 32, "batch": 2, "learning_rate": 1e-3, "precision": "bfloat16",
 }  # fmt: skip
@@ -65,6 +66,14 @@ def test_a_run_is_not_repeated_and_results_of_other_runs_are_refused(pair: Pair,
     (tmp_path / "other" / "text" / "another.py").write_text("x = 1\n" * 100, encoding="utf-8")
     with pytest.raises(ValueError, match="was trained on the sources of another Python or of other packages"):
         run_one(pair, tmp_path / "other", tmp_path / "other" / "samples", "dense", 1)
+
+
+def test_the_samples_that_are_kept_are_of_the_command_without_options() -> None:
+    """They are older than some fields of a spec, and `make pair` continues them."""
+    samples = sorted((ROOT / "docs" / "pair").glob("*.json"))
+    assert samples
+    for sample in samples:
+        assert Pair.from_dict(json.loads(sample.read_text(encoding="utf-8"))["pair"]) == pair_of(options_of([])), sample
 
 
 def test_the_sources_are_gathered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
