@@ -2,9 +2,9 @@
 
 OpenVINO reads the graph of its target, rewrites it for the instruction sets of this processor, and exports the result.
 The exported model refers to weights by their offset in the weights file (CACHE_MODE OPTIMIZE_SIZE, WEIGHTS_PATH), so
-all buckets share one file on disk. Weights that are quantized in blocks (int4, and int8 in steps and short rows) are in
-the engine itself, once for each bucket. An engine runs only on the version of OpenVINO and on the instruction sets that
-it was made for; OpenVINO checks that itself.
+all buckets share one file on disk. Weights that are quantized in blocks (int4, and in models of moderate size int8 in
+steps and short rows) are in the engine itself, once for each bucket. An engine runs only on the version of OpenVINO and
+on the instruction sets that it was made for; OpenVINO checks that itself.
 
 Attention is written out in blocks of queries, with the queries that share keys as rows of one matrix. OpenVINO makes
 one kernel of that, which copies no keys and computes few of the scores that the mask hides (docs/LOG.md).
@@ -61,11 +61,9 @@ GROUP = 128
 each column. This is the fastest of the sizes that were tried (docs/LOG.md).
 """
 GROUP_OF_BLOCKS, SMALL_GROUP = 32, 16
-"""The same for weights in blocks. SMALL_GROUP is more accurate. int8 has it in models of fewer than LARGE weights,
-which lose more by rounding; a step of several texts then takes up to 1.3 times as long, depending on the processor
-(docs/LOG.md).
+"""The same for weights in blocks. SMALL_GROUP is more accurate, and int8 has it. A step of several texts then takes up
+to 1.3 times as long, depending on the processor (docs/LOG.md).
 """
-LARGE = 2**29
 ALIGNMENT = 64
 """Bytes of which the place of OpenVINO's blob in the file is a multiple: a line of the cache, and a vector register."""
 WEIGHTLESS = "WeightlessCacheAttribute_0"
@@ -249,10 +247,7 @@ class OpenVino(EngineBuilder):
 
         graph = job.root / job.graph.path
         onnx_graph = graph_from_file(graph).graph
-        in_blocks = [node for node in onnx_graph.all_nodes() if node.op_type == "MatMulNBits"]
-        group = _group(
-            job.graph, sum(node.attributes["K"].as_int() * node.attributes["N"].as_int() for node in in_blocks)
-        )
+        group = _group(job.graph, in_blocks=any(node.op_type == "MatMulNBits" for node in onnx_graph.all_nodes()))
         try:
             model = _core().read_model(str(graph))
             compiled = partial(_compiled, graph, variant.dtype, 1, group)
@@ -359,14 +354,14 @@ def _cpu() -> str:
     return str(_core().get_property(CPU, "FULL_DEVICE_NAME"))
 
 
-def _group(graph: Graph, weights_in_blocks: int) -> int:
-    """Returns DYNAMIC_QUANTIZATION_GROUP_SIZE for a graph with so many weights in blocks; 0 rounds nothing."""
-    if not weights_in_blocks:
+def _group(graph: Graph, *, in_blocks: bool) -> int:
+    """Returns DYNAMIC_QUANTIZATION_GROUP_SIZE for a graph, which may have weights in blocks; 0 rounds nothing."""
+    if not in_blocks:
         return GROUP
     # Rounding does not make a decode step of one text faster: it waits for its 8-bit weights either way.
     if graph.role == "decode" and graph.dtype == "int8" and graph.bucket.batch == 1:
         return 0
-    return SMALL_GROUP if graph.dtype == "int8" and weights_in_blocks < LARGE else GROUP_OF_BLOCKS
+    return SMALL_GROUP if graph.dtype == "int8" else GROUP_OF_BLOCKS
 
 
 def _options(dtype: DType, threads: int, group: int) -> dict[str, Any]:

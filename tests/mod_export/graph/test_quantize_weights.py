@@ -18,7 +18,7 @@ from step_graphs import prefill_graph_of
 from mod_export.engines.openvino import OpenVino
 from mod_export.engines.ort import OrtCpu
 from mod_export.engines.ort_session import CPU, session_from_onnx
-from mod_export.graph.rewrites import apply_rewrites, stored_forms
+from mod_export.graph.rewrites import apply_rewrites, products, stored_forms
 from mod_export.graph.rewrites.products import QuantizeWeights
 from mod_export.graph.weights import BELOW, Form, WeightsFile, bind_weights, forms_of, state_of, write_weights
 from mod_export.types import QUANTIZED, Bucket, QuantizedDType, TargetLimits
@@ -127,7 +127,7 @@ ROUNDED_BY_THE_ENGINE = {
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_where_the_engine_rounds_activations_all_but_the_router_are_whole_numbers_beside_bfloat16(
-    dtype: QuantizedDType,
+    dtype: QuantizedDType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = unbound_graph(SPEC, Bucket(1, ROWS))
     apply_rewrites(model, OpenVino.limits, dtype)
@@ -148,6 +148,9 @@ def test_where_the_engine_rounds_activations_all_but_the_router_are_whole_number
     )
     # Where all products have few rows, as in a step, weights are in blocks; the lookup reads the table as it is stored.
     assert stored(OpenVino.limits, "int8", SPEC, ROWS - 1) == {"int8_blocks64": INT8 | GATED, "int8_blocks": HEAD}
+    with monkeypatch.context() as patch:
+        patch.setattr(products, "LARGE", 1)
+        assert stored(OpenVino.limits, "int8", SPEC, ROWS - 1) == {"int8": INT8 | GATED | HEAD}
     compared = [node.inputs[0] for node in model.graph if node.op_type == "TopK"]
     assert ir.DataType.FLOAT in (dtypes := {value and value.dtype for value in compared})
     assert ir.DataType.BFLOAT16 not in dtypes
