@@ -17,7 +17,7 @@ too, both read blocks.
 An engine that rounds activations itself (`TargetLimits.rounds_activations`) gets int8 weights as DequantizeLinear and
 MatMul, the head's too, if some product of the graph has many rows. OpenVINO rounds groups of a token's numbers, so its
 errors are close to those of blocks, at the speed of whole columns. In a large model steps use that form too: they take
-two thirds of the time there, all graphs share one copy of the weights, and such models lose less by rounding.
+half to two thirds of the time there, and all graphs share one copy of the weights (docs/LOG.md).
 
 Shape legend: K the summed dimension, N columns of the result, R rows, V rows of a table, (B, T) token ids.
 """
