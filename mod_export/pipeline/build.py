@@ -273,7 +273,7 @@ class Build:
     def row_step(
         self, row_type: type[Row], name: str, inputs: Mapping[str, Any], make: Callable[[], Sequence[Row]]
     ) -> list[Row]:
-        """Does a step whose results are rows, and keeps them for the verdict and the report."""
+        """Does a step whose results are rows, and keeps the rows for the verdict and the report."""
         step = self.step(name, inputs, [], lambda paths: [row.model_dump(mode="json") for row in make()])
         rows = [row_type.model_validate_json(json.dumps(item)) for item in step.result]
         self._rows += rows

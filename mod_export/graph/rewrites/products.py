@@ -127,7 +127,7 @@ the logits of the last token.
 MANY = 32
 """The fewest rows for which a product in integers is worth the rounding of its activations."""
 LARGE = 2**29
-"""The weights with which a model counts as large."""
+"""A graph whose products read this many weights is of a large model."""
 SMALLEST = 32
 """The fewest columns, or summed elements, with which a product gains anything; a router's projection has one column."""
 

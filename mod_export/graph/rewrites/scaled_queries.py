@@ -4,7 +4,7 @@ com.microsoft::GroupQueryAttention multiplies the scores of queries and keys by 
 has two ways on the CPU: a kernel of its own, compiled for any processor, and general matrix products, which it takes if
 the scores are asked for. Those have a fast form for a matrix of one row, but not for products with a factor. So the
 queries are scaled first, the operator's scale is 1, and it returns its scores, which nothing reads. A step's
-attention then takes 0.68 to 0.85 of the time (docs/LOG.md).
+attention then takes 0.70 to 0.85 of the time (docs/LOG.md).
 
 Source: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention
 

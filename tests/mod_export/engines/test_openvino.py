@@ -446,28 +446,23 @@ def test_products_of_whole_numbers_and_a_router_in_float32(rounded: tuple[Path, 
 def test_how_many_numbers_are_rounded_together(dtype: DType, tmp_path: Path) -> None:
     """Cases: a prompt of many rows, a prompt of few, a step of one text, a step of several; 0 means no rounding."""
     groups = []
-    (tmp_path / "engines").mkdir()
     cases: list[tuple[Role, Bucket]] = [
         ("forward", BUCKET), ("forward", Bucket(1, 16)), ("decode", Bucket(1, 16)), ("decode", Bucket(8, 2)),
     ]  # fmt: skip
     for role, bucket in cases:
         job = write_graph(tmp_path, WIDE.dense(), bucket, OpenVino().limits_here(), dtype)
         job = replace(job, graph=replace(job.graph, role=role))
-        OpenVino().build(job, Variant(dtype=dtype), tmp_path / "engines/one.blob", CONFIG)
-        head, _, _ = (tmp_path / "engines/one.blob").read_bytes().partition(b"\n")
-        groups.append(json.loads(head)["group"])
+        OpenVino().build(job, Variant(dtype=dtype), tmp_path / "one.blob", CONFIG)
+        groups.append(header_of(tmp_path / "one.blob")["group"])
     assert groups == {"int8": [128, 16, 0, 16], "int4": [32, 32, 32, 32]}[dtype]
 
 
-def test_a_step_of_a_large_model_reads_the_weights_that_its_prompts_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_of_a_large_model_reads_weights_in_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mod_export.graph.rewrites.products.LARGE", 1)
     job = write_graph(tmp_path, WIDE.dense(), Bucket(1, 2), OpenVino().limits_here(), "int8")
     job = replace(job, graph=replace(job.graph, role="decode"))
-    (tmp_path / "engines").mkdir()
-    OpenVino().build(job, Variant(dtype="int8"), tmp_path / "engines/one.blob", CONFIG)
-    assert header_of(tmp_path / "engines/one.blob")["group"] == 128
+    OpenVino().build(job, Variant(dtype="int8"), tmp_path / "one.blob", CONFIG)
+    assert header_of(tmp_path / "one.blob")["group"] == 128
     assert not [name for name in WeightsFile.open(tmp_path / "graphs/weights-int8.data").entries if "blocks" in name]
 
 
