@@ -14,131 +14,160 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from benchmarks.marked_part import replace_part
+from benchmarks.marked_part import marks, replace_part
 
 FIGURE = "retrofit.svg"
-MARKERS = {"cheapest": "o", "deepest": "^"}
-"""Which layers are routed -> marker of their points."""
+SAMPLES = "retrofit"
+"""The folder of the samples, inside that of the page."""
+ABOUT = "about.json"
+"""Beside the samples: what all of them have in common, and the numbers of the dense model as given."""
 COLUMNS = (
-    "training tokens", "routed", "layers", "capacity", "skipped tokens", "routers", "rows: perplexity",
-    "rows: against dense", "rows: speed-up (FLOPs)", "text: perplexity", "text: against dense", "text: tokens run",
-    "text: speed-up",
+    "training tokens", "model", "seeds", "rows: perplexity", "rows: against dense", "rows: speed-up (FLOPs)",
+    "text: perplexity", "text: against dense", "text: tokens run", "text: speed-up",
 )  # fmt: skip
 USES = {"whole_rows": "whole rows, top-k selects", "text": "one text, predictors decide"}
 """The two ways to use a model -> heading of its half of the figure."""
-LEFT = {("kept", "none"): "keep keys", ("absent", "linear"): "run an adapter", ("kept", "linear"): "both"}
+LEFT = {("kept", "none"): "keep keys", ("absent", "linear"): "run an adapter", ("kept", "linear"): "do both"}
 """Declarations of what skipped tokens leave -> how the table says it."""
-Row = Mapping[str, Any]
+PARTS = {"mlp": "MLPs", "attention": "attentions", "block": "blocks", "separate": "attentions and MLPs"}
+Sample = Mapping[str, Any]
 
 
-def render(results: Path, docs: Path, about: Mapping[str, Any]) -> None:
-    """Replaces the text between the marks in `docs`/training.md by all results of a folder, ordered by their number of
-    training tokens, and then as `about["names"]` orders the names of the ways.
+def render(samples: Path, docs: Path) -> None:
+    """Replaces the text between the marks in `docs`/training.md, which is written if there is none, by a table of all
+    samples of a folder, in the order of their training tokens. Samples that differ only in their seed share a line.
     """
-    order = list(about["names"])
-    rows = [json.loads(path.read_text(encoding="utf-8")) for path in results.glob("*/result.json")]
-    rows.sort(key=lambda row: (row["tokens"], row["seed"], order.index(row["name"])))
-    untouched = json.loads((results / "untouched.json").read_text(encoding="utf-8"))
+    about = json.loads((samples / ABOUT).read_text(encoding="utf-8"))
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(samples.glob("*-*.json"))]
+    found.sort(
+        key=lambda sample: (sample["tokens"], sample["parts"] != "dense", sample["first"], _speed(sample, "text"))
+    )
+    lines: dict[tuple[int, str], list[Sample]] = {}
+    for sample in found:
+        lines.setdefault((sample["tokens"], sample["name"]), []).append(sample)
     (docs / "figures").mkdir(parents=True, exist_ok=True)
-    _draw(rows, untouched, docs / "figures" / FIGURE)
-    replace_part(docs / "training.md", "make retrofit", _measured(rows, untouched, about))
+    _draw(list(lines.values()), about["untouched"], docs / "figures" / FIGURE)
+    page = docs / "training.md"
+    if not page.exists():
+        page.write_text("\n".join(marks("make retrofit")) + "\n", encoding="utf-8")
+    replace_part(page, "make retrofit", _measured(list(lines.values()), about))
 
 
-def _measured(rows: Sequence[Row], untouched: Row, about: Mapping[str, Any]) -> list[str]:
-    dense_of = {(row["tokens"], row["seed"]): row for row in rows if row["parts"] == "dense"}
-    perplexity = f"{math.exp(untouched['next_token_loss']):.2f}"
-    as_given = ["0", "dense, as given", "", "", "", "", perplexity, "", "1", perplexity, "", "100%", "1"]
+def _measured(lines: Sequence[Sequence[Sample]], about: Mapping[str, Any]) -> list[str]:
+    dense_of = {(line[0]["tokens"], sample["seed"]): sample for line in lines for sample in line if _is_dense(sample)}
+    perplexity = f"{math.exp(about['untouched']['next_token_loss']):.2f}"
+    as_given = ["0", "dense, as given", "", perplexity, "", "1", perplexity, "", "100%", "1"]
     return [
         f"Model `{about['model']}`, text: {about['text']}, in rows of {about['seq']} tokens. Perplexity of a token is",
-        "held-out. *Rows*: top-k selects in every row. *Text*: the predictors decide, and a text has the slots of a",
-        f"window of {about['window']:,} tokens. *Tokens run*: mean share over the routed parts. *Against dense*: the",
-        "dense model that was trained as long. *Blocks removed* is the control: the dense model without its cheapest",
-        "blocks. It and every model that routes learn from the dense model as given. Speed-ups are over the whole",
-        "dense model, on one thread of ONNX Runtime, and measured once for each variant.",
+        "held-out: the mean over seeds, and the smallest and largest. *Rows*: top-k selects in every row. *Text*: the",
+        f"predictors decide, and a text has the slots of a window of {about['window']:,} tokens. *Tokens run*: mean",
+        "share over the routed parts. *Against dense*: the dense model that was trained on as many tokens with the",
+        "same seed. *Blocks removed* and *narrower MLPs* are controls: smaller dense models. All but *dense* are",
+        "distilled from the dense model as given, or from the one that learned first, whose tokens count. Speed-ups",
+        "are over the whole dense model, on one thread of ONNX Runtime, and measured once for each shape.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
         f"| {' | '.join(as_given)} |",
-        *(_row(row, dense_of.get((row["tokens"], row["seed"]))) for row in rows),
+        *(_line(line, dense_of) for line in lines),
         "",
         f"![Perplexity against measured speed-up](figures/{FIGURE})",
     ]
 
 
-def _row(row: Row, dense: Row | None) -> str:
-    def quality(use: str) -> list[str]:
-        loss = row[use]["next_token_loss"]
-        against = "" if dense is None else f"{math.exp(loss - dense[use]['next_token_loss']) - 1:+.1%}"
-        return [f"{math.exp(loss):.2f}", against]
+def _is_dense(sample: Sample) -> bool:
+    return bool(sample["parts"] == "dense")
 
-    removed, speed = row["parts"] == "removed", row["speed"]
-    what = {"removed": "blocks removed", "dense": "dense, trained as long"}.get(row["parts"], row["parts"])
-    cells = [f"{row['tokens']:,}", what]
-    if speed is None:
-        cells += ["", "", "", "", *quality("whole_rows"), "1", *quality("text"), "100%", "1"]
-        return f"| {' | '.join(cells)} |"
-    predicted, failed = speed["whole_rows"]["predicted_flops"], "" if speed["status"] == "pass" else ", a gate failed"
+
+def _line(line: Sequence[Sample], dense_of: Mapping[tuple[int, int], Sample]) -> str:
+    """Returns the line of a table of samples that differ only in their seed."""
+
+    def quality(use: str) -> list[str]:
+        losses = {sample["seed"]: sample[use]["next_token_loss"] for sample in line}
+        dense = {seed: dense_of.get((line[0]["tokens"], seed)) for seed in losses}
+        rises = [math.expm1(loss - of[use]["next_token_loss"]) for seed, loss in losses.items() if (of := dense[seed])]
+        return [_spread([math.exp(loss) for loss in losses.values()], ".2f"), _spread(rises, "+.1%")]
+
+    one, seeds = line[0], str(len(line))
+    cells = [f"{one['tokens']:,}", label(one), seeds]
+    if _is_dense(one):
+        return f"| {' | '.join([*cells, *quality('whole_rows'), '1', *quality('text'), '100%', '1'])} |"
+    speed = one["speed"]
+    failed = "" if speed["status"] == "pass" else ", a gate failed"
+    ran = [sample["text"]["ran"] for sample in line]
     cells += [
-        f"{len(row['layers'])} {row['route'].split(':')[0]}",
-        "" if removed else f"{row['capacity']:g}",
-        _left(row),
-        "" if removed else row["routers"],
         *quality("whole_rows"),
-        f"{_interval(speed['whole_rows'])} ({predicted:.2f}){failed}",
+        f"{_interval(speed['whole_rows'])} ({speed['whole_rows']['predicted_flops']:.2f}){failed}",
         *quality("text"),
-        "" if removed else f"{row['text']['ran']:.0%}",
+        "100%" if None in ran else f"{sum(ran) / len(ran):.0%}",
         _interval(speed["text"]),
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def _interval(speed: Row) -> str:
+def _spread(values: Sequence[float], form: str) -> str:
+    """Returns the mean, and the smallest and largest of several values."""
+    if not values:
+        return ""
+    mean = format(sum(values) / len(values), form)
+    return mean if len(values) == 1 else f"{mean} ({min(values):{form}} to {max(values):{form}})"
+
+
+def label(sample: Sample) -> str:
+    """Returns what a model is, in words."""
+    if _is_dense(sample):
+        return "dense, trained as long"
+    which, after = sample["route"].split(":")[0], ""
+    if sample["first"]:
+        after = f"; the dense model learned first ({sample['first']:.0%} of the tokens)"
+    if sample["parts"] == "removed":
+        return f"{len(sample['layers'])} {which} blocks removed{after}"
+    if sample["parts"] == "narrowed":
+        return f"narrower MLPs: {sample['capacity']:.0%} of the neurons{after}"
+    left = LEFT.get((sample["skipped_keys"], sample["adapter"]))
+    learned = "; routers learn" if sample["routers"] == "learned" else ""
+    tokens = f"{PARTS[sample['parts']]} of the {len(sample['layers'])} {which} layers run {sample['capacity']:.0%}"
+    return f"{tokens}{f', skipped tokens {left}' if left else ''}{learned}{after}"
+
+
+def _speed(sample: Sample, use: str) -> float:
+    return 1.0 if sample["speed"] is None else float(sample["speed"][use]["measured"])
+
+
+def _interval(speed: Sample) -> str:
     low, high = speed["ci95"]
     return f"{speed['measured']:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _left(row: Row) -> str:
-    return LEFT.get((row["skipped_keys"], row["adapter"]), "")
-
-
-def _kind(row: Row) -> str:
-    """Returns the label in the figure of rows that differ only in capacity and training."""
-    if row["parts"] == "dense":
-        return "dense, trained as long"
-    layers = row["route"].split(":")[0]
-    if row["parts"] == "removed":
-        return f"{layers} blocks removed"
-    left = f", skipped tokens {_left(row)}" if _left(row) else ""
-    return f"{row['parts']}, {layers} layers{left}{', routers learn' if row['routers'] == 'learned' else ''}"
-
-
-def _draw(rows: Sequence[Row], untouched: Row, path: Path) -> None:
+def _draw(lines: Sequence[Sequence[Sample]], untouched: Sample, path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "retrofit"
-    _, both = plt.subplots(1, 2, figsize=(10, 4.2), sharey=True)
-    kinds = list(dict.fromkeys(map(_kind, rows)))
-    budgets = sorted({row["tokens"] for row in rows})
+    _, both = plt.subplots(1, 2, figsize=(10, 5.2), sharey=True)
+    labels = list(dict.fromkeys(label(line[0]) for line in lines))
+    budgets = sorted({line[0]["tokens"] for line in lines})
     for axes, (use, title) in zip(both, USES.items(), strict=True):
         axes.plot([1], [math.exp(untouched["next_token_loss"])], "kx", label="dense, as given")
-        for row in rows:
-            at = (1.0 if row["speed"] is None else row["speed"][use]["measured"], math.exp(row[use]["next_token_loss"]))
+        for line in lines:
+            perplexities = [math.exp(sample[use]["next_token_loss"]) for sample in line]
+            middle = sum(perplexities) / len(perplexities)
+            spread = [[middle - min(perplexities)], [max(perplexities) - middle]]
             # The more training, the larger the point.
-            size = 5 + 3 * budgets.index(row["tokens"])
-            marker, color = MARKERS.get(row["route"].split(":")[0], "s"), f"C{kinds.index(_kind(row))}"
-            axes.plot(*at, marker, color=color, markersize=size, label=_kind(row))
-            if row["speed"] is not None:
-                note = f"{len(row['layers'])}" if row["parts"] == "removed" else f"{row['capacity']:g}"
-                axes.annotate(note, at, xytext=(6, 3), textcoords="offset points", fontsize=8)
+            size, color = 4 + 3 * budgets.index(line[0]["tokens"]), f"C{labels.index(label(line[0]))}"
+            marker = "o" if line[0]["parts"] in PARTS else "s"
+            axes.errorbar(
+                _speed(line[0], use), middle, yerr=spread, fmt=marker, color=color, markersize=size,
+                label=label(line[0]),
+            )  # fmt: skip
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("measured speed-up over the dense model")
-        axes.margins(x=0.2)  # Room for the labels beside the points.
+        axes.margins(x=0.15)
     both[0].set_ylabel("held-out perplexity")
     both[0].set_yscale("log")
     both[0].yaxis.set_major_locator(LogLocator(subs=(1, 1.2, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)))
     both[0].yaxis.set_major_formatter(ScalarFormatter())
     both[0].yaxis.set_minor_formatter(NullFormatter())
-    # Points that differ only in capacity and training share one legend entry.
+    # Points that differ only in training share one entry of the legend, which is below both halves.
     entries = dict(zip(*reversed(both[1].get_legend_handles_labels()), strict=True))
-    both[1].legend(entries.values(), entries.keys(), fontsize=8)
-    plt.tight_layout()
+    plt.figlegend(entries.values(), entries.keys(), fontsize=8, loc="lower center", ncols=2)
+    plt.tight_layout(rect=(0, 0.05 + 0.025 * len(entries), 1, 1))
     plt.savefig(path, metadata={"Date": None})
     plt.close()

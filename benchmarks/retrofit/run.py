@@ -3,24 +3,26 @@
     python -m benchmarks.retrofit.run [--model DIR] [--data PATH] [--results DIR] [--docs DIR] [--steps N] ...
 
 Nothing is downloaded: `--model` is a dense checkpoint on this machine, such as `mod-export convert` writes. A run that
-was stopped continues: each way and number of tokens has its own folder, and resumes from its last evaluation. The table
-shows all results of the folder.
+was stopped continues: each way, number of tokens and seed has its own folder, and resumes from its last evaluation. A
+run whose result is among the samples (DOCS/retrofit) is not repeated, so several machines can share the work. The table
+shows all samples.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from benchmarks.retrofit.render import render
+from benchmarks.retrofit.controls import narrowed, without
+from benchmarks.retrofit.render import ABOUT, SAMPLES, render
+from benchmarks.retrofit.ways import DENSE, GRID, Way, config_of, steps_of_dense
 from mod_models import probe
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.generation_spec import for_generation
@@ -30,8 +32,8 @@ from mod_models.train.evaluation import held_out
 from mod_models.train.fit import fitted, rows_to_fit
 from mod_models.train.losses import LossModule
 from mod_models.train.parallel import Workers
-from mod_models.train.retrofit import FITTED, LEARNED, layers_of, retrofitted, routed_spec
-from mod_models.train.run import train
+from mod_models.train.retrofit import LEARNED, layers_of, retrofitted, routed_spec
+from mod_models.train.run import fingerprint_of, train
 from mod_models.transformer import Transformer
 
 SPEED = """\
@@ -52,113 +54,67 @@ compared_texts = 0
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Way:
-    """One way to retrofit: which part of which layers (`{half}` is half of them) routes, at which capacity.
-
-    `parts` is `dense` for the dense model trained as long, and `removed` for the dense model without the blocks that
-    `route` names, which every token skips.
-    """
-
-    parts: str
-    route: str
-    capacity: float
-    skipped_keys: str = "absent"
-    adapter: str = "none"
-    routers: str = FITTED
-
-    @property
-    def routes(self) -> bool:
-        """Whether tokens are routed at all."""
-        return self.parts not in ("dense", "removed")
-
-    @property
-    def name(self) -> str:
-        left = [name for name in (self.skipped_keys, self.adapter, self.routers) if name not in USUAL]
-        name = f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
-        return "-".join([name, *left])
-
-
-USUAL = ("absent", "none", FITTED)
-"""Values that are not in the name of a way."""
-DENSE = Way("dense", "none", 1.0)
-GRID = (
-    DENSE,
-    Way("removed", "cheapest:3", 0.0),
-    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
-    Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
-    Way("removed", "cheapest:5", 0.0),
-    Way("block", "cheapest:{half}", 0.5, skipped_keys="kept", adapter="linear"),
-    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers=LEARNED),
-    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept"),
-    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", routers=LEARNED),
-    Way("mlp", "cheapest:{half}", 0.25, adapter="linear"),
-    Way("attention", "cheapest:{half}", 0.5, skipped_keys="kept"),
-    Way("block", "cheapest:{half}", 0.75),
-    Way("mlp", "cheapest:{half}", 0.5),
-    Way("block", "deepest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
-)
-"""Ways in the order of their training. Controls, and ways to compare with them, come first, in case the run is stopped.
-"""
-
-
-def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
-    """Returns the settings of a way. Every way has the same budget and the same batches.
-
-    All ways but `DENSE` are distilled from the unchanged dense model. Only a model that routes has predictors to
-    calibrate, and only routers that learn begin at capacity 1.
-    """
-    return TrainConfig(
-        steps=given.steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
-        learning_rate=given.learning_rate, router_learning_rate=10 * given.learning_rate, weight_decay=0.0,
-        warmup=max(1, given.steps // 20), eval_every=max(1, given.steps // 2), eval_batches=given.eval_batches,
-        log_every=max(1, given.steps // 40), recompute=given.recompute, precision=given.precision,
-        anneal=0.5 if way.routes and way.routers == LEARNED else 0.0, distill=0.0 if way == DENSE else 1.0,
-        calibrate=8 if way.routes else 0, seed=given.seed,
-    )  # fmt: skip
-
-
 def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
-    """Trains and measures one way, unless that has been done; returns a line to show."""
-    folder: Path = given.results / folder_name(way, given)
-    done = folder / "result.json"
-    if done.exists():
-        return f"{folder.name}: done before"
-    dense = load_checkpoint(given.model)
-    config, removed = config_of(way, given), way.parts == "removed"
-    layers: tuple[int, ...] = ()
-    if way != DENSE:
-        text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(given.results / "probe.json"))
-        layers = layers_of(text, dense.spec.n_layers, "block" if removed else way.parts)
-    trained = folder / "trained"
-    if not trained.exists():
-        initial = started(way, dense, layers, config, corpus)
-        teacher = dense if removed else None
-        for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher):
-            if event.text:
-                print(f"{folder.name}: {event.text}", flush=True)
-        trained.touch()
+    """Trains and measures one way, unless its sample is there; returns a line to show."""
+    name = folder_name(way, given)
+    sample = samples_of(given) / f"{name}.json"
+    if sample.exists():
+        return f"{name}: done before"
+    layers = trained(way, given, corpus)
+    folder = given.results / name
     result = {
         **asdict(way),
         "name": way.name,
+        "shape": way.shape,
         "layers": layers,
         "seed": given.seed,
         "tokens": tokens_of(given),
-        **judged(load_checkpoint(folder / "model.pt"), config, corpus, given.window),
-        "speed": None if way == DENSE else speed_of(way, folder, given, given.model if removed else None),
+        **judged(load_checkpoint(folder / "model.pt"), config_of(way, given), corpus, given.window),
+        "speed": None if way == DENSE else speed_of(way, folder, given),
     }
-    done.write_text(json.dumps(result), encoding="utf-8")
-    return f"{folder.name}: {result['whole_rows']['bits_per_byte']:.3f} bits/byte"
+    sample.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return f"{name}: {result['whole_rows']['bits_per_byte']:.3f} bits/byte"
+
+
+def samples_of(given: argparse.Namespace) -> Path:
+    """Returns the folder of the samples, from which the page is made."""
+    return Path(given.docs) / SAMPLES
 
 
 def tokens_of(given: argparse.Namespace) -> int:
-    """Returns the number of tokens that every way is trained on."""
+    """Returns the number of tokens that every way is trained on, with those of its dense model."""
     return int(given.steps * given.batch * given.seq)
 
 
 def folder_name(way: Way, given: argparse.Namespace) -> str:
-    """Returns the name of the folder of a run."""
+    """Returns the name of the folder of a run, and of its sample."""
     return f"{way.name}-{tokens_of(given)}" + (f"-seed{given.seed}" if given.seed else "")
+
+
+def trained(way: Way, given: argparse.Namespace, corpus: Corpus) -> tuple[int, ...]:
+    """Trains a way in its folder, unless that has been done, after the dense model that it follows; returns the layers
+    that route or are removed.
+    """
+    folder = given.results / folder_name(way, given)
+    dense = load_checkpoint(given.model)
+    layers: tuple[int, ...] = ()
+    if way.routes or way.parts == "removed":
+        text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(given.results / "probe.json"))
+        layers = layers_of(text, dense.spec.n_layers, way.parts if way.routes else "block")
+    if (folder / "trained").exists():
+        return layers
+    if way.first:
+        before_it = argparse.Namespace(**{**vars(given), "steps": steps_of_dense(way, given.steps)})
+        trained(DENSE, before_it, corpus)
+        dense = load_checkpoint(given.results / folder_name(DENSE, before_it) / "model.pt")
+    config = config_of(way, given)
+    initial = started(way, dense, layers, config, corpus)
+    teacher = None if way == DENSE or way.routes else dense
+    for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher):
+        if event.text:
+            print(f"{folder.name}: {event.text}", flush=True)
+    (folder / "trained").touch()
+    return layers
 
 
 def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainConfig, corpus: Corpus) -> Checkpoint:
@@ -167,6 +123,8 @@ def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainC
         return dense
     if way.parts == "removed":
         return without(dense, layers)
+    if way.parts == "narrowed":
+        return narrowed(dense, way.capacity, rows_to_fit(corpus, config))
     spec = routed_spec(
         dense.spec, layers, way.capacity, way.parts, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter,
         routers=way.routers,
@@ -202,33 +160,20 @@ def numbers_of(model: Transformer, config: TrainConfig, corpus: Corpus) -> dict[
     return {**numbers, "ran": sum(ran) / len(ran) if ran else None}
 
 
-def without(dense: Checkpoint, layers: Collection[int]) -> Checkpoint:
-    """Removes these blocks from a dense model; later ones move up."""
-    kept = [layer for layer in range(dense.spec.n_layers) if layer not in layers]
-    new_of = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
-    weights = {}
-    for name, tensor in dense.weights.items():
-        prefix = re.match(r"layers\.\d+\.", name)
-        if prefix is None:
-            weights[name] = tensor
-        elif prefix[0] in new_of:
-            weights[new_of[prefix[0]] + name.removeprefix(prefix[0])] = tensor
-    return Checkpoint(spec=replace(dense.spec, n_layers=len(kept)), weights=weights)
-
-
-def speed_of(way: Way, folder: Path, given: argparse.Namespace, baseline: Path | None = None) -> dict[str, Any]:
+def speed_of(way: Way, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Builds the model in `folder` in its own process, and returns the speed-ups of whole rows and of one text from the
-    report. A way is timed once: longer training changes no shape, and hardly the share of the tokens that run.
+    report. A shape is timed once: training changes hardly the share of the tokens that run.
 
-    It is compared with its own dense baseline, or with the dense model `baseline`.
+    A model that routes is compared with its own dense baseline, and a smaller one with the given dense model.
     """
-    timed = given.results / f"{way.name}.speed.json"
-    if timed.exists():
-        return dict(json.loads(timed.read_text(encoding="utf-8")))
+    for path in sorted(samples_of(given).glob("*.json")):
+        sample = json.loads(path.read_text(encoding="utf-8"))
+        if sample.get("shape") == way.shape:
+            return dict(sample["speed"])
     settings = SPEED.format(seq=given.seq, window=given.window)
     (folder / "speed.toml").write_text(settings, encoding="utf-8")
     command = [sys.executable, "-m", "mod_export", "build", "model.pt", "-c", "speed.toml", "-o", "build", "-q"]
-    command += [] if baseline is None else ["--baseline", str(baseline.resolve())]
+    command += [] if way.routes else ["--baseline", str(given.model.resolve())]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     # Code 4 means that a gate failed. Such a build has a report, which says so.
     if ran.returncode not in (0, 4):
@@ -236,26 +181,45 @@ def speed_of(way: Way, folder: Path, given: argparse.Namespace, baseline: Path |
     report = json.loads((folder / "build" / "report.json").read_text(encoding="utf-8"))
     (row,) = report["speedup"]
     (steps,) = report["generation"]["decode"]
-    speed = {
+    return {
         "whole_rows": {name: row[name] for name in ("measured", "ci95", "predicted_flops")},
         "text": {name: steps["compared"][name] for name in ("measured", "ci95")},
         "status": report["verdict"]["status"],
     }
-    timed.write_text(json.dumps(speed), encoding="utf-8")
-    return speed
 
 
 def before(given: argparse.Namespace, corpus: Corpus) -> None:
-    """Runs the probe and evaluates the unchanged dense model, once for each folder of results."""
-    ranking, untouched = given.results / "probe.json", given.results / "untouched.json"
+    """Runs the probe and evaluates the unchanged dense model, once for each folder of results and of samples.
+
+    Raises:
+        RuntimeError: the probe failed, or the samples are of another model, text or window.
+    """
+    samples_of(given).mkdir(parents=True, exist_ok=True)
+    ranking, about = given.results / "probe.json", samples_of(given) / ABOUT
+    dense = load_checkpoint(given.model)
+    conditions = {
+        "model": given.model.name,
+        "weights": fingerprint_of(dense),
+        "text": corpus.name if given.data is None else given.data.name,
+        "tokens of the text": corpus.fingerprint,
+        "seq": given.seq,
+        "window": given.window,
+    }
+    if about.exists():
+        known = json.loads(about.read_text(encoding="utf-8"))
+        changed = [name for name, value in conditions.items() if known[name] != value]
+        if changed:
+            raise RuntimeError(
+                f"{about}: its samples have another {', '.join(changed)}; name another folder with --docs"
+            )
+    else:
+        numbers = numbers_of(dense.module(), config_of(DENSE, given), corpus)
+        about.write_text(json.dumps({**conditions, "untouched": numbers}, indent=1) + "\n", encoding="utf-8")
     if not ranking.exists():
         options = ["--seq", str(given.seq), "--batch", "1", "--batches", str(given.probe_rows), "--out", str(ranking)]
         data = ["--data", str(given.data)] if given.data is not None else []
         if probe.main([str(given.model), *options, *data]):
             raise RuntimeError(f"{given.model}: the probe failed")
-    if not untouched.exists():
-        numbers = numbers_of(load_checkpoint(given.model).module(), config_of(DENSE, given), corpus)
-        untouched.write_text(json.dumps(numbers), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> int:
@@ -288,16 +252,9 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     tokenizer = options.model / TOKENIZER
     corpus = read_corpus(options.data, tokenizer if tokenizer.is_file() else None)
     before(options, corpus)
-    about = {
-        "model": options.model.name,
-        "text": corpus.name if options.data is None else options.data.name,
-        "names": [way.name for way in grid],
-        "seq": options.seq,
-        "window": options.window,
-    }
     for number, way in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {run_way(way, options, corpus)}", flush=True)
-        render(options.results, options.docs, about)
+        render(samples_of(options), options.docs)
     return 0
 
 

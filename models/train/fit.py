@@ -92,10 +92,10 @@ def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
     for layer, (block, routed) in enumerate(zip(dense.layers, model.layers, strict=True)):
         assert isinstance(block, Block)
         if not isinstance(routed, RoutedBlock):
-            streams = [block(_tokens(dense, x_BSD), Decisions()) for x_BSD in streams]
+            streams = [block(row_tokens(dense, x_BSD), Decisions()) for x_BSD in streams]
             continue
         for part in ("attention", "mlp") if routing.parts == "separate" else (routing.parts,):
-            part_inputs = [_part_inputs(block, _tokens(dense, x_BSD), part) for x_BSD in streams]
+            part_inputs = [inputs_of_part(block, row_tokens(dense, x_BSD), part) for x_BSD in streams]
             if routed.adapter is not None:
                 explained[layer] = _fit_adapter(routed.adapter, part_inputs)
             if not fits_routers:
@@ -110,7 +110,7 @@ def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
         if fits_routers:
             streams = [_run(model, routed, x_BSD, Decisions()) for x_BSD in streams]
         else:
-            streams = [block(_tokens(dense, x_BSD), Decisions()) for x_BSD in streams]
+            streams = [block(row_tokens(dense, x_BSD), Decisions()) for x_BSD in streams]
     new = {name: tensor for name, tensor in model.state_dict().items() if ROUTES.match(name)}
     return Fitted(Checkpoint(spec=retrofit.spec, weights={**retrofit.weights, **new}), explained, foreseen)
 
@@ -123,7 +123,8 @@ def _ranking(retrofit: Checkpoint) -> Transformer:
     return Checkpoint(spec=spec, weights=weights).module()
 
 
-def _tokens(model: Transformer, x_BSD: Tensor) -> Tokens:
+def row_tokens(model: Transformer, x_BSD: Tensor) -> Tokens:
+    """Returns the stream of whole rows, (B, S, D), as a block of the model takes it."""
     S = x_BSD.shape[1]
     live_BS = torch.ones(x_BSD.shape[:2], dtype=torch.bool)
     return Tokens(x_BSD, live_BS, model.rope_cos[:S], model.rope_sin[:S], None, S)
@@ -138,7 +139,7 @@ def _slots(model: Transformer, layer: int, x_BSD: Tensor) -> tuple[int, int]:
 def _run(model: Transformer, routed: RoutedBlock, x_BSD: Tensor, decisions: Decisions) -> Tensor:
     """Returns the stream after a routed block, (B, S, D)."""
     k, _ = _slots(model, routed.layer, x_BSD)
-    after_BSD: Tensor = routed(_tokens(model, x_BSD), decisions, k)
+    after_BSD: Tensor = routed(row_tokens(model, x_BSD), decisions, k)
     return after_BSD
 
 
@@ -168,7 +169,8 @@ class PartInputs(NamedTuple):
         return PartInputs(*(tensor_ND[mask_BS.flatten()] for tensor_ND in self))
 
 
-def _part_inputs(block: Block, tokens: Tokens, part: str) -> PartInputs:
+def inputs_of_part(block: Block, tokens: Tokens, part: str) -> PartInputs:
+    """Returns what a part of a dense block reads and adds."""
     x_BSD = tokens.x_BTD
     if part == "block":
         parts = block.attention_norm(x_BSD), block.mlp_norm(x_BSD), block(tokens, Decisions()) - x_BSD

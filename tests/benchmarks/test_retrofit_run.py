@@ -5,52 +5,70 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.marked_part import marks
 from benchmarks.retrofit import run as run_retrofit
+from benchmarks.retrofit.controls import kept_width, narrowed, without
 from benchmarks.retrofit.render import COLUMNS, render
-from benchmarks.retrofit.run import DENSE, GRID, Way, folder_name, main, without
-from mod_models.checkpoint import load_checkpoint, random_checkpoint
+from benchmarks.retrofit.run import folder_name, main
+from benchmarks.retrofit.ways import CONTROLS, DENSE, GRID, Way, config_of
+from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 from mod_models.train import TrainConfig
 from mod_models.train.run import train
 
+ROOT = Path(__file__).parents[2]
 SPEC = ModelSpec(vocab_size=256, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, d_head=16, d_ff=64, max_positions=64)
-SMALL = (DENSE, Way("removed", "cheapest:1", 0.0), Way("mlp", "cheapest:{half}", 0.5, adapter="linear"))
+SMALL = (
+    DENSE,
+    Way("removed", "cheapest:1", 0.0),
+    Way("narrowed", "all", 0.5, first=0.5),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", first=0.5),
+)
 QUICK = ["--steps", "4", "--batch", "2", "--seq", "32", "--eval-batches", "2", "--probe-rows", "1", "--window", "64"]
 BEGIN, END = marks("make retrofit")
 PAGE = f"# Before\n\n{BEGIN}\nnot run yet\n{END}\n\nafter\n"
 
 
-def row(parts: str, loss: float, speed: float | None = None, status: str = "pass") -> dict[str, object]:
+def sample(parts: str, loss: float, speed: float | None = None, status: str = "pass", seed: int = 0) -> dict[str, Any]:
     fast = {"measured": speed, "ci95": [1.1, 1.3], "predicted_flops": 1.5}
-    quality = {"next_token_loss": loss, "bits_per_byte": 2.0, "ran": 0.5}
+    quality = {"next_token_loss": loss, "bits_per_byte": 2.0, "ran": None if parts in CONTROLS else 0.5}
     speeds = {"whole_rows": fast, "text": {**fast, "ci95": [1.0, 1.4]}, "status": status}
     return {
         "parts": parts, "route": "deepest:{half}", "capacity": 0.5, "layers": [2, 3], "skipped_keys": "absent",
-        "adapter": "none", "routers": "fitted", "seed": 0, "tokens": 1000, "whole_rows": quality,
-        "text": {**quality, "next_token_loss": loss - 0.1, "ran": 0.45}, "speed": None if speed is None else speeds,
+        "adapter": "none", "routers": "fitted", "first": 0.0, "seed": seed, "tokens": 1000, "whole_rows": quality,
+        "text": {**quality, "next_token_loss": loss - 0.1}, "speed": None if speed is None else speeds,
     }  # fmt: skip
 
 
 def test_the_page(tmp_path: Path) -> None:
     (tmp_path / "training.md").write_text(PAGE)
-    (tmp_path / "untouched.json").write_text('{"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": 1.0}')
-    found = {"dense": row("dense", 2.0), "mlp": row("mlp", 2.1, 1.2), "block": row("block", 2.3, 1.4, "fail")}
-    found["kept"] = {**row("block", 2.2, 1.3), "skipped_keys": "kept", "routers": "learned"}
-    found["adapted"] = {**row("mlp", 2.05, 1.2), "adapter": "linear"}
-    found["removed"] = {**row("removed", 2.1, 1.2), "route": "cheapest:2"}
-    found["longer"] = {**row("mlp", 1.9, 1.2), "tokens": 2000}
+    samples = tmp_path / "retrofit"
+    samples.mkdir()
+    untouched = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
+    about = {"model": "m", "text": "t", "seq": 50, "window": 2048, "untouched": untouched}
+    (samples / "about.json").write_text(json.dumps(about))
+    found = {
+        "dense-0": sample("dense", 2.0), "dense-1": sample("dense", 2.1, seed=1),
+        "mlp-0": sample("mlp", 2.1, 1.2), "mlp-1": sample("mlp", 2.4, 1.2, seed=1),
+        "block-0": sample("block", 2.3, 1.4, "fail"),
+        "kept-0": {**sample("block", 2.2, 1.3), "skipped_keys": "kept", "routers": "learned"},
+        "adapted-0": {**sample("mlp", 2.05, 1.2), "adapter": "linear", "first": 0.75},
+        "removed-0": {**sample("removed", 2.1, 1.2), "route": "cheapest:2"},
+        "narrowed-0": {**sample("narrowed", 2.1, 1.1), "route": "all"},
+        "longer-0": {**sample("mlp", 1.9, 1.2), "tokens": 2000},
+    }  # fmt: skip
     for name, result in reversed(found.items()):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "result.json").write_text(json.dumps({**result, "name": name}))
-    about = {"model": "m", "text": "t", "names": list(found), "seq": 50, "window": 2048}
+        (samples / f"{name}.json").write_text(json.dumps({**result, "name": name[:-2]}))
     for _ in range(2):  # The second pass writes over an existing page.
-        render(tmp_path, tmp_path, about)
+        render(samples, tmp_path)
     page = (tmp_path / "training.md").read_text()
     assert page.startswith("# Before\n")
     assert page.endswith(f"{END}\n\nafter\n")
@@ -61,19 +79,41 @@ def test_the_page(tmp_path: Path) -> None:
     rows, text = "1.20 [1.10, 1.30] (1.50)", "1.20 [1.00, 1.40]"
     assert lines[0].count("|") == len(COLUMNS) + 1
     assert lines[2:] == [
-        "| 0 | dense, as given |  |  |  |  | 12.18 |  | 1 | 12.18 |  | 100% | 1 |",
-        "| 1,000 | dense, trained as long |  |  |  |  | 7.39 | +0.0% | 1 | 6.69 | +0.0% | 100% | 1 |",
-        f"| 1,000 | mlp | 2 deepest | 0.5 |  | fitted | 8.17 | +10.5% | {rows} | 7.39 | +10.5% | 45% | {text} |",
-        "| 1,000 | block | 2 deepest | 0.5 |  | fitted | 9.97 | +35.0% | 1.40 [1.10, 1.30] (1.50), a gate failed | "
-        "9.03 | +35.0% | 45% | 1.40 [1.00, 1.40] |",
-        "| 1,000 | block | 2 deepest | 0.5 | keep keys | learned | 9.03 | +22.1% | 1.30 [1.10, 1.30] (1.50) | "
-        "8.17 | +22.1% | 45% | 1.30 [1.00, 1.40] |",
-        f"| 1,000 | mlp | 2 deepest | 0.5 | run an adapter | fitted | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 45% | "
-        f"{text} |",
-        f"| 1,000 | blocks removed | 2 cheapest |  |  |  | 8.17 | +10.5% | {rows} | 7.39 | +10.5% |  | {text} |",
-        f"| 2,000 | mlp | 2 deepest | 0.5 |  | fitted | 6.69 |  | {rows} | 6.05 |  | 45% | {text} |",
+        "| 0 | dense, as given |  | 12.18 |  | 1 | 12.18 |  | 100% | 1 |",
+        "| 1,000 | dense, trained as long | 2 | 7.78 (7.39 to 8.17) | +0.0% (+0.0% to +0.0%) | 1 | "
+        "7.04 (6.69 to 7.39) | +0.0% (+0.0% to +0.0%) | 100% | 1 |",
+        "| 1,000 | narrower MLPs: 50% of the neurons | 1 | 8.17 | +10.5% | 1.10 [1.10, 1.30] (1.50) | 7.39 | +10.5% | "
+        "100% | 1.10 [1.00, 1.40] |",
+        "| 1,000 | MLPs of the 2 deepest layers run 50% | 2 | 9.59 (8.17 to 11.02) | +22.8% (+10.5% to +35.0%) | "
+        f"{rows} | 8.68 (7.39 to 9.97) | +22.8% (+10.5% to +35.0%) | 50% | {text} |",
+        f"| 1,000 | 2 cheapest blocks removed | 1 | 8.17 | +10.5% | {rows} | 7.39 | +10.5% | 100% | {text} |",
+        "| 1,000 | blocks of the 2 deepest layers run 50%, skipped tokens keep keys; routers learn | 1 | 9.03 | +22.1% "
+        "| 1.30 [1.10, 1.30] (1.50) | 8.17 | +22.1% | 50% | 1.30 [1.00, 1.40] |",
+        "| 1,000 | blocks of the 2 deepest layers run 50% | 1 | 9.97 | +35.0% | 1.40 [1.10, 1.30] (1.50), a gate "
+        "failed | 9.03 | +35.0% | 50% | 1.40 [1.00, 1.40] |",
+        "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run an adapter; the dense model learned first "
+        f"(75% of the tokens) | 1 | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 50% | {text} |",
+        f"| 2,000 | MLPs of the 2 deepest layers run 50% | 1 | 6.69 |  | {rows} | 6.05 |  | 50% | {text} |",
     ]
     assert (tmp_path / "figures" / "retrofit.svg").stat().st_size > 1000
+
+
+def test_a_page_is_written_where_there_is_none(tmp_path: Path) -> None:
+    samples = tmp_path / "retrofit"
+    samples.mkdir()
+    untouched = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
+    (samples / "about.json").write_text(
+        json.dumps({"model": "m", "text": "t", "seq": 50, "window": 64, "untouched": untouched})
+    )
+    (samples / "dense-0.json").write_text(json.dumps({**sample("dense", 2.0), "name": "dense"}))
+    render(samples, tmp_path)
+    assert "| 1,000 | dense, trained as long | 1 | 7.39 |" in (tmp_path / "training.md").read_text()
+
+
+def test_the_page_is_current(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "docs/training.md", tmp_path)
+    render(ROOT / "docs/retrofit", tmp_path)
+    assert (tmp_path / "training.md").read_text() == (ROOT / "docs/training.md").read_text()
 
 
 def test_ways_have_folders_of_their_own() -> None:
@@ -91,6 +131,9 @@ def test_ways_have_folders_of_their_own() -> None:
     assert folder_name(learned, given) == f"{learned.name}-1000"
     given.seed = 2
     assert folder_name(learned, given) == f"{learned.name}-1000-seed2"
+    later = dataclasses.replace(learned, first=0.75)
+    assert later.name == f"{learned.name}-first-0.75"
+    assert later.shape == learned.name, "training does not change the speed"
 
 
 def test_the_dense_model_without_blocks_skips_them() -> None:
@@ -106,18 +149,71 @@ def test_the_dense_model_without_blocks_skips_them() -> None:
     assert len(dense.weights) > len(short.weights)
 
 
+def rows_of(spec: ModelSpec, batches: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(spec.vocab_size, (4, 32), generator=generator) for _ in range(batches)]
+
+
+def test_a_narrowed_model_without_its_idle_neurons_computes_the_same() -> None:
+    """Neurons that add nothing are those that go; nothing is left to fit."""
+    dense = random_checkpoint(SPEC, 0)
+    idle = torch.arange(SPEC.d_ff) % 4 < 2
+    for layer in range(SPEC.n_layers):
+        dense.weights[f"layers.{layer}.mlp.down_proj.weight"][:, idle] = 0
+    before = {name: tensor.clone() for name, tensor in dense.weights.items()}
+    narrow = narrowed(dense, 0.5, rows_of(SPEC))
+    assert narrow.spec == dataclasses.replace(SPEC, d_ff=32)
+    (ids_BS,) = rows_of(SPEC, 1)
+    lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1])
+    torch.testing.assert_close(narrow.module()(ids_BS, lengths_B)[0], dense.module()(ids_BS, lengths_B)[0])
+    assert all(torch.equal(tensor, dense.weights[name]) for name, tensor in before.items())
+
+
+def test_the_fit_makes_up_for_neurons_that_go() -> None:
+    """Two neurons with the same input weights do the work of one, so half of them can go without a loss."""
+    dense = random_checkpoint(SPEC, 1)
+    half = SPEC.d_ff // 2
+    for layer in range(SPEC.n_layers):
+        for name in ("gate_proj", "up_proj"):
+            weight_FD = dense.weights[f"layers.{layer}.mlp.{name}.weight"]
+            weight_FD[half:] = weight_FD[:half]
+        dense.weights[f"layers.{layer}.mlp.down_proj.weight"][:, half:] *= 0.2  # The first of each pair adds more.
+    narrow = narrowed(dense, 0.5, rows_of(SPEC))
+    plain = {name: tensor.clone() for name, tensor in narrow.weights.items()}
+    for layer in range(SPEC.n_layers):
+        name = f"layers.{layer}.mlp.down_proj.weight"
+        plain[name] = dense.weights[name][:, :half]
+    (ids_BS,) = rows_of(SPEC, 1)
+    lengths_B = torch.full((len(ids_BS),), ids_BS.shape[1])
+    expected = dense.module()(ids_BS, lengths_B)[0]
+    distances = [
+        (Checkpoint(spec=narrow.spec, weights=weights).module()(ids_BS, lengths_B)[0] - expected).norm()
+        for weights in (narrow.weights, plain)
+    ]
+    assert distances[0] < 0.05 * distances[1]
+
+
+@pytest.mark.parametrize(("share", "width"), [(0.8, 1232), (1.0, 1536), (2.0, 1536), (0.0, 16)])
+def test_a_kept_width_fills_tiles(share: float, width: int) -> None:
+    assert kept_width(1536, share) == width
+
+
 def test_settings_of_a_way() -> None:
     given = argparse.Namespace(
         steps=60, batch=4, micro_batch=0, seq=256, learning_rate=3e-4, eval_batches=16, recompute="none",
         precision="float32", seed=3,
     )  # fmt: skip
-    found = {(way.parts, way.routers): run_retrofit.config_of(way, given) for way in GRID}
+    found = {(way.parts, way.routers): config_of(way, given) for way in GRID if not way.first}
     assert {kind: (config.distill, config.anneal, config.calibrate) for kind, config in found.items()} == {
-        ("dense", "fitted"): (0.0, 0.0, 0), ("removed", "fitted"): (1.0, 0.0, 0), ("block", "fitted"): (1.0, 0.0, 8),
+        ("dense", "fitted"): (0.0, 0.0, 0), ("removed", "fitted"): (1.0, 0.0, 0),
+        ("narrowed", "fitted"): (1.0, 0.0, 0), ("block", "fitted"): (1.0, 0.0, 8),
         ("block", "learned"): (1.0, 0.5, 8), ("mlp", "fitted"): (1.0, 0.0, 8), ("mlp", "learned"): (1.0, 0.5, 8),
         ("attention", "fitted"): (1.0, 0.0, 8),
     }  # fmt: skip
     assert {(config.steps, config.batch, config.seed) for config in found.values()} == {(60, 4, 3)}
+    # After three quarters of the steps for the dense model, the last quarter reads other windows of the text.
+    later = [config_of(way, given) for way in GRID if way.first]
+    assert {(config.steps, config.warmup, config.seed) for config in later} == {(15, 1, 9)}
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,14 +225,27 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_a_pattern_that_fits_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--model", str(tmp_path), "--only", "mlp-0.5"], SMALL)
-    names = "dense-none-1.0, removed-cheapest-1-0.0, mlp-cheapest-0.5-linear"
+    names = ", ".join(way.name for way in SMALL)
     assert f"--only mlp-0.5: fits none of {names}" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_build_that_fails_says_why(tmp_path: Path) -> None:
     (tmp_path / "model.pt").write_bytes(b"nothing")
+    given = argparse.Namespace(seq=32, window=64, results=tmp_path, docs=tmp_path)
     with pytest.raises(RuntimeError, match=r"build model.pt -c speed.toml -o build -q ended with 2: .*model\.pt"):
-        run_retrofit.speed_of(SMALL[2], tmp_path, argparse.Namespace(seq=32, window=64, results=tmp_path))
+        run_retrofit.speed_of(SMALL[3], tmp_path, given)
+
+
+def test_samples_of_another_model_are_refused(tmp_path: Path) -> None:
+    for seed, name in enumerate(("one", "other")):
+        save_checkpoint(tmp_path / name / "model.pt", random_checkpoint(SPEC, seed))
+    common = ["--results", str(tmp_path / "results"), "--docs", str(tmp_path / "docs"), *QUICK]
+    given = ["--only", "dense*", "--eval-batches", "1", "--steps", "1"]
+    assert main(["--model", str(tmp_path / "one" / "model.pt"), *common, *given], SMALL) == 0
+    with pytest.raises(
+        RuntimeError, match=r"about\.json: its samples have another weights; name another folder with --docs"
+    ):
+        main(["--model", str(tmp_path / "other" / "model.pt"), *common, *given], SMALL)
 
 
 @pytest.mark.slow
@@ -150,8 +259,9 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     command = ["--model", "dense/model.pt", "--results", "results", *QUICK]
     assert main(command, SMALL) == 0
     tokens = 4 * 2 * 32
-    folder = Path(f"results/mlp-cheapest-0.5-linear-{tokens}")
-    result = json.loads((folder / "result.json").read_text())
+    name = f"mlp-cheapest-0.5-linear-{tokens}"
+    folder, sample_json = Path("results") / name, Path(f"docs/retrofit/{name}.json")
+    result = json.loads(sample_json.read_text())
     assert len(result["layers"]) == 2
     assert load_checkpoint(folder / "model.pt").spec.routed_layers == tuple(result["layers"])
     assert result["speed"]["status"] == "pass"
@@ -162,22 +272,29 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert result["whole_rows"]["ran"] is None
     assert 0 < result["text"]["ran"] < 1
     page = Path("docs/training.md").read_text()
-    assert f"| {tokens} | mlp | 2 cheapest | 0.5 | run an adapter | fitted |" in page
-    removed = json.loads(Path(f"results/removed-cheapest-1-0.0-{tokens}/result.json").read_text())
+    assert f"| {tokens} | MLPs of the 2 cheapest layers run 50%, skipped tokens run an adapter | 1 |" in page
+    removed = json.loads(Path(f"docs/retrofit/removed-cheapest-1-0.0-{tokens}.json").read_text())
     assert removed["whole_rows"] == removed["text"]
     assert load_checkpoint(Path(f"results/removed-cheapest-1-0.0-{tokens}/model.pt")).spec.n_layers == 3
     # Its speed is compared with the whole dense model.
     assert removed["speed"]["whole_rows"]["predicted_flops"] > 1.2
-    assert f"| {tokens} | blocks removed | 1 cheapest |" in page
+    assert f"| {tokens} | 1 cheapest blocks removed | 1 |" in page
+    # Half of the tokens train the dense model, from which the narrowed and the routed one start.
+    assert Path(f"results/dense-none-1.0-{tokens // 2}/model.pt").exists()
+    narrow = load_checkpoint(Path(f"results/narrowed-all-0.5-first-0.5-{tokens}/model.pt"))
+    assert narrow.spec == dataclasses.replace(SPEC, d_ff=32)
+    assert "narrower MLPs: 50% of the neurons; the dense model learned first (50% of the tokens) | 1 |" in page
+    later = json.loads(Path(f"docs/retrofit/mlp-cheapest-0.5-linear-first-0.5-{tokens}.json").read_text())
+    assert later["speed"] == result["speed"], "a shape is timed once"
+    assert later["whole_rows"] != result["whole_rows"]
     capsys.readouterr()
     # A run that was stopped after its training is judged again, and a variant that was timed is not timed again.
-    (folder / "result.json").unlink()
+    sample_json.unlink()
     (folder / "state.pt").unlink()
-    assert main([*command, "--only", "mlp-*"], SMALL) == 0
-    again = json.loads((folder / "result.json").read_text())
-    assert again == result
-    assert capsys.readouterr().out.startswith(f"[1/1] mlp-cheapest-0.5-linear-{tokens}: ")
+    assert main([*command, "--only", "mlp-cheapest-0.5-linear"], SMALL) == 0
+    assert json.loads(sample_json.read_text()) == result
+    assert capsys.readouterr().out.startswith(f"[1/1] {name}: ")
     assert main(command, SMALL) == 0
     assert capsys.readouterr().out == "".join(
-        f"[{number}/3] {way.name}-{tokens}: done before\n" for number, way in enumerate(SMALL, 1)
+        f"[{number}/5] {way.name}-{tokens}: done before\n" for number, way in enumerate(SMALL, 1)
     )

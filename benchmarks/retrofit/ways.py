@@ -1,0 +1,107 @@
+"""The ways of `make retrofit`: what each changes in a dense model, and how it is trained."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from mod_models.train import TrainConfig
+from mod_models.train.retrofit import FITTED, LEARNED
+
+CONTROLS = ("dense", "removed", "narrowed")
+"""Values of `Way.parts` of models that route nothing."""
+SECOND = 6
+"""Added to the seed of a model that follows the training of its dense model, so that it reads other windows of the
+text. Seeds of runs are below it.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to make a model of a dense one, and to train it.
+
+    Attributes:
+        parts: the routed part; or `dense` for the dense model itself, `removed` for the dense model without the blocks
+            that `route` names, `narrowed` for the dense model whose MLPs keep a share of their neurons.
+        route: the routed or removed layers; `{half}` is half of all layers.
+        capacity: share of the tokens that the part runs, or share of the neurons that are kept.
+        skipped_keys: `kept` or `absent`.
+        adapter: what skipped tokens run.
+        routers: `fitted` or `learned`.
+        first: share of the training tokens that the dense model is trained on before the way starts from it and learns
+            from it; 0 to start and learn from the dense model as given.
+    """
+
+    parts: str
+    route: str
+    capacity: float
+    skipped_keys: str = "absent"
+    adapter: str = "none"
+    routers: str = FITTED
+    first: float = 0.0
+
+    @property
+    def routes(self) -> bool:
+        """Whether tokens are routed at all."""
+        return self.parts not in CONTROLS
+
+    @property
+    def shape(self) -> str:
+        """Name of everything that decides about speed."""
+        left = [name for name in (self.skipped_keys, self.adapter, self.routers) if name not in USUAL]
+        name = f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
+        return "-".join([name, *left])
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape}-first-{self.first:g}" if self.first else self.shape
+
+
+USUAL = ("absent", "none", FITTED)
+"""Values that are not in the name of a way."""
+DENSE = Way("dense", "none", 1.0)
+MLPS = Way("mlp", "cheapest:{half}", 0.5, adapter="linear")
+GRID = (
+    DENSE,
+    Way("removed", "cheapest:3", 0.0),
+    Way("narrowed", "all", 0.8),
+    MLPS,
+    Way("removed", "cheapest:3", 0.0, first=0.75),
+    Way("narrowed", "all", 0.8, first=0.75),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", first=0.75),
+    Way("removed", "cheapest:5", 0.0),
+    Way("mlp", "cheapest:{half}", 0.25, adapter="linear"),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers=LEARNED),
+    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
+    Way("block", "cheapest:{half}", 0.5, skipped_keys="kept", adapter="linear"),
+    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept"),
+    Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", routers=LEARNED),
+    Way("attention", "cheapest:{half}", 0.5, skipped_keys="kept"),
+    Way("block", "cheapest:{half}", 0.75),
+    Way("mlp", "cheapest:{half}", 0.5),
+    Way("block", "deepest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
+)
+"""Ways in the order of their training. Controls, and ways to compare with them, come first, in case the run is stopped.
+"""
+
+
+def steps_of_dense(way: Way, steps: int) -> int:
+    """Returns how many of the steps train the dense model before the way starts."""
+    return round(way.first * steps)
+
+
+def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
+    """Returns the settings of a way. Every way has the same budget, and all with the same `first` the same batches.
+
+    All ways but `DENSE` are distilled from the dense model that they start from. Only a model that routes has
+    predictors to calibrate, and only routers that learn begin at capacity 1.
+    """
+    steps = given.steps - steps_of_dense(way, given.steps)
+    return TrainConfig(
+        steps=steps, batch=given.batch, micro_batch=given.micro_batch, seq=given.seq,
+        learning_rate=given.learning_rate, router_learning_rate=10 * given.learning_rate, weight_decay=0.0,
+        warmup=max(1, steps // 20), eval_every=max(1, steps // 2), eval_batches=given.eval_batches,
+        log_every=max(1, steps // 40), recompute=given.recompute, precision=given.precision,
+        anneal=0.5 if way.routes and way.routers == LEARNED else 0.0, distill=0.0 if way == DENSE else 1.0,
+        calibrate=8 if way.routes else 0, seed=given.seed + (SECOND if way.first else 0),
+    )  # fmt: skip
