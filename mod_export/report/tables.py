@@ -34,7 +34,7 @@ from mod_export.report.wording import (
 from mod_export.rows.base import FailedRow
 from mod_export.rows.correctness import OutputParity, ParityRow, TextQuality
 from mod_export.rows.speed import LatencyRow, RivalRow, SpeedupRow, SpeedVerdict, StepsCompared
-from mod_export.types import QUANTIZED, HasSetting, ModelKind
+from mod_export.types import HasSetting, ModelKind
 
 UNBOUNDED = 100_000
 """Width of a console that never wraps."""
@@ -348,8 +348,7 @@ def _perplexity(row: ParityRow) -> Cell | None:
     """Returns a cell with the perplexity and that of PyTorch with which the gate compares it."""
     if row.text is None:
         return None
-    expected = row.text.own_perplexity if row.dtype in QUANTIZED else row.text.reference_perplexity
-    return Cell(f"{row.text.perplexity:.4f}", f"PyTorch {expected:.4f}")
+    return Cell(f"{row.text.perplexity:.4f}", f"PyTorch {row.text.compared(row.dtype):.4f}")
 
 
 def _quality(text: Callable[[TextQuality], str]) -> Callable[[JudgedPrecision], str | None]:

@@ -7,7 +7,7 @@ scores are shares of the layer's scale, which is the largest root mean square of
 from __future__ import annotations
 
 from mod_export.rows.base import EngineRow, Result
-from mod_export.types import Site
+from mod_export.types import QUANTIZED, DType, Site
 
 
 class LayerAgreement(Result):
@@ -118,6 +118,12 @@ class TextQuality(Result):
     """Perplexity of PyTorch with its own routing."""
     next_token_agreement: float
     """Share of positions at which the engine has the same most probable next token as PyTorch with its own routing."""
+
+    def compared(self, dtype: DType) -> float:
+        """Returns the perplexity of PyTorch with which that of an engine of this dtype is compared: in int8 and int4,
+        which select other tokens, that with its own routing.
+        """
+        return self.own_perplexity if dtype in QUANTIZED else self.reference_perplexity
 
 
 class Located(Result):

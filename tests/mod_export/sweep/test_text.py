@@ -66,9 +66,11 @@ def test_one_cell_has_little_to_say(cell: Any, report_of: Callable[..., SweepRep
 def test_perplexity(cell: Any) -> None:
     assert [perplexity_text(value) for value in (3.5649, 1234.5, 1.23e9)] == ["3.565", "1,234.500", "1.2e+09"]
     text = TextQuality(
-        tokens=100, perplexity=4.2, reference_perplexity=4.0, own_perplexity=4.0, next_token_agreement=1.0
+        tokens=100, perplexity=4.2, reference_perplexity=4.0, own_perplexity=4.2, next_token_agreement=1.0
     )
-    assert fidelity_text(changed(cell(8).measured[0], text=text)) == "1.05000"
+    row = changed(cell(8).measured[0], text=text)
+    assert fidelity_text(row) == "1.05000"
+    assert fidelity_text(changed(row, dtype="int8")) == "1.00000", "it selects other tokens than given"
 
 
 @pytest.mark.parametrize(("verbosity", "shown"), [(-1, 0), (0, 4), (1, 7)])
