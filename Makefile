@@ -11,7 +11,7 @@ OTHER_ORT := $(if $(filter ort,$(ORT)),onnxruntime-gpu,onnxruntime)
 # TensorRT itself needs a GPU and gigabytes. Its bindings are small, and enough to check our calls against both majors.
 TENSORRT_BINDINGS := 10.14.1.48.post1 11.4.0.106
 
-.PHONY: install demo-install demo bench faults floors fuzz mishaps study plan pair retrofit real gpu gpu-code load triton clients corpus figures test test-slice test-all coverage check docs api dist pythons site notebooks clean
+.PHONY: install demo-install demo bench faults floors fuzz mishaps study plan pair retrofit retrofit-tasks real gpu gpu-code load triton clients corpus figures test test-slice test-all coverage check docs api dist pythons site notebooks clean
 
 install: .venv/dev build/types/mod_models
 
@@ -66,6 +66,10 @@ pair: install
 # Needs a dense checkpoint, which `mod-export convert` writes, and downloads nothing. `make retrofit ARGS="--help"`.
 retrofit: .venv/bench
 	$(BIN)/python -m benchmarks.retrofit.run $(ARGS)
+
+# Tasks of lm-eval, asked of the models that `make retrofit` trained here; lm-eval downloads their questions.
+retrofit-tasks: install .venv/clients/installed
+	PYTHONPATH=.:build/types .venv/clients/bin/python -m benchmarks.retrofit.tasks $(ARGS)
 
 # Everything that a machine with an NVIDIA GPU can show, in runs of eight minutes, each of which continues the last.
 gpu: .venv/demo

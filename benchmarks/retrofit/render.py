@@ -15,12 +15,9 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from benchmarks.marked_part import marks, replace_part
+from benchmarks.retrofit.ways import ABOUT, ANSWERS, UNTOUCHED
 
 FIGURE = "retrofit.svg"
-SAMPLES = "retrofit"
-"""The folder of the samples, inside that of the page."""
-ABOUT = "about.json"
-"""Beside the samples: what all of them have in common, and the numbers of the dense model as given."""
 COLUMNS = (
     "training tokens", "model", "seeds", "rows: perplexity", "rows: against dense", "rows: speed-up (FLOPs)",
     "text: perplexity", "text: against dense", "text: tokens run", "text: speed-up",
@@ -31,6 +28,8 @@ LEFT = {("kept", "none"): "keep keys", ("absent", "linear"): "run an adapter", (
 """Declarations of what skipped tokens leave -> how the table says it."""
 PARTS = {"mlp": "MLPs", "attention": "attentions", "block": "blocks", "separate": "attentions and MLPs"}
 Sample = Mapping[str, Any]
+Answers = Mapping[str, Mapping[str, Any]]
+"""Task -> its figures, the standard error of its accuracy, and the number of questions."""
 
 
 def render(samples: Path, docs: Path) -> None:
@@ -38,7 +37,9 @@ def render(samples: Path, docs: Path) -> None:
     samples of a folder, in the order of their training tokens. Samples that differ only in their seed share a line.
     """
     about = json.loads((samples / ABOUT).read_text(encoding="utf-8"))
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(samples.glob("*-*.json"))]
+    found = [
+        {**json.loads(path.read_text(encoding="utf-8")), "stem": path.stem} for path in sorted(samples.glob("*-*.json"))
+    ]
     found.sort(
         key=lambda sample: (sample["tokens"], sample["parts"] != "dense", sample["first"], _speed(sample, "text"))
     )
@@ -46,16 +47,20 @@ def render(samples: Path, docs: Path) -> None:
     for sample in found:
         lines.setdefault((sample["tokens"], sample["name"]), []).append(sample)
     (docs / "figures").mkdir(parents=True, exist_ok=True)
-    _draw(list(lines.values()), about["untouched"], docs / "figures" / FIGURE)
+    _draw(list(lines.values()), about[UNTOUCHED], docs / "figures" / FIGURE)
     page = docs / "training.md"
     if not page.exists():
         page.write_text("\n".join(marks("make retrofit")) + "\n", encoding="utf-8")
-    replace_part(page, "make retrofit", _measured(list(lines.values()), about))
+    answers = {
+        path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((samples / ANSWERS).glob("*.json"))
+    }
+    table = _answers_table(list(lines.values()), answers)
+    replace_part(page, "make retrofit", [*_measured(list(lines.values()), about), *table])
 
 
 def _measured(lines: Sequence[Sequence[Sample]], about: Mapping[str, Any]) -> list[str]:
     dense_of = {(line[0]["tokens"], sample["seed"]): sample for line in lines for sample in line if _is_dense(sample)}
-    perplexity = f"{math.exp(about['untouched']['next_token_loss']):.2f}"
+    perplexity = f"{math.exp(about[UNTOUCHED]['next_token_loss']):.2f}"
     as_given = ["0", "dense, as given", "", perplexity, "", "1", perplexity, "", "100%", "1"]
     return [
         f"Model `{about['model']}`, text: {about['text']}, in rows of {about['seq']} tokens. Perplexity of a token is",
@@ -73,6 +78,36 @@ def _measured(lines: Sequence[Sequence[Sample]], about: Mapping[str, Any]) -> li
         "",
         f"![Perplexity against measured speed-up](figures/{FIGURE})",
     ]
+
+
+def _answers_table(lines: Sequence[Sequence[Sample]], answers: Mapping[str, Answers]) -> list[str]:
+    """Returns a table of the tasks that models were asked, the mean over seeds; nothing if none was."""
+    tasks = list(dict.fromkeys(task for of in answers.values() for task in of))
+    if not tasks:
+        return []
+    rows = [["0", "dense, as given", *_accuracies([answers[UNTOUCHED]], tasks)]] if UNTOUCHED in answers else []
+    for line in lines:
+        asked = [answers[sample["stem"]] for sample in line if sample["stem"] in answers]
+        rows += [[f"{line[0]['tokens']:,}", label(line[0]), *_accuracies(asked, tasks)]] if asked else []
+    return [
+        "",
+        "Share of the questions of lm-eval's tasks that are answered right, with its standard error (*text*):",
+        "",
+        f"| training tokens | model | {' | '.join(tasks)} |",
+        "|---" * (2 + len(tasks)) + "|",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
+
+
+def _accuracies(asked: Sequence[Answers], tasks: Sequence[str]) -> list[str]:
+    cells = []
+    for task in tasks:
+        found = [answers[task] for answers in asked if task in answers]
+        accuracy = [of["figures"]["acc"] for of in found]
+        # Other seeds answer the same questions, so they make the error no smaller.
+        error = max((of["standard_error"] for of in found), default=0)
+        cells.append(f"{sum(accuracy) / len(accuracy):.1%} ± {error:.1%}" if found else "")
+    return cells
 
 
 def _is_dense(sample: Sample) -> bool:
@@ -149,7 +184,8 @@ def _draw(lines: Sequence[Sequence[Sample]], untouched: Sample, path: Path) -> N
         for line in lines:
             perplexities = [math.exp(sample[use]["next_token_loss"]) for sample in line]
             middle = sum(perplexities) / len(perplexities)
-            spread = [[middle - min(perplexities)], [max(perplexities) - middle]]
+            # The mean of equal numbers can be a rounding error away from them.
+            spread = [[max(0.0, middle - min(perplexities))], [max(0.0, max(perplexities) - middle)]]
             # The more training, the larger the point.
             size, color = 4 + 3 * budgets.index(line[0]["tokens"]), f"C{labels.index(label(line[0]))}"
             marker = "o" if line[0]["parts"] in PARTS else "s"

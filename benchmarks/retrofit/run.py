@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.retrofit.controls import narrowed, without
-from benchmarks.retrofit.render import ABOUT, SAMPLES, render
-from benchmarks.retrofit.ways import DENSE, GRID, Way, config_of, steps_of_dense
+from benchmarks.retrofit.render import render
+from benchmarks.retrofit.ways import ABOUT, DENSE, GRID, SAMPLES, UNTOUCHED, Way, config_of, steps_of_dense
 from mod_models import probe
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.generation_spec import for_generation
@@ -214,7 +214,7 @@ def before(given: argparse.Namespace, corpus: Corpus) -> None:
             )
     else:
         numbers = numbers_of(dense.module(), config_of(DENSE, given), corpus)
-        about.write_text(json.dumps({**conditions, "untouched": numbers}, indent=1) + "\n", encoding="utf-8")
+        about.write_text(json.dumps({**conditions, UNTOUCHED: numbers}, indent=1) + "\n", encoding="utf-8")
     if not ranking.exists():
         options = ["--seq", str(given.seq), "--batch", "1", "--batches", str(given.probe_rows), "--out", str(ranking)]
         data = ["--data", str(given.data)] if given.data is not None else []

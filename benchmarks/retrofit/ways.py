@@ -1,4 +1,4 @@
-"""The ways of `make retrofit`: what each changes in a dense model, and how it is trained."""
+"""The ways of `make retrofit`: what each changes in a dense model, how it is trained, and where its results are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from mod_models.train.retrofit import FITTED, LEARNED
 
 CONTROLS = ("dense", "removed", "narrowed")
 """Values of `Way.parts` of models that route nothing."""
+SAMPLES = "retrofit"
+"""The folder of the samples, inside that of the page."""
+ABOUT = "about.json"
+"""Beside the samples: what all of them have in common, and the numbers of the dense model as given."""
+UNTOUCHED = "untouched"
+"""Name of the dense model as given, in ABOUT and among the answers."""
+ANSWERS = "tasks"
+"""Folder beside the samples: how well their models answer the questions of lm-eval, in files of the same names."""
 SECOND = 6
 """Added to the seed of a model that follows the training of its dense model, so that it reads other windows of the
 text. Seeds of runs are below it.
@@ -69,6 +77,9 @@ GRID = (
     Way("removed", "cheapest:3", 0.0, first=0.75),
     Way("narrowed", "all", 0.8, first=0.75),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear", first=0.75),
+    # As GateSkip (arXiv 2510.13876) trains, with a scalar in place of a vector gate: a gate on the output of every
+    # attention and MLP, all weights, and a budget that falls from 1.
+    Way("separate", "every:1", 0.8, skipped_keys="kept", routers=LEARNED),
     Way("removed", "cheapest:5", 0.0),
     Way("mlp", "cheapest:{half}", 0.25, adapter="linear"),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers=LEARNED),

@@ -110,6 +110,32 @@ def test_a_page_is_written_where_there_is_none(tmp_path: Path) -> None:
     assert "| 1,000 | dense, trained as long | 1 | 7.39 |" in (tmp_path / "training.md").read_text()
 
 
+def test_answers_of_tasks(tmp_path: Path) -> None:
+    answers = tmp_path / "retrofit" / "tasks"
+    answers.mkdir(parents=True)
+    untouched = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
+    about = {"model": "m", "text": "t", "seq": 50, "window": 64, "untouched": untouched}
+    (answers.parent / "about.json").write_text(json.dumps(about))
+    (answers / "untouched.json").write_text(
+        json.dumps({"one": {"figures": {"acc": 0.5}, "standard_error": 0.01, "questions": 9}})
+    )
+    for seed in (0, 1, 2):
+        named = {**sample("mlp", 2.0, 1.2, seed=seed), "name": "mlp"}
+        (answers.parent / f"mlp-{seed}.json").write_text(json.dumps(named))
+    for seed, accuracy in ((0, 0.25), (1, 0.35)):  # The third was not asked.
+        figures = {"one": {"figures": {"acc": accuracy}, "standard_error": 0.02, "questions": 9}}
+        figures["other"] = {"figures": {"acc": 1.0}, "standard_error": 0.0, "questions": 3}
+        (answers / f"mlp-{seed}.json").write_text(json.dumps(figures))
+    render(answers.parent, tmp_path)
+    lines = [line for line in (tmp_path / "training.md").read_text().splitlines() if line.startswith("|")]
+    assert lines[-4:] == [
+        "| training tokens | model | one | other |",
+        "|---|---|---|---|",
+        "| 0 | dense, as given | 50.0% ± 1.0% |  |",
+        "| 1,000 | MLPs of the 2 deepest layers run 50% | 30.0% ± 2.0% | 100.0% ± 0.0% |",
+    ]
+
+
 def test_the_page_is_current(tmp_path: Path) -> None:
     shutil.copy(ROOT / "docs/training.md", tmp_path)
     render(ROOT / "docs/retrofit", tmp_path)
@@ -209,6 +235,7 @@ def test_settings_of_a_way() -> None:
         ("narrowed", "fitted"): (1.0, 0.0, 0), ("block", "fitted"): (1.0, 0.0, 8),
         ("block", "learned"): (1.0, 0.5, 8), ("mlp", "fitted"): (1.0, 0.0, 8), ("mlp", "learned"): (1.0, 0.5, 8),
         ("attention", "fitted"): (1.0, 0.0, 8),
+        ("separate", "learned"): (1.0, 0.5, 8),
     }  # fmt: skip
     assert {(config.steps, config.batch, config.seed) for config in found.values()} == {(60, 4, 3)}
     # After three quarters of the steps for the dense model, the last quarter reads other windows of the text.

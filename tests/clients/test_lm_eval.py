@@ -1,8 +1,10 @@
-"""lm-eval gives the same figures over the endpoint as over transformers."""
+"""lm-eval gives the same figures over the endpoint, and in `make retrofit-tasks`, as over transformers."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from tokenizer_folders import TEXTS
 
 pytestmark = [pytest.mark.clients, pytest.mark.filterwarnings("ignore::mod_export.errors.UnverifiedWarning")]
 QUESTIONS = 12
+ROOT = Path(__file__).parents[2]
 TASKS = {
     "choices": {
         "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}",
@@ -54,20 +57,26 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_figures_are_those_of_transformers(
-    run: Run, model: Path, server: Server, tasks: Path, tmp_path: Path
-) -> None:
-    common = ("--include_path", tasks, "--tasks", ",".join(TASKS), "--log_samples")
+@pytest.fixture(scope="module")
+def theirs(run: Run, model: Path, tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The figures of transformers."""
+    folder = tmp_path_factory.mktemp("theirs")
     run(
         "lm_eval", "run", "--model", "hf", "--model_args", f"pretrained={model},dtype=float32", "--device", "cpu",
-        "--output_path", tmp_path / "theirs", *common,
+        "--output_path", folder, "--include_path", tasks, "--tasks", ",".join(TASKS), "--log_samples",
     )  # fmt: skip
+    return results_in(folder)
+
+
+def test_the_figures_are_those_of_transformers(
+    run: Run, model: Path, server: Server, tasks: Path, theirs: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
     arguments = f"model=llama,base_url={server.url}/v1/completions,tokenizer={model},num_concurrent=3,max_length=256"
     run(
-        "lm_eval", "run", "--model", "local-completions", "--model_args", arguments, "--output_path",
-        tmp_path / "ours", *common,
+        "lm_eval", "run", "--model", "local-completions", "--model_args", arguments, "--output_path", tmp_path,
+        "--include_path", tasks, "--tasks", ",".join(TASKS), "--log_samples",
     )  # fmt: skip
-    theirs, ours = results_in(tmp_path / "theirs"), results_in(tmp_path / "ours")
+    ours = results_in(tmp_path)
     assert ours.keys() == theirs.keys() == TASKS.keys()
     compared = 0
     for task, figures in theirs.items():
@@ -77,3 +86,24 @@ def test_the_figures_are_those_of_transformers(
                 compared += 1
     assert compared >= 8
     assert len(set(ours["choices"].values())) > 2
+
+
+def test_a_retrofit_answers_as_transformers_does(
+    run: Run, model: Path, tasks: Path, theirs: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    converted = tmp_path / "dense"
+    subprocess.run([sys.executable, "-m", "mod_export", "convert", str(model), str(converted), "-q"], check=True)
+    (tmp_path / "retrofit").mkdir()
+    (tmp_path / "retrofit" / "about.json").write_text('{"window": 256}')
+    run(
+        "python", "-m", "benchmarks.retrofit.tasks", "--model", converted, "--docs", tmp_path, "--results", tmp_path,
+        "--tasks", "choices,likelihood", "--include-path", tasks, "--float32",
+        PYTHONPATH=f"{ROOT}:{ROOT / 'build/types'}",
+    )  # fmt: skip
+    answers = json.loads((tmp_path / "retrofit/tasks/untouched.json").read_text())
+    assert answers.keys() == {"choices", "likelihood"}
+    for task, answer in answers.items():
+        assert answer["questions"] == QUESTIONS
+        for name, value in answer["figures"].items():
+            assert value == pytest.approx(theirs[task][f"{name},none"], rel=1e-4), (task, name)
+    assert answers["likelihood"]["figures"].keys() == {"acc", "perplexity"}
