@@ -1,9 +1,13 @@
-"""Writes the part of docs/training.md that `run.py` measures, and its figure."""
+"""Writes the part of docs/training.md that `run.py` measures, and its figure, from the samples.
+
+python -m benchmarks.retrofit.render DOCS
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,8 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from benchmarks.marked_part import marks, replace_part
-from benchmarks.retrofit.ways import ABOUT, ANSWERS, UNTOUCHED
+from benchmarks.retrofit.ways import ABOUT, ANSWERS, AS_GIVEN, SAMPLES
+from mod_models.train.fit import FIT_TOKENS
 
 FIGURE = "retrofit.svg"
 COLUMNS = (
@@ -24,30 +29,38 @@ COLUMNS = (
 )  # fmt: skip
 USES = {"whole_rows": "whole rows, top-k selects", "text": "one text, predictors decide"}
 """The two ways to use a model -> heading of its half of the figure."""
-LEFT = {("kept", "none"): "keep keys", ("absent", "linear"): "run an adapter", ("kept", "linear"): "do both"}
+LEFT = {
+    ("kept", "none"): "keep keys",
+    ("absent", "linear"): "run an adapter",
+    ("kept", "linear"): "keep keys and run an adapter",
+}
 """Declarations of what skipped tokens leave -> how the table says it."""
 PARTS = {"mlp": "MLPs", "attention": "attentions", "block": "blocks", "separate": "attentions and MLPs"}
+COLORS = 10
+"""Number of Matplotlib's colours."""
+MARKERS = {True: "o^", False: "sD"}
+"""Whether a model routes -> its markers, one for each round through the colours."""
 Sample = Mapping[str, Any]
 Answers = Mapping[str, Mapping[str, Any]]
 """Task -> its figures, the standard error of its accuracy, and the number of questions."""
 
 
 def render(samples: Path, docs: Path) -> None:
-    """Replaces the text between the marks in `docs`/training.md, which is written if there is none, by a table of all
-    samples of a folder, in the order of their training tokens. Samples that differ only in their seed share a line.
+    """Replaces the text between the marks in `docs`/training.md by a table of all samples of a folder, in the order of
+    their training tokens. Samples that differ only in their seed share a line. A page that does not exist is written.
     """
     about = json.loads((samples / ABOUT).read_text(encoding="utf-8"))
     found = [
         {**json.loads(path.read_text(encoding="utf-8")), "stem": path.stem} for path in sorted(samples.glob("*-*.json"))
     ]
     found.sort(
-        key=lambda sample: (sample["tokens"], sample["parts"] != "dense", sample["first"], _speed(sample, "text"))
+        key=lambda sample: (sample["tokens"], sample["kind"] != "dense", sample["dense_first"], _speed(sample, "text"))
     )
     lines: dict[tuple[int, str], list[Sample]] = {}
     for sample in found:
         lines.setdefault((sample["tokens"], sample["name"]), []).append(sample)
     (docs / "figures").mkdir(parents=True, exist_ok=True)
-    _draw(list(lines.values()), about[UNTOUCHED], docs / "figures" / FIGURE)
+    _draw(list(lines.values()), about[AS_GIVEN], docs / "figures" / FIGURE)
     page = docs / "training.md"
     if not page.exists():
         page.write_text("\n".join(marks("make retrofit")) + "\n", encoding="utf-8")
@@ -60,16 +73,17 @@ def render(samples: Path, docs: Path) -> None:
 
 def _measured(lines: Sequence[Sequence[Sample]], about: Mapping[str, Any]) -> list[str]:
     dense_of = {(line[0]["tokens"], sample["seed"]): sample for line in lines for sample in line if _is_dense(sample)}
-    perplexity = f"{math.exp(about[UNTOUCHED]['next_token_loss']):.2f}"
+    perplexity = f"{math.exp(about[AS_GIVEN]['next_token_loss']):.2f}"
     as_given = ["0", "dense, as given", "", perplexity, "", "1", perplexity, "", "100%", "1"]
     return [
         f"Model `{about['model']}`, text: {about['text']}, in rows of {about['seq']} tokens. Perplexity of a token is",
         "held-out: the mean over seeds, and the smallest and largest. *Rows*: top-k selects in every row. *Text*: the",
         f"predictors decide, and a text has the slots of a window of {about['window']:,} tokens. *Tokens run*: mean",
         "share over the routed parts. *Against dense*: the dense model that was trained on as many tokens with the",
-        "same seed. *Blocks removed* and *narrower MLPs* are controls: smaller dense models. All but *dense* are",
-        "distilled from the dense model as given, or from the one that learned first, whose tokens count. Speed-ups",
-        "are over the whole dense model, on one thread of ONNX Runtime, and measured once for each shape.",
+        "same seed. Models without blocks or with narrower MLPs are controls: smaller dense models. All but *dense*",
+        "are distilled from the dense model as given, or from the one that was trained first, whose tokens count.",
+        f"Before that, narrower MLPs and fitted routers and adapters are fitted to {FIT_TOKENS:,} more tokens.",
+        "Speed-ups are over the whole dense model, on one thread of ONNX Runtime, and measured once for each shape.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
@@ -82,36 +96,38 @@ def _measured(lines: Sequence[Sequence[Sample]], about: Mapping[str, Any]) -> li
 
 def _answers_table(lines: Sequence[Sequence[Sample]], answers: Mapping[str, Answers]) -> list[str]:
     """Returns a table of the tasks that models were asked, the mean over seeds; nothing if none was."""
-    tasks = list(dict.fromkeys(task for of in answers.values() for task in of))
-    if not tasks:
+    asked = [(task, of["questions"]) for tasks in answers.values() for task, of in tasks.items()]
+    columns = sorted(set(asked), key=asked.index)
+    if not columns:
         return []
-    rows = [["0", "dense, as given", *_accuracies([answers[UNTOUCHED]], tasks)]] if UNTOUCHED in answers else []
+    rows = [["0", "dense, as given", *_accuracies([answers[AS_GIVEN]], columns)]] if AS_GIVEN in answers else []
     for line in lines:
-        asked = [answers[sample["stem"]] for sample in line if sample["stem"] in answers]
-        rows += [[f"{line[0]['tokens']:,}", label(line[0]), *_accuracies(asked, tasks)]] if asked else []
+        found = [answers[sample["stem"]] for sample in line if sample["stem"] in answers]
+        rows += [[f"{line[0]['tokens']:,}", label(line[0]), *_accuracies(found, columns)]] if found else []
+    titles = [f"{task} ({questions:,} questions)" for task, questions in columns]
     return [
         "",
         "Share of the questions of lm-eval's tasks that are answered right, with its standard error (*text*):",
         "",
-        f"| training tokens | model | {' | '.join(tasks)} |",
-        "|---" * (2 + len(tasks)) + "|",
+        f"| training tokens | model | {' | '.join(titles)} |",
+        "|---" * (2 + len(titles)) + "|",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
 
 
-def _accuracies(asked: Sequence[Answers], tasks: Sequence[str]) -> list[str]:
+def _accuracies(found: Sequence[Answers], columns: Sequence[tuple[str, int]]) -> list[str]:
     cells = []
-    for task in tasks:
-        found = [answers[task] for answers in asked if task in answers]
-        accuracy = [of["figures"]["acc"] for of in found]
+    for task, questions in columns:
+        of_task = [answers[task] for answers in found if task in answers and answers[task]["questions"] == questions]
+        accuracy = [of["figures"]["acc"] for of in of_task]
         # Other seeds answer the same questions, so they make the error no smaller.
-        error = max((of["standard_error"] for of in found), default=0)
-        cells.append(f"{sum(accuracy) / len(accuracy):.1%} ± {error:.1%}" if found else "")
+        error = max((of["standard_error"] for of in of_task), default=0)
+        cells.append(f"{sum(accuracy) / len(accuracy):.1%} ± {error:.1%}" if of_task else "")
     return cells
 
 
 def _is_dense(sample: Sample) -> bool:
-    return bool(sample["parts"] == "dense")
+    return bool(sample["kind"] == "dense")
 
 
 def _line(line: Sequence[Sample], dense_of: Mapping[tuple[int, int], Sample]) -> str:
@@ -128,7 +144,7 @@ def _line(line: Sequence[Sample], dense_of: Mapping[tuple[int, int], Sample]) ->
     if _is_dense(one):
         return f"| {' | '.join([*cells, *quality('whole_rows'), '1', *quality('text'), '100%', '1'])} |"
     speed = one["speed"]
-    failed = "" if speed["status"] == "pass" else ", a gate failed"
+    failed = ", a gate failed" if "fail" in [sample["status"] for sample in line] else ""
     ran = [sample["text"]["ran"] for sample in line]
     cells += [
         *quality("whole_rows"),
@@ -152,16 +168,18 @@ def label(sample: Sample) -> str:
     """Returns what a model is, in words."""
     if _is_dense(sample):
         return "dense, trained as long"
-    which, after = sample["route"].split(":")[0], ""
-    if sample["first"]:
-        after = f"; the dense model learned first ({sample['first']:.0%} of the tokens)"
-    if sample["parts"] == "removed":
-        return f"{len(sample['layers'])} {which} blocks removed{after}"
-    if sample["parts"] == "narrowed":
-        return f"narrower MLPs: {sample['capacity']:.0%} of the neurons{after}"
+    after = f"; dense for the first {sample['dense_first']:.0%} of the tokens" if sample["dense_first"] else ""
+    layers = len(sample["layers"])
+    form, _, number = sample["route"].partition(":")
+    if sample["kind"] == "removed":
+        return f"without the {f'{layers} {form} blocks' if layers > 1 else f'{form} block'}{after}"
+    if sample["kind"] == "narrowed":
+        return f"narrower MLPs: {sample['share']:.0%} of the neurons{after}"
+    which = f"the {layers} {form} layers" if form in ("cheapest", "deepest") else f"{layers} layers"
+    which = f"all {layers} layers" if (form, number) == ("every", "1") else which
     left = LEFT.get((sample["skipped_keys"], sample["adapter"]))
     learned = "; routers learn" if sample["routers"] == "learned" else ""
-    tokens = f"{PARTS[sample['parts']]} of the {len(sample['layers'])} {which} layers run {sample['capacity']:.0%}"
+    tokens = f"{PARTS[sample['kind']]} of {which} run {sample['share']:.0%}"
     return f"{tokens}{f', skipped tokens {left}' if left else ''}{learned}{after}"
 
 
@@ -187,8 +205,9 @@ def _draw(lines: Sequence[Sequence[Sample]], untouched: Sample, path: Path) -> N
             # The mean of equal numbers can be a rounding error away from them.
             spread = [[max(0.0, middle - min(perplexities))], [max(0.0, max(perplexities) - middle)]]
             # The more training, the larger the point.
-            size, color = 4 + 3 * budgets.index(line[0]["tokens"]), f"C{labels.index(label(line[0]))}"
-            marker = "o" if line[0]["parts"] in PARTS else "s"
+            size, number = 4 + 3 * budgets.index(line[0]["tokens"]), labels.index(label(line[0]))
+            # Ten colours; the eleventh model has the first colour and another marker.
+            color, marker = f"C{number % COLORS}", MARKERS[line[0]["kind"] in PARTS][number // COLORS % 2]
             axes.errorbar(
                 _speed(line[0], use), middle, yerr=spread, fmt=marker, color=color, markersize=size,
                 label=label(line[0]),
@@ -207,3 +226,7 @@ def _draw(lines: Sequence[Sequence[Sample]], untouched: Sample, path: Path) -> N
     plt.tight_layout(rect=(0, 0.05 + 0.025 * len(entries), 1, 1))
     plt.savefig(path, metadata={"Date": None})
     plt.close()
+
+
+if __name__ == "__main__":
+    render(Path(sys.argv[1]) / SAMPLES, Path(sys.argv[1]))

@@ -22,12 +22,12 @@ from typing import Any
 
 from benchmarks.retrofit.controls import narrowed, without
 from benchmarks.retrofit.render import render
-from benchmarks.retrofit.ways import ABOUT, DENSE, GRID, SAMPLES, UNTOUCHED, Way, config_of, steps_of_dense
+from benchmarks.retrofit.ways import ABOUT, AS_GIVEN, DENSE, GRID, SAMPLES, SEEDS, Way, config_of, steps_of_dense
 from mod_models import probe
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.generation_spec import for_generation
 from mod_models.train import PRECISIONS, RECOMPUTED, TrainConfig
-from mod_models.train.corpus import TOKENIZER, Corpus, read_corpus
+from mod_models.train.corpus import Corpus, read_corpus, tokenizer_beside
 from mod_models.train.evaluation import held_out
 from mod_models.train.fit import fitted, rows_to_fit
 from mod_models.train.losses import LossModule
@@ -36,6 +36,10 @@ from mod_models.train.retrofit import LEARNED, layers_of, retrofitted, routed_sp
 from mod_models.train.run import fingerprint_of, train
 from mod_models.transformer import Transformer
 
+RANKING = "probe.json"
+"""Beside the samples: the costs of skipping layers, from which the cheapest are taken."""
+SETTINGS = ("seq", "window", "batch", "learning_rate", "precision", "eval_batches", "probe_rows")
+"""Options that all samples of a folder share."""
 SPEED = """\
 # One engine, one thread, whole rows and one text: what the table's speed-ups are measured with.
 buckets = [[1, {seq}]]
@@ -70,10 +74,14 @@ def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
         "seed": given.seed,
         "tokens": tokens_of(given),
         **judged(load_checkpoint(folder / "model.pt"), config_of(way, given), corpus, given.window),
-        "speed": None if way == DENSE else speed_of(way, folder, given),
+        **(UNTIMED if way == DENSE else speed_of(way, folder, given)),
     }
     sample.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return f"{name}: {result['whole_rows']['bits_per_byte']:.3f} bits/byte"
+
+
+UNTIMED: dict[str, Any] = {"speed": None, "status": None}
+"""The dense model is what speeds are compared with."""
 
 
 def samples_of(given: argparse.Namespace) -> Path:
@@ -98,12 +106,12 @@ def trained(way: Way, given: argparse.Namespace, corpus: Corpus) -> tuple[int, .
     folder = given.results / folder_name(way, given)
     dense = load_checkpoint(given.model)
     layers: tuple[int, ...] = ()
-    if way.routes or way.parts == "removed":
-        text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(given.results / "probe.json"))
-        layers = layers_of(text, dense.spec.n_layers, way.parts if way.routes else "block")
+    if way.routes or way.kind == "removed":
+        text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(samples_of(given) / RANKING))
+        layers = layers_of(text, dense.spec.n_layers, way.kind if way.routes else "block")
     if (folder / "trained").exists():
         return layers
-    if way.first:
+    if way.dense_first:
         before_it = argparse.Namespace(**{**vars(given), "steps": steps_of_dense(way, given.steps)})
         trained(DENSE, before_it, corpus)
         dense = load_checkpoint(given.results / folder_name(DENSE, before_it) / "model.pt")
@@ -121,12 +129,12 @@ def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainC
     """Returns the weights that a way starts from."""
     if way == DENSE:
         return dense
-    if way.parts == "removed":
+    if way.kind == "removed":
         return without(dense, layers)
-    if way.parts == "narrowed":
-        return narrowed(dense, way.capacity, rows_to_fit(corpus, config))
+    if way.kind == "narrowed":
+        return narrowed(dense, way.share, rows_to_fit(corpus, config))
     spec = routed_spec(
-        dense.spec, layers, way.capacity, way.parts, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter,
+        dense.spec, layers, way.share, way.kind, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter,
         routers=way.routers,
     )  # fmt: skip
     begin = retrofitted(dense, spec, config.seed)
@@ -162,14 +170,15 @@ def numbers_of(model: Transformer, config: TrainConfig, corpus: Corpus) -> dict[
 
 def speed_of(way: Way, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Builds the model in `folder` in its own process, and returns the speed-ups of whole rows and of one text from the
-    report. A shape is timed once: training changes hardly the share of the tokens that run.
+    report, and the status of its verdict. A shape is built and timed once, because training changes hardly the share
+    of the tokens that run; other models of the shape have no status.
 
     A model that routes is compared with its own dense baseline, and a smaller one with the given dense model.
     """
-    for path in sorted(samples_of(given).glob("*.json")):
+    for path in sorted(samples_of(given).glob("*-*.json")):
         sample = json.loads(path.read_text(encoding="utf-8"))
-        if sample.get("shape") == way.shape:
-            return dict(sample["speed"])
+        if sample["shape"] == way.shape:
+            return {**UNTIMED, "speed": sample["speed"]}
     settings = SPEED.format(seq=given.seq, window=given.window)
     (folder / "speed.toml").write_text(settings, encoding="utf-8")
     command = [sys.executable, "-m", "mod_export", "build", "model.pt", "-c", "speed.toml", "-o", "build", "-q"]
@@ -181,45 +190,45 @@ def speed_of(way: Way, folder: Path, given: argparse.Namespace) -> dict[str, Any
     report = json.loads((folder / "build" / "report.json").read_text(encoding="utf-8"))
     (row,) = report["speedup"]
     (steps,) = report["generation"]["decode"]
-    return {
+    speed = {
         "whole_rows": {name: row[name] for name in ("measured", "ci95", "predicted_flops")},
         "text": {name: steps["compared"][name] for name in ("measured", "ci95")},
-        "status": report["verdict"]["status"],
     }
+    return {"speed": speed, "status": report["verdict"]["status"]}
 
 
 def before(given: argparse.Namespace, corpus: Corpus) -> None:
-    """Runs the probe and evaluates the unchanged dense model, once for each folder of results and of samples.
+    """Evaluates the dense model as given and runs the probe, once for each folder of samples.
 
     Raises:
-        RuntimeError: the probe failed, or the samples are of another model, text or window.
+        RuntimeError: the samples or the trained models have other settings.
     """
-    samples_of(given).mkdir(parents=True, exist_ok=True)
-    ranking, about = given.results / "probe.json", samples_of(given) / ABOUT
     dense = load_checkpoint(given.model)
-    conditions = {
-        "model": given.model.name,
+    settings = {
+        "model": (given.model.parent if given.model.is_file() else given.model).name,
         "weights": fingerprint_of(dense),
         "text": corpus.name if given.data is None else given.data.name,
         "tokens of the text": corpus.fingerprint,
-        "seq": given.seq,
-        "window": given.window,
+        **{name: vars(given)[name] for name in SETTINGS},
     }
-    if about.exists():
-        known = json.loads(about.read_text(encoding="utf-8"))
-        changed = [name for name, value in conditions.items() if known[name] != value]
+    about = samples_of(given) / ABOUT
+    for path, option in ((about, "--docs"), (given.results / ABOUT, "--results")):
+        if not path.exists():
+            continue
+        known = json.loads(path.read_text(encoding="utf-8"))
+        changed = [name for name, value in settings.items() if known[name] != value]
         if changed:
-            raise RuntimeError(
-                f"{about}: its samples have another {', '.join(changed)}; name another folder with --docs"
-            )
-    else:
+            raise RuntimeError(f"{path}: differs in {', '.join(changed)}; name another folder with {option}")
+    samples_of(given).mkdir(parents=True, exist_ok=True)
+    given.results.mkdir(parents=True, exist_ok=True)
+    (given.results / ABOUT).write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
+    if not about.exists():
         numbers = numbers_of(dense.module(), config_of(DENSE, given), corpus)
-        about.write_text(json.dumps({**conditions, UNTOUCHED: numbers}, indent=1) + "\n", encoding="utf-8")
+        about.write_text(json.dumps({**settings, AS_GIVEN: numbers}, indent=1) + "\n", encoding="utf-8")
+    ranking = samples_of(given) / RANKING
     if not ranking.exists():
         options = ["--seq", str(given.seq), "--batch", "1", "--batches", str(given.probe_rows), "--out", str(ranking)]
-        data = ["--data", str(given.data)] if given.data is not None else []
-        if probe.main([str(given.model), *options, *data]):
-            raise RuntimeError(f"{given.model}: the probe failed")
+        probe.main([str(given.model), *options, *(["--data", str(given.data)] if given.data is not None else [])])
 
 
 def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> int:
@@ -248,9 +257,9 @@ def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> 
     chosen = [way for way in grid if fnmatch(way.name, options.only)]
     if not chosen:
         parser.error(f"--only {options.only}: fits none of {', '.join(way.name for way in grid)}")
-    options.results.mkdir(parents=True, exist_ok=True)
-    tokenizer = options.model / TOKENIZER
-    corpus = read_corpus(options.data, tokenizer if tokenizer.is_file() else None)
+    if options.steps < 2 or not 0 <= options.seed < SEEDS:
+        parser.error(f"--steps, --seed: expected at least 2 steps and a seed below {SEEDS}")
+    corpus = read_corpus(options.data, tokenizer_beside(options.model))
     before(options, corpus)
     for number, way in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {run_way(way, options, corpus)}", flush=True)

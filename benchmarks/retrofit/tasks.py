@@ -3,8 +3,10 @@
     python -m benchmarks.retrofit.tasks [--tasks NAME,NAME] [--include-path DIR] [--limit N] [--only PATTERN] ...
 
 It runs in the environment of lm-eval, which pins other versions of libraries than the project. A model answers as it
-writes text: predictors decide, and a text has the slots of the window. Results are kept beside the samples, and the
-table of docs/training.md shows them at the next `make retrofit`.
+writes text: predictors decide, and a text has the slots of the window. The answers are kept beside the samples;
+`python -m benchmarks.retrofit.render docs` shows them in docs/training.md.
+
+Shape legend: B texts of a batch, S tokens of the longest, T tokens of a continuation, D model width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.tasks import TaskManager
 
-from benchmarks.retrofit.ways import ABOUT, ANSWERS, SAMPLES, UNTOUCHED
+from benchmarks.retrofit.ways import ABOUT, ANSWERS, AS_GIVEN, SAMPLES
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.generation_spec import for_generation
 from mod_models.routing import Decisions
-from mod_models.train.corpus import TOKENIZER, end_of_text, load_tokenizer
+from mod_models.train.corpus import end_of_text, load_tokenizer, tokenizer_beside
 from mod_models.transformer import Transformer
 
 BATCH = 32
@@ -41,13 +43,24 @@ class Answering(TemplateLM):  # type: ignore[misc]
         spec = checkpoint.spec
         spec = spec if spec.routing is None else for_generation(spec, window)
         self.network = Transformer(spec).sharing(checkpoint.module()).eval()
-        self.vocabulary = load_tokenizer(tokenizer)
+        self.tokenizer_json, self.vocabulary = tokenizer, load_tokenizer(tokenizer)
         self.window, self.precision = window, precision
 
     @property
     def eot_token_id(self) -> int:
-        """The token that separates texts, before which an unconditional text begins."""
+        """The token that separates texts."""
         return end_of_text(self.vocabulary) or 0
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token after which a text begins that has nothing before it: BOS if tokenizer_config.json names one, as
+        with lm-eval's own models.
+        """
+        path = self.tokenizer_json.with_name("tokenizer_config.json")
+        bos = json.loads(path.read_text(encoding="utf-8")).get("bos_token") if path.exists() else None
+        # Old files have the token as a dictionary.
+        id_ = self.vocabulary.token_to_id(bos["content"] if isinstance(bos, dict) else bos) if bos else None
+        return self.eot_token_id if id_ is None else int(id_)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """Returns the tokens of a text, without special ones."""
@@ -66,8 +79,9 @@ class Answering(TemplateLM):  # type: ignore[misc]
         return [answers[number] for number in range(len(rows))]
 
     def _answers(self, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-        """Returns for each text, whose tokens from a number on are the continuation, its log-likelihood, and whether
-        each of its tokens is the most probable one.
+        """Returns the log-likelihood of each continuation, and whether each of its tokens is the most probable one.
+
+        Each row is the tokens of a text, and the position at which its continuation begins.
         """
         # The last token of a text is predicted, and not read. A text that is too long loses its beginning.
         kept = [(ids[-self.window - 1 :], max(1, start - max(0, len(ids) - self.window - 1))) for ids, start in rows]
@@ -79,38 +93,50 @@ class Answering(TemplateLM):  # type: ignore[misc]
             hidden_BSD = self.network.hidden(ids_BS, lengths_B, Decisions())
             answers = []
             for row, (ids, start) in enumerate(kept):
-                nats_TV = self.network.logits(hidden_BSD[row, start - 1 : len(ids) - 1]).float().log_softmax(-1)
+                log_p_TV = self.network.logits(hidden_BSD[row, start - 1 : len(ids) - 1]).float().log_softmax(-1)
                 target_T = torch.tensor(ids[start:])
-                nats = float(nats_TV.gather(1, target_T[:, None]).sum())
-                answers.append((nats, bool((nats_TV.argmax(-1) == target_T).all())))
+                nats = float(log_p_TV.gather(1, target_T[:, None]).sum())
+                answers.append((nats, bool((log_p_TV.argmax(-1) == target_T).all())))
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[object], disable_tqdm: bool = False) -> list[float]:
-        """Is for perplexity, which `make retrofit` measures."""
+        """Refuses, because `make retrofit` measures perplexity."""
         raise NotImplementedError("tasks that score whole documents are not asked; make retrofit measures perplexity")
 
     def generate_until(self, requests: Sequence[object], disable_tqdm: bool = False) -> list[str]:
-        """Is for tasks that write."""
+        """Refuses, because a server of the built model writes faster."""
         raise NotImplementedError("tasks that write text are asked over mod-export serve; see docs/text.md")
 
 
 def answered(model: Answering, tasks: Sequence[str], include: Path | None, limit: int | None) -> dict[str, Any]:
-    """Returns the figures of each task or group of tasks, such as `acc` (accuracy), the number of its questions, and
-    the standard error of the accuracy, for all questions of a group together.
+    """Returns the figures of each task or group of tasks, such as `acc` (accuracy), the standard error of the accuracy,
+    and the number of questions.
+
+    Raises:
+        ValueError: lm-eval has no accuracy of a task.
     """
     manager = TaskManager(include_path=None if include is None else str(include))
     found = lm_eval.simple_evaluate(
-        model=model, tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=False
+        model=model, tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=100, log_samples=False
     )
+
+    def questions(name: str) -> int:
+        members = found.get("group_subtasks", {}).get(name)
+        return sum(map(questions, members)) if members else int(found["n-samples"][name]["effective"])
+
     answers = {}
     for name in tasks:
         numbers = found.get("groups", {}).get(name) or found["results"][name]
         # lm-eval writes the filter of the answers behind the name of a figure.
-        figures = {key.removesuffix(",none"): value for key, value in numbers.items() if isinstance(value, float)}
-        members = found.get("group_subtasks", {}).get(name) or [name]
-        questions = sum(found["n-samples"][member]["effective"] for member in members)
-        error = (figures["acc"] * (1 - figures["acc"]) / max(1, questions - 1)) ** 0.5
-        answers[name] = {"figures": figures, "standard_error": error, "questions": questions}
+        numbers = {key.removesuffix(",none"): value for key, value in numbers.items() if isinstance(value, float)}
+        figures = {key: value for key, value in numbers.items() if not key.endswith("_stderr")}
+        if "acc" not in figures:
+            raise ValueError(f"--tasks {name}: lm-eval gives {', '.join(figures)} and no accuracy")
+        answers[name] = {
+            "figures": figures,
+            "standard_error": numbers["acc_stderr"],
+            "questions": questions(name),
+        }
     return answers
 
 
@@ -126,20 +152,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--only", default="*", metavar="PATTERN", help="names of samples, such as 'mlp-*-245760' (%(default)s)")
     add("--float32", action="store_true", help="compute in float32 in place of bfloat16")
     given = parser.parse_args(arguments)
+    tokenizer = tokenizer_beside(given.model)
+    if tokenizer is None:
+        parser.error(f"{given.model}: has no tokenizer.json beside it, and the questions are texts")
     samples = given.docs / SAMPLES
     about = json.loads((samples / ABOUT).read_text(encoding="utf-8"))
-    names = [UNTOUCHED, *(path.stem for path in sorted(samples.glob("*-*.json")))]
+    names = [AS_GIVEN, *(path.stem for path in sorted(samples.glob("*-*.json")))]
     (samples / ANSWERS).mkdir(exist_ok=True)
     precision = torch.float32 if given.float32 else torch.bfloat16
     for name in (name for name in names if fnmatch(name, given.only)):
-        path = given.model if name == UNTOUCHED else given.results / name / "model.pt"
+        path = given.model if name == AS_GIVEN else given.results / name / "model.pt"
         if not path.exists():
             print(f"{name}: its weights are not here", flush=True)
             continue
-        tokenizer = given.model / TOKENIZER
         model = Answering(load_checkpoint(path), tokenizer, about["window"], precision)
         answers = answered(model, given.tasks.split(","), given.include_path, given.limit)
-        (samples / ANSWERS / f"{name}.json").write_text(json.dumps(answers, indent=1) + "\n", encoding="utf-8")
+        kept = samples / ANSWERS / f"{name}.json"
+        before = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+        kept.write_text(json.dumps({**before, **answers}, indent=1) + "\n", encoding="utf-8")
         shown = (f"{task} {of['figures']['acc']:.3f}" for task, of in answers.items())
         print(f"{name}: {', '.join(shown)}", flush=True)
     return 0

@@ -9,18 +9,18 @@ from mod_models.train import TrainConfig
 from mod_models.train.retrofit import FITTED, LEARNED
 
 CONTROLS = ("dense", "removed", "narrowed")
-"""Values of `Way.parts` of models that route nothing."""
+"""Values of `Way.kind` of models that route nothing."""
 SAMPLES = "retrofit"
 """The folder of the samples, inside that of the page."""
 ABOUT = "about.json"
-"""Beside the samples: what all of them have in common, and the numbers of the dense model as given."""
-UNTOUCHED = "untouched"
-"""Name of the dense model as given, in ABOUT and among the answers."""
-ANSWERS = "tasks"
+"""Beside the samples, and beside the trained models: the settings that all of them share."""
+AS_GIVEN = "as_given"
+"""Name of the dense model before any training, in ABOUT and among the answers."""
+ANSWERS = "answers"
 """Folder beside the samples: how well their models answer the questions of lm-eval, in files of the same names."""
-SECOND = 6
-"""Added to the seed of a model that follows the training of its dense model, so that it reads other windows of the
-text. Seeds of runs are below it.
+SEEDS = 6
+"""Number of seeds of a run, from 0 on. A model that follows the training of its dense model adds this number to its
+seed, so that it reads other windows of the text. Sums from 12 on are the windows of fits and calibrations.
 """
 
 
@@ -29,56 +29,55 @@ class Way:
     """One way to make a model of a dense one, and to train it.
 
     Attributes:
-        parts: the routed part; or `dense` for the dense model itself, `removed` for the dense model without the blocks
+        kind: the routed part; or `dense` for the dense model itself, `removed` for the dense model without the blocks
             that `route` names, `narrowed` for the dense model whose MLPs keep a share of their neurons.
         route: the routed or removed layers; `{half}` is half of all layers.
-        capacity: share of the tokens that the part runs, or share of the neurons that are kept.
+        share: of the tokens that the part runs, or of the neurons that are kept.
         skipped_keys: `kept` or `absent`.
         adapter: what skipped tokens run.
         routers: `fitted` or `learned`.
-        first: share of the training tokens that the dense model is trained on before the way starts from it and learns
-            from it; 0 to start and learn from the dense model as given.
+        dense_first: share of the training tokens that the dense model is trained on before the way starts from it and
+            learns from it; 0 to start and learn from the dense model as given.
     """
 
-    parts: str
+    kind: str
     route: str
-    capacity: float
+    share: float
     skipped_keys: str = "absent"
     adapter: str = "none"
     routers: str = FITTED
-    first: float = 0.0
+    dense_first: float = 0.0
 
     @property
     def routes(self) -> bool:
         """Whether tokens are routed at all."""
-        return self.parts not in CONTROLS
+        return self.kind not in CONTROLS
 
     @property
     def shape(self) -> str:
         """Name of everything that decides about speed."""
         left = [name for name in (self.skipped_keys, self.adapter, self.routers) if name not in USUAL]
-        name = f"{self.parts}-{self.route.replace(':', '-')}-{self.capacity}".replace("-{half}", "")
+        name = f"{self.kind}-{self.route.replace(':', '-')}-{self.share}".replace("-{half}", "")
         return "-".join([name, *left])
 
     @property
     def name(self) -> str:
-        return f"{self.shape}-first-{self.first:g}" if self.first else self.shape
+        return f"{self.shape}-first-{self.dense_first:g}" if self.dense_first else self.shape
 
 
 USUAL = ("absent", "none", FITTED)
 """Values that are not in the name of a way."""
 DENSE = Way("dense", "none", 1.0)
-MLPS = Way("mlp", "cheapest:{half}", 0.5, adapter="linear")
 GRID = (
     DENSE,
     Way("removed", "cheapest:3", 0.0),
     Way("narrowed", "all", 0.8),
-    MLPS,
-    Way("removed", "cheapest:3", 0.0, first=0.75),
-    Way("narrowed", "all", 0.8, first=0.75),
-    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", first=0.75),
-    # As GateSkip (arXiv 2510.13876) trains, with a scalar in place of a vector gate: a gate on the output of every
-    # attention and MLP, all weights, and a budget that falls from 1.
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
+    Way("removed", "cheapest:3", 0.0, dense_first=0.75),
+    Way("narrowed", "all", 0.8, dense_first=0.75),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", dense_first=0.75),
+    # Similar to GateSkip (arXiv 2510.13876): a learned gate on the output of every attention and MLP, here a scalar in
+    # place of a vector; all weights learn, and the share of the tokens falls from 1.
     Way("separate", "every:1", 0.8, skipped_keys="kept", routers=LEARNED),
     Way("removed", "cheapest:5", 0.0),
     Way("mlp", "cheapest:{half}", 0.25, adapter="linear"),
@@ -97,12 +96,13 @@ GRID = (
 
 
 def steps_of_dense(way: Way, steps: int) -> int:
-    """Returns how many of the steps train the dense model before the way starts."""
-    return round(way.first * steps)
+    """Returns how many of at least two steps train the dense model before the way starts; it has one left at least."""
+    return min(max(1, round(way.dense_first * steps)), steps - 1) if way.dense_first else 0
 
 
 def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
-    """Returns the settings of a way. Every way has the same budget, and all with the same `first` the same batches.
+    """Returns the settings of a way. Every way has the same budget, and all with the same `dense_first` the same
+    batches.
 
     All ways but `DENSE` are distilled from the dense model that they start from. Only a model that routes has
     predictors to calibrate, and only routers that learn begin at capacity 1.
@@ -114,5 +114,5 @@ def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
         warmup=max(1, steps // 20), eval_every=max(1, steps // 2), eval_batches=given.eval_batches,
         log_every=max(1, steps // 40), recompute=given.recompute, precision=given.precision,
         anneal=0.5 if way.routes and way.routers == LEARNED else 0.0, distill=0.0 if way == DENSE else 1.0,
-        calibrate=8 if way.routes else 0, seed=given.seed + (SECOND if way.first else 0),
+        calibrate=8 if way.routes else 0, seed=given.seed + (SEEDS if way.dense_first else 0),
     )  # fmt: skip

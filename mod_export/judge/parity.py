@@ -153,9 +153,8 @@ def _places(
             located = locate_against_reference(root, candidate.path, reference, batches, slack)
     elif candidate.engine is not None:
         located = locate_by_depth(root, candidate, reference, batches, config)
-    errors = (row.error, *(output.error for output in row.further_outputs))
     nan = None
-    if candidate.source is not None and row.inputs and any(math.isnan(error.max_abs) for error in errors):
+    if candidate.source is not None and row.inputs and any(math.isnan(error.max_abs) for error in row.errors):
         nan = origin_in_graph(root, candidate.source, batches)
     return [place for place in (located, nan) if place is not None]
 

@@ -26,6 +26,7 @@ from mod_export.measure.working_memory import attention_bytes
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import save_graph
 from mod_export.rows.base import fields_of_graph
+from mod_export.rows.correctness import worst_error
 from mod_export.types import QUANTIZED, DType, Graph, Setting, TargetLimits
 
 
@@ -147,8 +148,9 @@ def _prove_rewrite(build: Build, builder: EngineBuilder, graph: Graph, path: Pat
         row = judge_runner([(runner, batches)], reference, build.config.parity.gate(graph.dtype), setting)
     if not row.passed:
         raise GraphError(f"{graph.path}: the rewrite changed the meaning of the graph: {'; '.join(row.reasons)}")
-    largest = max(output.error.max_abs for output in (row, *row.further_outputs))
-    return f"max abs error {largest:.2g} on ONNX Runtime CPU"
+    worst = worst_error(row.errors)
+    assert worst is not None
+    return f"max abs error {worst.max_abs:.2g} on ONNX Runtime CPU"
 
 
 def _is_proven(builder: EngineBuilder, graph: Graph) -> bool:

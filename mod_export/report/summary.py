@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 from mod_export.rows.base import PairRow, reason_for, setting_fields
-from mod_export.rows.correctness import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement
+from mod_export.rows.correctness import ErrorNumbers, InputAgreement, ParityRow, RoutingAgreement, worst_error
 from mod_export.rows.cost import not_counted_text
 from mod_export.rows.report import Artifact, BuildReport, Target
 from mod_export.rows.speed import (
@@ -85,7 +85,7 @@ class SettingResults:
     @property
     def error(self) -> ErrorNumbers | None:
         """Error of the worst output of both engines; NaN is the worst."""
-        return _worst_error(self.of(ParityRow))
+        return worst_error(error for row in self.of(ParityRow) for error in row.errors)
 
     @property
     def texts(self) -> tuple[int, int]:
@@ -136,7 +136,7 @@ def gains(report: BuildReport) -> Gains:
     """Sums up the results about whole texts on this machine."""
     measured = [row.measured for row in report.speedup]
     parity = parity_rows(report, forward=True)
-    worst = _worst_error(parity)
+    worst = worst_error(error for row in parity for error in row.errors)
     return Gains(
         slowest=min(measured, key=lambda ratio: (not math.isnan(ratio), ratio), default=None),
         fastest=max(measured, default=None),
@@ -146,12 +146,6 @@ def gains(report: BuildReport) -> Gains:
         by_input=agreement_by_input(parity),
         max_abs=None if worst is None else worst.max_abs,
     )
-
-
-def _worst_error(rows: Iterable[ParityRow]) -> ErrorNumbers | None:
-    """Returns the error of the worst output of all rows; NaN is the worst."""
-    errors = [error for row in rows for error in (row.error, *(output.error for output in row.further_outputs))]
-    return max(errors, key=lambda error: (math.isnan(error.max_abs), error.max_abs), default=None)
 
 
 def lacks_sites(rows: Sequence[ParityRow]) -> bool:

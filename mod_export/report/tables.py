@@ -348,7 +348,7 @@ def _perplexity(row: ParityRow) -> Cell | None:
     """Returns a cell with the perplexity and that of PyTorch with which the gate compares it."""
     if row.text is None:
         return None
-    return Cell(f"{row.text.perplexity:.4f}", f"PyTorch {row.text.compared(row.dtype):.4f}")
+    return Cell(f"{row.text.perplexity:.4f}", f"PyTorch {row.text.expected_perplexity(row.dtype):.4f}")
 
 
 def _quality(text: Callable[[TextQuality], str]) -> Callable[[JudgedPrecision], str | None]:

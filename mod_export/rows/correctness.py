@@ -6,6 +6,9 @@ scores are shares of the layer's scale, which is the largest root mean square of
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from mod_export.rows.base import EngineRow, Result
 from mod_export.types import QUANTIZED, DType, Site
 
@@ -119,10 +122,8 @@ class TextQuality(Result):
     next_token_agreement: float
     """Share of positions at which the engine has the same most probable next token as PyTorch with its own routing."""
 
-    def compared(self, dtype: DType) -> float:
-        """Returns the perplexity of PyTorch with which that of an engine of this dtype is compared: in int8 and int4,
-        which select other tokens, that with its own routing.
-        """
+    def expected_perplexity(self, dtype: DType) -> float:
+        """Returns the perplexity of PyTorch with which the gate compares that of an engine of this dtype."""
         return self.own_perplexity if dtype in QUANTIZED else self.reference_perplexity
 
 
@@ -189,6 +190,11 @@ class LeftOutRows(Result):
         return f"{self.output}: {self.rows:,} of {self.total:,} rows, on {', '.join(self.inputs)}: {self.because}"
 
 
+def worst_error(errors: Iterable[ErrorNumbers]) -> ErrorNumbers | None:
+    """Returns the error with the largest difference, of which NaN is the largest; None if there is no error."""
+    return max(errors, key=lambda error: (math.isnan(error.max_abs), error.max_abs), default=None)
+
+
 class ParityRow(EngineRow):
     """One engine, or one graph, compared with eager float32 PyTorch of the same model."""
 
@@ -239,6 +245,11 @@ class ParityRow(EngineRow):
     judged: bool = True
     """`false`: it could not be loaded or run on the machine that was to judge it, so the row fails, and says nothing
     about other machines."""
+
+    @property
+    def errors(self) -> tuple[ErrorNumbers, ...]:
+        """The errors of all outputs, in order."""
+        return (self.error, *(output.error for output in self.further_outputs))
 
 
 class StructureRow(Result):

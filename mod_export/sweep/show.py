@@ -77,8 +77,10 @@ def perplexity_text(perplexity: float) -> str:
 
 
 def fidelity_text(row: Measured) -> str:
-    """Perplexity of the engine divided by that of the eager model, on the texts of the parity check."""
-    return f"{row.text.perplexity / row.text.compared(row.dtype):.5f}" if row.text else "-"
+    """Perplexity of the engine divided by that of PyTorch with which the gate compares it, on the texts of the parity
+    check.
+    """
+    return f"{row.text.perplexity / row.text.expected_perplexity(row.dtype):.5f}" if row.text else "-"
 
 
 def share_of(capacity: float | None) -> str:

@@ -199,7 +199,7 @@ def _fit_adapter(adapter: nn.Module, part_inputs: Sequence[PartInputs]) -> float
         yy += float(of.delta_ND.double().square().sum())
     if yy == 0:
         return 1.0
-    weight_DD = _ridge(zz_DD, zy_DD, STRENGTH).T
+    weight_DD = ridge(zz_DD, zy_DD, STRENGTH).T
     adapter.down_proj.weight.copy_(weight_DD)
     rest = yy - 2 * (weight_DD.T * zy_DD).sum() + ((weight_DD @ zz_DD) * weight_DD).sum()
     return 1 - float(rest) / yy
@@ -219,7 +219,7 @@ def _fit_router(routed: RoutedBlock, part: str, part_inputs: Sequence[PartInputs
     x_ND = x_ND - x_ND.mean(0)
     N = len(x_ND)
     xx_DD, xe_D1 = (x_ND.T @ x_ND).double(), (x_ND.T @ error_N[:, None].float()).double()
-    weight_D1 = _ridge(xx_DD, xe_D1, ROUTER_STRENGTH)
+    weight_D1 = ridge(xx_DD, xe_D1, ROUTER_STRENGTH)
     squares = float(weight_D1.T @ xx_DD @ weight_D1)
     router = routed.mlp_router if part == "mlp" and routed.mlp_router is not None else routed.router
     assert isinstance(router, LinearRouter)
@@ -232,7 +232,7 @@ def _fit_router(routed: RoutedBlock, part: str, part_inputs: Sequence[PartInputs
     return (2 * float(weight_D1.T @ xe_D1) - squares) / total if total > 0 else 1.0
 
 
-def _ridge(xx_DD: Tensor, xy_DE: Tensor, strength: float) -> Tensor:
+def ridge(xx_DD: Tensor, xy_DE: Tensor, strength: float) -> Tensor:
     """Returns (X'X + lambda I)^-1 X'Y, float64 (D, E), with lambda as a share of the mean of the diagonal of X'X."""
     ridge_DD = strength * xx_DD.diagonal().mean() * torch.eye(len(xx_DD), dtype=xx_DD.dtype)
     solved_DE: Tensor = torch.linalg.solve(xx_DD + ridge_DD, xy_DE)

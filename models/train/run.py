@@ -466,10 +466,11 @@ def clip_gradients(model: nn.Module, largest: float, workers: Workers) -> float:
 def _square(gradient: Tensor) -> Tensor:
     """Returns the sum of the squares of a tensor, float64."""
     if gradient.device.type != "cpu":
-        return torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
-    # PyTorch would first write all of the tensor in float64. In parts that stay in the cache, it takes a tenth of the
-    # time: 8 % of a step of a model of 135 M parameters with 1,024 tokens.
-    parts = (part.double() for part in gradient.flatten().split(CACHED))
+        norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        return norm.square()
+    # PyTorch would first write all of the tensor in float64, which took 8 % of a step of a model of 135 M parameters
+    # with 1,024 tokens. In parts that stay in the cache, it takes a tenth of that.
+    parts = (part.double() for part in torch.split(gradient.flatten(), CACHED))
     return torch.stack([torch.dot(part, part) for part in parts]).sum()
 
 

@@ -17,7 +17,7 @@ from benchmarks.retrofit import run as run_retrofit
 from benchmarks.retrofit.controls import kept_width, narrowed, without
 from benchmarks.retrofit.render import COLUMNS, render
 from benchmarks.retrofit.run import folder_name, main
-from benchmarks.retrofit.ways import CONTROLS, DENSE, GRID, Way, config_of
+from benchmarks.retrofit.ways import CONTROLS, DENSE, GRID, Way, config_of, steps_of_dense
 from mod_models.checkpoint import Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.spec import ModelSpec
 from mod_models.train import TrainConfig
@@ -28,23 +28,24 @@ SPEC = ModelSpec(vocab_size=256, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1
 SMALL = (
     DENSE,
     Way("removed", "cheapest:1", 0.0),
-    Way("narrowed", "all", 0.5, first=0.5),
+    Way("narrowed", "all", 0.5, dense_first=0.5),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
-    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", first=0.5),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", dense_first=0.5),
 )
 QUICK = ["--steps", "4", "--batch", "2", "--seq", "32", "--eval-batches", "2", "--probe-rows", "1", "--window", "64"]
 BEGIN, END = marks("make retrofit")
 PAGE = f"# Before\n\n{BEGIN}\nnot run yet\n{END}\n\nafter\n"
 
 
-def sample(parts: str, loss: float, speed: float | None = None, status: str = "pass", seed: int = 0) -> dict[str, Any]:
+def sample(kind: str, loss: float, speed: float | None = None, status: str = "pass", seed: int = 0) -> dict[str, Any]:
     fast = {"measured": speed, "ci95": [1.1, 1.3], "predicted_flops": 1.5}
-    quality = {"next_token_loss": loss, "bits_per_byte": 2.0, "ran": None if parts in CONTROLS else 0.5}
-    speeds = {"whole_rows": fast, "text": {**fast, "ci95": [1.0, 1.4]}, "status": status}
+    quality = {"next_token_loss": loss, "bits_per_byte": 2.0, "ran": None if kind in CONTROLS else 0.5}
+    speeds = {"whole_rows": fast, "text": {**fast, "ci95": [1.0, 1.4]}}
     return {
-        "parts": parts, "route": "deepest:{half}", "capacity": 0.5, "layers": [2, 3], "skipped_keys": "absent",
-        "adapter": "none", "routers": "fitted", "first": 0.0, "seed": seed, "tokens": 1000, "whole_rows": quality,
+        "kind": kind, "route": "deepest:{half}", "share": 0.5, "layers": [2, 3], "skipped_keys": "absent",
+        "adapter": "none", "routers": "fitted", "dense_first": 0.0, "seed": seed, "tokens": 1000, "whole_rows": quality,
         "text": {**quality, "next_token_loss": loss - 0.1}, "speed": None if speed is None else speeds,
+        "status": status,
     }  # fmt: skip
 
 
@@ -52,15 +53,19 @@ def test_the_page(tmp_path: Path) -> None:
     (tmp_path / "training.md").write_text(PAGE)
     samples = tmp_path / "retrofit"
     samples.mkdir()
-    untouched = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
-    about = {"model": "m", "text": "t", "seq": 50, "window": 2048, "untouched": untouched}
+    as_given = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
+    about = {"model": "m", "text": "t", "seq": 50, "window": 2048, "as_given": as_given}
     (samples / "about.json").write_text(json.dumps(about))
     found = {
         "dense-0": sample("dense", 2.0), "dense-1": sample("dense", 2.1, seed=1),
         "mlp-0": sample("mlp", 2.1, 1.2), "mlp-1": sample("mlp", 2.4, 1.2, seed=1),
         "block-0": sample("block", 2.3, 1.4, "fail"),
         "kept-0": {**sample("block", 2.2, 1.3), "skipped_keys": "kept", "routers": "learned"},
-        "adapted-0": {**sample("mlp", 2.05, 1.2), "adapter": "linear", "first": 0.75},
+        "both-0": {
+            **sample("separate", 2.25, 1.35), "route": "every:1", "skipped_keys": "kept", "adapter": "linear",
+        },
+        "numbers-0": {**sample("attention", 2.25, 1.36), "route": "2,3"},
+        "adapted-0": {**sample("mlp", 2.05, 1.2), "adapter": "linear", "dense_first": 0.75},
         "removed-0": {**sample("removed", 2.1, 1.2), "route": "cheapest:2"},
         "narrowed-0": {**sample("narrowed", 2.1, 1.1), "route": "all"},
         "longer-0": {**sample("mlp", 1.9, 1.2), "tokens": 2000},
@@ -86,13 +91,17 @@ def test_the_page(tmp_path: Path) -> None:
         "100% | 1.10 [1.00, 1.40] |",
         "| 1,000 | MLPs of the 2 deepest layers run 50% | 2 | 9.59 (8.17 to 11.02) | +22.8% (+10.5% to +35.0%) | "
         f"{rows} | 8.68 (7.39 to 9.97) | +22.8% (+10.5% to +35.0%) | 50% | {text} |",
-        f"| 1,000 | 2 cheapest blocks removed | 1 | 8.17 | +10.5% | {rows} | 7.39 | +10.5% | 100% | {text} |",
+        f"| 1,000 | without the 2 cheapest blocks | 1 | 8.17 | +10.5% | {rows} | 7.39 | +10.5% | 100% | {text} |",
         "| 1,000 | blocks of the 2 deepest layers run 50%, skipped tokens keep keys; routers learn | 1 | 9.03 | +22.1% "
         "| 1.30 [1.10, 1.30] (1.50) | 8.17 | +22.1% | 50% | 1.30 [1.00, 1.40] |",
+        "| 1,000 | attentions and MLPs of all 2 layers run 50%, skipped tokens keep keys and run an adapter | 1 | 9.49 "
+        "| +28.4% | 1.35 [1.10, 1.30] (1.50) | 8.58 | +28.4% | 50% | 1.35 [1.00, 1.40] |",
+        "| 1,000 | attentions of 2 layers run 50% | 1 | 9.49 | +28.4% | 1.36 [1.10, 1.30] (1.50) | 8.58 | +28.4% | 50% "
+        "| 1.36 [1.00, 1.40] |",
         "| 1,000 | blocks of the 2 deepest layers run 50% | 1 | 9.97 | +35.0% | 1.40 [1.10, 1.30] (1.50), a gate "
         "failed | 9.03 | +35.0% | 50% | 1.40 [1.00, 1.40] |",
-        "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run an adapter; the dense model learned first "
-        f"(75% of the tokens) | 1 | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 50% | {text} |",
+        "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run an adapter; dense for the first "
+        f"75% of the tokens | 1 | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 50% | {text} |",
         f"| 2,000 | MLPs of the 2 deepest layers run 50% | 1 | 6.69 |  | {rows} | 6.05 |  | 50% | {text} |",
     ]
     assert (tmp_path / "figures" / "retrofit.svg").stat().st_size > 1000
@@ -101,9 +110,9 @@ def test_the_page(tmp_path: Path) -> None:
 def test_a_page_is_written_where_there_is_none(tmp_path: Path) -> None:
     samples = tmp_path / "retrofit"
     samples.mkdir()
-    untouched = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
+    as_given = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
     (samples / "about.json").write_text(
-        json.dumps({"model": "m", "text": "t", "seq": 50, "window": 64, "untouched": untouched})
+        json.dumps({"model": "m", "text": "t", "seq": 50, "window": 64, "as_given": as_given})
     )
     (samples / "dense-0.json").write_text(json.dumps({**sample("dense", 2.0), "name": "dense"}))
     render(samples, tmp_path)
@@ -111,12 +120,12 @@ def test_a_page_is_written_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_answers_of_tasks(tmp_path: Path) -> None:
-    answers = tmp_path / "retrofit" / "tasks"
+    answers = tmp_path / "retrofit" / "answers"
     answers.mkdir(parents=True)
-    untouched = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
-    about = {"model": "m", "text": "t", "seq": 50, "window": 64, "untouched": untouched}
+    as_given = {"next_token_loss": 2.5, "bits_per_byte": 1.5, "ran": None}
+    about = {"model": "m", "text": "t", "seq": 50, "window": 64, "as_given": as_given}
     (answers.parent / "about.json").write_text(json.dumps(about))
-    (answers / "untouched.json").write_text(
+    (answers / "as_given.json").write_text(
         json.dumps({"one": {"figures": {"acc": 0.5}, "standard_error": 0.01, "questions": 9}})
     )
     for seed in (0, 1, 2):
@@ -129,7 +138,7 @@ def test_answers_of_tasks(tmp_path: Path) -> None:
     render(answers.parent, tmp_path)
     lines = [line for line in (tmp_path / "training.md").read_text().splitlines() if line.startswith("|")]
     assert lines[-4:] == [
-        "| training tokens | model | one | other |",
+        "| training tokens | model | one (9 questions) | other (3 questions) |",
         "|---|---|---|---|",
         "| 0 | dense, as given | 50.0% ± 1.0% |  |",
         "| 1,000 | MLPs of the 2 deepest layers run 50% | 30.0% ± 2.0% | 100.0% ± 0.0% |",
@@ -157,7 +166,7 @@ def test_ways_have_folders_of_their_own() -> None:
     assert folder_name(learned, given) == f"{learned.name}-1000"
     given.seed = 2
     assert folder_name(learned, given) == f"{learned.name}-1000-seed2"
-    later = dataclasses.replace(learned, first=0.75)
+    later = dataclasses.replace(learned, dense_first=0.75)
     assert later.name == f"{learned.name}-first-0.75"
     assert later.shape == learned.name, "training does not change the speed"
 
@@ -219,7 +228,7 @@ def test_the_fit_makes_up_for_neurons_that_go() -> None:
     assert distances[0] < 0.05 * distances[1]
 
 
-@pytest.mark.parametrize(("share", "width"), [(0.8, 1232), (1.0, 1536), (2.0, 1536), (0.0, 16)])
+@pytest.mark.parametrize(("share", "width"), [(0.8, 1232), (1.0, 1536), (2.0, 1536), (0.0, 16), (0.011, 16)])
 def test_a_kept_width_fills_tiles(share: float, width: int) -> None:
     assert kept_width(1536, share) == width
 
@@ -229,7 +238,7 @@ def test_settings_of_a_way() -> None:
         steps=60, batch=4, micro_batch=0, seq=256, learning_rate=3e-4, eval_batches=16, recompute="none",
         precision="float32", seed=3,
     )  # fmt: skip
-    found = {(way.parts, way.routers): config_of(way, given) for way in GRID if not way.first}
+    found = {(way.kind, way.routers): config_of(way, given) for way in GRID if not way.dense_first}
     assert {kind: (config.distill, config.anneal, config.calibrate) for kind, config in found.items()} == {
         ("dense", "fitted"): (0.0, 0.0, 0), ("removed", "fitted"): (1.0, 0.0, 0),
         ("narrowed", "fitted"): (1.0, 0.0, 0), ("block", "fitted"): (1.0, 0.0, 8),
@@ -239,7 +248,7 @@ def test_settings_of_a_way() -> None:
     }  # fmt: skip
     assert {(config.steps, config.batch, config.seed) for config in found.values()} == {(60, 4, 3)}
     # After three quarters of the steps for the dense model, the last quarter reads other windows of the text.
-    later = [config_of(way, given) for way in GRID if way.first]
+    later = [config_of(way, given) for way in GRID if way.dense_first]
     assert {(config.steps, config.warmup, config.seed) for config in later} == {(15, 1, 9)}
 
 
@@ -267,12 +276,30 @@ def test_samples_of_another_model_are_refused(tmp_path: Path) -> None:
     for seed, name in enumerate(("one", "other")):
         save_checkpoint(tmp_path / name / "model.pt", random_checkpoint(SPEC, seed))
     common = ["--results", str(tmp_path / "results"), "--docs", str(tmp_path / "docs"), *QUICK]
-    given = ["--only", "dense*", "--eval-batches", "1", "--steps", "1"]
+    given = ["--only", "dense*", "--eval-batches", "1", "--steps", "2"]
     assert main(["--model", str(tmp_path / "one" / "model.pt"), *common, *given], SMALL) == 0
-    with pytest.raises(
-        RuntimeError, match=r"about\.json: its samples have another weights; name another folder with --docs"
-    ):
-        main(["--model", str(tmp_path / "other" / "model.pt"), *common, *given], SMALL)
+    other = ["--model", str(tmp_path / "other" / "model.pt"), *common, *given, "--learning-rate", "1"]
+    reason = r"about\.json: differs in weights, learning_rate; name another folder with"
+    with pytest.raises(RuntimeError, match=f"docs.retrofit.{reason} --docs"):
+        main(other, SMALL)
+    # Models that were made of another one are no better under another name.
+    with pytest.raises(RuntimeError, match=f"results.{reason} --results"):
+        main([*other, "--docs", str(tmp_path / "others")], SMALL)
+    assert not (tmp_path / "others").exists()
+
+
+@pytest.mark.parametrize("options", [["--steps", "1"], ["--seed", "6"], ["--seed", "-1"]])
+def test_numbers_out_of_range(options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--model", str(tmp_path), *options], SMALL)
+    assert "--steps, --seed: expected at least 2 steps and a seed below 6" in capsys.readouterr().err
+
+
+def test_a_way_keeps_a_step_for_itself() -> None:
+    later = dataclasses.replace(DENSE, kind="removed", dense_first=0.75)
+    assert [steps_of_dense(later, steps) for steps in (2, 3, 4, 60)] == [1, 2, 3, 45]
+    assert steps_of_dense(dataclasses.replace(later, dense_first=0.01), 60) == 1
+    assert steps_of_dense(DENSE, 60) == 0
 
 
 @pytest.mark.slow
@@ -291,7 +318,7 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     result = json.loads(sample_json.read_text())
     assert len(result["layers"]) == 2
     assert load_checkpoint(folder / "model.pt").spec.routed_layers == tuple(result["layers"])
-    assert result["speed"]["status"] == "pass"
+    assert result["status"] == "pass"
     assert result["speed"]["whole_rows"]["predicted_flops"] > 1
     assert result["speed"]["whole_rows"]["measured"] > 0
     assert result["speed"]["text"]["measured"] > 0
@@ -305,14 +332,14 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert load_checkpoint(Path(f"results/removed-cheapest-1-0.0-{tokens}/model.pt")).spec.n_layers == 3
     # Its speed is compared with the whole dense model.
     assert removed["speed"]["whole_rows"]["predicted_flops"] > 1.2
-    assert f"| {tokens} | 1 cheapest blocks removed | 1 |" in page
+    assert f"| {tokens} | without the cheapest block | 1 |" in page
     # Half of the tokens train the dense model, from which the narrowed and the routed one start.
     assert Path(f"results/dense-none-1.0-{tokens // 2}/model.pt").exists()
     narrow = load_checkpoint(Path(f"results/narrowed-all-0.5-first-0.5-{tokens}/model.pt"))
     assert narrow.spec == dataclasses.replace(SPEC, d_ff=32)
-    assert "narrower MLPs: 50% of the neurons; the dense model learned first (50% of the tokens) | 1 |" in page
+    assert "narrower MLPs: 50% of the neurons; dense for the first 50% of the tokens | 1 |" in page
     later = json.loads(Path(f"docs/retrofit/mlp-cheapest-0.5-linear-first-0.5-{tokens}.json").read_text())
-    assert later["speed"] == result["speed"], "a shape is timed once"
+    assert (later["speed"], later["status"]) == (result["speed"], None), "a shape is built and timed once"
     assert later["whole_rows"] != result["whole_rows"]
     capsys.readouterr()
     # A run that was stopped after its training is judged again, and a variant that was timed is not timed again.

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+PROGRAMS = Path(__file__).parents[2] / ".venv" / "clients" / "bin"
+"""Environment of the clients (`make clients`), which pin other versions of libraries than the project."""
 Run = Callable[..., str]
 """Runs a program of the clients' environment, and returns what it prints."""
 

@@ -9,11 +9,8 @@ from pathlib import Path
 import pytest
 from chat_models import built, random_llama, save_chat_model, text_toml
 from chat_templates import CHATML, LLAMA3
-from client_programs import Run
+from client_programs import PROGRAMS, Run
 from serving import Server, serving
-
-PROGRAMS = Path(__file__).parents[2] / ".venv" / "clients" / "bin"
-"""Environment of the clients (`make clients`), which pin other versions of libraries than the project."""
 
 
 @pytest.fixture(scope="session")

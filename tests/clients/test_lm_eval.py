@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from client_programs import Run, results_in
+from client_programs import PROGRAMS, Run, results_in
 from serving import Server
 from tokenizer_folders import TEXTS
 
@@ -27,11 +28,22 @@ TASKS = {
         "output_type": "loglikelihood", "doc_to_text": "{{question}}", "doc_to_target": " {{choices[label]}}",
         "metric_list": [{"metric": "perplexity"}, {"metric": "acc"}],
     },
+    "beginnings": {
+        "output_type": "multiple_choice", "doc_to_text": "", "doc_to_choice": "{{choices}}", "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    },
     "writing": {
         "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
         "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}, {"metric": "chrf"}],
     },
+}  # fmt: skip
+REFUSED = {
+    "whole": {
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+    "surprise": {**TASKS["likelihood"], "metric_list": [{"metric": "perplexity"}]},
 }  # fmt: skip
 
 
@@ -48,7 +60,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
             question["choices"] = [str(word) for word in rng.choice(words, 4)]
             question["label"] = int(rng.integers(4))
             file.write(json.dumps(question) + "\n")
-    for name, task in TASKS.items():
+    for name, task in {**TASKS, **REFUSED}.items():
         whole = {
             "task": name, "dataset_path": "json", "test_split": "test", **task,
             "dataset_kwargs": {"data_files": {"test": str(folder / "questions.jsonl")}},
@@ -88,22 +100,53 @@ def test_the_figures_are_those_of_transformers(
     assert len(set(ours["choices"].values())) > 2
 
 
-def test_a_retrofit_answers_as_transformers_does(
-    run: Run, model: Path, tasks: Path, theirs: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    converted = tmp_path / "dense"
+Ask = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def ask(model: Path, tasks: Path, tmp_path: Path) -> Ask:
+    """Runs `make retrofit-tasks` for a dense model before any retrofit."""
+    converted, about = tmp_path / "dense", tmp_path / "retrofit" / "about.json"
     subprocess.run([sys.executable, "-m", "mod_export", "convert", str(model), str(converted), "-q"], check=True)
-    (tmp_path / "retrofit").mkdir()
-    (tmp_path / "retrofit" / "about.json").write_text('{"window": 256}')
-    run(
-        "python", "-m", "benchmarks.retrofit.tasks", "--model", converted, "--docs", tmp_path, "--results", tmp_path,
-        "--tasks", "choices,likelihood", "--include-path", tasks, "--float32",
-        PYTHONPATH=f"{ROOT}:{ROOT / 'build/types'}",
-    )  # fmt: skip
-    answers = json.loads((tmp_path / "retrofit/tasks/untouched.json").read_text())
-    assert answers.keys() == {"choices", "likelihood"}
+    about.parent.mkdir()
+    about.write_text('{"window": 256}')
+
+    def call(*options: str) -> subprocess.CompletedProcess[str]:
+        command = [
+            str(PROGRAMS / "python"), "-m", "benchmarks.retrofit.tasks", "--model", str(converted), "--docs",
+            str(tmp_path), "--results", str(tmp_path), "--include-path", str(tasks), "--float32", *options,
+        ]  # fmt: skip
+        places = {"PYTHONPATH": f"{ROOT}:{ROOT / 'build/types'}", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+        return subprocess.run(
+            command, env={**places, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True, timeout=900, check=False
+        )
+
+    return call
+
+
+def test_a_retrofit_answers_as_transformers_does(ask: Ask, theirs: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    for names in ("choices,likelihood", "beginnings"):  # The second call keeps the answers of the first.
+        done = ask("--tasks", names)
+        assert done.returncode == 0, done.stderr[-4000:]
+    answers = json.loads((tmp_path / "retrofit/answers/as_given.json").read_text())
+    assert list(answers) == ["choices", "likelihood", "beginnings"]
     for task, answer in answers.items():
         assert answer["questions"] == QUESTIONS
+        assert answer["standard_error"] == pytest.approx(theirs[task]["acc_stderr,none"])
         for name, value in answer["figures"].items():
             assert value == pytest.approx(theirs[task][f"{name},none"], rel=1e-4), (task, name)
     assert answers["likelihood"]["figures"].keys() == {"acc", "perplexity"}
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        ("writing", "tasks that write text are asked over mod-export serve; see docs/text.md"),
+        ("whole", "tasks that score whole documents are not asked; make retrofit measures perplexity"),
+        ("surprise", "--tasks surprise: lm-eval gives perplexity and no accuracy"),
+    ],
+)
+def test_tasks_that_a_retrofit_is_not_asked(task: str, reason: str, ask: Ask) -> None:
+    done = ask("--tasks", task)
+    assert done.returncode == 1
+    assert reason in done.stderr

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from sample_rows import changed, cost_row, latency_row, parity_row, part_row, precision_row, speedup_row
 
 from mod_export.rows.base import Result, setting_fields
-from mod_export.rows.correctness import Located, ParityRow
+from mod_export.rows.correctness import Located, OutputParity, ParityRow, worst_error
 from mod_export.types import Bucket, Setting
 
 LOCATED = Located(layer="layers.1", operator=None, input="text", error=0.5, allowed=None)
@@ -49,6 +49,20 @@ def test_rows_name_their_setting() -> None:
     )
     assert speedup_row(role="decode").setting == row.setting.of("mod")
     assert {**setting_fields(row.setting)} == {name: getattr(row, name) for name in setting_fields(row.setting)}
+
+
+def test_the_worst_error_of_all_outputs() -> None:
+    first = parity_row().error
+    further = [
+        OutputParity(name=str(size), error=changed(first, max_abs=size), rounding_error=None, allowed_max_abs=1.0)
+        for size in (0.5, math.nan, 0.25)
+    ]
+    row = parity_row(further_outputs=(further[0], further[2]))
+    assert row.errors == (first, further[0].error, further[2].error)
+    assert first.max_abs < 0.25
+    assert worst_error(row.errors) == further[0].error
+    assert worst_error(parity_row(further_outputs=tuple(further)).errors) is further[1].error
+    assert worst_error(()) is None
 
 
 def test_where_a_row_differs_is_said_as_far_as_it_is_known() -> None:
