@@ -279,7 +279,7 @@ def test_samples_of_another_model_are_refused(tmp_path: Path) -> None:
     given = ["--only", "dense*", "--eval-batches", "1", "--steps", "2"]
     assert main(["--model", str(tmp_path / "one" / "model.pt"), *common, *given], SMALL) == 0
     other = ["--model", str(tmp_path / "other" / "model.pt"), *common, *given, "--learning-rate", "1"]
-    reason = r"about\.json: differs in weights, learning_rate; name another folder with"
+    reason = r"about\.json: differs in model, weights, learning_rate; name another folder with"
     with pytest.raises(RuntimeError, match=f"docs.retrofit.{reason} --docs"):
         main(other, SMALL)
     # Models that were made of another one are no better under another name.
