@@ -80,6 +80,7 @@ GRID = (
     # place of a vector; all weights learn, and the share of the tokens falls from 1.
     Way("separate", "every:1", 0.8, skipped_keys="kept", routers=LEARNED),
     Way("removed", "cheapest:5", 0.0),
+    Way("narrowed", "all", 0.65),
     Way("mlp", "cheapest:{half}", 0.25, adapter="linear"),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers=LEARNED),
     Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
