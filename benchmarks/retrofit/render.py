@@ -135,9 +135,13 @@ def _line(line: Sequence[Sample], dense_of: Mapping[tuple[int, int], Sample]) ->
 
     def quality(use: str) -> list[str]:
         losses = {sample["seed"]: sample[use]["next_token_loss"] for sample in line}
-        dense = {seed: dense_of.get((line[0]["tokens"], seed)) for seed in losses}
-        rises = [math.expm1(loss - of[use]["next_token_loss"]) for seed, loss in losses.items() if (of := dense[seed])]
-        return [_spread([math.exp(loss) for loss in losses.values()], ".2f"), _spread(rises, "+.1%")]
+        dense = [dense_of.get((line[0]["tokens"], seed)) for seed in losses]
+        # A rise over some of the seeds would not fit the perplexity over all of them.
+        rises = [
+            math.expm1(loss - of[use]["next_token_loss"]) for loss, of in zip(losses.values(), dense, strict=True) if of
+        ]
+        of_all = rises if len(rises) == len(losses) else []
+        return [_spread([math.exp(loss) for loss in losses.values()], ".2f"), _spread(of_all, "+.1%")]
 
     one, seeds = line[0], str(len(line))
     cells = [f"{one['tokens']:,}", label(one), seeds]

@@ -69,6 +69,8 @@ def test_the_page(tmp_path: Path) -> None:
         "removed-0": {**sample("removed", 2.1, 1.2), "route": "cheapest:2"},
         "narrowed-0": {**sample("narrowed", 2.1, 1.1), "route": "all"},
         "longer-0": {**sample("mlp", 1.9, 1.2), "tokens": 2000},
+        "longer-1": {**sample("mlp", 2.0, 1.2, seed=1), "tokens": 2000},
+        "long-0": {**sample("dense", 1.8), "tokens": 2000},
     }  # fmt: skip
     for name, result in reversed(found.items()):
         (samples / f"{name}.json").write_text(json.dumps({**result, "name": name[:-2]}))
@@ -102,7 +104,10 @@ def test_the_page(tmp_path: Path) -> None:
         "failed | 9.03 | +35.0% | 50% | 1.40 [1.00, 1.40] |",
         "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run an adapter; dense for the first "
         f"75% of the tokens | 1 | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 50% | {text} |",
-        f"| 2,000 | MLPs of the 2 deepest layers run 50% | 1 | 6.69 |  | {rows} | 6.05 |  | 50% | {text} |",
+        "| 2,000 | dense, trained as long | 1 | 6.05 | +0.0% | 1 | 5.47 | +0.0% | 100% | 1 |",
+        # The dense model of one of the two seeds is missing.
+        f"| 2,000 | MLPs of the 2 deepest layers run 50% | 2 | 7.04 (6.69 to 7.39) |  | {rows} | "
+        f"6.37 (6.05 to 6.69) |  | 50% | {text} |",
     ]
     assert (tmp_path / "figures" / "retrofit.svg").stat().st_size > 1000
 
