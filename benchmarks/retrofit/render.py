@@ -198,7 +198,7 @@ def _interval(speed: Sample) -> str:
 
 def _draw(lines: Sequence[Sequence[Sample]], untouched: Sample, path: Path) -> None:
     mpl.rcParams["svg.hashsalt"] = "retrofit"
-    _, both = plt.subplots(1, 2, figsize=(10, 5.2), sharey=True)
+    _, both = plt.subplots(1, 2, figsize=(10, 6), sharey=True)
     labels = list(dict.fromkeys(label(line[0]) for line in lines))
     budgets = sorted({line[0]["tokens"] for line in lines})
     for axes, (use, title) in zip(both, USES.items(), strict=True):
@@ -226,8 +226,8 @@ def _draw(lines: Sequence[Sequence[Sample]], untouched: Sample, path: Path) -> N
     both[0].yaxis.set_minor_formatter(NullFormatter())
     # Points that differ only in training share one entry of the legend, which is below both halves.
     entries = dict(zip(*reversed(both[1].get_legend_handles_labels()), strict=True))
-    plt.figlegend(entries.values(), entries.keys(), fontsize=8, loc="lower center", ncols=2)
-    plt.tight_layout(rect=(0, 0.05 + 0.025 * len(entries), 1, 1))
+    plt.figlegend(entries.values(), entries.keys(), fontsize=8, loc="lower center")
+    plt.tight_layout(rect=(0, 0.03 + 0.03 * len(entries), 1, 1))
     plt.savefig(path, metadata={"Date": None})
     plt.close()
 
