@@ -242,7 +242,13 @@ def test_the_page_names_options_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text(encoding="utf-8")
     known = set(_parser()._option_string_actions) | set(probe._parser()._option_string_actions)
     torchruns = {"--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
-    others = {"--model", "--only", "--chat", "--constraint"}  # Of `make retrofit`, `mod-export generate` and pip.
+    others = {
+        "--model",
+        "--only",
+        "--tasks",
+        "--chat",
+        "--constraint",
+    }  # Of `make retrofit`, `mod-export generate` and pip.
     assert set(re.findall(r"--[a-z][a-z-]+", page)) <= known | torchruns | others
     (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     shutil.copy(Path(__file__).parents[2] / "README.md", tmp_path)

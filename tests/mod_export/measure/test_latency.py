@@ -25,7 +25,15 @@ from mod_export.types import KINDS, Bucket, Engine, ModelKind, Setting, by_setti
 
 FEEDS = {"x": np.ones((2, 4), np.float32), "lengths": np.array([4], np.int64)}
 SETTING = Setting(target="ort-cpu", dtype="float32", model="mod", role="forward", bucket=Bucket(1, 4))
-QUICK = {"samples": 8, "max_samples": 8, "warmup": 1, "max_warmup": 4, "bootstrap": 100, "precision": 1.0}
+QUICK = {
+    "samples": 8,
+    "max_samples": 8,
+    "warmup": 1,
+    "max_warmup": 4,
+    "bootstrap": 100,
+    "precision": 1.0,
+    "max_seconds": 600.0,
+}
 
 
 def rows_of(runners: dict[ModelKind, Runner], gate: float | None = None, **fields: Any) -> tuple[LatencyRow, ...]:
