@@ -351,7 +351,7 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     sample_json.unlink()
     (folder / "state.pt").unlink()
     assert main([*command, "--only", "mlp-cheapest-0.5-linear"], SMALL) == 0
-    assert json.loads(sample_json.read_text()) == result
+    assert json.loads(sample_json.read_text()) == {**result, "status": None}, "its shape is not built again"
     assert capsys.readouterr().out.startswith(f"[1/1] {name}: ")
     assert main(command, SMALL) == 0
     assert capsys.readouterr().out == "".join(
