@@ -1,6 +1,6 @@
 """Writes the part of docs/training.md that `run.py` measures, and its figure, from the samples.
 
-python -m benchmarks.retrofit.render DOCS
+`python -m benchmarks.retrofit.render docs` does so without a measurement.
 """
 
 from __future__ import annotations

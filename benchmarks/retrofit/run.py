@@ -229,6 +229,9 @@ def before(given: argparse.Namespace, corpus: Corpus) -> None:
     if not ranking.exists():
         options = ["--seq", str(given.seq), "--batch", "1", "--batches", str(given.probe_rows), "--out", str(ranking)]
         probe.main([str(given.model), *options, *(["--data", str(given.data)] if given.data is not None else [])])
+        # A sample names the model, not where it lies on one machine.
+        found = {**json.loads(ranking.read_text(encoding="utf-8")), "checkpoint": settings["model"]}
+        ranking.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None, grid: Sequence[Way] = GRID) -> int:

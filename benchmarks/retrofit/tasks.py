@@ -35,7 +35,7 @@ BATCH = 32
 Request = tuple[tuple[str, str], list[int], list[int]]
 
 
-class Answering(TemplateLM):  # type: ignore[misc]
+class Answering(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
     """A model as lm-eval asks it: the log-likelihood of a continuation, in nats, given the text before it."""
 
     def __init__(self, checkpoint: Checkpoint, tokenizer: Path, window: int, precision: torch.dtype) -> None:
@@ -63,7 +63,7 @@ class Answering(TemplateLM):  # type: ignore[misc]
         return self.eot_token_id if id_ is None else int(id_)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
-        """Returns the tokens of a text, without special ones."""
+        """Returns the tokens of a text, with special ones only if they are asked for."""
         return list(self.vocabulary.encode(string, add_special_tokens=bool(add_special_tokens)).ids)
 
     @torch.no_grad()

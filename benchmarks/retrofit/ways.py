@@ -32,7 +32,7 @@ class Way:
         kind: the routed part; or `dense` for the dense model itself, `removed` for the dense model without the blocks
             that `route` names, `narrowed` for the dense model whose MLPs keep a share of their neurons.
         route: the routed or removed layers; `{half}` is half of all layers.
-        share: of the tokens that the part runs, or of the neurons that are kept.
+        share: share of the tokens that the part runs, or of the neurons that are kept.
         skipped_keys: `kept` or `absent`.
         adapter: what skipped tokens run.
         routers: `fitted` or `learned`.
@@ -55,7 +55,7 @@ class Way:
 
     @property
     def shape(self) -> str:
-        """Name of everything that decides about speed."""
+        """Names everything that decides about speed."""
         left = [name for name in (self.skipped_keys, self.adapter, self.routers) if name not in USUAL]
         name = f"{self.kind}-{self.route.replace(':', '-')}-{self.share}".replace("-{half}", "")
         return "-".join([name, *left])

@@ -283,6 +283,8 @@ def test_samples_of_another_model_are_refused(tmp_path: Path) -> None:
     common = ["--results", str(tmp_path / "results"), "--docs", str(tmp_path / "docs"), *QUICK]
     given = ["--only", "dense*", "--eval-batches", "1", "--steps", "2"]
     assert main(["--model", str(tmp_path / "one" / "model.pt"), *common, *given], SMALL) == 0
+    samples = (tmp_path / "docs" / "retrofit").glob("*.json")
+    assert not [path.name for path in samples if str(tmp_path) in path.read_text()], "a sample names no place"
     other = ["--model", str(tmp_path / "other" / "model.pt"), *common, *given, "--learning-rate", "1"]
     reason = r"about\.json: differs in model, weights, learning_rate; name another folder with"
     with pytest.raises(RuntimeError, match=f"docs.retrofit.{reason} --docs"):
