@@ -136,7 +136,7 @@ def slack_of(gate: ParityGate, dtype: DType) -> Slack:
 def _affordable(batches: Sequence[Batch], reference: Reference) -> list[Batch]:
     """Returns the first batches, as many as a large model can be run on in float64, at least one."""
     tokens = list(itertools.accumulate(batch.bucket.batch * batch.bucket.seq for batch in batches))
-    most = affordable_tokens(reference.model)
+    most = affordable_tokens(reference.model, max((batch.bucket.seq for batch in batches), default=1))
     return [batch for n, batch in enumerate(batches) if n == 0 or tokens[n] <= most]
 
 

@@ -178,7 +178,7 @@ def decoding_parts(
     model, the first texts are shorter, and texts after a prompt use the last row only.
     """
     in_turns = config.generation.slots == "fair"
-    most = affordable_tokens(reference.model)
+    most = affordable_tokens(reference.model, decoder.length)
     affordable = max(LEAST_TOKENS, most // (KINDS_OF_INPUT * decoder.batch))
     first = min(decoder.length, config.generation.judged_tokens)
     if affordable < first:
@@ -206,7 +206,7 @@ def _given_texts(
 ) -> list[Batch]:
     """Returns a batch of every kind; a large model gets no `ties`: its graphs of whole rows are judged on them."""
     batches = one_of_each_kind(parity_batches(reference.model, bucket, ks, seed, 1, text_of=text_of))
-    if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.model):
+    if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.model, bucket.seq):
         return batches
     return [batch for batch in batches if batch.kind in (*FULL_ROWS, "padded")]
 
@@ -383,7 +383,7 @@ def texts_of_decoding(
         EngineError: the engine failed.
     """
     options, loaded = decoding.config.generation, model.whole_rows
-    texts, start, tokens = compared_lengths(options, engine, affordable_tokens(loaded))
+    texts, start, tokens = compared_lengths(options, engine, affordable_tokens(loaded, model.window))
     seed = decoding.config.seed
     prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed, text_of)
     expected = reference.remembered(
@@ -482,7 +482,7 @@ def quality_of(
     Returns:
         None if there is no text for the model, or if its window is a single token.
     """
-    affordable = max(1, min(texts, affordable_tokens(own.model) // model.window))
+    affordable = max(1, min(texts, affordable_tokens(own.model, model.window) // model.window))
     held_out = text_ids(own.model, affordable, model.window, seed) is not None
     ids_NS = text_ids(own.model, affordable, model.window, seed, text_of)
     if ids_NS is None or model.window < 2:

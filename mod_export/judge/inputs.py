@@ -149,7 +149,8 @@ def _samples(model: Model, bucket: Bucket, seed: int, per_kind: int) -> list[Bat
     """Returns samples, and `ties`, a sample with its first token repeated, if an input has a place for each token. An
     input of two values is not repeated: it may be a mask, which could then hide every token.
     """
-    count = per_kind * max(1, min(MOST_SAMPLES, affordable_tokens(model) // (bucket.batch * bucket.seq)))
+    affordable = affordable_tokens(model, bucket.seq) // (bucket.batch * bucket.seq)
+    count = per_kind * max(1, min(MOST_SAMPLES, affordable))
     batches = [Batch("sample", bucket, model.sample(bucket, seed + i)) for i in range(count)]
     feeds = batches[0].feeds
     rows = [name for name in per_token(feeds, bucket) if len(np.unique(feeds[name])) != 2]
@@ -162,7 +163,7 @@ def _samples(model: Model, bucket: Bucket, seed: int, per_kind: int) -> list[Bat
 def _every_id(rng: np.random.Generator, bucket: Bucket, model: Model) -> list[np.ndarray]:
     """Returns batches of all ids in random order, filled up with random ids; a large vocabulary or model gets fewer."""
     size, vocab_size = bucket.batch * bucket.seq, token_ids(model).vocab_size
-    most = min(MOST_RANDOM_TOKENS, affordable_tokens(model))
+    most = min(MOST_RANDOM_TOKENS, affordable_tokens(model, bucket.seq))
     count = max(1, min(-(-vocab_size // size), most // size, MOST_RANDOM_BATCHES))
     ids_N = rng.permutation(vocab_size)[: count * size]
     more_N = rng.integers(0, vocab_size, count * size - len(ids_N))
@@ -180,7 +181,7 @@ def _lengths(rng: np.random.Generator, bucket: Bucket, ks: Sequence[int], model:
     edges = [*(k + step for step in (-1, 1) for k in ks), 1, S - 1, *ks, S // 2, S // 16]
     random_lengths = rng.integers(max(1, S // 2), S + 1, 2 + bucket.batch).tolist()
     lengths = [length for length in dict.fromkeys(edges) if 1 <= length <= S][:MOST_LENGTHS]
-    most = max(LEAST_LENGTHS, affordable_tokens(model) // S)
+    most = max(LEAST_LENGTHS, affordable_tokens(model, S) // S)
     count = -(-min(len(lengths) + 2, most) // bucket.batch) * bucket.batch
     # Shuffled, so that the short lengths do not all fall into the same row of the batch.
     return list(rng.permutation([*lengths, *random_lengths][:count]).astype(np.int64).reshape(-1, bucket.batch))
@@ -199,9 +200,16 @@ def one_of_each_kind(batches: Iterable[Batch]) -> list[Batch]:
     return list(first_of.values())
 
 
-def affordable_tokens(model: Model) -> int:
-    """Returns how many tokens of one kind of input a model may run on, at two FLOPs per parameter and token."""
-    return int(MOST_FLOPS / (2 * sum(tensor.numel() for tensor in model.weights.values())))
+def affordable_tokens(model: Model, seq: int) -> int:
+    """Returns how many tokens of one kind of input a model may run on, in rows of `seq` tokens.
+
+    A token costs two FLOPs per parameter, and those of the attention that its causal mask leaves, if the model can
+    calculate them.
+    """
+    layers = model.layers(1, seq) or ()
+    hidden = sum(sum(layer.flops.values()) - layer.needed_flops for layer in layers)
+    attention = sum(layer.flops.get("attention", 0) for layer in layers) - hidden
+    return int(MOST_FLOPS / (2 * model.parameters + attention / seq))
 
 
 # Near-ties, which only a run of the reference can find, because it shows the scores
@@ -214,7 +222,7 @@ def near_tie_batches(reference: Reference, bucket: Bucket, seed: int) -> list[Ba
     """
     # This reference keeps no runs: they are not needed again.
     passing = reference.with_weights({})
-    tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.model))
+    tokens = min(SEARCHED_TOKENS, affordable_tokens(reference.model, bucket.seq))
     # In batches of the bucket's own shape, because another shape would have to be captured first.
     count = max(2, min(SEARCHED_ROWS, tokens // bucket.seq) // bucket.batch)
     samples = [reference.model.sample(bucket, seed * SEARCHED_ROWS + i) for i in range(count)]

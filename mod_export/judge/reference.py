@@ -195,7 +195,7 @@ class Programs:
         if self._model.tokens is not None:
             lengths_B = np.random.default_rng(0).integers(1, bucket.seq + 1, bucket.batch)
             samples[1] = {**samples[1], TOKEN_INPUTS[1]: lengths_B}
-        if RUNS_OF_CHECK * bucket.batch * bucket.seq > affordable_tokens(self._model):
+        if RUNS_OF_CHECK * bucket.batch * bucket.seq > affordable_tokens(self._model, bucket.seq):
             samples = samples[1:]
         program = exported(self.module, tensors_of(samples[0]), f"the reference at {bucket.name}")
         check_program(program, self.module, bucket, samples)

@@ -115,6 +115,20 @@ def test_a_large_model_is_run_on_fewer_inputs(model: Model, monkeypatch: pytest.
     assert sorted(int(batch.lengths_B[0]) for batch in batches if batch.kind == "padded") == [1, 7, 9, 63]
 
 
+def test_long_rows_cost_what_their_attention_costs(tiny_spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two FLOPs per weight, and four for each pair of a query and a key that the causal mask leaves."""
+    spec = ModelSpec.from_dict({**tiny_spec.to_dict(), "max_positions": 2**16, "routing": None})
+    model = TransformerModel(random_checkpoint(spec, 0))
+    monkeypatch.setattr(inputs, "MOST_FLOPS", 1e15)
+    for seq in (1, 128, 2**16):
+        pairs = spec.n_layers * spec.n_heads * spec.d_head * (seq + 1) / 2
+        expected = int(1e15 / (2 * model.parameters + 4 * pairs))
+        assert abs(inputs.affordable_tokens(model, seq) - expected) <= 1
+    # A model that cannot calculate its costs counts its weights only.
+    monkeypatch.setattr(TransformerModel, "layers", lambda *_: None)
+    assert inputs.affordable_tokens(model, 2**16) == int(1e15 / (2 * model.parameters))
+
+
 def test_a_schedule_of_many_capacities_does_not_take_forever(tiny_spec: ModelSpec) -> None:
     routing = {**tiny_spec.to_dict()["routing"], "layers": [0, 1, 2, 3], "capacity": [0.1, 0.3, 0.5, 0.7]}
     loaded = TransformerModel(random_checkpoint(ModelSpec.from_dict({**tiny_spec.to_dict(), "routing": routing}), 0))

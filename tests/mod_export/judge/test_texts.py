@@ -94,8 +94,8 @@ def judged(
 ) -> Judge:
     """Judges engines as usual for a model of this size, or as for a large model, on fewer tokens."""
     if request.param == "large":
-        weights = sum(tensor.numel() for tensor in writer.whole_rows.weights.values())
-        monkeypatch.setattr(inputs, "MOST_FLOPS", AFFORDABLE * 2 * weights)
+        usual = inputs.affordable_tokens(writer.whole_rows, BUCKET.seq)
+        monkeypatch.setattr(inputs, "MOST_FLOPS", AFFORDABLE * inputs.MOST_FLOPS / usual)
 
     def judge(folder: Path, kind: type[Decoder] = Decoder, bucket: Bucket = BUCKET) -> ParityRow:
         @contextlib.contextmanager
