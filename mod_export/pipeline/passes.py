@@ -163,10 +163,10 @@ def _chosen_limits(build: Build, builder: EngineBuilder, model: ir.Model) -> Tar
     fastest.
     """
     limits = builder.limits_here()
-    fixed = limits.query_block
-    if fixed is not None:
+    if limits.query_blocks_from:
         tokens = {shape.tokens for shape in attention_shapes(model)}
-        return replace(limits, query_blocks=tuple((T, fixed) for T in sorted(tokens) if fixed < T))
+        fixed = {T: fixed_block(limits, T) for T in sorted(tokens)}
+        return replace(limits, query_blocks=tuple((T, block) for T, block in fixed.items() if block < T))
     if not limits.whole_scores:
         return limits
     option = build.config.target.of(builder.name).query_block
@@ -180,6 +180,11 @@ def _chosen_limits(build: Build, builder: EngineBuilder, model: ir.Model) -> Tar
             blocks[shape.tokens] = _measured(build, builder, shape)
     smaller = tuple((tokens, block) for tokens, block in sorted(blocks.items()) if block < tokens)
     return replace(limits, query_blocks=smaller)
+
+
+def fixed_block(limits: TargetLimits, tokens: int) -> int:
+    """Returns the number of queries in a block for a target that need not measure it."""
+    return max(entry for entry in limits.query_blocks_from if entry[0] <= tokens)[1]
 
 
 def attention_shapes(model: ir.Model) -> set[AttentionShape]:

@@ -23,7 +23,7 @@ from mod_export.pipeline import graphs
 from mod_export.pipeline import passes as stage
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.graphs import capture, onnx, save_graph
-from mod_export.pipeline.passes import check_memory, passes
+from mod_export.pipeline.passes import check_memory, fixed_block, passes
 from mod_export.pipeline.plan import make_plan
 from mod_export.types import Bucket, Graph, Site, TargetLimits
 
@@ -166,3 +166,8 @@ def test_scores_beyond_memory() -> None:
     check_memory(ENGINES["ort-cpu"], LONG, attention(64))
     # This target never holds all scores.
     check_memory(ENGINES["inductor"], LONG, attention(512_000))
+
+
+def test_longer_rows_have_larger_blocks() -> None:
+    found = {tokens: fixed_block(ENGINES["openvino"].limits, tokens) for tokens in (1, 128, 4095, 4096, 2**20)}
+    assert found == {1: 128, 128: 128, 4095: 128, 4096: 256, 2**20: 256}
