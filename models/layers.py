@@ -220,8 +220,13 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(width, spec.d_model, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.down_proj(self.activation(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        y_BTD: Tensor = self.down_proj(self.neurons(x_BTD))
         return y_BTD
+
+    def neurons(self, x_BTD: Tensor) -> Tensor:
+        """Returns activation(gate(x)) * up(x), what its neurons pass on, (B, T, width)."""
+        y_BTF: Tensor = self.activation(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+        return y_BTF
 
 
 Branch = Callable[..., tuple[Tensor, ...]]

@@ -29,12 +29,6 @@ COLUMNS = (
 )  # fmt: skip
 USES = {"whole_rows": "whole rows, top-k selects", "text": "one text, predictors decide"}
 """The two ways to use a model -> heading of its half of the figure."""
-LEFT = {
-    ("kept", "none"): "keep keys",
-    ("absent", "linear"): "run an adapter",
-    ("kept", "linear"): "keep keys and run an adapter",
-}
-"""Declarations of what skipped tokens leave -> how the table says it."""
 PARTS = {"mlp": "MLPs", "attention": "attentions", "block": "blocks", "separate": "attentions and MLPs"}
 COLORS = 10
 """Number of Matplotlib's colours."""
@@ -181,7 +175,12 @@ def label(sample: Sample) -> str:
         return f"narrower MLPs: {sample['share']:.0%} of the neurons{after}"
     which = f"the {layers} {form} layers" if form in ("cheapest", "deepest") else f"{layers} layers"
     which = f"all {layers} layers" if (form, number) == ("every", "1") else which
-    left = LEFT.get((sample["skipped_keys"], sample["adapter"]))
+    left = " and ".join(
+        ["keep keys"] * (sample["skipped_keys"] == "kept")
+        + ["run an adapter"] * (sample["adapter"] == "linear")
+        # Samples of before have no such field.
+        + [f"run {sample.get('adapter_share', 0):.0%} of the neurons"] * (sample["adapter"] == "gated")
+    )
     learned = "; routers learn" if sample["routers"] == "learned" else ""
     tokens = f"{PARTS[sample['kind']]} of {which} run {sample['share']:.0%}"
     return f"{tokens}{f', skipped tokens {left}' if left else ''}{learned}{after}"

@@ -35,6 +35,7 @@ class Way:
         share: share of the tokens that the part runs, or of the neurons that are kept.
         skipped_keys: `kept` or `absent`.
         adapter: what skipped tokens run.
+        adapter_share: how many neurons a gated adapter has, as a share of those of the MLP.
         routers: `fitted` or `learned`.
         dense_first: share of the training tokens that the dense model is trained on before the way starts from it and
             learns from it; 0 to start and learn from the dense model as given.
@@ -45,6 +46,7 @@ class Way:
     share: float
     skipped_keys: str = "absent"
     adapter: str = "none"
+    adapter_share: float = 0.0
     routers: str = FITTED
     dense_first: float = 0.0
 
@@ -56,7 +58,8 @@ class Way:
     @property
     def shape(self) -> str:
         """Names everything that decides about speed."""
-        left = [name for name in (self.skipped_keys, self.adapter, self.routers) if name not in USUAL]
+        adapter = f"{self.adapter}-{self.adapter_share:g}" if self.adapter_share else self.adapter
+        left = [name for name in (self.skipped_keys, adapter, self.routers) if name not in USUAL]
         name = f"{self.kind}-{self.route.replace(':', '-')}-{self.share}".replace("-{half}", "")
         return "-".join([name, *left])
 
@@ -72,6 +75,7 @@ GRID = (
     DENSE,
     Way("removed", "cheapest:3", 0.0),
     Way("narrowed", "all", 0.8),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="gated", adapter_share=0.25),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
     Way("removed", "cheapest:3", 0.0, dense_first=0.75),
     Way("narrowed", "all", 0.8, dense_first=0.75),
@@ -80,7 +84,9 @@ GRID = (
     # place of a vector; all weights learn, and the share of the tokens falls from 1.
     Way("separate", "every:1", 0.8, skipped_keys="kept", routers=LEARNED),
     Way("removed", "cheapest:5", 0.0),
+    Way("narrowed", "all", 0.85),
     Way("narrowed", "all", 0.65),
+    Way("mlp", "every:1", 0.5, adapter="gated", adapter_share=0.25),
     Way("mlp", "cheapest:{half}", 0.25, adapter="linear"),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers=LEARNED),
     Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", adapter="linear"),

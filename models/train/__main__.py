@@ -23,6 +23,7 @@ from mod_models.train.corpus import read_corpus, tokenizer_beside
 from mod_models.train.log import LOGS, show
 from mod_models.train.parallel import PARALLEL, Workers, launched
 from mod_models.train.retrofit import (
+    ADAPTER_SHARE,
     FITTED,
     LAYERS,
     LEARNED,
@@ -125,7 +126,14 @@ def _add_retrofit(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--adapter",
         choices=RETROFIT_ADAPTERS,
-        help="what skipped tokens run instead; linear starts from a regression on the dense model (none)",
+        help="what skipped tokens run instead: a linear map, or some neurons of the MLP (gated); both are fitted to "
+        "the dense model (none)",
+    )
+    group.add_argument(
+        "--adapter-share",
+        type=float,
+        metavar="C",
+        help=f"share of the MLP's neurons that a gated adapter has ({ADAPTER_SHARE:g})",
     )
     group.add_argument(
         "--routers",
@@ -137,7 +145,7 @@ def _add_retrofit(group: argparse._ArgumentGroup) -> None:
 
 def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]:
     """Returns the spec to train, and the checkpoint to start from, if there is one."""
-    names = ("capacity", "parts", "selection", "skipped_keys", "adapter", "routers")
+    names = ("capacity", "parts", "selection", "skipped_keys", "adapter", "adapter_share", "routers")
     routing_options = [name.replace("_", "-") for name in names if getattr(options, name) is not None]
     adds_predictors = options.route is None and options.init is not None and routing_options == ["selection"]
     if options.route is None and routing_options and not adds_predictors:
@@ -157,12 +165,15 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
         loaded = with_predictors(loaded, options.seed)
     if options.route is None:
         return loaded.spec, loaded
+    if options.adapter_share is not None and options.adapter != "gated":
+        raise TrainError("--adapter-share: is for --adapter gated; leave it out")
     parts = options.parts or "block"
     layers = layers_of(options.route, loaded.spec.n_layers, parts)
     capacity = 0.5 if options.capacity is None else options.capacity
     spec = routed_spec(
         loaded.spec, layers, capacity, parts, options.selection or "predictor",
         skipped_keys=options.skipped_keys or "absent", adapter=options.adapter or "none",
+        adapter_share=ADAPTER_SHARE if options.adapter_share is None else options.adapter_share,
         routers=options.routers or FITTED,
     )  # fmt: skip
     return spec, retrofitted(loaded, spec, options.seed)
@@ -172,7 +183,7 @@ def _run(options: argparse.Namespace, config: TrainConfig, workers: Workers) -> 
     spec, initial = _initial(options)
     beside = tokenizer_beside(options.init) if options.init is not None else None
     corpus = read_corpus(options.data, options.tokenizer or beside)
-    fit = options.route is not None and (options.routers != LEARNED or options.adapter == "linear")
+    fit = options.route is not None and (options.routers != LEARNED or options.adapter not in (None, "none"))
     events = train(spec, config, options.out, initial=initial, corpus=corpus, workers=workers, log=options.log, fit=fit)
     if workers.first:
         show(events)

@@ -3,12 +3,12 @@
 Layers are fitted one after the other, from the first to the last. Each sees the stream that the layers before it leave
 in the routed model, in which tokens have skipped parts. In a layer:
 
-1. An adapter gives a skipped token W z, z being what the norm of the MLP returns for it. W is the ridge regression
-   (Hoerl and Kennard, Technometrics 12, 1970) of what the part would add, y, on z.
-2. The router learns which tokens are approximated worst: the ridge regression of |y - W z|^2 on what the router reads.
-   Without an adapter, it is |y|^2.
-3. W is fitted again, to the tokens that the router now skips. The few tokens with very large values that every language
-   model has (Sun et al., arXiv 2402.17762) run, and no longer bend W.
+1. The adapter, which reads z, what the norm of the MLP returns, is fitted to y, what the part would add to the token: a
+   linear map, or some neurons of the MLP (`train.approximate`).
+2. The router learns which tokens are approximated worst: the ridge regression of |y - adapter(z)|^2 on what the router
+   reads. Without an adapter, it is |y|^2.
+3. The adapter is fitted again, to the tokens that the router now skips. The few tokens with very large values that
+   every language model has (Sun et al., arXiv 2402.17762) run, and no longer decide about the adapter.
 
 To approximate what a token skips, and to route by how well that works, is the idea of Informed Routing (arXiv
 2510.13831), which trains small networks for both.
@@ -24,23 +24,23 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mod_models.checkpoint import ROUTES, Checkpoint
+from mod_models.layers import GatedMlp
 from mod_models.routing import Decisions, LinearAdapter, LinearRouter
 from mod_models.selection import Tokens
 from mod_models.spec import Site
 from mod_models.train import TrainConfig
+from mod_models.train.approximate import linear_map, neurons, ridge
 from mod_models.train.corpus import Corpus, batch_at
 from mod_models.train.retrofit import quantile
 from mod_models.transformer import Block, RoutedBlock, Transformer
 
 FIT_TOKENS = 50_000
-"""Number of tokens of a fit, rounded up to whole batches. Each row of W has only D numbers to find."""
+"""Number of tokens of a fit, rounded up to whole batches. Each row of a linear map has only D numbers to find."""
 FIT_SEED = 13_000_000
 """Seed of the windows of training text on which adapters and routers are fitted."""
-STRENGTH = 1e-3
-"""lambda of W, as a share of the mean of the diagonal of Z'Z."""
 ROUTER_STRENGTH = 1e-2
 """lambda of a router."""
 CLIPPED = 0.99
@@ -60,8 +60,8 @@ class Fitted(NamedTuple):
 
     Attributes:
         checkpoint: the given one with the weights of its adapters and routers replaced.
-        explained: routed layer -> how much W z explains of what its skipped tokens miss, as a share of the squared
-            length; empty without adapters.
+        explained: routed layer -> how much its adapter explains of what its skipped tokens miss, as a share of the
+            squared length; empty without adapters.
         foreseen: routing site -> share of the variance of the clipped squared errors that a router's score explains.
     """
 
@@ -72,7 +72,7 @@ class Fitted(NamedTuple):
 
 @torch.no_grad()
 def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
-    """Fits the routers, and linear adapters if there are any, of a retrofitted model to what its dense model computes.
+    """Fits the routers, and the adapters if there are any, of a retrofitted model to what its dense model computes.
 
     Routers that learn by gradient stay as they are. Adapters are then fitted to all tokens of the dense model, because
     it is not known which of them will be skipped. The float32 stream of all rows is kept in memory, together with
@@ -97,7 +97,7 @@ def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
         for part in ("attention", "mlp") if routing.parts == "separate" else (routing.parts,):
             part_inputs = [inputs_of_part(block, row_tokens(dense, x_BSD), part) for x_BSD in streams]
             if routed.adapter is not None:
-                explained[layer] = _fit_adapter(routed.adapter, part_inputs)
+                explained[layer] = _fit_adapter(routed, part_inputs)
             if not fits_routers:
                 continue
             foreseen[routed.site(part)] = _fit_router(routed, part, part_inputs, _slots(model, layer, streams[0]))
@@ -106,7 +106,7 @@ def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
                     of.at(~_selected(model, routed, part, x_BSD))
                     for of, x_BSD in zip(part_inputs, streams, strict=True)
                 ]
-                explained[layer] = _fit_adapter(routed.adapter, skipped)
+                explained[layer] = _fit_adapter(routed, skipped)
         if fits_routers:
             streams = [_run(model, routed, x_BSD, Decisions()) for x_BSD in streams]
         else:
@@ -184,25 +184,20 @@ def inputs_of_part(block: Block, tokens: Tokens, part: str) -> PartInputs:
     return PartInputs(*(tensor_BSD.flatten(0, 1) for tensor_BSD in parts))
 
 
-def _fit_adapter(adapter: nn.Module, part_inputs: Sequence[PartInputs]) -> float:
-    """Fits W to y, what the part adds to these tokens, and returns the share of |y|^2 that W z explains. If y is 0, as
-    without tokens, W stays as it is and the share is 1.
-    """
-    assert isinstance(adapter, LinearAdapter)
-    D = part_inputs[0].adapter_ND.shape[-1]
-    zz_DD, zy_DD = torch.zeros(2, D, D, dtype=torch.float64)
-    yy = 0.0
-    for of in part_inputs:
-        # Products of a batch are in float32, and their sum in float64.
-        zz_DD += of.adapter_ND.T @ of.adapter_ND
-        zy_DD += of.adapter_ND.T @ of.delta_ND
-        yy += float(of.delta_ND.double().square().sum())
-    if yy == 0:
-        return 1.0
-    weight_DD = ridge(zz_DD, zy_DD, STRENGTH).T
-    adapter.down_proj.weight.copy_(weight_DD)
-    rest = yy - 2 * (weight_DD.T * zy_DD).sum() + ((weight_DD @ zz_DD) * weight_DD).sum()
-    return 1 - float(rest) / yy
+def _fit_adapter(routed: RoutedBlock, part_inputs: Sequence[PartInputs]) -> float:
+    """Fits the adapter of a block to what the part adds to these tokens, and returns `Fitted.explained`."""
+    adapter, pairs = routed.adapter, [(of.adapter_ND, of.delta_ND) for of in part_inputs]
+    if isinstance(adapter, LinearAdapter):
+        found = linear_map(pairs)
+        if found.weight_DD is not None:
+            adapter.down_proj.weight.copy_(found.weight_DD)
+        return found.explained
+    assert isinstance(adapter, GatedMlp)
+    kept = neurons(routed.mlp, pairs, adapter.down_proj.in_features)
+    adapter.gate_proj.weight.copy_(routed.mlp.gate_proj.weight[kept.kept_K])
+    adapter.up_proj.weight.copy_(routed.mlp.up_proj.weight[kept.kept_K])
+    adapter.down_proj.weight.copy_(kept.down_DK)
+    return kept.explained
 
 
 def _fit_router(routed: RoutedBlock, part: str, part_inputs: Sequence[PartInputs], slots: tuple[int, int]) -> float:
@@ -230,10 +225,3 @@ def _fit_router(routed: RoutedBlock, part: str, part_inputs: Sequence[PartInputs
         router.projection.bias.fill_(-quantile(score_N, 1 - k / S) if k < S else ABOVE_ALL)
     total = float(error_N.square().sum())
     return (2 * float(weight_D1.T @ xe_D1) - squares) / total if total > 0 else 1.0
-
-
-def ridge(xx_DD: Tensor, xy_DE: Tensor, strength: float) -> Tensor:
-    """Returns (X'X + lambda I)^-1 X'Y, float64 (D, E), with lambda as a share of the mean of the diagonal of X'X."""
-    ridge_DD = strength * xx_DD.diagonal().mean() * torch.eye(len(xx_DD), dtype=xx_DD.dtype)
-    solved_DE: Tensor = torch.linalg.solve(xx_DD + ridge_DD, xy_DE)
-    return solved_DE

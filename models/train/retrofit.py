@@ -35,8 +35,12 @@ from mod_models.transformer import RoutedBlock, Transformer
 
 SELECTIONS = CAUSAL_SELECTIONS
 """Values of `RoutingSpec.selection` with which the result can write text."""
-RETROFIT_ADAPTERS = ("none", "linear")
-"""Values of `--adapter`: what skipped tokens run instead."""
+RETROFIT_ADAPTERS = ("none", "linear", "gated")
+"""Values of `--adapter`: what skipped tokens run instead. `gated` begins as some neurons of the block's own MLP."""
+NEURONS = 16
+"""A number of neurons that are kept is a multiple of this, because products run on tiles."""
+ADAPTER_SHARE = 0.25
+"""Share of an MLP's neurons that a gated adapter has, unless `--adapter-share` says another one."""
 FITTED, LEARNED = "fitted", "learned"
 RETROFIT_ROUTERS = (FITTED, LEARNED)
 """Values of `--routers`: fitted to the dense model before training (`train.fit`), with a gate of 1, so that only the
@@ -115,6 +119,7 @@ def routed_spec(
     *,
     skipped_keys: str = "absent",
     adapter: str = "none",
+    adapter_share: float = ADAPTER_SHARE,
     routers: str = LEARNED,
 ) -> ModelSpec:
     """Adds routing of these layers and parts to the spec of a dense model.
@@ -127,11 +132,12 @@ def routed_spec(
         selection: how tokens are selected once the model is trained.
         skipped_keys: whether routed attention sees the keys and values of skipped tokens.
         adapter: what skipped tokens run instead, one of RETROFIT_ADAPTERS.
+        adapter_share: how many neurons a gated adapter has, as a share of those of the MLP; below 1.
         routers: one of RETROFIT_ROUTERS, which decides the gate.
 
     Raises:
         TrainError: the model already routes or has experts, the selection cannot write text, the part is unknown, or
-            the part has no such keys or adapters.
+            the part or the MLP has no such keys or adapters.
         SpecError: the capacity is out of range.
     """
     if dense.routing is not None or dense.experts is not None:
@@ -153,6 +159,12 @@ def routed_spec(
         raise TrainError(
             f"--adapter {adapter}: skipped tokens run it instead of the MLP; expected --parts block or mlp, got {parts}"
         )
+    if adapter == "gated" and (dense.mlp_bias or not 0 < adapter_share < 1):
+        raise TrainError(
+            "--adapter gated: has no biases, and the MLPs of --init have; use linear"
+            if dense.mlp_bias
+            else f"--adapter-share: expected a share of the MLP's neurons above 0 and below 1, got {adapter_share:g}"
+        )
     routing = RoutingSpec(
         layers=layers,
         parts=parts,
@@ -165,11 +177,17 @@ def routed_spec(
         combine="paper",
         skipped_keys_values=skipped_keys,
         skipped_result="identity" if adapter == "none" else "adapter",
-        adapter="linear",
+        adapter="linear" if adapter == "none" else adapter,
+        adapter_hidden=kept_neurons(dense.d_ff, adapter_share) if adapter == "gated" else 0,
         selection=selection,
         predictor_hidden=max(1, dense.d_model // 4) if selection == "predictor" else 0,
     )
     return dataclasses.replace(dense, routing=routing)
+
+
+def kept_neurons(d_ff: int, share: float) -> int:
+    """Returns how many of an MLP's neurons a share of them is: all, or a multiple of NEURONS."""
+    return d_ff if share >= 1 else min(d_ff, max(NEURONS, round(d_ff * share / NEURONS) * NEURONS))
 
 
 def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.marked_part import marks
 from benchmarks.retrofit import run as run_retrofit
-from benchmarks.retrofit.controls import kept_width, narrowed, without
+from benchmarks.retrofit.controls import narrowed, without
 from benchmarks.retrofit.render import COLUMNS, render
 from benchmarks.retrofit.run import folder_name, main
 from benchmarks.retrofit.ways import CONTROLS, DENSE, GRID, Way, config_of, steps_of_dense
@@ -231,11 +231,6 @@ def test_the_fit_makes_up_for_neurons_that_go() -> None:
         for weights in (narrow.weights, plain)
     ]
     assert distances[0] < 0.05 * distances[1]
-
-
-@pytest.mark.parametrize(("share", "width"), [(0.8, 1232), (1.0, 1536), (2.0, 1536), (0.0, 16), (0.011, 16)])
-def test_a_kept_width_fills_tiles(share: float, width: int) -> None:
-    assert kept_width(1536, share) == width
 
 
 def test_settings_of_a_way() -> None:

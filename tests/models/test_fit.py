@@ -1,4 +1,4 @@
-"""Routers and linear adapters fitted to a dense model: the regressions are right, and the model is better for them."""
+"""Routers and adapters fitted to a dense model: the regressions are right, and the model is better for them."""
 
 import dataclasses
 import math
@@ -13,10 +13,11 @@ from training_runs import lines, rows, state
 from mod_models.checkpoint import ROUTES, Checkpoint, load_checkpoint
 from mod_models.routing import Decisions
 from mod_models.selection import Tokens
-from mod_models.train import TrainConfig, fit
+from mod_models.train import TrainConfig, approximate
+from mod_models.train.approximate import STRENGTH
 from mod_models.train.corpus import read_corpus
 from mod_models.train.evaluation import evaluate
-from mod_models.train.fit import CLIPPED, ROUTER_STRENGTH, STRENGTH, fitted, rows_to_fit
+from mod_models.train.fit import CLIPPED, ROUTER_STRENGTH, fitted, rows_to_fit
 from mod_models.train.retrofit import retrofitted, routed_spec
 from mod_models.train.run import train
 from mod_models.transformer import Transformer
@@ -136,7 +137,7 @@ def test_a_linear_part_is_found_exactly(monkeypatch: pytest.MonkeyPatch) -> None
         weights.setdefault(name, torch.zeros_like(shape))
     linear = Checkpoint(spec=spec, weights=weights)
     # The usual ridge makes small directions shorter.
-    monkeypatch.setattr(fit, "STRENGTH", 1e-12)
+    monkeypatch.setattr(approximate, "STRENGTH", 1e-12)
     for parts in ("block", "mlp"):
         found = fitted(adapted(linear, parts), text())
         for layer in LAYERS:
@@ -207,13 +208,15 @@ def test_adapters_beside_routers_that_learn_are_fitted_to_all_tokens() -> None:
     assert changed == {f"layers.{layer}.adapter.down_proj.weight" for layer in LAYERS}
 
 
-def test_only_adapters_and_routers_change() -> None:
-    begin = adapted(lively_checkpoint(DENSE), "block")
+@pytest.mark.parametrize("adapter", ["linear", "gated"])
+def test_only_adapters_and_routers_change(adapter: str) -> None:
+    begin = adapted(lively_checkpoint(DENSE), "block", adapter=adapter)
     before = {name: tensor.clone() for name, tensor in begin.weights.items()}
     found = fitted(begin, text(2)).checkpoint
     assert found.spec == begin.spec
     changed = {name for name, tensor in found.weights.items() if not torch.equal(tensor, before[name])}
-    names = ("adapter.down_proj.weight", "router.projection.weight")
+    names = ["adapter.down_proj.weight", "router.projection.weight"]
+    names += ["adapter.gate_proj.weight", "adapter.up_proj.weight"] * (adapter == "gated")
     assert changed == {f"layers.{layer}.{name}" for layer in LAYERS for name in names}
     # The given weights stay as they are.
     assert all(torch.equal(tensor, before[name]) for name, tensor in begin.weights.items())
@@ -229,6 +232,26 @@ def test_zeros_skip_and_at_capacity_1_adapters_are_not_seen() -> None:
         full = fitted(adapted(dense, parts, 1.0), text(2)).checkpoint
         (dense_BSV,), (full_BSV,) = dense.module()(ids_BS, lengths_B), full.module().train()(ids_BS, lengths_B)
         assert torch.equal(dense_BSV, full_BSV)
+
+
+def test_skipped_tokens_run_neurons_of_the_mlp() -> None:
+    """With all of its neurons they run the MLP; the fewer they are, the larger the error."""
+    ids_BS, lengths_B = distinct_ids(DENSE, 3, 32), torch.tensor([32, 32, 32])
+    dense = lively_checkpoint(dataclasses.replace(DENSE, d_ff=48))
+    (expected_BSV,) = dense.module()(ids_BS, lengths_B)
+    distances = []
+    for share in (0.3, 0.7, 0.99):
+        spec = routed_spec(
+            dense.spec, LAYERS, 0.25, "mlp", "predictor", adapter="gated", adapter_share=share, routers="fitted"
+        )
+        found = fitted(retrofitted(dense, spec, 0), text())
+        (found_BSV,) = ranking(found.checkpoint)(ids_BS, lengths_B)
+        distances.append(float((found_BSV - expected_BSV).norm() / expected_BSV.norm()))
+        mlp_FD, own_KD = (found.checkpoint.weights[f"layers.1.{name}.gate_proj.weight"] for name in ("mlp", "adapter"))
+        assert len(own_KD) == {0.3: 16, 0.7: 32, 0.99: 48}[share]
+        assert all(any(torch.equal(row_D, other_D) for other_D in mlp_FD) for row_D in own_KD)
+    assert distances[0] > 1.5 * distances[1] > 0.01
+    assert distances[2] < 1e-5
 
 
 def test_as_many_tokens_as_asked() -> None:
@@ -252,7 +275,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(spec=DENSE, weights=state(folder)["model"])
 
 
-@pytest.mark.parametrize(("parts", "adapter"), [("block", "linear"), ("mlp", "linear"), ("mlp", "none")])
+@pytest.mark.parametrize(
+    ("parts", "adapter"),
+    [("block", "linear"), ("block", "gated"), ("mlp", "linear"), ("mlp", "none")],
+)
 def test_before_training_the_loss_is_lower_than_at_an_arbitrary_start(
     trained: Checkpoint, parts: str, adapter: str
 ) -> None:
@@ -267,7 +293,7 @@ def test_before_training_the_loss_is_lower_than_at_an_arbitrary_start(
         return float(evaluate(ranking(checkpoint), config, corpus)["bits_per_byte"])
 
     assert bits(found) < bits(only_adapters) - 0.03
-    if adapter == "linear":
+    if adapter != "none":
         assert bits(only_adapters) < bits(begin) - 0.03
 
 

@@ -14,7 +14,7 @@ from mod_models.checkpoint import ROUTES, Checkpoint, load_checkpoint, save_chec
 from mod_models.generation_spec import why_not
 from mod_models.spec import ExpertsSpec, ModelSpec, SpecError
 from mod_models.train import TrainConfig, TrainError
-from mod_models.train.retrofit import UNSEEN, layers_of, retrofitted, routed_spec
+from mod_models.train.retrofit import UNSEEN, kept_neurons, layers_of, retrofitted, routed_spec
 from mod_models.train.run import spec_at, train
 
 DENSE = make_spec(routing=None, vocab_size=256, d_model=16, n_layers=4, max_positions=32)
@@ -163,7 +163,18 @@ def test_models_that_cannot_be_retrofitted() -> None:
     with pytest.raises(
         TrainError, match=r"^--skipped-keys, --adapter, --routers: expected one of \('absent', 'kept'\), \('none'"
     ):
-        routed_spec(DENSE, (1,), 0.5, "block", "predictor", adapter="gated")
+        routed_spec(DENSE, (1,), 0.5, "block", "predictor", adapter="bottleneck")
+    biased = dataclasses.replace(DENSE, mlp_bias=True)
+    with pytest.raises(TrainError, match=r"^--adapter gated: has no biases, and the MLPs of --init have; use linear$"):
+        routed_spec(biased, (1,), 0.5, "mlp", "predictor", adapter="gated")
+    for share in (0.0, 1.0):
+        with pytest.raises(TrainError, match=rf"^--adapter-share: expected a share .* below 1, got {share:g}$"):
+            routed_spec(DENSE, (1,), 0.5, "mlp", "predictor", adapter="gated", adapter_share=share)
+
+
+@pytest.mark.parametrize(("share", "width"), [(0.8, 1232), (1.0, 1536), (2.0, 1536), (0.0, 16), (0.011, 16)])
+def test_kept_neurons_fill_tiles(share: float, width: int) -> None:
+    assert kept_neurons(1536, share) == width
 
 
 # Training.

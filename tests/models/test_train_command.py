@@ -153,10 +153,12 @@ def test_predictors_for_a_model_that_selects_by_rank(parts: str, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("adapter", ["linear", "gated"])
+def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: str) -> None:
     dense = lively_checkpoint(dataclasses.replace(SPEC, routing=None))
     save_checkpoint(tmp_path / "dense", dense)
-    command = ["--init", str(tmp_path / "dense"), "--route", "1-2", "--skipped-keys", "kept", "--adapter", "linear"]
+    command = ["--init", str(tmp_path / "dense"), "--route", "1-2", "--skipped-keys", "kept", "--adapter", adapter]
+    command += ["--adapter-share", "0.5"] * (adapter == "gated")
     command += ["--out", str(tmp_path / "out"), "--steps", "1", *QUICK]
     assert main(command) == 0
     said = capsys.readouterr().out
@@ -164,8 +166,9 @@ def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "routers fitted; what they explain in each layer: 1: " in said
     trained = load_checkpoint(tmp_path / "out" / "model.pt")
     assert trained.spec == routed_spec(
-        dense.spec, (1, 2), 0.5, "block", "predictor", skipped_keys="kept", adapter="linear", routers="fitted"
-    )
+        dense.spec, (1, 2), 0.5, "block", "predictor", skipped_keys="kept", adapter=adapter, adapter_share=0.5,
+        routers="fitted",
+    )  # fmt: skip
     assert float(trained.weights["layers.2.adapter.down_proj.weight"].abs().sum()) > 0
 
 
@@ -181,6 +184,14 @@ def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[
         (
             ["--init", "dense", "--route", "1", "--parts", "attention", "--adapter", "linear"],
             "--adapter linear: skipped tokens run it instead of the MLP; expected --parts block or mlp, got attention",
+        ),
+        (
+            ["--init", "dense", "--route", "1", "--adapter", "linear", "--adapter-share", "0.5"],
+            "--adapter-share: is for --adapter gated; leave it out",
+        ),
+        (
+            ["--init", "dense", "--route", "1", "--adapter", "gated", "--adapter-share", "1.5"],
+            "--adapter-share: expected a share of the MLP's neurons above 0 and below 1, got 1.5",
         ),
         (
             ["--init", "dense", "--selection", "predictor"],
@@ -234,7 +245,7 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         assert f"{field.metadata['help']} ({field.default})" in " ".join(text.split())
     options = "--out DIR, --spec FILE, --threads N, --data PATH, --tokenizer FILE, --parallel {ddp,fsdp}, "
     options += "--init PATH, --route LAYERS, --capacity C, --parts {block,attention,mlp,separate}, "
-    options += "--skipped-keys {absent,kept}, --adapter {none,linear}"
+    options += "--skipped-keys {absent,kept}, --adapter {none,linear,gated}, --adapter-share C"
     assert all(option in text for option in options.split(", "))
 
 
