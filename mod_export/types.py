@@ -217,8 +217,7 @@ class TargetLimits:
         branches: whether If is supported, as a condition around nodes of fixed shapes.
         cache_update: whether a decode graph updates its cache itself, with TensorScatter.
         query_blocks: (T, b) for every number of tokens T whose causal attention is computed in blocks of b queries.
-        query_blocks_from: (T, b), ascending: the number of queries from this number of tokens on, if it need not be
-            measured.
+        query_blocks_from: (T, b): b from this number of tokens on, if b need not be measured. The first T is 0.
         late_masks: whether masks are computed when the graph runs; otherwise the engine would store them as constants.
         grouped_rows: whether queries that share keys are multiplied as rows of one matrix.
         one_type_norms: whether RMSNormalization computes in float32 whatever its `stash_type`, and is a single kernel

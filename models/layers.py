@@ -220,13 +220,13 @@ class GatedMlp(nn.Module):
         self.down_proj = nn.Linear(width, spec.d_model, bias=bias)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        y_BTD: Tensor = self.down_proj(self.neurons(x_BTD))
+        y_BTD: Tensor = self.down_proj(self.hidden(x_BTD))
         return y_BTD
 
-    def neurons(self, x_BTD: Tensor) -> Tensor:
-        """Returns activation(gate(x)) * up(x), what its neurons pass on, (B, T, width)."""
-        y_BTF: Tensor = self.activation(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
-        return y_BTF
+    def hidden(self, x_BTD: Tensor) -> Tensor:
+        """Returns the activations of its neurons, activation(gate(x)) * up(x): (..., width)."""
+        y: Tensor = self.activation(self.gate_proj(x_BTD)) * self.up_proj(x_BTD)
+        return y
 
 
 Branch = Callable[..., tuple[Tensor, ...]]

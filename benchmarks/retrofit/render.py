@@ -175,15 +175,14 @@ def label(sample: Sample) -> str:
         return f"narrower MLPs: {sample['share']:.0%} of the neurons{after}"
     which = f"the {layers} {form} layers" if form in ("cheapest", "deepest") else f"{layers} layers"
     which = f"all {layers} layers" if (form, number) == ("every", "1") else which
-    left = " and ".join(
-        ["keep keys"] * (sample["skipped_keys"] == "kept")
-        + ["run an adapter"] * (sample["adapter"] == "linear")
-        # Samples of before have no such field.
-        + [f"run {sample.get('adapter_share', 0):.0%} of the neurons"] * (sample["adapter"] == "gated")
-    )
+    left = ["keep keys"] if sample["skipped_keys"] == "kept" else []
+    if sample["adapter"] != "none":
+        gated = sample["adapter"] == "gated"
+        left.append(f"run {sample['adapter_share']:.0%} of the neurons" if gated else "run an adapter")
     learned = "; routers learn" if sample["routers"] == "learned" else ""
     tokens = f"{PARTS[sample['kind']]} of {which} run {sample['share']:.0%}"
-    return f"{tokens}{f', skipped tokens {left}' if left else ''}{learned}{after}"
+    skipped = f", skipped tokens {' and '.join(left)}" if left else ""
+    return f"{tokens}{skipped}{learned}{after}"
 
 
 def _speed(sample: Sample, use: str) -> float:

@@ -32,7 +32,7 @@ from mod_models.train.evaluation import held_out
 from mod_models.train.fit import fitted, rows_to_fit
 from mod_models.train.losses import LossModule
 from mod_models.train.parallel import Workers
-from mod_models.train.retrofit import ADAPTER_SHARE, LEARNED, layers_of, retrofitted, routed_spec
+from mod_models.train.retrofit import LEARNED, layers_of, retrofitted, routed_spec
 from mod_models.train.run import fingerprint_of, train
 from mod_models.transformer import Transformer
 
@@ -135,7 +135,7 @@ def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainC
         return narrowed(dense, way.share, rows_to_fit(corpus, config))
     spec = routed_spec(
         dense.spec, layers, way.share, way.kind, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter,
-        adapter_share=way.adapter_share or ADAPTER_SHARE, routers=way.routers,
+        adapter_share=way.adapter_share, routers=way.routers,
     )  # fmt: skip
     begin = retrofitted(dense, spec, config.seed)
     if way.routers == LEARNED and way.adapter == "none":

@@ -215,7 +215,7 @@ class OpenVino(EngineBuilder):
         max_opset=23,
         branches=True,
         attention_dtypes=frozenset(),
-        # Larger blocks leave less to the caches and compute more scores that the mask hides (docs/LOG.md).
+        # Larger blocks are fewer products, and compute more scores that the mask hides: a smaller share of long rows.
         query_blocks_from=((0, 128), (4096, 256)),
         late_masks=True,
         grouped_rows=True,

@@ -178,9 +178,8 @@ def decoding_parts(
     model, the first texts are shorter, and texts after a prompt use the last row only.
     """
     in_turns = config.generation.slots == "fair"
-    most = affordable_tokens(reference.model, decoder.length)
-    affordable = max(LEAST_TOKENS, most // (KINDS_OF_INPUT * decoder.batch))
     first = min(decoder.length, config.generation.judged_tokens)
+    affordable = max(LEAST_TOKENS, affordable_tokens(reference.model, first) // (KINDS_OF_INPUT * decoder.batch))
     if affordable < first:
         # Prefers the shape of a prompt bucket if its length is similar: it is captured already.
         first = max(
@@ -192,7 +191,8 @@ def decoding_parts(
     parts: Runs = []
     ends = [start + tail for start in starts]
     for prompt, length in [(1, first), *zip(starts, ends, strict=True)]:
-        bucket = Bucket(decoder.batch if prompt == 1 or decoder.batch * length <= most else 1, length)
+        fits = decoder.batch * length <= affordable_tokens(reference.model, length)
+        bucket = Bucket(decoder.batch if prompt == 1 or fits else 1, length)
         capacity = reference.k_by_layer(bucket)
         batches = _given_texts(reference, bucket, capacity.values(), config.seed, text_of)
         if prompt > 1:
@@ -383,7 +383,8 @@ def texts_of_decoding(
         EngineError: the engine failed.
     """
     options, loaded = decoding.config.generation, model.whole_rows
-    texts, start, tokens = compared_lengths(options, engine, affordable_tokens(loaded, model.window))
+    longest = min(model.window, PROMPT_TOKENS + max(options.compared_tokens, NARROW_TOKENS))
+    texts, start, tokens = compared_lengths(options, engine, affordable_tokens(loaded, longest))
     seed = decoding.config.seed
     prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed, text_of)
     expected = reference.remembered(

@@ -31,7 +31,8 @@ MOST_RANDOM_BATCHES = 8
 MOST_RANDOM_TOKENS = 2**13
 MOST_SAMPLES = 4
 MOST_FLOPS = 100 * 10**9
-"""Limit for the inputs of one kind: one to three seconds on one core. Models up to 3 M parameters stay below it."""
+"""Limit for the inputs of one kind: one to three seconds on one core. Short rows of models up to 3 M parameters stay
+below it."""
 LEAST_LENGTHS = 4
 """Number of padded lengths that are tried even for the largest model."""
 SEARCHED_TOKENS = 2**14

@@ -20,7 +20,7 @@ from mod_models.train.retrofit import quantile
 STRENGTH = 1e-3
 """Strength of the regression, lambda, as a share of the mean of the diagonal of Z'Z."""
 SHORTENED = 0.99
-"""Tokens for which the part adds more than this quantile of a batch count as much as tokens at the quantile."""
+"""Tokens for which the part adds more than this quantile count as much as tokens at the quantile."""
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Batches of z, what the approximation reads, and of y, what the part adds, each (N, D)."""
 
@@ -29,11 +29,11 @@ class LinearMap(NamedTuple):
     """The linear map W.
 
     Attributes:
-        weight_DD: W, float64; y is about W z. None if y is 0, as without tokens.
-        explained: how much W z explains of y, as a share of the squared length; 1 if y is 0.
+        weight_DD: W, float64; y is about W z.
+        explained: how much W z explains of y, as a share of the squared length of these tokens; 1 if y is 0.
     """
 
-    weight_DD: Tensor | None
+    weight_DD: Tensor
     explained: float
 
 
@@ -43,7 +43,8 @@ class Neurons(NamedTuple):
     Attributes:
         kept_K: their numbers in the MLP, int64, ascending.
         down_DK: their new outgoing weights, in the dtype of the MLP.
-        explained: how much they explain of y, as a share of the squared length; 1 if y is 0.
+        explained: how much they explain of y, as a share of the squared length of these tokens after long ones are
+            shortened; 1 if y is 0.
     """
 
     kept_K: Tensor
@@ -62,8 +63,6 @@ def linear_map(pairs: Pairs) -> LinearMap:
         zz_DD += z_ND.T @ z_ND
         zy_DD += z_ND.T @ y_ND
         yy += float(y_ND.double().square().sum())
-    if yy == 0:
-        return LinearMap(None, 1.0)
     weight_DD = ridge(zz_DD, zy_DD, STRENGTH).T
     return LinearMap(weight_DD, _explained(weight_DD, zz_DD, zy_DD, yy))
 
@@ -75,39 +74,41 @@ def neurons(mlp: GatedMlp, pairs: Pairs, width: int) -> Neurons:
     Neurons are ranked by the norm of their activations times that of their outgoing weights, as Wanda ranks single
     weights (Sun et al., arXiv 2306.11695). The regression starts from the weights that they have: its solution is the
     change of these. A few tokens of every language model have outputs a hundred times as long as others (Sun et al.,
-    arXiv 2402.17762) and would decide it, so they are scaled down to the quantile SHORTENED.
+    arXiv 2402.17762) and would decide it, so they are scaled down to the quantile SHORTENED. There must be tokens.
     """
     down_DF = mlp.down_proj.weight.double()
     D, F = down_DF.shape
+    bias_D = 0.0 if mlp.down_proj.bias is None else mlp.down_proj.bias
+    longest = quantile(torch.cat([(y_ND - bias_D).norm(dim=-1) for _, y_ND in pairs]), SHORTENED)
     hh_FF, hy_FD = torch.zeros(F, F, dtype=torch.float64), torch.zeros(F, D, dtype=torch.float64)
     yy = 0.0
     for z_ND, y_ND in pairs:
-        if not len(z_ND):
-            continue
-        left_ND = y_ND if mlp.down_proj.bias is None else y_ND - mlp.down_proj.bias
-        length_N = left_ND.norm(dim=-1)
-        scale_N1 = (quantile(length_N, SHORTENED) / length_N.clamp(min=1e-12)).clamp(max=1)[:, None]
-        h_NF, scaled_ND = mlp.neurons(z_ND) * scale_N1, left_ND * scale_N1
+        left_ND = y_ND - bias_D
+        length_N1 = left_ND.norm(dim=-1, keepdim=True)
+        scale_N1 = torch.where(length_N1 > longest, longest / length_N1, 1.0)
+        h_NF, scaled_ND = mlp.hidden(z_ND) * scale_N1, left_ND * scale_N1
         hh_FF += h_NF.T @ h_NF
         hy_FD += h_NF.T @ scaled_ND
         yy += float(scaled_ND.double().square().sum())
     added_F = hh_FF.diagonal().sqrt() * down_DF.norm(dim=0)
     kept_K = added_F.topk(width).indices.sort().values
     hh_KK, hy_KD, down_DK = hh_FF[kept_K][:, kept_K], hy_FD[kept_K], down_DF[:, kept_K]
-    if yy == 0:
-        return Neurons(kept_K, down_DK.to(mlp.down_proj.weight.dtype), 1.0)
     down_DK = down_DK + ridge(hh_KK, hy_KD - hh_KK @ down_DK.T, STRENGTH).T
     return Neurons(kept_K, down_DK.to(mlp.down_proj.weight.dtype), _explained(down_DK, hh_KK, hy_KD, yy))
 
 
 def _explained(weight_DK: Tensor, hh_KK: Tensor, hy_KD: Tensor, yy: float) -> float:
-    """Returns 1 - |y - W h|^2 / |y|^2, from the sums of products."""
+    """Returns 1 - |y - W h|^2 / |y|^2, from the sums of products; 1 if y is 0."""
     rest = yy - 2 * (weight_DK.T * hy_KD).sum() + ((weight_DK @ hh_KK) * weight_DK).sum()
-    return 1 - float(rest) / yy
+    return 1 - float(rest) / yy if yy else 1.0
 
 
 def ridge(xx_DD: Tensor, xy_DE: Tensor, strength: float) -> Tensor:
-    """Returns (X'X + lambda I)^-1 X'Y, float64 (D, E), with lambda as a share of the mean of the diagonal of X'X."""
+    """Returns (X'X + lambda I)^-1 X'Y, float64 (D, E), with lambda as a share of the mean of the diagonal of X'X; zeros
+    if X is 0.
+    """
+    if not xx_DD.any():
+        return torch.zeros_like(xy_DE)
     ridge_DD = strength * xx_DD.diagonal().mean() * torch.eye(len(xx_DD), dtype=xx_DD.dtype)
     solved_DE: Tensor = torch.linalg.solve(xx_DD + ridge_DD, xy_DE)
     return solved_DE

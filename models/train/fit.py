@@ -38,7 +38,8 @@ from mod_models.train.retrofit import quantile
 from mod_models.transformer import Block, RoutedBlock, Transformer
 
 FIT_TOKENS = 50_000
-"""Number of tokens of a fit, rounded up to whole batches. Each row of a linear map has only D numbers to find."""
+"""Number of tokens of a fit, rounded up to whole batches. A row of weights has only as many numbers to find as its
+input is wide: the model, or the neurons that are kept."""
 FIT_SEED = 13_000_000
 """Seed of the windows of training text on which adapters and routers are fitted."""
 ROUTER_STRENGTH = 1e-2
@@ -60,8 +61,8 @@ class Fitted(NamedTuple):
 
     Attributes:
         checkpoint: the given one with the weights of its adapters and routers replaced.
-        explained: routed layer -> how much its adapter explains of what its skipped tokens miss, as a share of the
-            squared length; empty without adapters.
+        explained: routed layer -> how much its adapter explains of what its skipped tokens miss, on the tokens of the
+            fit (`train.approximate`); empty without adapters.
         foreseen: routing site -> share of the variance of the clipped squared errors that a router's score explains.
     """
 
@@ -106,7 +107,9 @@ def fitted(retrofit: Checkpoint, rows: Sequence[Tensor]) -> Fitted:
                     of.at(~_selected(model, routed, part, x_BSD))
                     for of, x_BSD in zip(part_inputs, streams, strict=True)
                 ]
-                explained[layer] = _fit_adapter(routed, skipped)
+                # Where every token runs, the adapter stays as it was fitted to all of them.
+                if any(len(of.delta_ND) for of in skipped):
+                    explained[layer] = _fit_adapter(routed, skipped)
         if fits_routers:
             streams = [_run(model, routed, x_BSD, Decisions()) for x_BSD in streams]
         else:
@@ -189,8 +192,7 @@ def _fit_adapter(routed: RoutedBlock, part_inputs: Sequence[PartInputs]) -> floa
     adapter, pairs = routed.adapter, [(of.adapter_ND, of.delta_ND) for of in part_inputs]
     if isinstance(adapter, LinearAdapter):
         found = linear_map(pairs)
-        if found.weight_DD is not None:
-            adapter.down_proj.weight.copy_(found.weight_DD)
+        adapter.down_proj.weight.copy_(found.weight_DD)
         return found.explained
     assert isinstance(adapter, GatedMlp)
     kept = neurons(routed.mlp, pairs, adapter.down_proj.in_features)

@@ -38,7 +38,7 @@ SELECTIONS = CAUSAL_SELECTIONS
 RETROFIT_ADAPTERS = ("none", "linear", "gated")
 """Values of `--adapter`: what skipped tokens run instead. `gated` begins as some neurons of the block's own MLP."""
 NEURONS = 16
-"""A number of neurons that are kept is a multiple of this, because products run on tiles."""
+"""The number of neurons that are kept is rounded to a multiple of this, because products run on tiles."""
 ADAPTER_SHARE = 0.25
 """Share of an MLP's neurons that a gated adapter has, unless `--adapter-share` says another one."""
 FITTED, LEARNED = "fitted", "learned"
@@ -132,7 +132,7 @@ def routed_spec(
         selection: how tokens are selected once the model is trained.
         skipped_keys: whether routed attention sees the keys and values of skipped tokens.
         adapter: what skipped tokens run instead, one of RETROFIT_ADAPTERS.
-        adapter_share: how many neurons a gated adapter has, as a share of those of the MLP; below 1.
+        adapter_share: how many neurons a gated adapter has, as a share of those of the MLP.
         routers: one of RETROFIT_ROUTERS, which decides the gate.
 
     Raises:
@@ -159,11 +159,15 @@ def routed_spec(
         raise TrainError(
             f"--adapter {adapter}: skipped tokens run it instead of the MLP; expected --parts block or mlp, got {parts}"
         )
-    if adapter == "gated" and (dense.mlp_bias or not 0 < adapter_share < 1):
+    kept = kept_neurons(dense.d_ff, adapter_share) if adapter == "gated" else 0
+    if kept and dense.mlp_bias:
         raise TrainError(
-            "--adapter gated: has no biases, and the MLPs of --init have; use linear"
-            if dense.mlp_bias
-            else f"--adapter-share: expected a share of the MLP's neurons above 0 and below 1, got {adapter_share:g}"
+            "--adapter gated: has no biases, but the MLPs of --init have some; use --adapter linear, or none"
+        )
+    if kept and (adapter_share <= 0 or kept == dense.d_ff):
+        raise TrainError(
+            f"--adapter-share: expected a share of the MLP's {dense.d_ff:,} neurons, above 0 and less than all, got "
+            f"{adapter_share:g}, which is {kept:,} neurons"
         )
     routing = RoutingSpec(
         layers=layers,
@@ -178,7 +182,7 @@ def routed_spec(
         skipped_keys_values=skipped_keys,
         skipped_result="identity" if adapter == "none" else "adapter",
         adapter="linear" if adapter == "none" else adapter,
-        adapter_hidden=kept_neurons(dense.d_ff, adapter_share) if adapter == "gated" else 0,
+        adapter_hidden=kept,
         selection=selection,
         predictor_hidden=max(1, dense.d_model // 4) if selection == "predictor" else 0,
     )
@@ -186,14 +190,15 @@ def routed_spec(
 
 
 def kept_neurons(d_ff: int, share: float) -> int:
-    """Returns how many of an MLP's neurons a share of them is: all, or a multiple of NEURONS."""
+    """Returns the number of neurons that a share is rounded to: a multiple of NEURONS, at least one, at most `d_ff`."""
     return d_ff if share >= 1 else min(d_ff, max(NEURONS, round(d_ff * share / NEURONS) * NEURONS))
 
 
 def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
     """Adds new routers and predictors to a dense model and shares its weights. `spec` is from `routed_spec`.
 
-    Adapters are zeros, with which a skipped token stays as it is; `train.fit.fitted` gives them a better start.
+    Adapters begin with outgoing weights of zeros, with which a skipped token stays as it is; a gated one has the first
+    neurons of the MLP. `train.fit.fitted` gives them a better start.
     """
     with torch.device("meta"):
         model = Transformer(dataclasses.replace(spec, max_positions=1))
@@ -210,7 +215,10 @@ def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
             elif isinstance(module, MlpRouter):
                 weights |= _predictor(module.state_dict(), prefix, generator)
             elif name == "adapter":
-                weights |= {prefix + key: torch.zeros(shape.shape) for key, shape in module.state_dict().items()}
+                for key, shape in module.state_dict().items():
+                    # With zeros in front of them too, outgoing weights of zeros would never get a gradient.
+                    of_mlp = weights[f"layers.{layer}.mlp.{key}"][: len(shape)].clone()
+                    weights[prefix + key] = torch.zeros(shape.shape) if key == "down_proj.weight" else of_mlp
     return Checkpoint(spec=spec, weights=weights)
 
 

@@ -76,7 +76,7 @@ def train(
         log: `csv`, or `tensorboard` to write the folder `tensorboard` as well.
         stop_after: stop after this step of the run and save the state. A later call continues from there.
         teacher: the dense model to distil from; None for the dense baseline of `initial`.
-        fit: fit the routers and linear adapters of `initial` to its dense baseline before the first step.
+        fit: fit the routers and adapters of `initial` to its dense baseline before the first step.
 
     Raises:
         TrainError: the model cannot read these rows, the rows do not divide among the processes, `folder` has the state

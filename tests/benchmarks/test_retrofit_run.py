@@ -29,8 +29,8 @@ SMALL = (
     DENSE,
     Way("removed", "cheapest:1", 0.0),
     Way("narrowed", "all", 0.5, dense_first=0.5),
-    Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
-    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", dense_first=0.5),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="gated", adapter_share=0.25),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="gated", adapter_share=0.25, dense_first=0.5),
 )
 QUICK = ["--steps", "4", "--batch", "2", "--seq", "32", "--eval-batches", "2", "--probe-rows", "1", "--window", "64"]
 BEGIN, END = marks("make retrofit")
@@ -66,6 +66,7 @@ def test_the_page(tmp_path: Path) -> None:
         },
         "numbers-0": {**sample("attention", 2.25, 1.36), "route": "2,3"},
         "adapted-0": {**sample("mlp", 2.05, 1.2), "adapter": "linear", "dense_first": 0.75},
+        "gated-0": {**sample("mlp", 2.05, 1.2), "adapter": "gated", "adapter_share": 0.25},
         "removed-0": {**sample("removed", 2.1, 1.2), "route": "cheapest:2"},
         "narrowed-0": {**sample("narrowed", 2.1, 1.1), "route": "all"},
         "longer-0": {**sample("mlp", 1.9, 1.2), "tokens": 2000},
@@ -91,6 +92,8 @@ def test_the_page(tmp_path: Path) -> None:
         "7.04 (6.69 to 7.39) | +0.0% (+0.0% to +0.0%) | 100% | 1 |",
         "| 1,000 | narrower MLPs: 50% of the neurons | 1 | 8.17 | +10.5% | 1.10 [1.10, 1.30] (1.50) | 7.39 | +10.5% | "
         "100% | 1.10 [1.00, 1.40] |",
+        "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run 25% of the neurons | 1 | 7.77 | +5.1% | "
+        f"{rows} | 7.03 | +5.1% | 50% | {text} |",
         "| 1,000 | MLPs of the 2 deepest layers run 50% | 2 | 9.59 (8.17 to 11.02) | +22.8% (+10.5% to +35.0%) | "
         f"{rows} | 8.68 (7.39 to 9.97) | +22.8% (+10.5% to +35.0%) | 50% | {text} |",
         f"| 1,000 | without the 2 cheapest blocks | 1 | 8.17 | +10.5% | {rows} | 7.39 | +10.5% | 100% | {text} |",
@@ -171,6 +174,8 @@ def test_ways_have_folders_of_their_own() -> None:
     assert folder_name(learned, given) == f"{learned.name}-1000"
     given.seed = 2
     assert folder_name(learned, given) == f"{learned.name}-1000-seed2"
+    gated = Way("mlp", "cheapest:{half}", 0.5, adapter="gated", adapter_share=0.25)
+    assert gated.name == "mlp-cheapest-0.5-gated-0.25"
     later = dataclasses.replace(learned, dense_first=0.75)
     assert later.name == f"{learned.name}-first-0.75"
     assert later.shape == learned.name, "training does not change the speed"
@@ -315,7 +320,7 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     command = ["--model", "dense/model.pt", "--results", "results", *QUICK]
     assert main(command, SMALL) == 0
     tokens = 4 * 2 * 32
-    name = f"mlp-cheapest-0.5-linear-{tokens}"
+    name = f"mlp-cheapest-0.5-gated-0.25-{tokens}"
     folder, sample_json = Path("results") / name, Path(f"docs/retrofit/{name}.json")
     result = json.loads(sample_json.read_text())
     assert len(result["layers"]) == 2
@@ -328,7 +333,7 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert result["whole_rows"]["ran"] is None
     assert 0 < result["text"]["ran"] < 1
     page = Path("docs/training.md").read_text()
-    assert f"| {tokens} | MLPs of the 2 cheapest layers run 50%, skipped tokens run an adapter | 1 |" in page
+    assert f"| {tokens} | MLPs of the 2 cheapest layers run 50%, skipped tokens run 25% of the neurons | 1 |" in page
     removed = json.loads(Path(f"docs/retrofit/removed-cheapest-1-0.0-{tokens}.json").read_text())
     assert removed["whole_rows"] == removed["text"]
     assert load_checkpoint(Path(f"results/removed-cheapest-1-0.0-{tokens}/model.pt")).spec.n_layers == 3
@@ -340,14 +345,14 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     narrow = load_checkpoint(Path(f"results/narrowed-all-0.5-first-0.5-{tokens}/model.pt"))
     assert narrow.spec == dataclasses.replace(SPEC, d_ff=32)
     assert "narrower MLPs: 50% of the neurons; dense for the first 50% of the tokens | 1 |" in page
-    later = json.loads(Path(f"docs/retrofit/mlp-cheapest-0.5-linear-first-0.5-{tokens}.json").read_text())
+    later = json.loads(Path(f"docs/retrofit/mlp-cheapest-0.5-gated-0.25-first-0.5-{tokens}.json").read_text())
     assert (later["speed"], later["status"]) == (result["speed"], None), "a shape is built and timed once"
     assert later["whole_rows"] != result["whole_rows"]
     capsys.readouterr()
     # A run that was stopped after its training is judged again, and a variant that was timed is not timed again.
     sample_json.unlink()
     (folder / "state.pt").unlink()
-    assert main([*command, "--only", "mlp-cheapest-0.5-linear"], SMALL) == 0
+    assert main([*command, "--only", "mlp-cheapest-0.5-gated-0.25"], SMALL) == 0
     assert json.loads(sample_json.read_text()) == {**result, "status": None}, "its shape is not built again"
     assert capsys.readouterr().out.startswith(f"[1/1] {name}: ")
     assert main(command, SMALL) == 0

@@ -16,8 +16,9 @@ SPEC = make_spec(routing=None, d_model=D, d_ff=F)
 
 
 def mlp_of(*, bias: bool = False) -> GatedMlp:
-    torch.manual_seed(4)
-    return GatedMlp(SPEC, F, bias=bias)
+    with torch.random.fork_rng():
+        torch.manual_seed(4)
+        return GatedMlp(SPEC, F, bias=bias)
 
 
 def tokens(count: int = 400, seed: int = 1) -> torch.Tensor:
@@ -49,14 +50,16 @@ def test_neurons_are_those_of_numpy(bias: bool) -> None:
     # What an MLP adds to a token that also skips attention: its own output and something else.
     adds = [mlp(z_ND).detach() + 0.1 * tokens(100, seed + 10) for seed, z_ND in enumerate(batches)]
     found = neurons(mlp, list(zip(batches, adds, strict=True)), 20)
-    h_NF, y_ND = [], []
+    h_NF, y_ND, lengths = [], [], []
     for z_ND, added_ND in zip(batches, adds, strict=True):
         left_ND = (added_ND - mlp.down_proj.bias if bias else added_ND).detach().double().numpy()
-        length_N = np.linalg.norm(left_ND, axis=1)
-        scale_N1 = np.minimum(1, np.quantile(length_N, SHORTENED) / length_N)[:, None]
-        h_NF.append(mlp.neurons(z_ND).detach().double().numpy() * scale_N1)
-        y_ND.append(left_ND * scale_N1)
-    h, y, down_DF = np.concatenate(h_NF), np.concatenate(y_ND), mlp.down_proj.weight.detach().double().numpy()
+        lengths.append(np.linalg.norm(left_ND, axis=1))
+        h_NF.append(mlp.hidden(z_ND).detach().double().numpy())
+        y_ND.append(left_ND)
+    length_N = np.concatenate(lengths)
+    scale_N1 = np.minimum(1, np.quantile(length_N, SHORTENED) / length_N)[:, None]
+    h, y = np.concatenate(h_NF) * scale_N1, np.concatenate(y_ND) * scale_N1
+    down_DF = mlp.down_proj.weight.detach().double().numpy()
     kept = np.sort(np.argsort(-np.linalg.norm(h, axis=0) * np.linalg.norm(down_DF, axis=0))[:20])
     assert found.kept_K.tolist() == kept.tolist()
     expected = down_DF[:, kept] + regression(h[:, kept], y - h[:, kept] @ down_DF[:, kept].T).T
@@ -105,12 +108,15 @@ def test_a_few_long_outputs_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> No
     assert neurons(mlp, pairs, F - 8).kept_K.tolist()[:8] == list(range(8))
 
 
-def test_without_tokens_or_with_nothing_to_add_weights_stay() -> None:
-    mlp, none_ND = mlp_of(), torch.zeros(0, D)
-    some_ND = tokens()
-    for pairs in ([(none_ND, none_ND)], [(some_ND, torch.zeros_like(some_ND))]):
-        found = neurons(mlp, pairs, 16)
-        assert found.explained == 1.0
-        assert torch.equal(found.down_DK, mlp.down_proj.weight[:, found.kept_K])
-        line = linear_map(pairs)
-        assert (line.weight_DD, line.explained) == (None, 1.0)
+def test_a_part_that_adds_nothing_or_reads_nothing() -> None:
+    mlp, z_ND = mlp_of(), tokens()
+    zeros_ND = torch.zeros_like(z_ND)
+    line, found = linear_map([(z_ND, zeros_ND)]), neurons(mlp, [(z_ND, zeros_ND)], F)
+    assert (line.explained, found.explained) == (1.0, 1.0)
+    assert float(line.weight_DD.abs().max()) == 0.0
+    # What the neurons would add is taken away.
+    left_ND = mlp.hidden(z_ND).detach() @ found.down_DK.T
+    assert float(left_ND.norm() / mlp(z_ND).detach().norm()) < 0.1
+    line, found = linear_map([(zeros_ND, z_ND)]), neurons(mlp, [(zeros_ND, z_ND)], 16)
+    assert (line.explained, found.explained) == (0.0, 0.0)
+    assert torch.equal(found.down_DK, mlp.down_proj.weight[:, found.kept_K])

@@ -165,11 +165,15 @@ def test_models_that_cannot_be_retrofitted() -> None:
     ):
         routed_spec(DENSE, (1,), 0.5, "block", "predictor", adapter="bottleneck")
     biased = dataclasses.replace(DENSE, mlp_bias=True)
-    with pytest.raises(TrainError, match=r"^--adapter gated: has no biases, and the MLPs of --init have; use linear$"):
+    with pytest.raises(TrainError, match=r"^--adapter gated: has no biases, but the MLPs of --init have some; use"):
         routed_spec(biased, (1,), 0.5, "mlp", "predictor", adapter="gated")
-    for share in (0.0, 1.0):
-        with pytest.raises(TrainError, match=rf"^--adapter-share: expected a share .* below 1, got {share:g}$"):
-            routed_spec(DENSE, (1,), 0.5, "mlp", "predictor", adapter="gated", adapter_share=share)
+    wide = dataclasses.replace(DENSE, d_ff=1536)
+    for share, kept in ((0.0, 16), (0.999, "1,536")):
+        with pytest.raises(
+            TrainError,
+            match=rf"^--adapter-share: expected a share of the MLP's 1,536 neurons, .* got {share:g}, which is {kept} ",
+        ):
+            routed_spec(wide, (1,), 0.5, "mlp", "predictor", adapter="gated", adapter_share=share)
 
 
 @pytest.mark.parametrize(("share", "width"), [(0.8, 1232), (1.0, 1536), (2.0, 1536), (0.0, 16), (0.011, 16)])

@@ -191,7 +191,7 @@ def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[
         ),
         (
             ["--init", "dense", "--route", "1", "--adapter", "gated", "--adapter-share", "1.5"],
-            "--adapter-share: expected a share of the MLP's neurons above 0 and below 1, got 1.5",
+            "neurons, above 0 and less than all, got 1.5, which is",
         ),
         (
             ["--init", "dense", "--selection", "predictor"],
