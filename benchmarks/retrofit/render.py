@@ -178,7 +178,7 @@ def label(sample: Sample) -> str:
     left = ["keep keys"] if sample["skipped_keys"] == "kept" else []
     if sample["adapter"] != "none":
         gated = sample["adapter"] == "gated"
-        left.append(f"run {sample['adapter_share']:.0%} of the neurons" if gated else "run an adapter")
+        left.append(f"run {sample['adapter_share']:.0%} of the neurons" if gated else "run a linear map")
     learned = "; routers learn" if sample["routers"] == "learned" else ""
     tokens = f"{PARTS[sample['kind']]} of {which} run {sample['share']:.0%}"
     skipped = f", skipped tokens {' and '.join(left)}" if left else ""

@@ -99,13 +99,13 @@ def test_the_page(tmp_path: Path) -> None:
         f"| 1,000 | without the 2 cheapest blocks | 1 | 8.17 | +10.5% | {rows} | 7.39 | +10.5% | 100% | {text} |",
         "| 1,000 | blocks of the 2 deepest layers run 50%, skipped tokens keep keys; routers learn | 1 | 9.03 | +22.1% "
         "| 1.30 [1.10, 1.30] (1.50) | 8.17 | +22.1% | 50% | 1.30 [1.00, 1.40] |",
-        "| 1,000 | attentions and MLPs of all 2 layers run 50%, skipped tokens keep keys and run an adapter | 1 | 9.49 "
-        "| +28.4% | 1.35 [1.10, 1.30] (1.50) | 8.58 | +28.4% | 50% | 1.35 [1.00, 1.40] |",
+        "| 1,000 | attentions and MLPs of all 2 layers run 50%, skipped tokens keep keys and run a linear map | 1 | "
+        "9.49 | +28.4% | 1.35 [1.10, 1.30] (1.50) | 8.58 | +28.4% | 50% | 1.35 [1.00, 1.40] |",
         "| 1,000 | attentions of 2 layers run 50% | 1 | 9.49 | +28.4% | 1.36 [1.10, 1.30] (1.50) | 8.58 | +28.4% | 50% "
         "| 1.36 [1.00, 1.40] |",
         "| 1,000 | blocks of the 2 deepest layers run 50% | 1 | 9.97 | +35.0% | 1.40 [1.10, 1.30] (1.50), a gate "
         "failed | 9.03 | +35.0% | 50% | 1.40 [1.00, 1.40] |",
-        "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run an adapter; dense for the first "
+        "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run a linear map; dense for the first "
         f"75% of the tokens | 1 | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 50% | {text} |",
         "| 2,000 | dense, trained as long | 1 | 6.05 | +0.0% | 1 | 5.47 | +0.0% | 100% | 1 |",
         # The dense model of one of the two seeds is missing.
