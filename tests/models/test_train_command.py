@@ -155,7 +155,7 @@ def test_predictors_for_a_model_that_selects_by_rank(parts: str, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.parametrize("adapter", ["linear", "gated"])
 def test_what_skipped_tokens_keep(tmp_path: Path, capsys: pytest.CaptureFixture[str], adapter: str) -> None:
-    dense = lively_checkpoint(dataclasses.replace(SPEC, routing=None))
+    dense = lively_checkpoint(dataclasses.replace(SPEC, d_ff=64, routing=None))
     save_checkpoint(tmp_path / "dense", dense)
     command = ["--init", str(tmp_path / "dense"), "--route", "1-2", "--skipped-keys", "kept", "--adapter", adapter]
     command += ["--adapter-share", "0.5"] * (adapter == "gated")
