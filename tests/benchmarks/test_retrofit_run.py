@@ -40,7 +40,7 @@ PAGE = f"# Before\n\n{BEGIN}\nnot run yet\n{END}\n\nafter\n"
 def sample(kind: str, loss: float, speed: float | None = None, status: str = "pass", seed: int = 0) -> dict[str, Any]:
     fast = {"measured": speed, "ci95": [1.1, 1.3], "predicted_flops": 1.5}
     quality = {"next_token_loss": loss, "bits_per_byte": 2.0, "ran": None if kind in CONTROLS else 0.5}
-    speeds = {"whole_rows": fast, "text": {**fast, "ci95": [1.0, 1.4]}}
+    speeds = {"whole_rows": fast, "text": {**fast, "ci95": [1.0, 1.4], "ran": quality["ran"]}}
     return {
         "kind": kind, "route": "deepest:{half}", "share": 0.5, "layers": [2, 3], "skipped_keys": "absent",
         "adapter": "none", "routers": "fitted", "dense_first": 0.0, "seed": seed, "tokens": 1000, "whole_rows": quality,
@@ -93,24 +93,24 @@ def test_the_page(tmp_path: Path) -> None:
         "| 1,000 | narrower MLPs: 50% of the neurons | 1 | 8.17 | +10.5% | 1.10 [1.10, 1.30] (1.50) | 7.39 | +10.5% | "
         "100% | 1.10 [1.00, 1.40] |",
         "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run 25% of the neurons | 1 | 7.77 | +5.1% | "
-        f"{rows} | 7.03 | +5.1% | 50% | {text} |",
+        f"{rows} | 7.03 | +5.1% | 50% | {text} (50%) |",
         "| 1,000 | MLPs of the 2 deepest layers run 50% | 2 | 9.59 (8.17 to 11.02) | +22.8% (+10.5% to +35.0%) | "
-        f"{rows} | 8.68 (7.39 to 9.97) | +22.8% (+10.5% to +35.0%) | 50% | {text} |",
+        f"{rows} | 8.68 (7.39 to 9.97) | +22.8% (+10.5% to +35.0%) | 50% | {text} (50%) |",
         f"| 1,000 | without the 2 cheapest blocks | 1 | 8.17 | +10.5% | {rows} | 7.39 | +10.5% | 100% | {text} |",
         "| 1,000 | blocks of the 2 deepest layers run 50%, skipped tokens keep keys; routers learn | 1 | 9.03 | +22.1% "
-        "| 1.30 [1.10, 1.30] (1.50) | 8.17 | +22.1% | 50% | 1.30 [1.00, 1.40] |",
+        "| 1.30 [1.10, 1.30] (1.50) | 8.17 | +22.1% | 50% | 1.30 [1.00, 1.40] (50%) |",
         "| 1,000 | attentions and MLPs of all 2 layers run 50%, skipped tokens keep keys and run a linear map | 1 | "
-        "9.49 | +28.4% | 1.35 [1.10, 1.30] (1.50) | 8.58 | +28.4% | 50% | 1.35 [1.00, 1.40] |",
+        "9.49 | +28.4% | 1.35 [1.10, 1.30] (1.50) | 8.58 | +28.4% | 50% | 1.35 [1.00, 1.40] (50%) |",
         "| 1,000 | attentions of 2 layers run 50% | 1 | 9.49 | +28.4% | 1.36 [1.10, 1.30] (1.50) | 8.58 | +28.4% | 50% "
-        "| 1.36 [1.00, 1.40] |",
+        "| 1.36 [1.00, 1.40] (50%) |",
         "| 1,000 | blocks of the 2 deepest layers run 50% | 1 | 9.97 | +35.0% | 1.40 [1.10, 1.30] (1.50), a gate "
-        "failed | 9.03 | +35.0% | 50% | 1.40 [1.00, 1.40] |",
+        "failed | 9.03 | +35.0% | 50% | 1.40 [1.00, 1.40] (50%) |",
         "| 1,000 | MLPs of the 2 deepest layers run 50%, skipped tokens run a linear map; dense for the first "
-        f"75% of the tokens | 1 | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 50% | {text} |",
+        f"75% of the tokens | 1 | 7.77 | +5.1% | {rows} | 7.03 | +5.1% | 50% | {text} (50%) |",
         "| 2,000 | dense, trained as long | 1 | 6.05 | +0.0% | 1 | 5.47 | +0.0% | 100% | 1 |",
         # The dense model of one of the two seeds is missing.
         f"| 2,000 | MLPs of the 2 deepest layers run 50% | 2 | 7.04 (6.69 to 7.39) |  | {rows} | "
-        f"6.37 (6.05 to 6.69) |  | 50% | {text} |",
+        f"6.37 (6.05 to 6.69) |  | 50% | {text} (50%) |",
     ]
     assert (tmp_path / "figures" / "retrofit.svg").stat().st_size > 1000
 
@@ -329,6 +329,7 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert result["speed"]["whole_rows"]["predicted_flops"] > 1
     assert result["speed"]["whole_rows"]["measured"] > 0
     assert result["speed"]["text"]["measured"] > 0
+    assert 0 <= result["speed"]["text"]["ran"] <= 1
     # In a text, all tokens that want to run find a slot, because the window is longer.
     assert result["whole_rows"]["ran"] is None
     assert 0 < result["text"]["ran"] < 1
@@ -339,6 +340,7 @@ def test_the_whole_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert load_checkpoint(Path(f"results/removed-cheapest-1-0.0-{tokens}/model.pt")).spec.n_layers == 3
     # Its speed is compared with the whole dense model.
     assert removed["speed"]["whole_rows"]["predicted_flops"] > 1.2
+    assert removed["speed"]["text"]["ran"] is None
     assert f"| {tokens} | without the cheapest block | 1 |" in page
     # Half of the tokens train the dense model, from which the narrowed and the routed one start.
     assert Path(f"results/dense-none-1.0-{tokens // 2}/model.pt").exists()
