@@ -160,11 +160,11 @@ def routed_spec(
             f"--adapter {adapter}: skipped tokens run it instead of the MLP; expected --parts block or mlp, got {parts}"
         )
     kept = kept_neurons(dense.d_ff, adapter_share) if adapter == "gated" else 0
-    if kept and dense.mlp_bias:
+    if adapter == "gated" and dense.mlp_bias:
         raise TrainError(
             "--adapter gated: has no biases, but the MLPs of --init have some; use --adapter linear, or none"
         )
-    if kept and (adapter_share <= 0 or kept == dense.d_ff):
+    if adapter == "gated" and (adapter_share <= 0 or kept == dense.d_ff):
         raise TrainError(
             f"--adapter-share: expected a share of the MLP's {dense.d_ff:,} neurons, above 0 and less than all, got "
             f"{adapter_share:g}, which is {kept:,} neurons"
@@ -190,7 +190,7 @@ def routed_spec(
 
 
 def kept_neurons(d_ff: int, share: float) -> int:
-    """Returns the number of neurons that a share is rounded to: a multiple of NEURONS, at least one, at most `d_ff`."""
+    """Rounds a share of an MLP's neurons to a number of them: a multiple of NEURONS, but never more than `d_ff`."""
     return d_ff if share >= 1 else min(d_ff, max(NEURONS, round(d_ff * share / NEURONS) * NEURONS))
 
 

@@ -37,7 +37,6 @@ def test_a_linear_map_is_that_of_numpy() -> None:
     found = linear_map(list(zip(batches, noisy, strict=True)))
     z_ND, y_ND = torch.cat(batches).double().numpy(), torch.cat(noisy).double().numpy()
     expected_DD = regression(z_ND, y_ND)
-    assert found.weight_DD is not None
     np.testing.assert_allclose(found.weight_DD.numpy(), expected_DD.T, rtol=1e-3, atol=1e-4)
     rest = np.square(y_ND - z_ND @ expected_DD).sum() / np.square(y_ND).sum()
     assert found.explained == pytest.approx(1 - rest, abs=1e-4)
