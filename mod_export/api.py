@@ -35,6 +35,7 @@ def build(
     config: str | Path | None = None,
     name: str | None = None,
     samples: str | Path | None = None,
+    text: str | Path | None = None,
     verbosity: int = 0,
 ) -> BuildReport:
     """Builds engines of a model, judges them against PyTorch, and measures them.
@@ -59,6 +60,8 @@ def build(
         name: name of the model in messages and reports; by default the class name of a module, or the stem of a file
             name.
         samples: a safetensors file of inputs, for .pt2 files.
+        text: a file of UTF-8 text to judge and time on, for a model with a tokenizer; its first 4 MiB count. By default
+            held-out text of the model, or else Python's documentation.
         verbosity: -1 shows nothing, 0 stages, 1 every step.
 
     Returns:
@@ -96,7 +99,7 @@ def build(
             dense = _captured(baseline, inputs, shapes, f"{title}-dense", None)
         return loaded, dense
 
-    shared: dict[str, object] = {"inputs": inputs, "baseline": baseline, "samples": samples, "name": name}
+    shared: dict[str, object] = {"inputs": inputs, "baseline": baseline, "samples": samples, "text": text, "name": name}
     called = {
         "buckets": list(overrides["buckets"]) or None,
         "out": out,
@@ -112,7 +115,16 @@ def build(
         for note in notes if verbosity >= 0 else ():
             console.print(f"note: {note}", highlight=False, markup=False)
         command, again = _call(model, shared | called), _call(model, shared | repeat)
-        return run(load, settings, root, progress, command, tokenizer=tokenizer, rebuild=again)
+        return run(
+            load,
+            settings,
+            root,
+            progress,
+            command,
+            tokenizer=tokenizer,
+            rebuild=again,
+            text=None if text is None else Path(text),
+        )
 
 
 def _call(model: object, named: Mapping[str, object]) -> str:

@@ -277,7 +277,9 @@ class GenerationOptions(_Section):
     compared_tokens: Count = 48
     """Number of new tokens in each of these texts."""
     measured_tokens: Annotated[int, Field(ge=5, le=100_000)] = 48
-    """Number of positions of a text at which a step is timed."""
+    """Number of positions at which a step is timed, over all texts."""
+    measured_texts: Count = 4
+    """Least number of texts at whose positions steps are timed: texts differ in how many of their tokens run."""
 
     def window_of(self, max_positions: int) -> int:
         """Returns the window for a model with this many positions."""

@@ -61,6 +61,12 @@ target_option = click.option(
     "--target", "targets", metavar="T", multiple=True, help="Only this target; may be given several times."
 )
 
+text_option = click.option(
+    "--text", "text_file", metavar="FILE", type=PATH,
+    help="Judge and time on this UTF-8 text, of which the first 4 MiB count; default: held-out text of the model, or "
+    "else Python's documentation.",
+)  # fmt: skip
+
 
 def config_of(path: Path | None, targets: Sequence[str] = (), **overrides: Any) -> BuildConfig:
     """Returns the configuration of a file, or the default one, with the values that the command line replaces."""

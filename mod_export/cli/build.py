@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from mod_export.cli.boundary import PATH, SOURCE, command, config_of, config_option, target_option
+from mod_export.cli.boundary import PATH, SOURCE, command, config_of, config_option, target_option, text_option
 from mod_export.errors import GATE_FAILED
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     help="The model's tokenizer: a tokenizer.json, or a folder that transformers can read; default: that in the MODEL "
     "folder or beside model.pt.",
 )
+@text_option
 @command
 def build(
     models: tuple[str, ...],
@@ -84,6 +85,7 @@ def build(
     report: Path | None,
     unverified: bool,
     tokenizer: Path | None,
+    text_file: Path | None,
     verbosity: int,
 ) -> int:
     """Build MODEL for every target.
@@ -107,7 +109,9 @@ def build(
     folder = out or _default_folder(models[0])
     # As typed: another machine has another cache of the hub.
     named = replace(request, sources=models, baseline=baseline)
-    return build_and_show(request, config, folder, verbosity, report, tokenizer, named, unverified=unverified)
+    return build_and_show(
+        request, config, folder, verbosity, report, tokenizer, named, unverified=unverified, text=text_file
+    )
 
 
 def _default_folder(model: str | Path, suffix: str = "") -> Path:
@@ -128,11 +132,12 @@ def build_and_show(
     named: Request | None = None,
     *,
     unverified: bool = False,
+    text: Path | None = None,
 ) -> int:
     """Runs a build, with its progress on stderr and its report on stdout, and returns the exit code.
 
     `named` is the request with the names that the user typed, for the command that repeats the build; by default they
-    are those of the request. `unverified` stops after the engines are built.
+    are those of the request. `unverified` stops after the engines are built. `text` is a file to judge and time on.
     """
     from rich.console import Console
 
@@ -160,9 +165,18 @@ def build_and_show(
         click.echo(f"note: {note}", err=True)
     with Progress(Console(stderr=True), verbosity) as progress:
         models = partial(request.models, buckets)
-        again = _again(named or request, tokenizer)
+        again = _again(named or request, tokenizer, text)
         report = run(
-            models, config, folder, progress, _as_typed(), request.capacity, files, again, evidence=not unverified
+            models,
+            config,
+            folder,
+            progress,
+            _as_typed(),
+            request.capacity,
+            files,
+            again,
+            evidence=not unverified,
+            text=text,
         )
     if report_file is not None:
         write_whole(report_file, report.to_json())
@@ -179,9 +193,14 @@ def _as_typed() -> str:
     return shlex.join(["mod-export", *sys.argv[1:]])
 
 
-def _again(request: Request, tokenizer: Path | None) -> str:
+def _again(request: Request, tokenizer: Path | None, text: Path | None) -> str:
     """Returns the command that repeats a build with its resolved configuration (which has targets, buckets, memory)."""
-    optional = (("--samples", request.samples), ("--capacity", request.capacity), ("--tokenizer", tokenizer))
+    optional = (
+        ("--samples", request.samples),
+        ("--capacity", request.capacity),
+        ("--tokenizer", tokenizer),
+        ("--text", text),
+    )
     options = [("--baseline", value) for value in request.baseline] + [
         (name, value) for name, value in optional if value is not None
     ]

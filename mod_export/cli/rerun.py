@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mod_export.cli.boundary import PATH, command, config_of, config_option, folder_argument, target_option
+from mod_export.cli.boundary import PATH, command, config_of, config_option, folder_argument, target_option, text_option
 from mod_export.errors import GATE_FAILED
 
 
@@ -18,9 +18,15 @@ from mod_export.errors import GATE_FAILED
 @click.option(
     "--model", "checkpoint", metavar="MODEL", type=PATH, help="Compare with this checkpoint, not the folder's weights."
 )
+@text_option
 @command
 def validate(
-    folder: Path, targets: Sequence[str], config_file: Path | None, checkpoint: Path | None, verbosity: int
+    folder: Path,
+    targets: Sequence[str],
+    config_file: Path | None,
+    checkpoint: Path | None,
+    text_file: Path | None,
+    verbosity: int,
 ) -> int:
     """Check a build folder again: files, weights, parity and causality, without the checkpoint."""
     from rich.console import Console
@@ -34,7 +40,7 @@ def validate(
     config = config_of(config_file) if config_file else None
     with Progress(Console(stderr=True), verbosity) as progress:
         progress.stage_started("validate")
-        checked = validate_folder(folder, config, targets, checkpoint)
+        checked = validate_folder(folder, config, targets, checkpoint, text=text_file)
     rows = checked.rows
     text = render_validation(
         rows(StructureRow),
@@ -54,8 +60,16 @@ def validate(
 @target_option
 @config_option
 @click.option("--rivals", is_flag=True, help="Also time ONNX Runtime, OpenVINO and torch.compile on the same model.")
+@text_option
 @command
-def bench(folder: Path, targets: Sequence[str], config_file: Path | None, rivals: bool, verbosity: int) -> int:
+def bench(
+    folder: Path,
+    targets: Sequence[str],
+    config_file: Path | None,
+    rivals: bool,
+    text_file: Path | None,
+    verbosity: int,
+) -> int:
     """Measure the latency of a build folder again, against its dense baseline if it has one."""
     from rich.console import Console
 
@@ -68,7 +82,7 @@ def bench(folder: Path, targets: Sequence[str], config_file: Path | None, rivals
     config = config_of(config_file) if config_file else None
     with Progress(Console(stderr=True), verbosity) as progress:
         progress.stage_started("bench")
-        timed = bench_folder(folder, config, targets, rivals=rivals)
+        timed = bench_folder(folder, config, targets, rivals=rivals, text=text_file)
     for note in timed.notes:
         click.echo(f"note: {note}", err=True)
     click.echo(render_bench(timed.rows(PairRow), timed.verdict, timed.not_compared, timed.rows(RivalRow)), nl=False)

@@ -21,7 +21,7 @@ from mod_export.folder.files import FileEntry, verify_files
 from mod_export.folder.programs import PROGRAM, program_files
 from mod_export.rows.base import FailedRow
 from mod_export.rows.cost import CostRow, Work
-from mod_export.rows.speed import EngineSpeed, StepBytes
+from mod_export.rows.speed import EngineSpeed, NamedText, StepBytes
 from mod_export.types import Bucket, DType, Engine, Graph, ModelKind, SiteKey, Unavailable, graph_of
 
 MANIFEST = "manifest.json"
@@ -94,6 +94,7 @@ class Manifest(_Facts):
         measured: measured speed of the engines; `load` chooses by it if no target is named.
         generation: facts that are needed to write text, or the reason why this folder cannot.
         tokenizer: `bytes`, a file of the folder, or None if ids stand for no text.
+        text: the user's file of text that the model was judged and timed on; None if there was none.
         cost: FLOPs and bytes of every portable graph of whole rows.
         work: engine -> work of its graph, for profiles.
         failed: what was requested and could not be built.
@@ -112,6 +113,7 @@ class Manifest(_Facts):
     measured: tuple[EngineSpeed, ...] = ()
     generation: GenerationFacts | Unavailable
     tokenizer: str | None
+    text: NamedText | None = None
     cost: tuple[CostRow, ...]
     work: dict[str, tuple[Work, ...]]
     failed: tuple[FailedRow, ...] = ()

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mod_export.errors import UsageError
-from mod_export.judge.inputs import Batch, text_ids
+from mod_export.judge.inputs import Batch
+from mod_export.judge.text import text_ids
 from mod_export.model.model import Model, token_ids
 from mod_export.report.figures.routing import MOST_TOKENS
 from mod_export.rows.correctness import MapLayer, RoutingMap

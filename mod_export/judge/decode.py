@@ -23,17 +23,10 @@ from mod_export.engines.protocol import Runner
 from mod_export.errors import BuildError, TargetError
 from mod_export.judge.checks import ContradictionError, failed_row, unjudged_row
 from mod_export.judge.compare import EMPTY
-from mod_export.judge.inputs import (
-    Batch,
-    TextOf,
-    affordable_tokens,
-    one_of_each_kind,
-    parity_batches,
-    prompts_of,
-    text_ids,
-)
+from mod_export.judge.inputs import Batch, affordable_tokens, one_of_each_kind, parity_batches
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
+from mod_export.judge.text import TextSource, prompts_of, text_ids, text_kind
 from mod_export.model.model import GeneratingModel, token_ids
 from mod_export.rows.base import setting_fields
 from mod_export.rows.correctness import ParityRow
@@ -89,18 +82,18 @@ def parity_of_runs(
 
 @contextmanager
 def runs_of_prompts(
-    decoding: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
+    decoding: DecodingEngines, engine: Engine, reference: Reference, text_source: TextSource | None = None
 ) -> Iterator[Runs]:
-    """Opens the runs by which a prefill engine is judged. `decoding` has all engines of the folder, and `text_of` gives
-    text to a model that has none of its own.
+    """Opens the runs by which a prefill engine is judged. `decoding` has all engines of the folder. `text_source` is as
+    in `text_ids`.
     """
     with decoding.prompts_of([engine]) as prompts:
-        yield prompt_parts(prompts, engine, reference, decoding.config, text_of)
+        yield prompt_parts(prompts, engine, reference, decoding.config, text_source)
 
 
 @contextmanager
 def runs_of_steps(
-    decoding: DecodingEngines, engine: Engine, reference: Reference, text_of: TextOf | None = None
+    decoding: DecodingEngines, engine: Engine, reference: Reference, text_source: TextSource | None = None
 ) -> Iterator[Runs]:
     """Opens the runs by which a decode engine is judged, with the same arguments as `runs_of_prompts`."""
     with (
@@ -108,14 +101,14 @@ def runs_of_steps(
         decoding.decoder(engine) as decoder,
     ):
         lengths = [prefill.bucket.seq for prefill in decoding.prefills(engine.model, engine.target, engine.dtype)]
-        runs = decoding_parts(prompts, lengths, decoder, reference, decoding.config, text_of)
+        runs = decoding_parts(prompts, lengths, decoder, reference, decoding.config, text_source)
         if engine.dtype in QUANTIZED:
-            runs += _text_parts(prompts, decoder, reference, decoding.config, text_of)
+            runs += _text_parts(prompts, decoder, reference, decoding.config, text_source)
         yield runs
 
 
 def prompt_parts(
-    prompts: Prompts, engine: Engine, reference: Reference, config: BuildConfig, text_of: TextOf | None = None
+    prompts: Prompts, engine: Engine, reference: Reference, config: BuildConfig, text_source: TextSource | None = None
 ) -> Runs:
     """Returns the runs by which a prefill engine is judged, each with its texts.
 
@@ -125,23 +118,23 @@ def prompt_parts(
     """
     bucket = engine.bucket
     capacity = reference.k_by_layer(bucket)
-    batches = _given_texts(reference, bucket, capacity.values(), config.seed, text_of)
+    batches = _given_texts(reference, bucket, capacity.values(), config.seed, text_source)
     if engine.dtype in QUANTIZED:
         count = max(LEAST_PROMPTS, TEXT_TOKENS // bucket.seq)
-        batches += _texts(reference, 1, bucket.seq, count, config, text_of)
+        batches += _texts(reference, 1, bucket.seq, count, config, text_source)
     parts: Runs = [(PromptRunner(prompts, capacity), batches)]
     longest = config.generation.prompt_lengths(prompts.length)[-1]
     longer = Bucket(1, min(prompts.length, 2 * longest + max(1, longest // 2)))
     if longer.seq > bucket.seq:
         capacity = reference.k_by_layer(longer)
-        batches = _given_texts(reference, longer, capacity.values(), config.seed, text_of)
+        batches = _given_texts(reference, longer, capacity.values(), config.seed, text_source)
         kinds = (*FULL_ROWS, "padded")
         parts.append((PromptRunner(prompts, capacity), [batch for batch in batches if batch.kind in kinds]))
     return parts
 
 
 def _text_parts(
-    prompts: Prompts, decoder: Decoder, reference: Reference, config: BuildConfig, text_of: TextOf | None
+    prompts: Prompts, decoder: Decoder, reference: Reference, config: BuildConfig, text_source: TextSource | None
 ) -> Runs:
     """Returns a run that reads text token by token, enough of it to show a change of a percent in perplexity or in next
     tokens.
@@ -150,14 +143,14 @@ def _text_parts(
     bucket = Bucket(decoder.batch, length)
     runner = TokenByToken(prompts, decoder, reference.k_by_layer(bucket), in_turns=config.generation.slots == "fair")
     count = -(-TEXT_TOKENS // (decoder.batch * length))
-    return [(runner, _texts(reference, decoder.batch, length, count, config, text_of))]
+    return [(runner, _texts(reference, decoder.batch, length, count, config, text_source))]
 
 
 def _texts(
-    reference: Reference, rows: int, length: int, count: int, config: BuildConfig, text_of: TextOf | None
+    reference: Reference, rows: int, length: int, count: int, config: BuildConfig, text_source: TextSource | None
 ) -> list[Batch]:
     """Returns `count` batches of text, none if there is no text; the texts differ from those of `_given_texts`."""
-    texts = (text_ids(reference.model, rows, length, config.seed + 1 + i, text_of) for i in range(count))
+    texts = (text_ids(reference.model, rows, length, config.seed + 1 + i, text_source) for i in range(count))
     full_lengths = np.full(rows, length, dtype=np.int64)
     return [Batch.of_tokens("text", text_BS, full_lengths) for text_BS in texts if text_BS is not None]
 
@@ -168,7 +161,7 @@ def decoding_parts(
     decoder: Decoder,
     reference: Reference,
     config: BuildConfig,
-    text_of: TextOf | None = None,
+    text_source: TextSource | None = None,
 ) -> Runs:
     """Returns the runs by which a decode engine is judged, each with its texts.
 
@@ -194,7 +187,7 @@ def decoding_parts(
         fits = decoder.batch * length <= affordable_tokens(reference.model, length)
         bucket = Bucket(decoder.batch if prompt == 1 or fits else 1, length)
         capacity = reference.k_by_layer(bucket)
-        batches = _given_texts(reference, bucket, capacity.values(), config.seed, text_of)
+        batches = _given_texts(reference, bucket, capacity.values(), config.seed, text_source)
         if prompt > 1:
             batches = [replace(batch, judged_from=prompt - 1) for batch in batches if batch.kind in FULL_ROWS]
         parts.append((TokenByToken(prompts, decoder, capacity, prompt, in_turns=in_turns), batches))
@@ -202,10 +195,10 @@ def decoding_parts(
 
 
 def _given_texts(
-    reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int, text_of: TextOf | None
+    reference: Reference, bucket: Bucket, ks: Iterable[int], seed: int, text_source: TextSource | None
 ) -> list[Batch]:
     """Returns a batch of every kind; a large model gets no `ties`: its graphs of whole rows are judged on them."""
-    batches = one_of_each_kind(parity_batches(reference.model, bucket, ks, seed, 1, text_of=text_of))
+    batches = one_of_each_kind(parity_batches(reference.model, bucket, ks, seed, 1, text_source=text_source))
     if len(batches) * bucket.batch * bucket.seq <= affordable_tokens(reference.model, bucket.seq):
         return batches
     return [batch for batch in batches if batch.kind in (*FULL_ROWS, "padded")]
@@ -367,7 +360,7 @@ def texts_of_decoding(
     engine: Engine,
     model: GeneratingModel,
     reference: Reference,
-    text_of: TextOf | None = None,
+    text_source: TextSource | None = None,
 ) -> TextsRow:
     """Lets the engine and the eager model continue the same prompts, fewer for a large model. With integer weights, the
     texts of both differ sooner or later, so longer texts are written, but for a large model.
@@ -377,7 +370,7 @@ def texts_of_decoding(
         engine: the engine to judge.
         model: the eager model.
         reference: reference of `model.whole_rows`; it remembers what the eager model wrote.
-        text_of: source of text for a model that has none of its own.
+        text_source: source of text, as in `text_ids`.
 
     Raises:
         EngineError: the engine failed.
@@ -386,7 +379,7 @@ def texts_of_decoding(
     longest = min(model.window, PROMPT_TOKENS + max(options.compared_tokens, NARROW_TOKENS))
     texts, start, tokens = compared_lengths(options, engine, affordable_tokens(loaded, longest))
     seed = decoding.config.seed
-    prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed, text_of)
+    prompt_NS = prompts_of(loaded, token_ids(loaded).vocab_size, texts, start, seed, text_source)
     expected = reference.remembered(
         f"{texts} texts of {start} and {tokens} tokens, seed {seed}",
         lambda: [model.write(ids_S.tolist(), tokens) for ids_S in prompt_NS],
@@ -468,7 +461,7 @@ def quality_of(
     own: Reference,
     texts: int,
     seed: int,
-    text_of: TextOf | None = None,
+    text_source: TextSource | None = None,
 ) -> QualityRow | None:
     """Measures perplexity on the same texts, deciding one token at a time and as trained.
 
@@ -478,14 +471,13 @@ def quality_of(
         own: the reference of the checkpoint as it was trained.
         texts: number of texts, each one window long; fewer for a large model.
         seed: seed for the choice of texts.
-        text_of: source of text for a model that has none of its own.
+        text_source: source of text, as in `text_ids`.
 
     Returns:
         None if there is no text for the model, or if its window is a single token.
     """
     affordable = max(1, min(texts, affordable_tokens(own.model, model.window) // model.window))
-    held_out = text_ids(own.model, affordable, model.window, seed) is not None
-    ids_NS = text_ids(own.model, affordable, model.window, seed, text_of)
+    ids_NS = text_ids(own.model, affordable, model.window, seed, text_source)
     if ids_NS is None or model.window < 2:
         return None
     nll = own_nll = 0.0
@@ -509,5 +501,5 @@ def quality_of(
         wanted={str(site): count / token_count for site, count in wanted.items()},
         selected={str(site): count / token_count for site, count in ran.items()},
         overflow={str(site): max(0, wanted[site] - ran[site]) for site in wanted},
-        text="held_out" if held_out else "documentation",
+        text=text_kind(own.model, model.window, text_source),
     )

@@ -11,15 +11,15 @@ for rounding in float32.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mod_export.config import BuildConfig
-from mod_export.errors import UsageError
 from mod_export.judge.compare import FIRST_COME, Judged, rms_of_finite
+from mod_export.judge.text import TextSource, text_ids
 from mod_export.model.model import Model, token_ids
 from mod_export.types import TOKEN_INPUTS, Bucket, Site
 
@@ -40,8 +40,6 @@ SEARCHED_ROWS = 256
 NEAR_TIE_BATCHES = 4
 FAR = 2.0**-17
 """About a hundred times the unit roundoff of float32: below this margin, rounding alone can swap two scores."""
-TextOf = Callable[[int, int, int], np.ndarray | None]
-"""(rows, length, seed) -> text as int64 (rows, length), None if there is no text of that length."""
 KINDS = ("text", "random", "padded", "sample", "ties", "near_ties")
 
 
@@ -94,11 +92,13 @@ class Batch:
         return {name: array for name, array in self.feeds.items() if name in inputs}
 
 
-def batches_of(reference: Reference, bucket: Bucket, config: BuildConfig, text_of: TextOf | None = None) -> list[Batch]:
-    """Returns all inputs of a bucket, of every kind. `text_of` is a source of text for a model that has none."""
+def batches_of(
+    reference: Reference, bucket: Bucket, config: BuildConfig, text_source: TextSource | None = None
+) -> list[Batch]:
+    """Returns all inputs of a bucket, of every kind. `text_source` is as in `text_ids`."""
     per_kind, texts = config.parity.batches_per_kind, config.parity.text_batches
     ks = reference.k_by_layer(bucket).values()
-    batches = parity_batches(reference.model, bucket, ks, config.seed, per_kind, texts, text_of)
+    batches = parity_batches(reference.model, bucket, ks, config.seed, per_kind, texts, text_source)
     return batches + reference.remembered(
         f"near-ties of {bucket.name}, seed {config.seed}", lambda: near_tie_batches(reference, bucket, config.seed)
     )
@@ -111,7 +111,7 @@ def parity_batches(
     seed: int,
     per_kind: int,
     texts: int = 1,
-    text_of: TextOf | None = None,
+    text_source: TextSource | None = None,
 ) -> list[Batch]:
     """Makes batches of every kind except near-ties; `text` is left out if the model has no text.
 
@@ -122,7 +122,7 @@ def parity_batches(
         seed: seed of all random choices.
         per_kind: batches of each kind.
         texts: least number of text batches; perplexity is averaged over them.
-        text_of: source of text for a model that has none of its own.
+        text_source: source of text, as in `text_ids`.
     """
     if model.tokens is None:
         return _samples(model, bucket, seed, per_kind)
@@ -130,12 +130,12 @@ def parity_batches(
     full_B = np.full(bucket.batch, bucket.seq, dtype=np.int64)
     batches = []
     for i in range(per_kind, texts):
-        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i, text_of)
+        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i, text_source)
         if text_BS is not None:
             batches.append(Batch.of_tokens("text", text_BS, full_B))
     for i in range(per_kind):
         random_BS = rng.integers(0, vocab_size, (bucket.batch, bucket.seq), dtype=np.int64)
-        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i, text_of)
+        text_BS = text_ids(model, bucket.batch, bucket.seq, seed + i, text_source)
         if text_BS is not None:
             batches.append(Batch.of_tokens("text", text_BS, full_B))
         batches += [Batch.of_tokens("random", ids_BS, full_B) for ids_BS in _every_id(rng, bucket, model)]
@@ -293,55 +293,3 @@ def _nearest_to_zero(score_L: np.ndarray) -> float:
     rms = rms_of_finite(score_L)
     far_L = np.abs(score_L)[np.abs(score_L) > FAR * rms]
     return float(far_L.min()) / rms if len(far_L) else np.inf
-
-
-# Text
-
-
-def text_ids(
-    model: Model | None, rows: int, length: int, seed: int, text_of: TextOf | None = None
-) -> np.ndarray | None:
-    """Returns held-out text, int64 (rows, length), or else text from `text_of`; None if neither has that much text."""
-    held_out = None if model is None else model.sample_ids(rows, length, seed)
-    return text_of(rows, length, seed) if held_out is None and text_of is not None else held_out
-
-
-def documentation_of(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> TextOf:
-    """Returns a source of English text for models without held-out text: pieces of Python's own `help()` topics about
-    the language, tokenized by the model's tokenizer. It has no text if the tokenizer or the vocabulary does not fit, or
-    if Python has no documentation.
-    """
-    try:
-        ids_N = np.array(tokens_of(documentation()), dtype=np.int64)
-    except UsageError:
-        ids_N = np.zeros(0, np.int64)
-    if ids_N.max(initial=-1) >= vocab_size:
-        ids_N = ids_N[:0]  # The tokenizer is not the model's.
-
-    def text_of(rows: int, length: int, seed: int) -> np.ndarray | None:
-        if len(ids_N) <= length:
-            return None
-        start_R = np.random.default_rng(seed).integers(0, len(ids_N) - length, rows)
-        ids_RS: np.ndarray = ids_N[start_R[:, None] + np.arange(length)]
-        return ids_RS
-
-    return text_of
-
-
-def documentation() -> str:
-    """Returns the `help()` topics about Python as one text; empty if Python was installed without them."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:
-        return ""
-    return "\n".join(topics.values())
-
-
-def prompts_of(
-    model: Model | None, vocab_size: int, rows: int, length: int, seed: int, text_of: TextOf | None = None
-) -> np.ndarray:
-    """Returns prompts, int64 (rows, length): text of the model or of `text_of` if there is any, else random ids."""
-    ids_BS = text_ids(model, rows, length, seed, text_of)
-    if ids_BS is not None:
-        return ids_BS
-    return np.random.default_rng(seed).integers(0, vocab_size, (rows, length), dtype=np.int64)

@@ -34,7 +34,7 @@ from mod_export.judge.candidates import Candidate
 from mod_export.judge.checks import MADE_OF_TIES, REFERENCE, Comparison, failed_row, fails_anyway, judge, unjudged_row
 from mod_export.judge.compare import Judged, rows_of, wrong_slots
 from mod_export.judge.compare_runner import ComparedInput, compare_runner, slack_of, undefined_in
-from mod_export.judge.inputs import Batch, TextOf, batches_of, one_of_each_kind
+from mod_export.judge.inputs import Batch, batches_of, one_of_each_kind
 from mod_export.judge.locate import (
     first_faulty_layer,
     locate_against_reference,
@@ -43,6 +43,7 @@ from mod_export.judge.locate import (
     origin_in_reference,
 )
 from mod_export.judge.reference import Reference
+from mod_export.judge.text import TextSource
 from mod_export.model.model import Model
 from mod_export.rows.correctness import LeftOutRows, Located, ParityRow
 from mod_export.types import QUANTIZED, Graph, Setting, Site, is_expert, routed_output
@@ -61,13 +62,14 @@ def parity_of(
     reference: Reference,
     config: BuildConfig,
     fresh: Fresh,
-    text_of: TextOf | None = None,
+    text_source: TextSource | None = None,
 ) -> ParityRow:
     """Judges a candidate on inputs of every kind. A candidate that cannot be loaded or run fails with the
-    reason. Integer weights are judged on text, so `text_of` gives text to a model that has none of its own.
+    reason. A float engine of a model without held-out text is judged on text only if the user named one: text finds
+    no faults there that other inputs miss. Integer weights are always judged on text.
     """
-    is_quantized = candidate.setting.dtype in QUANTIZED
-    batches = batches_of(reference, candidate.setting.bucket, config, text_of if is_quantized else None)
+    needs_text = candidate.setting.dtype in QUANTIZED or (text_source is not None and text_source.kind == "named")
+    batches = batches_of(reference, candidate.setting.bucket, config, text_source if needs_text else None)
     if candidate.engine_judged:
         batches = one_of_each_kind(batches)
     gate = config.parity.gate(candidate.setting.dtype)

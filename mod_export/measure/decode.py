@@ -2,11 +2,11 @@
 
 A prompt is timed like whole rows. A step is timed as a server runs it: token and position in, the engine run, keys and
 values written into their slots, the most probable token out. The time of a step depends on what it skips, hence on
-the text. So steps are timed at positions all over a text, on the cache that the text left there. Their mean times are
-compared, because tokens per second are one over the mean; a median would ignore the rarer kind of step. Every position
-is visited several times, with all other positions in between, so that weights that are seldom used are as likely to
-have left the processor's caches as when text is written. The fastest visit counts, because other load on the machine
-can only make a step slower.
+the text. So steps are timed at positions all over several texts, on the cache that the text left there. Their mean
+times are compared, because tokens per second are one over the mean; a median would ignore the rarer kind of step. Every
+position is visited several times, with all other positions of its text in between, so that weights that are seldom used
+are as likely to have left the processor's caches as when text is written. The fastest visit counts, because other load
+on the machine can only make a step slower.
 """
 
 from __future__ import annotations
@@ -111,17 +111,20 @@ def read_text(
 def measure_steps(
     decoding: DecodingEngines,
     engines: Mapping[ModelKind, Engine],
-    ids_BS: np.ndarray,
+    ids_TBS: np.ndarray,
     sites: Mapping[ModelKind, Sequence[Site]],
     least: Mapping[ModelKind, StepBytes],
     limits: TargetLimits,
 ) -> DecodeRow:
     """Times steps at positions spread over texts. `DecodeRow.predicted` adds what memory alone would take.
 
+    The texts take turns in filling the bucket. Each turn has its share of the positions, the first turn the earliest
+    ones, so that texts are read only as far as they are timed.
+
     Args:
         decoding: all engines of the folder.
         engines: decode engines of the model and of its dense baseline if it has one.
-        ids_BS: the texts, int64, one for each row of the bucket.
+        ids_TBS: the texts, int64, for T turns one for each of the B rows of the bucket.
         sites: routing sites of each model.
         least: bytes that a step of each model has to read if its cache is full, in float32.
         limits: the limits of the engines' target, which say how they attend to a cache.
@@ -130,15 +133,20 @@ def measure_steps(
         EngineError: an engine failed.
     """
     setting, config = engines["mod"].setting, decoding.config
+    S = min(setting.bucket.seq, ids_TBS.shape[2])
+    positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
+    timed = []
     with contextlib.ExitStack() as opened:
         prompts = opened.enter_context(_prompts(decoding, engines))
         decoders = {kind: opened.enter_context(decoding.decoder(engines[kind])) for kind in prompts}
-        S = min(setting.bucket.seq, ids_BS.shape[1])
-        text = read_text(ids_BS[:, :S], prompts, sites)
-        positions_P = np.unique(np.linspace(1, S - 1, config.generation.measured_tokens).round().astype(np.int64))
-        ms_PK, ran_PBN = _steps(decoders, text, positions_P, config.seed, config.latency.max_seconds)
+        turns = min(len(ids_TBS), len(positions_P))
+        max_seconds = config.latency.max_seconds / turns
+        for ids_BS, its_positions in zip(ids_TBS, np.array_split(positions_P, turns), strict=False):
+            text = read_text(ids_BS[:, : its_positions[-1] + 1], prompts, sites)
+            timed.append(_steps(decoders, text, its_positions, config.seed, max_seconds))
         kv_bytes = {kind: decoder.kv_bytes for kind, decoder in decoders.items()}
         wide = {kind: _bytes_of_number(decoder) / FLOAT_BYTES["float32"] for kind, decoder in decoders.items()}
+    ms_PK, ran_PBN = (np.concatenate(arrays) for arrays in zip(*timed, strict=True))
     ms: dict[ModelKind, float] = dict(zip(decoders, ms_PK.mean(axis=0).tolist(), strict=True))
     names = [str(site) for site in sites["mod"]]
     executed = dict(zip(names, ran_PBN.any(axis=1).mean(axis=0).tolist(), strict=True))
@@ -166,6 +174,7 @@ def measure_steps(
         **pair_fields(setting),
         threads=config.latency.threads,
         positions=len(positions_P),
+        texts=turns * setting.bucket.batch,
         ms=ms,
         tokens_per_second={kind: 1e3 * setting.bucket.batch / step_ms for kind, step_ms in ms.items()},
         executed=executed,

@@ -20,23 +20,25 @@ from mod_export.config import BuildConfig
 from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder, Runner
 from mod_export.environment import describe_machine, versions
-from mod_export.errors import BuildError
+from mod_export.errors import BuildError, UsageError
 from mod_export.folder.manifest import TOKENIZER, GenerationFacts, ModelFacts
 from mod_export.folder.programs import first_sample
 from mod_export.folder.workspace import FinishedFolder, Make, Step, Workspace
-from mod_export.judge.inputs import TextOf, documentation_of, prompts_of
 from mod_export.judge.reference import KeptRuns, Reference, tensors_of
+from mod_export.judge.text import TextSource, documentation_of, named_text, prompts_of, text_kind
 from mod_export.measure.conditions import Watch
 from mod_export.measure.decode import step_bytes
 from mod_export.measure.roofline import cached_roofline
-from mod_export.model.model import GeneratingModel, GraphSource, Model, token_ids, tokens_sample
+from mod_export.model.model import GeneratingModel, GraphSource, Model, tokens_sample
 from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form
 from mod_export.pipeline.restore import as_built, restored_model
 from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import ABOUT, FailedRow, Result, fields_of_graph, reason_for, sentences
 from mod_export.rows.cost import Roofline, Work
+from mod_export.rows.speed import NamedText
 from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
+from mod_export.runtime.texts import Bytes
 from mod_export.runtime.tokenizer import TokenizersFile
 from mod_export.types import (
     Availability,
@@ -46,6 +48,7 @@ from mod_export.types import (
     Graph,
     ModelKind,
     Role,
+    TextKind,
     Unavailable,
     Variant,
     graph_of,
@@ -127,6 +130,7 @@ class Build:
         """Runs of the reference, which all references share."""
         self._store = store
         self._plan: Plan | None = None
+        self._named_text: TextSource | None = None
         self._announce: Callable[[str], None] = lambda name: None
         self._errors: list[BuildError] = []
         self._rooflines: dict[DType, Roofline | None] = {}
@@ -157,6 +161,7 @@ class Build:
         config: BuildConfig | None,
         targets: Sequence[str],
         checkpoint: Path | None = None,
+        text: Path | None = None,
         *,
         verify: bool,
     ) -> Self:
@@ -167,11 +172,13 @@ class Build:
             config: replaces the folder's own configuration, except for what its graphs were made for.
             targets: names of the targets to run; empty for all.
             checkpoint: weights that take the place of the folder's own.
+            text: a file of text to judge and to time on.
             verify: whether every file is compared with its hash.
 
         Raises:
             BuildFolderError: not a whole build folder, or, with `verify`, a file that is not what was built.
             TargetError: nothing to run.
+            UsageError: the text cannot be read, or does not fit.
         """
         folder = FinishedFolder(root, verify=verify)
         manifest = folder.manifest
@@ -200,6 +207,8 @@ class Build:
         # Where nothing runs here, the reasons are given before any work is done.
         forward = [engine for engine in manifest.engines if not engine.writes_text]
         runnable_engines(root, forward, targets, failed=manifest.failed)
+        if text is not None:
+            build.read_text(text)
         return build
 
     @property
@@ -422,38 +431,73 @@ class Build:
         availability = self._availability[engine.target]
         return availability.can_run(engine) and (not engine.writes_text or ENGINES[engine.target].binds)
 
-    @cached_property
-    def text_of(self) -> TextOf | None:
-        """Text for a model that has none of its own, if the folder has its tokenizer."""
-        vocab_size = self.facts["mod"].vocab_size
-        if vocab_size is None or not self._has_tokenizer:
-            return None
-        tokenizer = TokenizersFile(self.root / TOKENIZER)
-        return documentation_of(partial(tokenizer.ids, special=False), vocab_size)
+    def read_text(self, path: Path) -> None:
+        """Takes a file of the user as the text that the model is judged and timed on.
+
+        Raises:
+            UsageError: the model has no tokenizer, or the file is no text that its rows can be drawn from.
+        """
+        tokens_of, facts = self._tokens_of, self.facts["mod"]
+        if tokens_of is None or facts.vocab_size is None:
+            raise UsageError(f"{path}: {facts.name} has no tokenizer, so it reads no text; name one")
+        longest = max(bucket.seq for bucket in self.buckets)
+        if isinstance(self.generation, GenerationFacts):
+            longest = max(longest, self.generation.window)
+        self._named_text = named_text(path, tokens_of, facts.vocab_size, longest)
 
     @property
-    def _has_tokenizer(self) -> bool:
+    def named_text(self) -> NamedText | None:
+        """The user's file that the model is judged and timed on; None if there is none."""
+        return None if self._named_text is None else self._named_text.named
+
+    @property
+    def text_source(self) -> TextSource | None:
+        """The user's text, or else text for a model that has none of its own, if it has a tokenizer."""
+        return self._named_text or self._documentation
+
+    @cached_property
+    def _documentation(self) -> TextSource | None:
+        vocab_size = self.facts["mod"].vocab_size
+        try:
+            tokens_of = self._tokens_of
+        except UsageError:
+            return None  # A server that only times engines may have no package for tokenizers.
+        return None if vocab_size is None or tokens_of is None else documentation_of(tokens_of, vocab_size)
+
+    @property
+    def _tokens_of(self) -> Callable[[str], Sequence[int]] | None:
+        """The model's tokenizer, without special tokens; None if ids stand for no text."""
+        vocabulary = self._vocabulary
+        if vocabulary is None:
+            return None
+        tokenizer = Bytes() if vocabulary == "bytes" else TokenizersFile(self.root / vocabulary)
+        return partial(tokenizer.ids, special=False)
+
+    @property
+    def _vocabulary(self) -> str | None:
         # A folder that is being built may still hold the tokenizer of an earlier build, until its last stage.
-        if self._plan is not None:
-            return self._plan.vocabulary == TOKENIZER
-        return (self.root / TOKENIZER).is_file()
+        return self.plan.vocabulary if self.finished is None else self.finished.manifest.tokenizer
 
     @property
     def text_inputs(self) -> dict[str, Any]:
         """What the text depends on, as an input of steps."""
-        return {"seed": self.config.seed, "tokenizer": self.hash_of(TOKENIZER) if self._has_tokenizer else None}
+        named, vocabulary = self.named_text, self._vocabulary
+        return {
+            "seed": self.config.seed,
+            "tokenizer": self.hash_of(TOKENIZER) if vocabulary == TOKENIZER else None,
+            **({} if named is None else {"named": named.sha256}),
+        }
 
-    def texts(self, rows: int, length: int) -> np.ndarray:
-        """Returns beginnings of texts for timing, int64 (rows, length).
+    def texts(self, rows: int, length: int) -> tuple[np.ndarray, TextKind]:
+        """Returns beginnings of texts for timing, int64 (rows, length), and where they come from.
 
-        A build takes held-out text where the model has some. A finished folder takes random ids, which need no model.
+        A finished folder has no held-out text of its model, because timing needs no model.
         """
-        if self._plan is not None:
-            model = self.model("mod")
-            return prompts_of(model, token_ids(model).vocab_size, rows, length, self.config.seed)
         vocab_size = self.facts["mod"].vocab_size
         assert vocab_size is not None, "only a model of token ids writes text"
-        return prompts_of(None, vocab_size, rows, length, self.config.seed)
+        model = None if self._plan is None else self.model("mod")
+        ids_BS = prompts_of(model, vocab_size, rows, length, self.config.seed, self.text_source)
+        return ids_BS, text_kind(model, length, self.text_source)
 
     def feeds(self, bucket: Bucket) -> Mapping[str, np.ndarray]:
         """Returns inputs for timing, by name. Shapes are static, so the time does not depend on the values."""

@@ -20,8 +20,9 @@ from torch.export import ExportedProgram
 from mod_export.errors import GraphError
 from mod_export.graph.rounding import Rounded, represented, rounded
 from mod_export.graph.sites import SiteRun, linears_of, stops_at_linears
-from mod_export.judge.inputs import Batch, prompts_of
+from mod_export.judge.inputs import Batch
 from mod_export.judge.reference import tensors_of
+from mod_export.judge.text import prompts_of
 from mod_export.pipeline.build import Build
 from mod_export.pipeline.roles import ROLES
 from mod_export.types import Graph, ModelKind
@@ -118,5 +119,5 @@ def _batches(build: Build, kind: ModelKind, graph: Graph) -> Iterator[Batch]:
         if model.tokens is None:
             yield Batch("sample", graph.bucket, model.sample(graph.bucket, seed + number))
             continue
-        ids_BS = prompts_of(model, model.tokens.vocab_size, B, S, seed + number, build.text_of)
+        ids_BS = prompts_of(model, model.tokens.vocab_size, B, S, seed + number, build.text_source)
         yield Batch.of_tokens("text", ids_BS, np.full(B, S, dtype=np.int64))

@@ -48,12 +48,18 @@ class Rerun:
 
 
 def validate_folder(
-    root: Path, config: BuildConfig | None, targets: Sequence[str], checkpoint: Path | None = None
+    root: Path,
+    config: BuildConfig | None,
+    targets: Sequence[str],
+    checkpoint: Path | None = None,
+    *,
+    text: Path | None = None,
 ) -> Rerun:
     """Checks files, weights and graphs, and compares everything that runs here with eager PyTorch.
 
     The reference is rebuilt from the folder's own spec and weights, or from `checkpoint`. A file that was changed is a
-    finding and not an error: it is judged like any other, except that changed compiled code is not run.
+    finding and not an error: it is judged like any other, except that changed compiled code is not run. `text` is a
+    file of text to judge on.
 
     The report of a folder that was built without evidence has the results afterwards, if all of it was judged by its
     own gates that runs here, and engines that missed a gate are no longer served. The folder counts as verified once
@@ -68,7 +74,7 @@ def validate_folder(
     # Imported here because validation alone needs PyTorch and ONNX; `bench` runs without them.
     from mod_export.pipeline.validate import changed_program, validate
 
-    build = Build.open(root, config, targets, checkpoint, verify=False)
+    build = Build.open(root, config, targets, checkpoint, text, verify=False)
     try:
         validate(build)
     except UsageError:
@@ -80,18 +86,25 @@ def validate_folder(
         reason = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise BuildFolderError(f"{root}: {changed}, so there is no reference ({reason}); build again") from error
     verdict, notes = verdict_of_build(build, speedup=False), _notes(build)
-    is_whole = checkpoint is None and config is None and not targets
+    is_whole = checkpoint is None and _is_whole(build, config)
     notes += complete(build, "validate", begin) if is_whole else left_as_it_is(build)
     return Rerun(rows=build.rows, verdict=verdict, notes=notes)
 
 
-def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str], *, rivals: bool = False) -> Rerun:
+def bench_folder(
+    root: Path,
+    config: BuildConfig | None,
+    targets: Sequence[str],
+    *,
+    rivals: bool = False,
+    text: Path | None = None,
+) -> Rerun:
     """Times engines of every role, interleaved with the dense baseline if there is one.
 
     This needs no PyTorch unless an `inductor` engine is run. A folder that was built without evidence has the times in
     its report afterwards, provided that all of it was timed as it was built, and that the times in its report, if any,
     are of this machine. With `rivals`, other programs that run the model are timed beside its engines; their times are
-    in no report, and no verdict depends on them.
+    in no report, and no verdict depends on them. Texts are written and timed on a file of `text` if one is given.
 
     Raises:
         BuildFolderError: not a whole build folder, or damaged.
@@ -99,21 +112,36 @@ def bench_folder(root: Path, config: BuildConfig | None, targets: Sequence[str],
         TargetError: nothing to run.
     """
     begin = time.perf_counter()
-    build = Build.open(root, config, targets, verify=True)
+    build = Build.open(root, config, targets, text=text, verify=True)
     if "dense" not in build.facts:
         build.config = without_speed_gate(build.config)
     benchmark(build)
     profile(build)
     compare_with_baseline(build)
     verdict = verdict_of_build(build, parity=False)
-    is_whole = config is None and not targets
-    notes = complete(build, "benchmark", begin) if is_whole else left_as_it_is(build)
+    notes = complete(build, "benchmark", begin) if _is_whole(build, config) else left_as_it_is(build)
+    notes += _other_text(build)
     if rivals:
         timed = list(measure_rivals(build))
         build.add(timed)
         if not timed:
             notes = [*notes, f"no rivals were timed: no engine of {', '.join(CPU_TARGETS)} reads whole rows here"]
     return Rerun(rows=build.rows, verdict=verdict, notes=notes, not_compared=not_compared(build))
+
+
+def _is_whole(build: Build, config: BuildConfig | None) -> bool:
+    """Whether a run covers a folder as it was built: its own configuration, every target, the same text."""
+    assert build.finished is not None
+    return config is None and not build.targets and build.named_text == build.finished.manifest.text
+
+
+def _other_text(build: Build) -> list[str]:
+    """Says that the folder was built with a text that was not given again."""
+    assert build.finished is not None
+    of_build = build.finished.manifest.text
+    if of_build is None or build.named_text is not None:
+        return []
+    return [f"the text of the build, {of_build.name}, was not given (--text), so another text was read"]
 
 
 def _notes(build: Build) -> list[str]:
@@ -134,6 +162,7 @@ def _notes(build: Build) -> list[str]:
     lines = [f"not in this folder: {sentence}" for sentence in sentences(lost)]
     lines += [f"not run: {count} {what}; of these only the files were looked at" for what, count in counts.items()]
     lines += build.not_run.values()
+    lines += _other_text(build)
     if build.finished is not None and not build.finished.exports_alike:
         lines.append(
             "graphs were not compared with a fresh export: other versions are installed than those that built them"

@@ -28,13 +28,13 @@ from mod_export.types import QUANTIZED, Bucket, Engine, Graph, ModelKind, Output
 if TYPE_CHECKING:
     from mod_export.judge.candidates import Candidate
     from mod_export.judge.decode import Runs
-    from mod_export.judge.inputs import TextOf
     from mod_export.judge.parity import Fresh
+    from mod_export.judge.text import TextSource
     from mod_export.pipeline.build import Build
 
 Engines = Mapping[ModelKind, Engine]
 """The engines of one setting: that of the model, and that of its dense baseline if there is one."""
-OpenRuns: TypeAlias = "Callable[[DecodingEngines, Engine, Reference, TextOf | None], AbstractContextManager[Runs]]"
+OpenRuns: TypeAlias = "Callable[[DecodingEngines, Engine, Reference, TextSource | None], AbstractContextManager[Runs]]"
 
 
 class RoleStages(ABC):
@@ -111,14 +111,15 @@ class ForwardRole(RoleStages):
 
     def parity_inputs(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate]) -> dict[str, Any]:
         parity = build.config.parity
-        text = build.text_inputs if candidate.setting.dtype in QUANTIZED else {}
+        needs_text = candidate.setting.dtype in QUANTIZED or build.named_text is not None
+        text = build.text_inputs if needs_text else {}
         return {"batches": parity.batches_per_kind, "texts": parity.text_batches, **text}
 
     def parity(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], fresh: Fresh) -> ParityRow:
         from mod_export.judge.parity import parity_of
 
         reference = build.reference(candidate.setting.model)
-        return parity_of(build.root, candidate, reference, build.config, fresh, build.text_of)
+        return parity_of(build.root, candidate, reference, build.config, fresh, build.text_source)
 
     def further(self, build: Build, candidate: Candidate, candidates: Sequence[Candidate], allowed: float) -> None:
         from mod_export.judge.causality import causality_of
@@ -176,7 +177,7 @@ class WritingRole(RoleStages):
         from mod_export.judge.decode import parity_of_runs
 
         engine, reference = candidate.as_engine, build.reference(candidate.setting.model, self.role)
-        opened = self.runs()(_decoding(build, candidates), engine, reference, build.text_of)
+        opened = self.runs()(_decoding(build, candidates), engine, reference, build.text_source)
         return parity_of_runs(opened, engine, reference, build.config)
 
 
@@ -218,7 +219,7 @@ class PrefillRole(WritingRole):
             FirstTokenRow,
             f"first_token/{setting.target}/{setting.bucket.name}-{setting.dtype}",
             build.timing_inputs(engines.values(), latency=build.config.latency.model_dump(exclude={"min_speedup"})),
-            lambda: [measure_prompts(decoding, engines, build.texts(1, setting.bucket.seq)[0])],
+            lambda: [measure_prompts(decoding, engines, build.texts(1, setting.bucket.seq)[0][0])],
         )
         build.add(rows)
 
@@ -273,7 +274,7 @@ class DecodeRole(WritingRole):
         def make() -> list[TextsRow]:
             reference = build.reference(setting.model, "decode")
             decoding = _decoding(build, candidates)
-            return [texts_of_decoding(decoding, candidate.as_engine, model, reference, build.text_of)]
+            return [texts_of_decoding(decoding, candidate.as_engine, model, reference, build.text_source)]
 
         wanted = {"texts": options.compared_texts, "tokens": options.compared_tokens}
         inputs = build.judging_inputs(candidate, **wanted, **self.beside(build, candidate, candidates))
@@ -288,10 +289,13 @@ class DecodeRole(WritingRole):
         prompts = [build.hash_of(engine.path) for engine in readers]
 
         def make() -> list[DecodeRow]:
-            ids_BS = build.texts(setting.bucket.batch, setting.bucket.seq)
+            B, S = setting.bucket.batch, setting.bucket.seq
+            turns = -(-config.generation.measured_texts // B)
+            ids_NS, kind = build.texts(turns * B, S)
             step_bytes = facts.step_bytes[setting.bucket.name][setting.dtype]
             limits = ENGINES[setting.target].limits
-            return [measure_steps(decoding, engines, ids_BS, facts.sites, step_bytes, limits)]
+            row = measure_steps(decoding, engines, ids_NS.reshape(turns, B, S), facts.sites, step_bytes, limits)
+            return [row.model_copy(update={"text": kind})]
 
         rows = build.timed_step(
             DecodeRow,
@@ -299,6 +303,8 @@ class DecodeRole(WritingRole):
             build.timing_inputs(
                 engines.values(),
                 positions=config.generation.measured_tokens,
+                texts=config.generation.measured_texts,
+                text=build.text_inputs,
                 prompts=prompts,
                 latency=config.latency.model_dump(include={"max_seconds", "resolution"}),
             ),

@@ -72,6 +72,7 @@ def build(
     rebuild: str | None = None,
     *,
     evidence: bool = True,
+    text: Path | None = None,
 ) -> BuildReport:
     """Runs every stage and writes the report.
 
@@ -90,6 +91,8 @@ def build(
         evidence: False ends the build after the engines, once the structure of its files has been checked. The
             manifest then says that nothing was verified. `validate_folder` and `bench_folder` complete such a folder,
             and so does the same build with evidence.
+        text: a file of text that the model is judged and timed on; without one, held-out text of the model, or else
+            Python's documentation, as far as there is a tokenizer.
 
     Raises:
         ModExportError: nothing could be built, or the request cannot be met; its notes name the stages that were done.
@@ -106,6 +109,8 @@ def build(
             run.step("load", {kind: run.identity(kind) for kind in run.facts}, [], lambda paths: None)
             _keep_tokenizer(run)
             _keep_programs(run)
+            if text is not None:
+                run.read_text(text)
         for name, works in (*BUILDING, *(EVIDENCE if evidence else STRUCTURE)):
             with _stage(name, stages, steps, failed, observer):
                 for work in works:

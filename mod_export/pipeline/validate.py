@@ -195,7 +195,7 @@ def _quality(build: Build) -> None:
     def make() -> list[QualityRow]:
         own, causal = build.reference("mod").returning("logits"), build.reference("mod", "decode")
         generating, seed = build.generating("mod"), build.config.seed
-        quality = quality_of(generating, causal, own, QUALITY_TEXTS, seed, build.text_of)
+        quality = quality_of(generating, causal, own, QUALITY_TEXTS, seed, build.text_source)
         return [] if quality is None else [quality]
 
     generation = build.config.generation.model_dump(include={"window", "slack"})

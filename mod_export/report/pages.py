@@ -86,6 +86,7 @@ def _rendered(report: BuildReport) -> str:
         failures=tables.table_of(tables.FAILURES, report.failed),
         times=cost.time_figures(report.parts),
         rooflines=cost.roofline_figures(report.roofline, report.parts),
+        named_text=None if report.text is None else wording.named_text(report.text),
         total_bytes=sum(artifact.bytes for artifact in report.artifacts),
     )
 

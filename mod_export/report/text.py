@@ -154,6 +154,8 @@ def _conditions(report: BuildReport) -> list[str]:
                 f"routing agreement: {wording.NO_SITES}",
                 *(f"no routing site: {seen}" for seen in report.unfollowed),
             ]
+    if report.text is not None:
+        lines.append(f"judged and timed on {wording.named_text(report.text)}")
     if report.config.get("outputs") == "last":
         lines.append('outputs: last, the logits of each row\'s last token; `outputs = "logits"` returns all')
     if report.latency:
@@ -241,7 +243,7 @@ def generation_lines(generation: GenerationReport, steps: Sequence[summary.Setti
         beside = ", interleaved with the dense baseline" if compared else ""
         lines += [
             f"{bucket.name}: {texts} at once, of up to {bucket.seq:,} tokens; tok/s: of all of them, mean over "
-            f"{positions} positions{beside}, {threads}"
+            f"{positions} positions in {wording.timed_texts(timed)}{beside}, {threads}"
         ]
         if compared:
             lines += [

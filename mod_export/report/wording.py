@@ -9,13 +9,30 @@ from collections.abc import Iterable, Mapping, Sequence
 from pydantic import JsonValue
 
 from mod_export.rows.correctness import InputAgreement, LayerAgreement, RoutingAgreement
-from mod_export.rows.speed import Compared, PrecisionRow, QualityRow, ServedEngines, SpeedupRow, SpeedVerdict
-from mod_export.types import is_expert, writes_text
+from mod_export.rows.speed import (
+    Compared,
+    DecodeRow,
+    NamedText,
+    PrecisionRow,
+    QualityRow,
+    ServedEngines,
+    SpeedupRow,
+    SpeedVerdict,
+)
+from mod_export.types import TextKind, is_expert, writes_text
 
 NO_SITES = (
     "no routing site was found, so no selection is judged by itself; if the model selects tokens, mark where: index, "
     "_ = mod_export.mark_selection(index, scores)"
 )
+
+TEXTS: Mapping[TextKind, str] = {
+    "named": "the named text",
+    "held_out": "held-out text of the model",
+    "documentation": "Python's documentation, which the model may have been trained on",
+    "random": "random ids",
+}
+"""Where a text comes from, in words."""
 
 
 def ms_text(ms: float) -> str:
@@ -157,8 +174,7 @@ def quality_text(quality: QualityRow | None) -> str:
     """
     if quality is None:
         return "quality: not measured, there is no text here for this model's vocabulary"
-    of_documentation = "tokens of Python's documentation, which it may have been trained on"
-    read = "held-out tokens" if quality.text == "held_out" else of_documentation
+    read = f"tokens of {TEXTS[quality.text]}"
     if not quality.wanted:
         return f"quality: perplexity {quality.perplexity:.4f} on {quality.tokens:,} {read}"
     overflow = {site: count for site, count in quality.overflow.items() if count}
@@ -168,6 +184,19 @@ def quality_text(quality: QualityRow | None) -> str:
         f"the checkpoint's own selection, on {quality.tokens:,} {read}; "
         + (f"tokens that found no free slot: {layers}" if layers else "every token that wanted a slot found one")
     )
+
+
+def timed_texts(rows: Sequence[DecodeRow]) -> str:
+    """Says how many texts steps were timed on, and which: 4 or 8 texts (random ids)."""
+    counts = sorted({row.texts for row in rows})
+    kinds = " or ".join(dict.fromkeys(TEXTS[row.text] for row in rows if row.text is not None))
+    texts = f"{' or '.join(f'{count:,}' for count in counts)} text{'' if counts == [1] else 's'}"
+    return f"{texts} ({kinds})" if kinds else texts
+
+
+def named_text(text: NamedText) -> str:
+    """Names the file of the user that a model was judged and timed on."""
+    return f"the named text {text.name}, SHA-256 {text.sha256[:12]}"
 
 
 def threads_text(threads: int) -> str:

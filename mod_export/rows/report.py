@@ -15,7 +15,7 @@ from mod_export.errors import BuildFolderError
 from mod_export.rows.base import FailedRow, Result
 from mod_export.rows.correctness import CausalityRow, ParityRow, RoutingMap, StructureRow
 from mod_export.rows.cost import CostRow, PartRow, Roofline
-from mod_export.rows.speed import GenerationReport, LatencyRow, PrecisionRow, ServedEngines, SpeedupRow
+from mod_export.rows.speed import GenerationReport, LatencyRow, NamedText, PrecisionRow, ServedEngines, SpeedupRow
 from mod_export.types import DType, ModelKind, Role
 
 SCHEMA_VERSION = 2
@@ -111,6 +111,8 @@ class BuildReport(Result):
     """The command or call that builds the same from the same files or objects, with `config` saved as config.toml."""
     capacity: float | None = None
     """Capacity of every routed layer, if one was given in place of the checkpoint's own (`--capacity`)."""
+    text: NamedText | None = None
+    """The file of text that the user named (`--text`), on which the model was judged and timed."""
     verdict: Verdict
     """The outcome of all gates."""
     not_compared: str | None = None

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, Self
 
 from mod_export.rows.base import EngineRow, PairRow, Result
-from mod_export.types import FLOAT_BYTES, DType, ModelKind, Role, having, writes_text
+from mod_export.types import FLOAT_BYTES, DType, ModelKind, Role, TextKind, having, writes_text
 
 SpeedVerdict = Literal["faster", "not faster", "inconclusive"]
 ALONE = "the only one that was measured"
@@ -220,7 +220,7 @@ class StepsCompared(Compared):
 
 
 class DecodeRow(PairRow):
-    """Time of a decode step at positions spread over a text, with the cache that the text left. The steps of MoD and
+    """Time of a decode step at positions spread over texts, with the cache that the text left. The steps of MoD and
     dense baseline are interleaved; a model without a dense baseline is timed alone.
     """
 
@@ -229,7 +229,14 @@ class DecodeRow(PairRow):
     threads: int
     """CPU threads of one operator; 0: the library chooses."""
     positions: int
-    """Number of positions of a text at which a step was timed."""
+    """Number of positions at which a step was timed, over all texts."""
+    texts: int = 1
+    """Number of texts, on which the positions are shared out; at least one for each row of the bucket."""
+    text: TextKind | None = None
+    """Where the texts come from. `named`: a file that the user named (`--text`). `held_out`: held-out text that comes
+    with the model. `documentation`: the English documentation of the running Python, read with the model's tokenizer;
+    the model may have been trained on it. `random`: random ids, in which other tokens may run than in text.
+    Null in reports of earlier releases, which timed random ids if the model had no held-out text."""
     ms: dict[ModelKind, float]
     """Milliseconds of a step of each model: the mean over the positions, each with its fastest run."""
     tokens_per_second: dict[ModelKind, float]
@@ -272,6 +279,15 @@ class FirstTokenRow(PairRow):
     """MoD compared with its dense baseline; null if there is none."""
 
 
+class NamedText(Result):
+    """A file of text that the user named. It is no part of the build folder."""
+
+    name: str
+    """Name of the file."""
+    sha256: str
+    """SHA-256 of what was read of the file: its first 4 MiB."""
+
+
 class QualityRow(Result):
     """Perplexity of a text, once with tokens selected one at a time and once as the checkpoint was trained."""
 
@@ -289,9 +305,8 @@ class QualityRow(Result):
     """Routing site -> share of the tokens that were selected."""
     overflow: dict[str, int]
     """Routing site -> number of tokens that wanted a slot and found none."""
-    text: Literal["held_out", "documentation"] = "held_out"
-    """`held_out`: held-out text that comes with the model. `documentation`: the English documentation of the running
-    Python, read with the model's tokenizer; the model may have been trained on it."""
+    text: TextKind = "held_out"
+    """Where the text comes from, as in `decode`; never `random`."""
 
 
 class GenerationReport(Result):

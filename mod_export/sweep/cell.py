@@ -33,7 +33,7 @@ from mod_export.environment import describe_machine, source_digest
 from mod_export.errors import GATE_FAILED, CheckpointError, ModExportError, UsageError
 from mod_export.folder.files import write_whole
 from mod_export.folder.manifest import open_folder
-from mod_export.judge.inputs import text_ids
+from mod_export.judge.text import text_ids
 from mod_export.model.checkpoint import sha256_of
 from mod_export.model.model import Model, token_ids
 from mod_export.model.request import Request

@@ -29,7 +29,7 @@ MAIN = [sys.executable, "-c", "from mod_export.cli import main; main()"]
 COMMON = ["--help", "--quiet", "--verbose", "-h", "-q", "-v"]
 OPTIONS = {
     "build": ["--baseline", "--buckets", "--capacity", "--config", "--max-memory", "--no-evidence", "--out", "--report",
-              "--samples", "--target", "--tokenizer", "-c", "-o", "models"],
+              "--samples", "--target", "--text", "--tokenizer", "-c", "-o", "models"],
     "convert": ["--base", "--capacity", "--ignore-field", "--implementation", "--max-positions", "out", "source"],
     "generate": ["--chat", "--dtype", "--ids", "--ignore-eos", "--json", "--max-new-tokens", "--model",
                  "--no-special-tokens", "--prompt", "--prompt-file", "--roll", "--seed", "--selection", "--stop",
@@ -42,8 +42,8 @@ OPTIONS = {
                "--trusted-key", "-o", "folder"],
     "sign": ["--key", "--keyless", "--password-file", "folder"],
     "verify": ["--identity", "--issuer", "--key", "folder"],
-    "validate": ["--config", "--model", "--target", "-c", "folder"],
-    "bench": ["--config", "--rivals", "--target", "-c", "folder"],
+    "validate": ["--config", "--model", "--target", "--text", "-c", "folder"],
+    "bench": ["--config", "--rivals", "--target", "--text", "-c", "folder"],
     "report": ["--format", "folder"],
     "inspect": ["--html", "--text", "path"],
     "plan": ["--bandwidth", "--length", "--machine", "--prompt", "--rows", "--texts", "--tflops", "--weight-bytes",

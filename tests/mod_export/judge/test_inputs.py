@@ -15,7 +15,7 @@ from mod_dialects import Model as Routes
 
 from mod_export.judge import inputs
 from mod_export.judge import reference as reference_module
-from mod_export.judge.inputs import KINDS, NEAR_TIE_BATCHES, Batch, near_tie_batches, parity_batches, prompts_of
+from mod_export.judge.inputs import KINDS, NEAR_TIE_BATCHES, Batch, near_tie_batches, parity_batches
 from mod_export.judge.reference import Reference
 from mod_export.model.model import Model
 from mod_export.model.module import model_from_module
@@ -78,14 +78,6 @@ def test_a_vocabulary_without_text_gets_random_ids_only(tiny_spec: ModelSpec) ->
     batches = parity_batches(loaded, Bucket(1, 32), [4], 0, 1, 4)
     assert {batch.kind for batch in batches} == {"random", "padded", "ties"}
     assert max(batch.ids_BS.max() for batch in batches) < 100
-    assert prompts_of(loaded, 100, 2, 9, 3).shape == (2, 9)
-
-
-def test_prompts_are_held_out_text_or_random_ids(model: Model) -> None:
-    np.testing.assert_array_equal(prompts_of(model, 256, 2, 9, 3), model.sample_ids(2, 9, 3))
-    random_ids = prompts_of(None, 256, 2, 9, 3)
-    assert (random_ids.shape, random_ids.dtype) == ((2, 9), np.dtype(np.int64))
-    assert not np.array_equal(random_ids, model.sample_ids(2, 9, 3))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])

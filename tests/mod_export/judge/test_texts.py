@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,6 @@ from writing import WINDOW, engine_path
 
 from mod_export.config import BuildConfig, GenerationOptions
 from mod_export.engines import ENGINES
-from mod_export.errors import UsageError
 from mod_export.judge import inputs
 from mod_export.judge.decode import (
     Runs,
@@ -29,9 +28,9 @@ from mod_export.judge.decode import (
     quality_of,
     texts_of,
 )
-from mod_export.judge.inputs import documentation, documentation_of, prompts_of
 from mod_export.judge.parity import judge_runner
 from mod_export.judge.reference import Reference
+from mod_export.judge.text import documentation_of, prompts_of
 from mod_export.model.model import GeneratingModel, Model
 from mod_export.model.transformer import TransformerModel
 from mod_export.rows.correctness import ParityRow
@@ -441,24 +440,20 @@ class _WithoutText(TransformerModel):
     sample_ids, token_texts, ids_of_text = Model.sample_ids, Model.token_texts, Model.ids_of_text
 
 
-def test_a_model_without_text_of_its_own_reads_documentation(
+def test_a_model_without_source_its_own_reads_documentation(
     writer: GeneratingModel, writing_model: Model, reference: Reference, original: Reference
 ) -> None:
-    """It needs its tokenizer; one that fails, or gives too few tokens or too large ids, leaves quality out."""
+    """Too few tokens of it leave quality out."""
     full = Reference(_WithoutText(cast("TransformerModel", writing_model).checkpoint))
-    assert len(documentation()) > 100_000
-    text_of = documentation_of(Bytes().ids, 256)
+    source = documentation_of(Bytes().ids, 256)
     assert quality_of(writer, reference, full, 2, 0) is None
-    row = quality_of(writer, reference, full, 2, 0, text_of)
+    row = quality_of(writer, reference, full, 2, 0, source)
     assert row is not None
     assert (row.text, row.tokens) == ("documentation", 2 * (WINDOW - 1))
-    assert quality_of(writer, reference, full, 2, 0, text_of) == row
-    held_out = quality_of(writer, reference, original, 2, 0, text_of)
+    assert quality_of(writer, reference, full, 2, 0, source) == row
+    held_out = quality_of(writer, reference, original, 2, 0, source)
     assert held_out is not None
     assert held_out.text == "held_out"
 
-    def refuses(text: str) -> list[int]:
-        raise UsageError("no token")
-
-    others: list[Callable[[str], Sequence[int]]] = [refuses, lambda text: [1] * WINDOW, lambda text: [256] * 999]
-    assert [quality_of(writer, reference, full, 2, 0, documentation_of(encode, 256)) for encode in others] == [None] * 3
+    short = documentation_of(lambda text: [1] * WINDOW, 256)
+    assert quality_of(writer, reference, full, 2, 0, short) is None

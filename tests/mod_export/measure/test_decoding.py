@@ -99,7 +99,7 @@ def test_steps_are_those_of_the_text(
     row = measure_steps(
         context.decoding_engines(),
         pair_of(context, "decode", bucket),
-        texts(rows),
+        texts(rows)[None],
         {kind: models[kind].sites for kind in KINDS},
         {kind: step_bytes(models[kind], bucket) for kind in KINDS},
         LIMITS,
@@ -137,6 +137,25 @@ def test_steps_are_those_of_the_text(
     assert found.routed_kv_bytes == {"mod": rows * 38 * slot, "dense": rows * 2 * (WINDOW + 1) * slot}
 
 
+def test_texts_take_turns_and_share_the_positions(context: Build, models: dict[ModelKind, GeneratingModel]) -> None:
+    """The first turn has the earliest positions, so its text is read no further."""
+    bucket, turns = Bucket(1, WINDOW), 4
+    row = measure_steps(
+        context.decoding_engines(),
+        pair_of(context, "decode", bucket),
+        texts(turns)[:, None],
+        {kind: models[kind].sites for kind in KINDS},
+        {kind: step_bytes(models[kind], bucket) for kind in KINDS},
+        LIMITS,
+    )
+    assert (row.texts, row.positions) == (turns, SEQ - 1)
+    shares = np.array_split(np.arange(1, SEQ), turns)
+    for site, ran_BS in decided(models["mod"], texts(turns)).items():
+        ran = [ran_BS[turn, positions] for turn, positions in enumerate(shares)]
+        assert row.selected[str(site)] == row.executed[str(site)] == pytest.approx(np.concatenate(ran).mean())
+    assert len({tuple(ran_BS[turn]) for turn in range(turns)}) > 1
+
+
 @pytest.mark.parametrize(("tokens", "positions"), [(2, 1), (5, 4), (6, 5)])
 def test_steps_at_few_positions_give_no_verdict(
     context: Build, models: dict[ModelKind, GeneratingModel], tokens: int, positions: int
@@ -146,7 +165,7 @@ def test_steps_at_few_positions_give_no_verdict(
     row = measure_steps(
         context.decoding_engines(),
         pair_of(context, "decode", bucket),
-        texts(1)[:, :tokens],
+        texts(1)[None, :, :tokens],
         {kind: models[kind].sites for kind in KINDS},
         {kind: step_bytes(models[kind], bucket) for kind in KINDS},
         LIMITS,
@@ -167,7 +186,7 @@ def test_the_cache_is_read_as_the_engine_attends(
     narrow = step_bytes(models["dense"], bucket).stored_in("bfloat16")
     engines: dict[ModelKind, Engine] = {"mod": engine}
     limits = replace(LIMITS, cached_attention=cached_attention)
-    row = measure_steps(context.decoding_engines(), engines, texts(3), {"mod": ()}, {"mod": narrow}, limits)
+    row = measure_steps(context.decoding_engines(), engines, texts(3)[None], {"mod": ()}, {"mod": narrow}, limits)
     weights = models["dense"].least_bytes(3, 0, {}) / 2
     assert row.least_bytes["mod"] == pytest.approx(weights + 3 * 3 * tokens * 2 * 2 * 8 * 4, abs=1)
 
@@ -177,7 +196,7 @@ def test_steps_and_prompts_of_a_model_alone(context: Build, models: dict[ModelKi
     bucket, engines = Bucket(3, WINDOW), context.decoding_engines()
     alone: dict[ModelKind, Engine] = {"mod": pair_of(context, "decode", bucket)["mod"]}
     sites, least = models["mod"].sites, step_bytes(models["mod"], bucket)
-    row = measure_steps(engines, alone, texts(3), {"mod": sites}, {"mod": least}, LIMITS).predicted(10.0)
+    row = measure_steps(engines, alone, texts(3)[None], {"mod": sites}, {"mod": least}, LIMITS).predicted(10.0)
     assert row.compared is None
     assert 0 < row.ms["mod"] < 1000
     for site, ran_BS in decided(models["mod"], texts(3)).items():

@@ -218,5 +218,5 @@ def test_a_model_without_a_tokenizer_is_not_judged_on_that_of_an_earlier_build(
         workspace.step(TOKENIZER, {}, [TOKENIZER], lambda paths: paths[0].write_text("{}"))
         plan = make_plan(writing_model, None, writing_config, written_copy)
         started = Build.start(plan, workspace, lambda name: None)
-        assert started.text_of is None
+        assert started.text_source is not None  # bytes
         assert started.text_inputs["tokenizer"] is None

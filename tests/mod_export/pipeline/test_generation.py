@@ -25,7 +25,7 @@ from writing import WINDOW as WRITING_WINDOW
 from mod_export.config import BuildConfig, config_from_toml
 from mod_export.engines import ENGINES
 from mod_export.folder.manifest import open_folder, read_manifest
-from mod_export.judge.inputs import prompts_of
+from mod_export.judge.text import prompts_of
 from mod_export.measure.verdict import DENSE_ITSELF
 from mod_export.model.checkpoint import model_from_checkpoint
 from mod_export.model.model import Model

@@ -127,7 +127,8 @@ def test_without_a_baseline_latency_stands_alone(alone_report: BuildReport) -> N
     heads = [cells(one) for one in text.splitlines() if "identical texts  " in one or one.startswith("target   prompt")]
     assert [head[-3:] for head in heads] == [["selected tokens", "ms a token", "tok/s"], ["dtype", "parity", "ms"]]
     assert cells(line(text, "ort-cpu  128 tokens"))[3:] == ["pass", "8.22"]
-    assert "tok/s: of all of them, mean over 48 positions, 1 thread\n" in text
+    timed = "mean over 48 positions in 4 or 8 texts (held-out text of the model), 1 thread"
+    assert f"tok/s: of all of them, {timed}\n" in text
     assert "keys and values ort-cpu b1s512: 1.1 MiB\n" in text
     narrow = render_text(alone_report, "b", width=60)
     assert max(map(len, narrow.splitlines())) <= 60
@@ -288,11 +289,14 @@ def test_what_is_not_known_of_generation_is_said(report: BuildReport) -> None:
     assert "prompt and answer; no routed layers\n" in text
     assert report.generation is not None
     assert report.generation.quality is not None
-    text = section(report, quality=changed(report.generation.quality, text="documentation"))
-    assert "tokens of Python's documentation, which it may have been trained on; " in text
+    read = [changed(row, text=None) for row in report.generation.decode]
+    text = section(report, quality=changed(report.generation.quality, text="documentation"), decode=tuple(read))
+    assert "mean over 48 positions in 4 or 8 texts, interleaved" in text
+    assert "tokens of Python's documentation, which the model may have been trained on; " in text
     selects_nothing = changed(report.generation.quality, wanted={}, selected={}, overflow={})
     match = re.search(
-        r"quality: perplexity [\d.]+ on [\d,]+ held-out tokens\n", section(report, quality=selects_nothing)
+        r"quality: perplexity [\d.]+ on [\d,]+ tokens of held-out text of the model\n",
+        section(report, quality=selects_nothing),
     )
     assert match is not None
     assert "held-out" not in text
