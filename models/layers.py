@@ -232,13 +232,13 @@ class GatedMlp(nn.Module):
 Branch = Callable[..., tuple[Tensor, ...]]
 
 
-def either(mark_B: Tensor, run: Branch, otherwise: Branch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def either(mark: Tensor, run: Branch, otherwise: Branch, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Returns `run(*inputs)` if any row is marked, else `otherwise(*inputs)`: a condition on data in a static graph.
 
     A graph holds both branches (ONNX If) and executes one. In eager mode only that one is called. Both must return
     tensors of the same shapes, dtypes and strides, and must not return their inputs.
     """
-    any_row = mark_B.reshape(()) if len(mark_B) == 1 else mark_B.any()
+    any_row = mark.reshape(()) if mark.numel() == 1 else mark.any()
     if torch.compiler.is_compiling():
         outputs: tuple[Tensor, ...] = torch.cond(any_row, run, otherwise, inputs)
         return outputs

@@ -159,16 +159,18 @@ class Decision(NamedTuple):
     """The decision about each row's token.
 
     Attributes:
-        wanted_B: bool, the tokens that want to run.
-        ran_B: bool, those of them that found a slot in their row and in this step.
+        wanted_B1: bool, the tokens that want to run.
+        ran_B1: bool, those of them that found a slot in their row and in this step.
         index_R: int64, the rows in the slots of this step, ascending; None if every row has a slot.
         g_B11: the gate, in the dtype of the stream.
+        normed_B1D: the part's own stream after the part's own norm, which the router reads; None if it reads another.
     """
 
-    wanted_B: Tensor
-    ran_B: Tensor
+    wanted_B1: Tensor
+    ran_B1: Tensor
     index_R: Tensor | None
     g_B11: Tensor
+    normed_B1D: Tensor | None
 
 
 def attended_one(attention: Attention, x_B1D: Tensor, cos: Tensor, sin: Tensor, past: Past) -> tuple[Tensor, ...]:
@@ -204,17 +206,18 @@ def decide(
     x_B1D: Tensor,
     block_B1D: Tensor,
     position_B: Tensor,
-    active_B: Tensor,
-    free_B: Tensor,
+    candidate_B1: Tensor | None,
+    open_B1: Tensor,
     slots: int,
 ) -> Decision:
     """Decides for each row's token whether it runs in a routed part.
 
-    A token wants to run if the deciding score is above 0, as in a prompt. It can run if its row has a free slot
-    (`free_B`). If more rows can run than this step has `slots`, those with the largest scores run, ties to the lower
-    row, so that the order of the rows gives none of them an advantage. `part` is "block", "attention" or "mlp".
-    `x_B1D` is the stream that the part gets and `block_B1D` the one that the block got. `position_B` is the position of
-    each row's token; `active_B` is False for rows without a token.
+    A token wants to run if the deciding score is above 0, as in a prompt. It can run if there is a token and its row
+    has a free slot (`open_B1`). If more rows can run than this step has `slots`, those with the largest scores run,
+    ties to the lower row, so that the order of the rows gives none of them an advantage. `part` is "block",
+    "attention" or "mlp". `x_B1D` is the stream that the part gets and `block_B1D` the one that the block got.
+    `position_B` is the position of each row's token. `candidate_B1` are the tokens that may want to run; None if all
+    may.
     """
     routed_B1D, router, predictor = block.scorers(x_B1D, block_B1D, part)
     l_B1: Tensor = router(routed_B1D)
@@ -223,32 +226,38 @@ def decide(
         assert predictor is not None
         score_B1 = predictor(routed_B1D)
     score_B1 = always_first(score_B1, position_B[:, None], block.routing.always_first)
-    wanted_B = (score_B1[:, 0] > 0) & active_B
-    ran_B = wanted_B & free_B
-    gate_B1 = GATES[block.routing.gate](l_B1, ran_B[:, None], block.routing)
+    wanted_B1 = score_B1 > 0
+    if candidate_B1 is not None:
+        wanted_B1 = wanted_B1 & candidate_B1
+    ran_B1 = wanted_B1 & open_B1
+    gate_B1 = GATES[block.routing.gate](l_B1, ran_B1, block.routing)
     g_B11 = gate_B1[..., None].to(x_B1D.dtype)
-    if slots >= len(ran_B):
-        return Decision(wanted_B, ran_B, None, g_B11)
-    index_1R, live_1R = select_topk(score_B1.T, ran_B[None], slots)
-    ran_B = torch.zeros_like(ran_B).scatter(0, index_1R[0], live_1R[0])
-    return Decision(wanted_B, ran_B, index_1R[0], g_B11)
+    is_own = block.routing.router_input == "normed" and block.routing.router_stream == "part"
+    normed_B1D = routed_B1D if is_own else None
+    if slots >= len(ran_B1):
+        return Decision(wanted_B1, ran_B1, None, g_B11, normed_B1D)
+    index_1R, live_1R = select_topk(score_B1.T, ran_B1.T, slots)
+    ran_B1 = torch.zeros_like(ran_B1).scatter(0, index_1R.T, live_1R.T)
+    return Decision(wanted_B1, ran_B1, index_1R[0], g_B11, normed_B1D)
 
 
 def transformed_one(
-    block: Block, x_B1D: Tensor, active_B: Tensor, count_BN: Tensor | None
+    block: Block, x_B1D: Tensor, active_B1: Tensor, count_BN: Tensor | None, normed_B1D: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Returns the delta of the MLP or of the experts of a block, (B, 1, D), and `Ran.experts`.
 
     Only active rows choose experts. `count_BN` is the number of slots of each expert in use; None without experts.
+    `normed_B1D` is the stream after the norm, if that is known.
     """
-    normed_B1D = block.mlp_norm(x_B1D)
+    if normed_B1D is None:
+        normed_B1D = block.mlp_norm(x_B1D)
     if count_BN is None:
         return block.mlp(normed_B1D), ()
-    return _experts_one(block.experts, normed_B1D, active_B, count_BN)
+    return _experts_one(block.experts, normed_B1D, active_B1, count_BN)
 
 
 def _experts_one(
-    experts: Experts, x_B1D: Tensor, active_B: Tensor, count_BN: Tensor
+    experts: Experts, x_B1D: Tensor, active_B1: Tensor, count_BN: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Runs only the experts that each token chose; weights of other experts are not read."""
     B, _, D = x_B1D.shape
@@ -259,7 +268,7 @@ def _experts_one(
     expert_B1J = expert_B1M[..., :J]
     weight_BJ = experts.weights(torch.softmax(logits_B1M, dim=-1), expert_B1J, sorted_B1M)[:, 0]
     expert_BJ = expert_B1J[:, 0]
-    chosen_BN = (expert_BJ[..., None] == torch.arange(N, device=x_B1D.device)).any(1) & active_B[:, None]
+    chosen_BN = (expert_BJ[..., None] == torch.arange(N, device=x_B1D.device)).any(1) & active_B1
     ran_BN = chosen_BN & (count_BN < experts.slots(EVERY_TOKEN))
     real_BJ = expert_BJ.clamp(max=N - 1)
     found_BJ = torch.gather(ran_BN, 1, real_BJ) & (expert_BJ < N)
@@ -272,6 +281,45 @@ def _experts_one(
     y_BJD = torch.bmm(h_R1F, down_RFD).reshape(B, J, D)
     weight_BJ = torch.where(found_BJ, weight_BJ, 0).to(x_B1D.dtype)
     return (weight_BJ[..., None] * y_BJD).sum(1, keepdim=True), (chosen_BN, ran_BN)
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What a routed part reads: the operands of its condition.
+
+    Attributes:
+        x_B1D: the stream.
+        g_B11: the gate.
+        ran_B1: the rows that run.
+        cos: cosines, (B, 1, 1, E / 2), and `sin` sines.
+        past: the tensors of the caches, for each block 3, or 5 with the token's own key and value; none for the MLP.
+        count_BN: the slots of experts in use; None without experts.
+        normed_B1D: as in `Decision`.
+    """
+
+    x_B1D: Tensor
+    g_B11: Tensor
+    ran_B1: Tensor
+    cos: Tensor
+    sin: Tensor
+    past: tuple[Tensor, ...]
+    count_BN: Tensor | None
+    normed_B1D: Tensor | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors in one tuple, because a condition takes nothing else."""
+        further = (tensor for tensor in (self.count_BN, self.normed_B1D) if tensor is not None)
+        return self.x_B1D, self.g_B11, self.ran_B1, self.cos, self.sin, *self.past, *further
+
+    def of(self, tensors: Sequence[Tensor]) -> Operands:
+        """Returns the same operands with these tensors, in the order of `tensors`."""
+        rest = list(tensors[5 + len(self.past) :])
+        count_BN = None if self.count_BN is None else rest.pop(0)
+        normed_B1D = None if self.normed_B1D is None else rest.pop(0)
+        x_B1D, g_B11, ran_B1, cos, sin = tensors[:5]
+        past = tuple(tensors[5 : 5 + len(self.past)])
+        return Operands(x_B1D, g_B11, ran_B1, cos, sin, past, count_BN, normed_B1D)
 
 
 def routed_one(
@@ -292,12 +340,17 @@ def routed_one(
     `angles` are cosines and sines, each (B, 1, 1, E / 2). `pasts` are the caches of these blocks, none for the part
     "mlp". With `skip`, a condition around the part prevents its execution if no row runs.
     """
-    past_tensors = tuple(tensor for past in pasts for tensor in past if tensor is not None)
+    past = tuple(tensor for one in pasts for tensor in one if tensor is not None)
     # A key that exists already is kept for every token, and is no output of the part.
-    n_rows = 2 * len(pasts) if len(past_tensors) == 3 * len(pasts) else 0
+    n_rows = 2 * len(pasts) if len(past) == 3 * len(pasts) else 0
+    operands = Operands(x_B1D, decision.g_B11, decision.ran_B1, *angles, past, count_BN, decision.normed_B1D)
+    # With a single row and a condition, the part is executed only if that row runs: the other value is not needed.
+    alone = skip and decision.index_R is None and len(x_B1D) == 1
 
-    def left(x_B1D: Tensor, g_B11: Tensor) -> Tensor:
-        return block.left(x_B1D, g_B11 if block.routing.gates_skipped else None)
+    def left(given: Operands) -> Tensor:
+        # The norm of a block, or of attention, is not that of its adapter.
+        normed_B1D = given.normed_B1D if part == "mlp" else None
+        return block.left(given.x_B1D, given.g_B11 if block.routing.gates_skipped else None, normed_B1D)
 
     def nothing(x_B1D: Tensor) -> tuple[Tensor, ...]:
         """Key and value rows of zeros, and no experts, for tokens that do not run."""
@@ -307,58 +360,53 @@ def routed_one(
         N = count_BN.shape[1] if count_BN is not None else 0
         return rows + tuple(x_B1D.new_zeros(B, N, dtype=torch.bool) for _ in range(n_marks))
 
-    def run(*args: Tensor) -> tuple[Tensor, ...]:
-        row_R, (x_B1D, g_B11) = decision.index_R, args[:2]
-        # With a single row and a condition, this branch is taken only if that row runs: the other value is not needed.
-        left_B1D = x_B1D if skip and row_R is None and len(x_B1D) == 1 else left(x_B1D, g_B11)
-        if row_R is None:
-            return _part(block, part, after, left_B1D, args, len(past_tensors))
-        inputs_R = tuple(torch.index_select(tensor, 0, row_R) for tensor in (left_B1D, *args))
-        outputs = _part(block, part, after, inputs_R[0], inputs_R[1:], len(past_tensors))
-        skipped_outputs = (left_B1D, *nothing(x_B1D))
+    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given, row_R = operands.of(tensors), decision.index_R
+        left_B1D = None if alone else left(given)
+        if row_R is None or left_B1D is None:
+            return _part(block, part, after, left_B1D, given)
+        inputs_R = operands.of(tuple(torch.index_select(tensor, 0, row_R) for tensor in tensors))
+        outputs = _part(block, part, after, torch.index_select(left_B1D, 0, row_R), inputs_R)
+        skipped_outputs = (left_B1D, *nothing(given.x_B1D))
         return tuple(into.index_put((row_R,), new) for into, new in zip(skipped_outputs, outputs, strict=True))
 
-    def skipped(*args: Tensor) -> tuple[Tensor, ...]:
-        x_B1D, left_B1D = args[0], left(*args[:2])
+    def skipped(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = operands.of(tensors)
+        left_B1D = left(given)
         # A branch must not return one of its inputs.
-        return left_B1D.clone() if left_B1D is x_B1D else left_B1D, *nothing(x_B1D)
+        return left_B1D.clone() if left_B1D is given.x_B1D else left_B1D, *nothing(given.x_B1D)
 
-    args = (x_B1D, decision.g_B11, decision.ran_B, *angles, *past_tensors, *(() if count_BN is None else (count_BN,)))
-    new_B1D, *outputs = either(decision.ran_B, run, skipped, args) if skip else run(*args)
+    tensors = operands.tensors
+    new_B1D, *outputs = either(decision.ran_B1, run, skipped, tensors) if skip else run(*tensors)
     return Ran(new_B1D, tuple(outputs[:n_rows]), tuple(outputs[n_rows:]))
 
 
 def _part(
-    block: RoutedBlock,
-    part: str,
-    after: Sequence[Block],
-    left_B1D: Tensor,
-    args: tuple[Tensor, ...],
-    n_past: int,
+    block: RoutedBlock, part: str, after: Sequence[Block], left_B1D: Tensor | None, given: Operands
 ) -> tuple[Tensor, ...]:
-    """Returns the fields of `Ran` in one tuple; rows that do not run get `left_B1D`.
+    """Returns the fields of `Ran` in one tuple. Rows that do not run get `left_B1D`; with None, all rows run."""
+    x_B1D, g_B11, ran_B1, normed_B1D = given.x_B1D, given.g_B11, given.ran_B1, given.normed_B1D
 
-    `args` are the stream, the gate, which rows run, cosines and sines, the `n_past` tensors of the caches (for each of
-    them 3, or 5 with the token's own key and value), and the slots of experts in use if the block has experts.
-    """
-    x_B1D, g_B11, ran_B, cos, sin, *rest = args
+    def chosen(new_B1D: Tensor) -> Tensor:
+        return new_B1D if left_B1D is None else torch.where(ran_B1[..., None], new_B1D, left_B1D)
+
     if after:
-        y_B1D, rows_of_blocks = _through((block, *after), x_B1D, cos, sin, rest)
-        new_B1D = BLOCKS_COMBINES[block.routing.combine](x_B1D, y_B1D, g_B11)
-        return torch.where(ran_B[:, None, None], new_B1D, left_B1D), *rows_of_blocks
+        y_B1D, rows_of_blocks = _through((block, *after), x_B1D, given.cos, given.sin, given.past)
+        return chosen(BLOCKS_COMBINES[block.routing.combine](x_B1D, y_B1D, g_B11)), *rows_of_blocks
     attention_B1D = mlp_B1D = None
     rows: tuple[Tensor, ...] = ()
     marks: tuple[Tensor, ...] = ()
     after_B1D = x_B1D
-    if n_past:
-        past = Past(*rest[:n_past])
-        attention_B1D, *rows_of_two = attended_one(block.attention, block.attention_norm(x_B1D), cos, sin, past)
+    if given.past:
+        past = Past(*given.past)
+        if normed_B1D is None:
+            normed_B1D = block.attention_norm(x_B1D)
+        attention_B1D, *rows_of_two = attended_one(block.attention, normed_B1D, given.cos, given.sin, past)
         rows = tuple(rows_of_two) if past.key_BG1E is None else ()
-        after_B1D = x_B1D + attention_B1D
+        after_B1D, normed_B1D = x_B1D + attention_B1D, None
     if part != "attention":
-        mlp_B1D, marks = transformed_one(block, after_B1D, ran_B, rest[n_past] if len(rest) > n_past else None)
-    new_B1D = COMBINES[block.routing.combine](x_B1D, attention_B1D, mlp_B1D, g_B11)
-    return torch.where(ran_B[:, None, None], new_B1D, left_B1D), *rows, *marks
+        mlp_B1D, marks = transformed_one(block, after_B1D, ran_B1, given.count_BN, normed_B1D)
+    return chosen(COMBINES[block.routing.combine](x_B1D, attention_B1D, mlp_B1D, g_B11)), *rows, *marks
 
 
 def _through(
@@ -439,11 +487,12 @@ class DecodeStep(Transformer):
             after the token, wanted_BN bool, the tokens that wanted to run at each routing site, and ran_BN bool, those
             that ran. If a token wanted to run but did not, it found no slot, because its row or this step was full.
         """
-        active_B = position_B >= 0
+        active_B1 = (position_B >= 0)[:, None]
         seen_B = position_B.clamp(min=0)
         past = {layer: (cache[2 * layer], cache[2 * layer + 1]) for layer in self.slots}
         count_B = {site: cache[-1][:, column] for column, site in enumerate(self.sites)}
-        run = _Run(self, active_B, seen_B, past, count_B)
+        open_B1 = self._open(cache[-1], active_B1) if self.sites else {}
+        run = _Run(self, active_B1, seen_B, past, count_B, open_B1)
         x_B1D = self.embedded(ids_B[:, None])
         for layer in range(self.spec.n_layers):
             block = self.block(layer)
@@ -455,9 +504,21 @@ class DecodeStep(Transformer):
         slot_BL = torch.stack([run.slot_B[layer] for layer in self.slots], 1)
         if not self.sites:
             return logits_BV, *rows, slot_BL
-        wanted_BN = torch.stack([run.wanted_B[site] for site in self.sites], 1)
-        ran_BN = torch.stack([run.ran_B[site] for site in self.sites], 1)
+        wanted_BN = torch.cat([run.wanted_B1[site] for site in self.sites], 1) & active_B1
+        ran_BN = torch.cat([run.ran_B1[site] for site in self.sites], 1)
         return logits_BV, *rows, slot_BL, cache[-1] + ran_BN, wanted_BN, ran_BN
+
+    def _open(self, count_BN: Tensor, active_B1: Tensor) -> dict[Site, Tensor]:
+        """Routing site -> bool (B, 1), the rows with a token and a free slot there. Experts are left out.
+
+        Every operator of a small step costs about two microseconds, so sites with the same number of slots share them.
+        """
+        capacity = {site: self.capacity[layer_of(site)] for site in self.slots_of_site}
+        if len(capacity) == len(self.sites) and len(set(capacity.values())) == 1:
+            open_BN = (count_BN < next(iter(capacity.values()))) & active_B1
+            return dict(zip(self.sites, torch.split(open_BN, 1, dim=1), strict=True))
+        columns = {site: count_BN[:, column : column + 1] for column, site in enumerate(self.sites)}
+        return {site: (columns[site] < slots) & active_B1 for site, slots in capacity.items()}
 
 
 @dataclass
@@ -466,25 +527,27 @@ class _Run:
 
     Attributes:
         step: the model.
-        active_B: bool, the rows with a token.
+        active_B1: bool, the rows with a token.
         seen_B: int64, how many tokens each row has read.
         past: layer -> keys and values of its cache.
         count_B: routing site -> int64 (B,), its slots in use.
+        open_B1: routing site -> bool (B, 1), the rows with a token and a free slot there.
         rows: layer -> the key and the value of the token.
         slot_B: layer -> int64 (B,), the slot that these belong to, -1 if a row keeps nothing.
-        wanted_B: routing site -> bool (B,), the tokens that wanted to run.
-        ran_B: routing site -> bool (B,), the tokens that ran.
+        wanted_B1: routing site -> bool (B, 1), the tokens that want to run. Those of rows without a token mean nothing.
+        ran_B1: routing site -> bool (B, 1), the tokens that ran.
     """
 
     step: DecodeStep
-    active_B: Tensor
+    active_B1: Tensor
     seen_B: Tensor
     past: Mapping[int, tuple[Tensor, Tensor]]
     count_B: Mapping[Site, Tensor]
+    open_B1: Mapping[Site, Tensor]
     rows: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     slot_B: dict[int, Tensor] = field(default_factory=dict)
-    wanted_B: dict[Site, Tensor] = field(default_factory=dict)
-    ran_B: dict[Site, Tensor] = field(default_factory=dict)
+    wanted_B1: dict[Site, Tensor] = field(default_factory=dict)
+    ran_B1: dict[Site, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.angles = self._angles(self.seen_B)
@@ -500,7 +563,7 @@ class _Run:
 
     def transformed(self, block: Block, x_B1D: Tensor) -> Tensor:
         """Returns the stream after an MLP, or experts, that every token runs."""
-        delta_B1D, marks = transformed_one(block, x_B1D, self.active_B, self.used(block.layer))
+        delta_B1D, marks = transformed_one(block, x_B1D, self.active_B1, self.used(block.layer))
         self.note(block.layer, marks)
         return x_B1D + delta_B1D
 
@@ -511,13 +574,13 @@ class _Run:
 
     def note(self, layer: int, marks: tuple[Tensor, ...]) -> None:
         for column, site in enumerate(self.step.experts[layer] if marks else ()):
-            self.wanted_B[site], self.ran_B[site] = marks[0][:, column], marks[1][:, column]
+            self.wanted_B1[site], self.ran_B1[site] = (mark_BN[:, column : column + 1] for mark_BN in marks)
 
     def attended(self, block: Block, x_B1D: Tensor) -> Tensor:
         """Returns the delta of attention that every token runs."""
         past = Past(*self.past[block.layer], self.seen_B)
         delta_B1D, *rows = attended_one(block.attention, block.attention_norm(x_B1D), *self.angles, past)
-        self.keep(block.layer, tuple(rows), self.active_B, self.seen_B)
+        self.keep(block.layer, tuple(rows), self.active_B1, self.seen_B)
         return delta_B1D
 
     def routed(self, block: RoutedBlock, x_B1D: Tensor) -> Tensor:
@@ -535,17 +598,17 @@ class _Run:
         """Returns the stream after a routed part; `block_B1D` is the stream that the block got."""
         site, layer = block.site(part), block.layer
         count_B, capacity = self.count_B[site], self.step.capacity[layer]
-        free_B, slots = count_B < capacity, self.step.slots_of_site[site]
-        candidate_B = self.active_B if block.previous is None else self.ran_B[block.previous]
-        decision = decide(block, part, x_B1D, block_B1D, self.seen_B, candidate_B, free_B, slots)
-        self.wanted_B[site], self.ran_B[site] = decision.wanted_B, decision.ran_B
+        slots = self.step.slots_of_site[site]
+        candidate_B1 = None if block.previous is None else self.ran_B1[block.previous]
+        decision = decide(block, part, x_B1D, block_B1D, self.seen_B, candidate_B1, self.open_B1[site], slots)
+        self.wanted_B1[site], self.ran_B1[site] = decision.wanted_B1, decision.ran_B1
         after = [self.step.block(layer + n) for n in range(1, block.routing.blocks_per_router)]
         layers = [layer, *(other.layer for other in after)] if part != "mlp" else []
         pasts = [Past(*self.past[number], count_B) for number in layers]
         if layers and block.routing.skipped_keys_values == "kept":
             own = block.attention.keys_values(block.attention_norm(x_B1D), *self.angles)
             pasts = [Past(*self.past[layer], self.seen_B, *own)]
-            self.keep(layer, tuple(tensor[:, :, 0] for tensor in own), self.active_B, self.seen_B)
+            self.keep(layer, tuple(tensor[:, :, 0] for tensor in own), self.active_B1, self.seen_B)
         angles = self.angles
         if block.routing.positions == "compact":
             # The count of a full row can be beyond the tables, but its token does not run.
@@ -555,9 +618,9 @@ class _Run:
         self.note(layer, ran.experts)
         # There are no rows if the keys of skipped tokens are kept too: they are noted already.
         for number, pair in zip(layers, zip(ran.rows[::2], ran.rows[1::2], strict=True), strict=False):
-            self.keep(number, pair, decision.ran_B, count_B)
+            self.keep(number, pair, decision.ran_B1, count_B)
         return ran.x_B1D
 
-    def keep(self, layer: int, rows: tuple[Tensor, ...], kept_B: Tensor, slot_B: Tensor) -> None:
+    def keep(self, layer: int, rows: tuple[Tensor, ...], kept_B1: Tensor, slot_B: Tensor) -> None:
         self.rows[layer] = rows
-        self.slot_B[layer] = torch.where(kept_B, slot_B, -1)
+        self.slot_B[layer] = torch.where(kept_B1.squeeze(1), slot_B, -1)

@@ -297,14 +297,16 @@ class RoutedBlock(Block):
         l_BT = noise(self.site(part)) if noise is not None and self.routing.router == "noise" else router(routed_BTD)
         return self.left(tokens.x_BTD, self._gate(l_BT, tokens.live_BT, tokens.x_BTD.dtype))
 
-    def left(self, x_BTD: Tensor, g_BT1: Tensor | None) -> Tensor:
-        """Returns the values (B, T, D) of tokens that a routed part skips. Their gates are None if they need none."""
+    def left(self, x_BTD: Tensor, g_BT1: Tensor | None, normed_BTD: Tensor | None = None) -> Tensor:
+        """Returns the values (B, T, D) of tokens that a routed part skips. Their gates are None if they need none, and
+        `normed_BTD` is what `mlp_norm` makes of them, if that is known.
+        """
         if self.routing.skipped_result == "scaled":
             assert g_BT1 is not None
             return g_BT1 * x_BTD
         if self.adapter is None:
             return x_BTD
-        delta_BTD: Tensor = self.adapter(self.mlp_norm(x_BTD))
+        delta_BTD: Tensor = self.adapter(self.mlp_norm(x_BTD) if normed_BTD is None else normed_BTD)
         return x_BTD + (delta_BTD if g_BT1 is None else (1 - g_BT1) * delta_BTD)
 
     def narrowed(self, tokens: Tokens, decisions: Decisions, k: int) -> tuple[Tokens, Tensor]:

@@ -162,7 +162,7 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
             raise TrainError(
                 f"--selection {options.selection}: is for layers that are to route; name them with --route"
             )
-        loaded = with_predictors(loaded, options.seed)
+        loaded = with_predictors(loaded, options.seed, calibrated=options.calibrate > 0)
     if options.route is None:
         return loaded.spec, loaded
     if options.adapter_share is not None and options.adapter != "gated":
@@ -174,7 +174,7 @@ def _initial(options: argparse.Namespace) -> tuple[ModelSpec, Checkpoint | None]
         loaded.spec, layers, capacity, parts, options.selection or "predictor",
         skipped_keys=options.skipped_keys or "absent", adapter=options.adapter or "none",
         adapter_share=ADAPTER_SHARE if options.adapter_share is None else options.adapter_share,
-        routers=options.routers or FITTED,
+        routers=options.routers or FITTED, calibrated=options.calibrate > 0,
     )  # fmt: skip
     return spec, retrofitted(loaded, spec, options.seed)
 

@@ -121,6 +121,7 @@ def routed_spec(
     adapter: str = "none",
     adapter_share: float = ADAPTER_SHARE,
     routers: str = LEARNED,
+    calibrated: bool = False,
 ) -> ModelSpec:
     """Adds routing of these layers and parts to the spec of a dense model.
 
@@ -134,6 +135,8 @@ def routed_spec(
         adapter: what skipped tokens run instead, one of RETROFIT_ADAPTERS.
         adapter_share: how many neurons a gated adapter has, as a share of those of the MLP.
         routers: one of RETROFIT_ROUTERS, which decides the gate.
+        calibrated: whether `calibrate` sets the predictors, which uses LEAST_HIDDEN of their hidden units. More would
+            cost time in every step of text.
 
     Raises:
         TrainError: the model already routes or has experts, the selection cannot write text, the part is unknown, or
@@ -184,9 +187,13 @@ def routed_spec(
         adapter="linear" if adapter == "none" else adapter,
         adapter_hidden=kept,
         selection=selection,
-        predictor_hidden=max(1, dense.d_model // 4) if selection == "predictor" else 0,
+        predictor_hidden=_width_of_predictors(dense, calibrated=calibrated) if selection == "predictor" else 0,
     )
     return dataclasses.replace(dense, routing=routing)
+
+
+def _width_of_predictors(spec: ModelSpec, *, calibrated: bool) -> int:
+    return LEAST_HIDDEN if calibrated else max(1, spec.d_model // 4)
 
 
 def kept_neurons(d_ff: int, share: float) -> int:
@@ -222,8 +229,9 @@ def retrofitted(dense: Checkpoint, spec: ModelSpec, seed: int) -> Checkpoint:
     return Checkpoint(spec=spec, weights=weights)
 
 
-def with_predictors(model: Checkpoint, seed: int) -> Checkpoint:
-    """Adds predictors to a model that selects by top-k, so that it can write text once they are trained.
+def with_predictors(model: Checkpoint, seed: int, *, calibrated: bool = False) -> Checkpoint:
+    """Adds predictors to a model that selects by top-k, so that it can write text once they are trained. `calibrated`
+    is as in `routed_spec`.
 
     Raises:
         TrainError: the model does not select by top-k, or has predictors.
@@ -236,7 +244,7 @@ def with_predictors(model: Checkpoint, seed: int) -> Checkpoint:
             f"--selection predictor: without --route it adds predictors to a model that selects by top-k, and the one "
             f"of --init {what}; leave it out"
         )
-    width = max(1, model.spec.d_model // 4)
+    width = _width_of_predictors(model.spec, calibrated=calibrated)
     spec = dataclasses.replace(
         model.spec, routing=dataclasses.replace(routing, selection="predictor", predictor_hidden=width)
     )

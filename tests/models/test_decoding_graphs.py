@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ import onnxruntime as ort  # noqa: TID253 - a test may load what it tests on.
 import pytest
 import torch
 from generating import WINDOW, generating_model
-from step_graphs import step_graph
+from step_graphs import step_graph, step_graph_of
+from tiny_models import make_spec
 from torch import Tensor
 
 from mod_models.cache import COUNTS, cache_layout, step_inputs
@@ -55,6 +58,28 @@ def close(found: list[np.ndarray], expected: tuple[Tensor, ...]) -> None:
     for array, reference in zip(found, expected, strict=True):
         assert array.dtype == reference.numpy().dtype
         np.testing.assert_allclose(array, reference.numpy(), rtol=0, atol=TOLERANCE)
+
+
+def test_a_step_of_one_row_computes_nothing_twice_and_chooses_nothing() -> None:
+    """A small operator costs about as much as the work of a narrow layer. The norm that the router reads is that of the
+    part, and a row that runs does not need the value of a row that does not.
+    """
+    spec = make_spec(
+        parts="mlp", selection="predictor", predictor_hidden=2, router_input="normed", skipped_result="adapter",
+        adapter="gated", adapter_hidden=3, gate="ones",
+    )  # fmt: skip
+    graph, dense = (ir.to_proto(step_graph_of(one)).graph for one in (spec, replace(spec, routing=None)))
+    more = Counter(node.op_type for node in graph.node) - Counter(node.op_type for node in dense.node)
+    assert more["RMSNormalization"] == 0
+    assert more["Less"] == more["Split"] == 1
+    assert len(branches_of(graph)) == 2 * len(spec.routed_layers) > 0
+    assert not {"RMSNormalization", "Where"} & {node.op_type for node in _joined(branches_of(graph)).node}
+    several = _joined(branches_of(ir.to_proto(step_graph_of(spec, 3)).graph))
+    assert [node.op_type for node in several.node].count("Where") == len(spec.routed_layers)
+
+
+def _joined(graphs: list[onnx.GraphProto]) -> onnx.GraphProto:
+    return onnx.GraphProto(node=[node for graph in graphs for node in graph.node])
 
 
 @pytest.mark.slow

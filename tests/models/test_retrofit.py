@@ -10,11 +10,19 @@ import torch
 from tiny_models import distinct_ids, lively_checkpoint, make_spec
 from training_runs import lines, rows, state
 
-from mod_models.checkpoint import ROUTES, Checkpoint, load_checkpoint, save_checkpoint
+from mod_models.checkpoint import ROUTES, Checkpoint, load_checkpoint, random_checkpoint, save_checkpoint
 from mod_models.generation_spec import why_not
 from mod_models.spec import ExpertsSpec, ModelSpec, SpecError
 from mod_models.train import TrainConfig, TrainError
-from mod_models.train.retrofit import UNSEEN, kept_neurons, layers_of, retrofitted, routed_spec
+from mod_models.train.retrofit import (
+    LEAST_HIDDEN,
+    UNSEEN,
+    kept_neurons,
+    layers_of,
+    retrofitted,
+    routed_spec,
+    with_predictors,
+)
 from mod_models.train.run import spec_at, train
 
 DENSE = make_spec(routing=None, vocab_size=256, d_model=16, n_layers=4, max_positions=32)
@@ -191,6 +199,21 @@ def test_capacity_falls_to_the_specs(dense: Checkpoint) -> None:
     assert spec_at(0, spec, TrainConfig(steps=100)) is spec
     schedule = dataclasses.replace(spec, routing=dataclasses.replace(spec.routing, capacity=(0.5, 0.1)))
     assert spec_at(25, schedule, config).routing.capacity == (pytest.approx(0.75), pytest.approx(0.55))
+
+
+def test_calibrated_predictors_have_no_hidden_units_that_nothing_uses() -> None:
+    """More of them would be read and multiplied in every step of text, for nothing."""
+    widths = [
+        routed_spec(DENSE, (1, 3), 0.5, "mlp", selection, calibrated=calibrated).routing.predictor_hidden
+        for selection in ("predictor", "threshold")
+        for calibrated in (False, True)
+    ]
+    assert widths == [DENSE.d_model // 4, LEAST_HIDDEN, 0, 0]
+    ranked = random_checkpoint(make_spec(vocab_size=256, d_model=32), 0)
+    for calibrated, width in ((False, 8), (True, LEAST_HIDDEN)):
+        predicting = with_predictors(ranked, 0, calibrated=calibrated)
+        assert predicting.spec.routing.predictor_hidden == width
+        assert predicting.weights["layers.0.predictor.hidden.weight"].shape == (width, 32)
 
 
 def test_what_skipped_tokens_leave_is_declared(dense: Checkpoint) -> None:

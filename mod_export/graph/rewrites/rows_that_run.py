@@ -75,7 +75,7 @@ class _Part:
         choice: the node that gives rows that run the `result`, and the others what is `left` of the stream.
         result: (B, 1, D).
         left: (B, 1, D).
-        mark_B: which rows run, bool.
+        mark: which rows run, bool, (B,) or (B, 1).
         gathered: the nodes that can compute R rows, in the order of the graph.
     """
 
@@ -83,12 +83,12 @@ class _Part:
     choice: ir.Node
     result: ir.Value
     left: ir.Value
-    mark_B: ir.Value
+    mark: ir.Value
     gathered: list[ir.Node] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
-        shape = static_shape(self.mark_B)
+        shape = static_shape(self.mark)
         assert shape is not None
         return shape[0]
 
@@ -99,15 +99,15 @@ def _part(branch: ir.Graph) -> _Part | None:
     if len(choices) != 1 or choices[0].graph is not branch:
         return None
     choice = choices[0]
-    mark_B = before_views(choice.inputs[0], "Unsqueeze", "Reshape")
+    mark = before_views(choice.inputs[0], "Unsqueeze", "Reshape")
     result, left = choice.inputs[1:]
-    shape = static_shape(mark_B)
-    if mark_B is None or result is None or left is None or shape is None or len(shape) != 1 or shape[0] < 2:
+    shape = static_shape(mark)
+    if mark is None or result is None or left is None or shape is None or shape[1:] not in ((), (1,)) or shape[0] < 2:
         return None
     wanted = {static_shape(value) for value in (result, left, choice.outputs[0])}
     if len(wanted) != 1 or not _has_rows(result, shape[0]) or result.producer() is None:
         return None
-    part = _Part(branch, choice, result, left, mark_B)
+    part = _Part(branch, choice, result, left, mark)
     # What is left has to be right in rows that do not run.
     whole = {choice, *_computed_by(branch, left)}
     takes_rows = [node for node in branch if node not in whole and _takes_rows(node, part.rows)]
@@ -167,7 +167,7 @@ def _without_those_that_are_mixed(nodes: Sequence[ir.Node], choice: ir.Node) -> 
 def _gather_rows(part: _Part) -> None:
     gathered, rows = set(part.gathered), part.rows
     first = NodeWriter(part.branch, part.gathered[0], "rows")
-    found_1R = first.op("NonZero", part.mark_B)
+    found_1R = first.op("NonZero", first.op("Reshape", part.mark, [-1]))
     index_R, place_R1 = first.op("Reshape", found_1R, [-1]), first.op("Reshape", found_1R, [-1, 1])
     found_1R.shape = ir.Shape([1, ROWS_THAT_RUN])
     index_R.shape = ir.Shape([ROWS_THAT_RUN])
