@@ -43,8 +43,7 @@ QUANTIZED: tuple[QuantizedDType, ...] = get_args(QuantizedDType)
 
 
 TextKind = Literal["named", "held_out", "documentation", "random"]
-"""Where a text comes from that a model is judged or timed on: a file that the user named, held-out text that comes with
-the model, the English documentation of the running Python, which the model may have been trained on, or random ids."""
+"""Where a text comes from that a model is judged or timed on, see `DecodeRow.text`."""
 FLOAT_BYTES: dict[DType, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 IDLE, VACANT = -1, -2

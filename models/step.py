@@ -232,7 +232,8 @@ def decide(
     ran_B1 = wanted_B1 & open_B1
     gate_B1 = GATES[block.routing.gate](l_B1, ran_B1, block.routing)
     g_B11 = gate_B1[..., None].to(x_B1D.dtype)
-    is_own = block.routing.router_input == "normed" and block.routing.router_stream == "part"
+    # Only the MLP of a block gets another stream than the block.
+    is_own = block.routing.router_input == "normed" and (block.routing.router_stream == "part" or part != "mlp")
     normed_B1D = routed_B1D if is_own else None
     if slots >= len(ran_B1):
         return Decision(wanted_B1, ran_B1, None, g_B11, normed_B1D)

@@ -61,11 +61,11 @@ target_option = click.option(
     "--target", "targets", metavar="T", multiple=True, help="Only this target; may be given several times."
 )
 
-text_option = click.option(
-    "--text", "text_file", metavar="FILE", type=PATH,
-    help="Judge and time on this UTF-8 text, of which the first 4 MiB count; default: held-out text of the model, or "
-    "else Python's documentation.",
-)  # fmt: skip
+
+def text_option(use: str, otherwise: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns the option that names a text to `use`, with what is read without it."""
+    help_text = f"{use} this UTF-8 text, of which the first 4 MiB count; default: {otherwise}."
+    return click.option("--text", "text_file", metavar="FILE", type=PATH, help=help_text)
 
 
 def config_of(path: Path | None, targets: Sequence[str] = (), **overrides: Any) -> BuildConfig:

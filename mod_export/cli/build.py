@@ -70,7 +70,7 @@ def _shapes(ctx: click.Context, param: click.Parameter, value: str | None) -> tu
     help="The model's tokenizer: a tokenizer.json, or a folder that transformers can read; default: that in the MODEL "
     "folder or beside model.pt.",
 )
-@text_option
+@text_option("Judge and time on", "held-out text of the model, or else Python's documentation")
 @command
 def build(
     models: tuple[str, ...],

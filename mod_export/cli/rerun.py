@@ -18,7 +18,7 @@ from mod_export.errors import GATE_FAILED
 @click.option(
     "--model", "checkpoint", metavar="MODEL", type=PATH, help="Compare with this checkpoint, not the folder's weights."
 )
-@text_option
+@text_option("Judge on", "held-out text of the model, or else Python's documentation")
 @command
 def validate(
     folder: Path,
@@ -60,7 +60,7 @@ def validate(
 @target_option
 @config_option
 @click.option("--rivals", is_flag=True, help="Also time ONNX Runtime, OpenVINO and torch.compile on the same model.")
-@text_option
+@text_option("Time texts on", "Python's documentation")
 @command
 def bench(
     folder: Path,

@@ -94,7 +94,7 @@ class Manifest(_Facts):
         measured: measured speed of the engines; `load` chooses by it if no target is named.
         generation: facts that are needed to write text, or the reason why this folder cannot.
         tokenizer: `bytes`, a file of the folder, or None if ids stand for no text.
-        text: the user's file of text that the model was judged and timed on; None if there was none.
+        text: the user's file of text to judge and to time on; None if there was none.
         cost: FLOPs and bytes of every portable graph of whole rows.
         work: engine -> work of its graph, for profiles.
         failed: what was requested and could not be built.

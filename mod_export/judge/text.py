@@ -21,6 +21,10 @@ from mod_export.types import TextKind
 
 READ_BYTES = 2**22
 """A file is read up to here. A tokenizer takes about a second for it."""
+LEAST_ROWS = 4
+"""A named text must be so many times as long as the longest row, or pieces of it would be nearly the same."""
+TokensOf = Callable[[str], Sequence[int]]
+"""A tokenizer: text -> ids, without special tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,36 +81,64 @@ def prompts_of(
     return np.random.default_rng(seed).integers(0, vocab_size, (rows, length), dtype=np.int64)
 
 
-def named_text(path: Path, tokens_of: Callable[[str], Sequence[int]], vocab_size: int, longest: int) -> TextSource:
-    """Reads a file of UTF-8 text that the user named, up to READ_BYTES.
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file of text that the user named.
 
-    Args:
+    Attributes:
         path: the file.
-        tokens_of: the model's tokenizer.
-        vocab_size: size of the model's vocabulary.
-        longest: number of tokens of the longest row that is judged or timed.
-
-    Raises:
-        UsageError: the file cannot be read or is not UTF-8, or its text is too short or does not fit the vocabulary.
+        text: what was read of it, up to READ_BYTES.
+        sha256: the hash of that.
     """
-    try:
-        with path.open("rb") as file:
-            data, more = file.read(READ_BYTES), file.read(1)
-        # The end of what is read may cut a character.
-        text = codecs.getincrementaldecoder("utf-8")().decode(data, final=not more)
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text (byte {error.start:,}); name a file of plain text") from error
-    ids_N = np.array(tokens_of(text), dtype=np.int64)
-    if ids_N.max(initial=-1) >= vocab_size:
-        raise UsageError(f"{path}: has token {ids_N.max()}, and the model has a vocabulary of {vocab_size:,}")
-    if len(ids_N) <= longest:
-        raise UsageError(f"{path}: has {len(ids_N):,} tokens; the longest row has {longest:,}, so name a longer text")
-    return TextSource("named", ids_N, NamedText(name=path.name, sha256=hashlib.sha256(data).hexdigest()))
+
+    path: Path
+    text: str
+    sha256: str
+
+    @classmethod
+    def read(cls, path: Path) -> TextFile:
+        """Reads a file of UTF-8 text.
+
+        Raises:
+            UsageError: the file cannot be read, or is not UTF-8.
+        """
+        try:
+            with path.open("rb") as file:
+                data, more = file.read(READ_BYTES), file.read(1)
+            # The end of what is read may cut a character.
+            text = codecs.getincrementaldecoder("utf-8")().decode(data, final=not more)
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read ({error.strerror or error})") from error
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path}: not UTF-8 text (byte {error.start:,}); name a file of plain text") from error
+        return cls(path, text, hashlib.sha256(data).hexdigest())
+
+    def source(self, reader: str, tokens_of: TokensOf | None, vocab_size: int | None, longest: int) -> TextSource:
+        """Returns the text in the ids of a model.
+
+        Args:
+            reader: name of the model.
+            tokens_of: its tokenizer; None if it has none.
+            vocab_size: size of its vocabulary; None if it does not read ids.
+            longest: number of tokens of the longest row that is judged or timed.
+
+        Raises:
+            UsageError: the model has no tokenizer, or the text is too short or does not fit the vocabulary.
+        """
+        if tokens_of is None or vocab_size is None:
+            raise UsageError(f"{self.path}: {reader} has no tokenizer, so it reads no text; name one")
+        ids_N, least = np.array(tokens_of(self.text), dtype=np.int64), LEAST_ROWS * longest
+        if ids_N.max(initial=-1) >= vocab_size:
+            raise UsageError(f"{self.path}: has token {ids_N.max()}, and {reader} has a vocabulary of {vocab_size:,}")
+        if len(ids_N) < least:
+            raise UsageError(
+                f"{self.path}: has {len(ids_N):,} tokens; name a text of at least {least:,}, {LEAST_ROWS} times the "
+                "longest row"
+            )
+        return TextSource("named", ids_N, NamedText(name=self.path.name, sha256=self.sha256))
 
 
-def documentation_of(tokens_of: Callable[[str], Sequence[int]], vocab_size: int) -> TextSource:
+def documentation_of(tokens_of: TokensOf, vocab_size: int) -> TextSource:
     """Returns English text for models without held-out text: Python's own `help()` topics about the language, in the
     ids of the model's tokenizer. The text is empty if the tokenizer or the vocabulary does not fit, or if Python has no
     documentation.

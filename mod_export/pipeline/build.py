@@ -12,7 +12,7 @@ import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -25,12 +25,12 @@ from mod_export.folder.manifest import TOKENIZER, GenerationFacts, ModelFacts
 from mod_export.folder.programs import first_sample
 from mod_export.folder.workspace import FinishedFolder, Make, Step, Workspace
 from mod_export.judge.reference import KeptRuns, Reference, tensors_of
-from mod_export.judge.text import TextSource, documentation_of, named_text, prompts_of, text_kind
+from mod_export.judge.text import TextFile, TextSource, documentation_of, prompts_of, text_kind
 from mod_export.measure.conditions import Watch
 from mod_export.measure.decode import step_bytes
 from mod_export.measure.roofline import cached_roofline
 from mod_export.model.model import GeneratingModel, GraphSource, Model, tokens_sample
-from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form
+from mod_export.pipeline.plan import GenerationPlan, Plan, generating_form, tokens_of
 from mod_export.pipeline.restore import as_built, restored_model
 from mod_export.pipeline.roles import ROLES
 from mod_export.rows.base import ABOUT, FailedRow, Result, fields_of_graph, reason_for, sentences
@@ -38,8 +38,6 @@ from mod_export.rows.cost import Roofline, Work
 from mod_export.rows.speed import NamedText
 from mod_export.runtime.decoding_engines import DecodingEngines
 from mod_export.runtime.deployment import runnable_engines
-from mod_export.runtime.texts import Bytes
-from mod_export.runtime.tokenizer import TokenizersFile
 from mod_export.types import (
     Availability,
     Bucket,
@@ -151,7 +149,7 @@ class Build:
             plan.generation if isinstance(plan.generation, Unavailable) else _generation_facts(plan),
             plan.buckets,
         )
-        build._plan, build._announce = plan, announce
+        build._plan, build._announce, build._named_text = plan, announce, plan.text
         return build
 
     @classmethod
@@ -180,6 +178,7 @@ class Build:
             TargetError: nothing to run.
             UsageError: the text cannot be read, or does not fit.
         """
+        file = None if text is None else TextFile.read(text)
         folder = FinishedFolder(root, verify=verify)
         manifest = folder.manifest
         config = as_built(config, manifest.config)
@@ -204,11 +203,14 @@ class Build:
         build.work |= manifest.work
         build.missing = manifest.failed
         build.add(manifest.cost)
+        if file is not None:
+            window = manifest.generation.window if isinstance(manifest.generation, GenerationFacts) else 0
+            longest = max(window, *(bucket.seq for bucket in manifest.buckets))
+            facts, reader = manifest.models["mod"], tokens_of(manifest.tokenizer, folder.root)
+            build._named_text = file.source(facts.name, reader, facts.vocab_size, longest)
         # Where nothing runs here, the reasons are given before any work is done.
         forward = [engine for engine in manifest.engines if not engine.writes_text]
         runnable_engines(root, forward, targets, failed=manifest.failed)
-        if text is not None:
-            build.read_text(text)
         return build
 
     @property
@@ -431,20 +433,6 @@ class Build:
         availability = self._availability[engine.target]
         return availability.can_run(engine) and (not engine.writes_text or ENGINES[engine.target].binds)
 
-    def read_text(self, path: Path) -> None:
-        """Takes a file of the user as the text that the model is judged and timed on.
-
-        Raises:
-            UsageError: the model has no tokenizer, or the file is no text that its rows can be drawn from.
-        """
-        tokens_of, facts = self._tokens_of, self.facts["mod"]
-        if tokens_of is None or facts.vocab_size is None:
-            raise UsageError(f"{path}: {facts.name} has no tokenizer, so it reads no text; name one")
-        longest = max(bucket.seq for bucket in self.buckets)
-        if isinstance(self.generation, GenerationFacts):
-            longest = max(longest, self.generation.window)
-        self._named_text = named_text(path, tokens_of, facts.vocab_size, longest)
-
     @property
     def named_text(self) -> NamedText | None:
         """The user's file that the model is judged and timed on; None if there is none."""
@@ -459,19 +447,10 @@ class Build:
     def _documentation(self) -> TextSource | None:
         vocab_size = self.facts["mod"].vocab_size
         try:
-            tokens_of = self._tokens_of
+            reader = tokens_of(self._vocabulary, self.root)
         except UsageError:
             return None  # A server that only times engines may have no package for tokenizers.
-        return None if vocab_size is None or tokens_of is None else documentation_of(tokens_of, vocab_size)
-
-    @property
-    def _tokens_of(self) -> Callable[[str], Sequence[int]] | None:
-        """The model's tokenizer, without special tokens; None if ids stand for no text."""
-        vocabulary = self._vocabulary
-        if vocabulary is None:
-            return None
-        tokenizer = Bytes() if vocabulary == "bytes" else TokenizersFile(self.root / vocabulary)
-        return partial(tokenizer.ids, special=False)
+        return None if vocab_size is None or reader is None else documentation_of(reader, vocab_size)
 
     @property
     def _vocabulary(self) -> str | None:
@@ -489,7 +468,7 @@ class Build:
         }
 
     def texts(self, rows: int, length: int) -> tuple[np.ndarray, TextKind]:
-        """Returns beginnings of texts for timing, int64 (rows, length), and where they come from.
+        """Returns pieces of text for timing, int64 (rows, length), and where they come from.
 
         A finished folder has no held-out text of its model, because timing needs no model.
         """

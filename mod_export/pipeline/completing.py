@@ -96,7 +96,7 @@ def left_as_it_is(build: Build) -> list[str]:
     """
     if not is_unevidenced(build):
         return []
-    return [f"{NOT_WRITTEN}: that needs a run over all of it, with its own weights and configuration"]
+    return [f"{NOT_WRITTEN}: that needs a run over all of it, with its own weights, configuration and text"]
 
 
 def is_unevidenced(build: Build) -> bool:

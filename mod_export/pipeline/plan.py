@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -16,11 +17,13 @@ from mod_export.engines import ENGINES
 from mod_export.engines.protocol import EngineBuilder
 from mod_export.errors import BuildFolderError, CheckpointError, ConfigError, TargetError, UsageError
 from mod_export.folder.manifest import TOKENIZER
+from mod_export.judge.text import TextFile, TextSource, TokensOf
 from mod_export.measure.verdict import GIVE_A_BASELINE
 from mod_export.model.model import GeneratingModel, Model, Origin, token_ids
 from mod_export.model.tokenizer_files import TokenizerFiles
 from mod_export.pipeline.roles import ROLES, WRITING, RoleStages
 from mod_export.runtime.request import defaults_of
+from mod_export.runtime.texts import Bytes
 from mod_export.runtime.tokenizer import TokenizersFile
 from mod_export.types import Availability, Bucket, DType, Graph, ModelKind, Unavailable, Variant
 
@@ -59,6 +62,7 @@ class Plan:
         generation: the models that write text, or the reason why there are none.
         tokenizer: the files of a tokenizer; for a model without one, the files that say where texts end or give a chat
             template, or None if it has no such files.
+        text: the user's text that the model is judged and timed on; None if none was named.
     """
 
     model: Model
@@ -71,6 +75,7 @@ class Plan:
     availability: Mapping[str, Availability]
     generation: GenerationPlan | Unavailable
     tokenizer: TokenizerFiles | None
+    text: TextSource | None
 
     @property
     def vocabulary(self) -> str | None:
@@ -122,11 +127,16 @@ def _variants(builder: EngineBuilder, graph: Graph, config: BuildConfig) -> Sequ
 
 
 def make_plan(
-    model: Model, baseline: Model | None, config: BuildConfig, root: Path, tokenizer: TokenizerFiles | None = None
+    model: Model,
+    baseline: Model | None,
+    config: BuildConfig,
+    root: Path,
+    tokenizer: TokenizerFiles | None = None,
+    text: TextFile | None = None,
 ) -> Plan:
     """Resolves buckets and targets, and refuses a build that cannot succeed.
 
-    `tokenizer` is for models whose ids are not bytes.
+    `tokenizer` is for models whose ids are not bytes. `text` is what the model is to be judged and timed on.
 
     Raises:
         ConfigError: a bucket is longer than the model, too large for the memory, or not supported by a target; or a
@@ -134,6 +144,7 @@ def make_plan(
         CheckpointError: the baseline does not match the model.
         TargetError: a target is unknown or cannot build on this machine.
         BuildFolderError: there is not enough free space on the disk.
+        UsageError: the model does not read text, or the text does not fit it.
     """
     if baseline is not None:
         _check_baseline(model, baseline)
@@ -171,12 +182,39 @@ def make_plan(
         availability=availability,
         generation=generation,
         tokenizer=tokenizer,
+        text=None,
     )
     problems += _beyond_budget(plan)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     _check_room(plan, root)
-    return plan
+    return plan if text is None else replace(plan, text=_source_of(text, plan))
+
+
+def _source_of(text: TextFile, plan: Plan) -> TextSource:
+    vocabulary, model = plan.vocabulary, plan.model
+    window = plan.generation.window if isinstance(plan.generation, GenerationPlan) else 0
+    longest = max(window, *(bucket.seq for bucket in plan.buckets))
+    vocab_size = None if model.tokens is None else model.tokens.vocab_size
+    with tempfile.TemporaryDirectory() as folder:
+        if plan.tokenizer is not None and vocabulary == TOKENIZER:
+            plan.tokenizer.write(Path(folder))
+        return text.source(model.name, tokens_of(vocabulary, Path(folder)), vocab_size, longest)
+
+
+def tokens_of(vocabulary: str | None, folder: Path) -> TokensOf | None:
+    """Returns the tokenizer of a model without special tokens; None if ids stand for no text.
+
+    Args:
+        vocabulary: a file of `folder`, `bytes`, or None, as in a manifest.
+        folder: where the file is.
+
+    Raises:
+        UsageError: the file cannot be read, or the package `tokenizers` is not installed.
+    """
+    if vocabulary is None:
+        return None
+    return partial((Bytes() if vocabulary == "bytes" else TokenizersFile(folder / vocabulary)).ids, special=False)
 
 
 def _buckets(model: Model, config: BuildConfig) -> tuple[Bucket, ...]:

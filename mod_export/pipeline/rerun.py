@@ -20,6 +20,7 @@ from mod_export.pipeline.rivals import CPU_TARGETS, measure_rivals
 from mod_export.rows.base import Result, sentences
 from mod_export.rows.correctness import ParityRow
 from mod_export.rows.report import Verdict
+from mod_export.rows.speed import NamedText
 
 Row = TypeVar("Row", bound=Result)
 
@@ -61,9 +62,9 @@ def validate_folder(
     finding and not an error: it is judged like any other, except that changed compiled code is not run. `text` is a
     file of text to judge on.
 
-    The report of a folder that was built without evidence has the results afterwards, if all of it was judged by its
-    own gates that runs here, and engines that missed a gate are no longer served. The folder counts as verified once
-    every engine was judged, on this machine or another.
+    The report of a folder that was built without evidence has the results afterwards, if all of it that runs here was
+    judged by its own gates and on the text of its build, and engines that missed a gate are no longer served. The
+    folder counts as verified once every engine was judged, on this machine or another.
 
     Raises:
         BuildFolderError: not a whole build folder, or the reference cannot be rebuilt.
@@ -132,16 +133,20 @@ def bench_folder(
 def _is_whole(build: Build, config: BuildConfig | None) -> bool:
     """Whether a run covers a folder as it was built: its own configuration, every target, the same text."""
     assert build.finished is not None
-    return config is None and not build.targets and build.named_text == build.finished.manifest.text
+    return config is None and not build.targets and _hash(build.named_text) == _hash(build.finished.manifest.text)
 
 
 def _other_text(build: Build) -> list[str]:
     """Says that the folder was built with a text that was not given again."""
     assert build.finished is not None
     of_build = build.finished.manifest.text
-    if of_build is None or build.named_text is not None:
+    if of_build is None or _hash(build.named_text) == of_build.sha256:
         return []
     return [f"the text of the build, {of_build.name}, was not given (--text), so another text was read"]
+
+
+def _hash(text: NamedText | None) -> str | None:
+    return None if text is None else text.sha256
 
 
 def _notes(build: Build) -> list[str]:

@@ -218,7 +218,11 @@ class PrefillRole(WritingRole):
         rows = build.timed_step(
             FirstTokenRow,
             f"first_token/{setting.target}/{setting.bucket.name}-{setting.dtype}",
-            build.timing_inputs(engines.values(), latency=build.config.latency.model_dump(exclude={"min_speedup"})),
+            build.timing_inputs(
+                engines.values(),
+                text=build.text_inputs,
+                latency=build.config.latency.model_dump(exclude={"min_speedup"}),
+            ),
             lambda: [measure_prompts(decoding, engines, build.texts(1, setting.bucket.seq)[0][0])],
         )
         build.add(rows)

@@ -21,6 +21,7 @@ from mod_export.environment import limited, peak_rss_bytes, reset_peak_rss
 from mod_export.errors import ModExportError
 from mod_export.folder.programs import program_files
 from mod_export.folder.workspace import Step, Workspace
+from mod_export.judge.text import TextFile
 from mod_export.model.model import Model
 from mod_export.model.program_files import write_graphs
 from mod_export.model.programs import ProgramModel
@@ -102,15 +103,15 @@ def build(
     failed: list[FailedRow] = []
     with limited(config.max_memory), contextlib.ExitStack() as opened:
         with _stage("load", stages, steps, failed, observer):
-            plan = make_plan(*load(), config, root, tokenizer)
+            # Read first, because loading a model takes longer.
+            file = None if text is None else TextFile.read(text)
+            plan = make_plan(*load(), config, root, tokenizer, file)
             # A refused request leaves nothing behind, so the folder is opened only once the plan stands.
             run = Build.start(plan, opened.enter_context(Workspace(root)), observer.step_started)
             run.steps, run.failed = steps, failed
             run.step("load", {kind: run.identity(kind) for kind in run.facts}, [], lambda paths: None)
             _keep_tokenizer(run)
             _keep_programs(run)
-            if text is not None:
-                run.read_text(text)
         for name, works in (*BUILDING, *(EVIDENCE if evidence else STRUCTURE)):
             with _stage(name, stages, steps, failed, observer):
                 for work in works:

@@ -204,13 +204,15 @@ def _quality(build: Build) -> None:
 
 
 def _maps(build: Build) -> None:
+    named = build.text_source if build.named_text is not None else None
     inputs = {"checkpoint": build.identity("mod"), "seed": build.config.seed, **build.versions("torch")}
+    inputs |= {} if named is None else {"text": build.text_inputs}
     for graph in having(build.graphs, model="mod", role="forward", target=None):
 
         def make(bucket: Bucket = graph.bucket) -> list[RoutingMap]:
             reference = build.reference("mod")
             ks = reference.k_by_layer(bucket).values()
-            batches = parity_batches(reference.model, bucket, ks, build.config.seed, 1)
+            batches = parity_batches(reference.model, bucket, ks, build.config.seed, 1, text_source=named)
             row = routing_map(reference, bucket, batches)
             return [] if row is None else [row]
 

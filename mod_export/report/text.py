@@ -155,7 +155,7 @@ def _conditions(report: BuildReport) -> list[str]:
                 *(f"no routing site: {seen}" for seen in report.unfollowed),
             ]
     if report.text is not None:
-        lines.append(f"judged and timed on {wording.named_text(report.text)}")
+        lines.append(f"texts: from {wording.named_text(report.text)}")
     if report.config.get("outputs") == "last":
         lines.append('outputs: last, the logits of each row\'s last token; `outputs = "logits"` returns all')
     if report.latency:

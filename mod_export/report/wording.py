@@ -188,7 +188,9 @@ def quality_text(quality: QualityRow | None) -> str:
 
 def timed_texts(rows: Sequence[DecodeRow]) -> str:
     """Says how many texts steps were timed on, and which: 4 or 8 texts (random ids)."""
-    counts = sorted({row.texts for row in rows})
+    counts = sorted({row.texts for row in rows if row.texts is not None})
+    if not counts:
+        return "a text"
     kinds = " or ".join(dict.fromkeys(TEXTS[row.text] for row in rows if row.text is not None))
     texts = f"{' or '.join(f'{count:,}' for count in counts)} text{'' if counts == [1] else 's'}"
     return f"{texts} ({kinds})" if kinds else texts

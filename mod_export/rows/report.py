@@ -112,7 +112,7 @@ class BuildReport(Result):
     capacity: float | None = None
     """Capacity of every routed layer, if one was given in place of the checkpoint's own (`--capacity`)."""
     text: NamedText | None = None
-    """The file of text that the user named (`--text`), on which the model was judged and timed."""
+    """The file of text that the user named (`--text`) to judge and to time on."""
     verdict: Verdict
     """The outcome of all gates."""
     not_compared: str | None = None

@@ -230,13 +230,14 @@ class DecodeRow(PairRow):
     """CPU threads of one operator; 0: the library chooses."""
     positions: int
     """Number of positions at which a step was timed, over all texts."""
-    texts: int = 1
-    """Number of texts, on which the positions are shared out; at least one for each row of the bucket."""
+    texts: int | None = None
+    """Number of texts, on which the positions are shared out; at least one for each row of the bucket. Null if it is
+    not known."""
     text: TextKind | None = None
     """Where the texts come from. `named`: a file that the user named (`--text`). `held_out`: held-out text that comes
     with the model. `documentation`: the English documentation of the running Python, read with the model's tokenizer;
     the model may have been trained on it. `random`: random ids, in which other tokens may run than in text.
-    Null in reports of earlier releases, which timed random ids if the model had no held-out text."""
+    Null if it is not known."""
     ms: dict[ModelKind, float]
     """Milliseconds of a step of each model: the mean over the positions, each with its fastest run."""
     tokens_per_second: dict[ModelKind, float]

@@ -44,6 +44,19 @@ GENERATING: dict[str, ModelSpec] = {
         capacity=0.5,
     ),
     "trained by rank": make_spec(predictor_hidden=3, layers=(1, 2)),
+    "MLP routed, normed, adapter": make_spec(
+        parts="mlp",
+        selection="predictor",
+        predictor_hidden=2,
+        router_input="normed",
+        skipped_result="adapter",
+        adapter="gated",
+        adapter_hidden=3,
+        gate="ones",
+    ),
+    "routed apart, normed, experts": make_spec(
+        parts="separate", selection="threshold", router_input="normed", experts=experts()
+    ),
     "attention routed": make_spec(parts="attention", selection="threshold", router_input="normed"),
     "MLP routed": make_spec(parts="mlp", selection="threshold", router="linear_bias", combine="replace"),
     "compact positions": make_spec(selection="threshold", positions="compact", gate="tanh_affine"),

@@ -19,7 +19,7 @@ from mod_models.step import DecodeStep, slots_of_step
 from mod_models.transformer import RoutedBlock, Transformer
 
 FEW = (
-    "dense", "trained by rank", "routed apart by predictors", "MLP routed", "compact positions",
+    "dense", "trained by rank", "routed apart by predictors", "MLP routed, normed, adapter", "compact positions",
     "experts in routed MLPs", "experts after routed attention",
 )  # fmt: skip
 """Names in GENERATING: each part of a block that decides for itself, and each kind of cache."""

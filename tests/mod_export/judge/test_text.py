@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import pytest
 from mod_export.errors import UsageError
 from mod_export.judge import text
 from mod_export.judge.text import (
+    TextFile,
     TextSource,
+    TokensOf,
     documentation,
     documentation_of,
-    named_text,
     prompts_of,
     text_ids,
     text_kind,
@@ -39,7 +40,8 @@ def test_prompts_are_held_out_text_or_random_ids(model: Model) -> None:
 def test_a_named_text_comes_first_and_documentation_last(model: Model, tmp_path: Path) -> None:
     path = tmp_path / "letters.txt"
     path.write_text(LETTERS)
-    named, described = named_text(path, IDS, 256, 20), documentation_of(IDS, 256)
+    named = TextFile.read(path).source("m", IDS, 256, 20)
+    described = documentation_of(IDS, 256)
     assert named.named is not None
     assert (named.named.name, named.named.sha256) == ("letters.txt", sha256(path.read_bytes()).hexdigest())
     cases = ((named, model, "named"), (described, model, "held_out"), (described, None, "documentation"))
@@ -70,7 +72,7 @@ def test_of_a_long_file_the_beginning_counts_up_to_a_whole_character(
     path = tmp_path / "long.txt"
     path.write_text("ab\N{EURO SIGN}" * 20, encoding="utf-8")
     monkeypatch.setattr(text, "READ_BYTES", 13)  # After the first byte of the third sign.
-    found = named_text(path, IDS, 256, 5)
+    found = TextFile.read(path).source("m", IDS, 256, 3)
     assert bytes(found.ids_N.tolist()).decode() == "ab\N{EURO SIGN}" * 2 + "ab"
     assert found.named is not None
     assert found.named.sha256 == sha256(path.read_bytes()[:13]).hexdigest()
@@ -86,19 +88,20 @@ def _number(content: str) -> Sequence[int]:
         (None, IDS, r"cannot be read \(No such file or directory\)"),
         (b"\xff\xfe", IDS, r"not UTF-8 text \(byte 0\); name a file of plain text"),
         (b"half \xe2\x82", IDS, r"not UTF-8 text \(byte 5\); name a file of plain text"),
-        (b"", IDS, "has 0 tokens; the longest row has 20, so name a longer text"),
-        (b"a" * 20, IDS, "has 20 tokens; the longest row has 20, so name a longer text"),
-        (b"a" * 21, _number, "has token 300, and the model has a vocabulary of 256"),
+        (b"", IDS, "has 0 tokens; name a text of at least 80, 4 times the longest row"),
+        (b"a" * 79, IDS, "has 79 tokens; name a text of at least 80, 4 times the longest row"),
+        (b"a" * 80, _number, "has token 300, and m has a vocabulary of 256"),
+        (b"a" * 80, None, "m has no tokenizer, so it reads no text; name one"),
     ],
 )
 def test_files_that_are_refused(
-    content: bytes | None, tokens_of: Callable[[str], Sequence[int]], message: str, tmp_path: Path
+    content: bytes | None, tokens_of: TokensOf | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "given.txt"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError, match=f"^{re.escape(str(path))}: {message}$"):
-        named_text(path, tokens_of, 256, 20)
+        TextFile.read(path).source("m", tokens_of, 256, 20)
 
 
 def test_documentation_needs_a_tokenizer_that_fits() -> None:

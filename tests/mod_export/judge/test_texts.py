@@ -440,7 +440,7 @@ class _WithoutText(TransformerModel):
     sample_ids, token_texts, ids_of_text = Model.sample_ids, Model.token_texts, Model.ids_of_text
 
 
-def test_a_model_without_source_its_own_reads_documentation(
+def test_a_model_without_text_of_its_own_reads_documentation(
     writer: GeneratingModel, writing_model: Model, reference: Reference, original: Reference
 ) -> None:
     """Too few tokens of it leave quality out."""

@@ -14,7 +14,7 @@ from command_line import invoke
 from writing import SPEC
 
 from mod_export import build as build_from_python
-from mod_export.folder.manifest import open_folder
+from mod_export.folder.manifest import open_folder, read_manifest
 from mod_export.pipeline.build import Build
 from mod_export.rows.report import BuildReport, report_from_json
 from mod_models.checkpoint import random_checkpoint, save_checkpoint
@@ -39,7 +39,7 @@ def own(writing_folder: Path, own_text: Path, tmp_path_factory: pytest.TempPathF
     model, config = writing_folder / "writing.pt", writing_folder / "writing.toml"
     ran = invoke("build", model, "-c", config, "-o", root, "--text", own_text)
     assert ran.exit_code == 0, ran.stderr
-    assert f"judged and timed on the named text tickets.txt, SHA-256 {_hash(own_text)[:12]}" in ran.stdout
+    assert f"texts: from the named text tickets.txt, SHA-256 {_hash(own_text)[:12]}" in ran.stdout
     return root
 
 
@@ -64,16 +64,25 @@ def test_everything_that_reads_text_reads_that_of_the_user(own: Path, own_text: 
     # Two letters have another perplexity than English, and other tokens run.
     assert report.generation.quality.perplexity != before.generation.quality.perplexity
     assert [row.selected for row in report.generation.decode] != [row.selected for row in before.generation.decode]
+    assert report.routing_maps[0].tokens != before.routing_maps[0].tokens
     # Whole rows are judged on it in float32 too.
     whole = [row for row in report.parity if row.role == "forward"]
     assert whole
     assert all("text" in row.inputs for row in whole)
     assert f"--text {own_text} " in str(report.rebuild)
     page = (own / "report.html").read_text()
-    assert f"judged and timed on the named text tickets.txt, SHA-256 {_hash(own_text)[:12]}" in page
+    assert f"come from the named text tickets.txt, SHA-256 {_hash(own_text)[:12]}, which" in page
     assert RARE * 3 not in page
     shown = [path.read_text() for path in own.iterdir() if path.suffix in (".json", ".html")]
     assert not any(RARE * 20 in text for text in shown)
+
+
+def test_all_steps_that_read_text_are_done_again(own: Path, written: Path) -> None:
+    before, after = (
+        {name: step["fingerprint"] for name, step in read_manifest(root)["steps"].items()} for root in (written, own)
+    )
+    changed = {name.partition("/")[0] for name in after if after[name] != before[name]}
+    assert changed == {"parity", "texts", "quality", "map", "first_token", "decode", "report"}
 
 
 def test_steps_are_timed_on_several_texts(own: Path, written: Path) -> None:
@@ -86,13 +95,16 @@ def test_steps_are_timed_on_several_texts(own: Path, written: Path) -> None:
     assert "5 positions in 4 or 6 texts (the named text)" in invoke("report", own).stdout
 
 
-def test_a_finished_folder_is_run_with_the_text_or_says_that_another_was_read(own: Path, own_text: Path) -> None:
+def test_a_finished_folder_is_run_with_the_text_or_says_that_another_was_read(
+    own: Path, own_text: Path, tmp_path: Path
+) -> None:
     note = "the text of the build, tickets.txt, was not given (--text), so another text was read"
+    renamed, other = tmp_path / "renamed.txt", tmp_path / "other.txt"
+    renamed.write_bytes(own_text.read_bytes())
+    other.write_text("another text" * 99)
     for command in ("validate", "bench"):
-        given, missing = invoke(command, own, "--text", own_text), invoke(command, own)
-        assert given.exit_code == missing.exit_code == 0
-        assert note not in given.output
-        assert note in missing.output
+        outputs = [invoke(command, own, *more).output for more in ((), ("--text", renamed), ("--text", other))]
+        assert [note in output for output in outputs] == [True, False, True]
 
 
 def test_a_finished_folder_reads_documentation_where_it_has_no_model(written: Path, own_text: Path) -> None:
@@ -106,14 +118,14 @@ def test_a_finished_folder_reads_documentation_where_it_has_no_model(written: Pa
     assert (kind, set(np.unique(ids_NS).tolist())) == ("named", set(RARE.encode()))
 
 
-def test_a_text_that_does_not_fit_ends_the_build_before_anything_is_built(writing_folder: Path, tmp_path: Path) -> None:
+def test_a_text_that_does_not_fit_leaves_nothing_behind(writing_folder: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
-    short.write_text("a" * 48)
+    short.write_text("a" * 191)
     model, config = writing_folder / "writing.pt", writing_folder / "writing.toml"
     ran = invoke("build", model, "-c", config, "-o", tmp_path / "built", "--text", short)
     assert ran.exit_code == 2
-    assert re.search(r"short\.txt: has 48 tokens; the longest row has 48, so name a longer text", ran.stderr)
-    assert not list((tmp_path / "built").glob("*.onnx"))
+    assert re.search(r"short\.txt: has 191 tokens; name a text of at least 192, 4 times the longest row", ran.stderr)
+    assert not (tmp_path / "built").exists()
 
 
 def test_a_model_without_a_tokenizer_reads_no_text(own_text: Path, tmp_path: Path) -> None:

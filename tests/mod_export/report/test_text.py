@@ -289,6 +289,8 @@ def test_what_is_not_known_of_generation_is_said(report: BuildReport) -> None:
     assert "prompt and answer; no routed layers\n" in text
     assert report.generation is not None
     assert report.generation.quality is not None
+    unknown = [changed(row, texts=None, text=None) for row in report.generation.decode]
+    assert "mean over 48 positions in a text, interleaved" in section(report, decode=tuple(unknown))
     read = [changed(row, text=None) for row in report.generation.decode]
     text = section(report, quality=changed(report.generation.quality, text="documentation"), decode=tuple(read))
     assert "mean over 48 positions in 4 or 8 texts, interleaved" in text
