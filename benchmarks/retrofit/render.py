@@ -19,17 +19,17 @@ from matplotlib import pyplot as plt
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from benchmarks.marked_part import marks, replace_part
-from benchmarks.retrofit.ways import ABOUT, ANSWERS, AS_GIVEN, SAMPLES
+from benchmarks.retrofit.ways import ABOUT, ANSWERS, AS_GIVEN, SAMPLES, SPEEDS
 from mod_models.train.fit import FIT_TOKENS
 
 FIGURE = "retrofit.svg"
 COLUMNS = (
     "training tokens", "model", "seeds", "rows: perplexity", "rows: against dense", "rows: speed-up (FLOPs)",
-    "text: perplexity", "text: against dense", "text: tokens run", "text: speed-up (timed tokens run)",
+    "text: perplexity", "text: against dense", "text: tokens run", "text: speed-up (tokens run, bytes)",
 )  # fmt: skip
 USES = {
     "whole_rows": "whole rows, top-k selects",
-    "text": "one text, predictors decide; fewer tokens run while it is timed",
+    "text": "one text, predictors decide",
 }
 """The two ways to use a model -> heading of its half of the figure."""
 PARTS = {"mlp": "MLPs", "attention": "attentions", "block": "blocks", "separate": "attentions and MLPs"}
@@ -47,9 +47,12 @@ def render(samples: Path, docs: Path) -> None:
     their training tokens. Samples that differ only in their seed share a line. A page that does not exist is written.
     """
     about = json.loads((samples / ABOUT).read_text(encoding="utf-8"))
-    found = [
-        {**json.loads(path.read_text(encoding="utf-8")), "stem": path.stem} for path in sorted(samples.glob("*-*.json"))
-    ]
+    speeds = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (samples / SPEEDS).glob("*.json")}
+    found: list[Sample] = []
+    for path in sorted(samples.glob("*-*.json")):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        # A run of several hours may have been stopped before the shape was timed.
+        found.append({**one, "stem": path.stem, "speed": speeds.get(one["shape"])})
     found.sort(
         key=lambda sample: (sample["tokens"], sample["kind"] != "dense", sample["dense_first"], _speed(sample, "text"))
     )
@@ -77,11 +80,12 @@ def _measured(lines: Sequence[Sequence[Sample]], about: Mapping[str, Any]) -> li
         "held-out: the mean over seeds, and the smallest and largest. *Rows*: top-k selects in every row. *Text*: the",
         f"predictors decide, and a text has the slots of a window of {about['window']:,} tokens. *Tokens run*: mean",
         "share over the routed parts. *Against dense*: the dense model that was trained on as many tokens with the",
-        "same seed. Models without blocks or with narrower MLPs are controls: smaller dense models. All but *dense*",
-        "are distilled from the dense model as given, or from the one that was trained first, whose tokens count.",
-        f"Before that, narrower MLPs and fitted routers and adapters are fitted to {FIT_TOKENS:,} more tokens.",
+        "same seed. Models without blocks or with narrower MLPs are controls: smaller dense models. *With a teacher*:",
+        "distilled from the dense model as given; after *dense for the first* tokens, from the model so trained.",
+        f"Narrower MLPs, fitted routers and adapters are first fitted to {FIT_TOKENS:,} more tokens.",
         "Speed-ups are over the whole dense model, on one thread of ONNX Runtime, and measured once for each shape.",
-        "The text that is timed is short, and the share of its tokens that run is in brackets.",
+        "Texts are timed on held-out text too; in brackets the share of their tokens that run, and the speed-up that",
+        "the bytes of weights and cache predict.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---" * len(COLUMNS) + "|",
@@ -145,17 +149,21 @@ def _line(line: Sequence[Sample], dense_of: Mapping[tuple[int, int], Sample]) ->
     cells = [f"{one['tokens']:,}", label(one), seeds]
     if _is_dense(one):
         return f"| {' | '.join([*cells, *quality('whole_rows'), '1', *quality('text'), '100%', '1'])} |"
-    speed = one["speed"]
-    failed = ", a gate failed" if "fail" in [sample["status"] for sample in line] else ""
-    ran, timed = [sample["text"]["ran"] for sample in line], speed["text"]["ran"]
-    cells += [
-        *quality("whole_rows"),
-        f"{_interval(speed['whole_rows'])} ({speed['whole_rows']['predicted_flops']:.2f}){failed}",
-        *quality("text"),
-        "100%" if None in ran else f"{sum(ran) / len(ran):.0%}",
-        _interval(speed["text"]) + ("" if timed is None else f" ({timed:.0%})"),
-    ]
-    return f"| {' | '.join(cells)} |"
+    ran = [sample["text"]["ran"] for sample in line]
+    rows, text = ("", "") if one["speed"] is None else _speeds(one["speed"])
+    share = "100%" if None in ran else f"{sum(ran) / len(ran):.0%}"
+    return f"| {' | '.join([*cells, *quality('whole_rows'), rows, *quality('text'), share, text])} |"
+
+
+def _speeds(speed: Sample) -> tuple[str, str]:
+    """Returns the cells of the speed-ups of whole rows and of text."""
+    rows, text = speed["whole_rows"], speed["text"]
+    failed = ", a gate failed" if speed["status"] == "fail" else ""
+    ran = "" if text["ran"] is None else f"{text['ran']:.0%}, "
+    return (
+        f"{_interval(rows)} ({rows['predicted_flops']:.2f}){failed}",
+        f"{_interval(text)} ({ran}{text['predicted_bytes']:.2f})",
+    )
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -171,6 +179,7 @@ def label(sample: Sample) -> str:
     if _is_dense(sample):
         return "dense, trained as long"
     after = f"; dense for the first {sample['dense_first']:.0%} of the tokens" if sample["dense_first"] else ""
+    after += "; with a teacher" if sample["taught"] else ""
     layers = len(sample["layers"])
     form, _, number = sample["route"].partition(":")
     if sample["kind"] == "removed":
@@ -205,7 +214,7 @@ def _draw(lines: Sequence[Sequence[Sample]], untouched: Sample, path: Path) -> N
     budgets = sorted({line[0]["tokens"] for line in lines})
     for axes, (use, title) in zip(both, USES.items(), strict=True):
         axes.plot([1], [math.exp(untouched["next_token_loss"])], "kx", label="dense, as given")
-        for line in lines:
+        for line in [line for line in lines if _is_dense(line[0]) or line[0]["speed"]]:
             perplexities = [math.exp(sample[use]["next_token_loss"]) for sample in line]
             middle = sum(perplexities) / len(perplexities)
             # The mean of equal numbers can be a rounding error away from them.

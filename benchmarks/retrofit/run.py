@@ -22,7 +22,18 @@ from typing import Any
 
 from benchmarks.retrofit.controls import narrowed, without
 from benchmarks.retrofit.render import render
-from benchmarks.retrofit.ways import ABOUT, AS_GIVEN, DENSE, GRID, SAMPLES, SEEDS, Way, config_of, steps_of_dense
+from benchmarks.retrofit.ways import (
+    ABOUT,
+    AS_GIVEN,
+    DENSE,
+    GRID,
+    SAMPLES,
+    SEEDS,
+    SPEEDS,
+    Way,
+    config_of,
+    steps_of_dense,
+)
 from mod_models import probe
 from mod_models.checkpoint import Checkpoint, load_checkpoint
 from mod_models.generation_spec import for_generation
@@ -41,7 +52,8 @@ RANKING = "probe.json"
 SETTINGS = ("seq", "window", "batch", "learning_rate", "precision", "eval_batches", "probe_rows")
 """Options that all samples of a folder share."""
 SPEED = """\
-# One engine, one thread, whole rows and one text: what the table's speed-ups are measured with.
+# One engine, one thread, whole rows and one text: what the table's speed-ups are measured with. Texts are as long as
+# where perplexity is measured, and have the slots of the same window.
 buckets = [[1, {seq}]]
 targets = ["ort-cpu"]
 outputs = "last"
@@ -53,35 +65,45 @@ min_speedup = 0.0
 build = "always"
 window = {window}
 prompts = [{seq}]
+caches = [{seq}]
 batches = [1]
 compared_texts = 0
+measured_texts = 16
+measured_tokens = 96
 """
+TEXT = "held_out.txt"
+"""Beside the trained models: the held-out text, on which speed is measured too."""
 
 
 def run_way(way: Way, given: argparse.Namespace, corpus: Corpus) -> str:
-    """Trains and measures one way, unless its sample is there; returns a line to show."""
+    """Trains and measures one way, as far as its results are not there; returns a line to show. A shape is built and
+    timed once. The dense model is what speeds are compared with.
+    """
     name = folder_name(way, given)
-    sample = samples_of(given) / f"{name}.json"
-    if sample.exists():
+    sample, speed = samples_of(given) / f"{name}.json", samples_of(given) / SPEEDS / f"{way.shape}.json"
+    if sample.exists() and (speed.exists() or way == DENSE):
         return f"{name}: done before"
     layers = trained(way, given, corpus)
     folder = given.results / name
-    result = {
-        **asdict(way),
-        "name": way.name,
-        "shape": way.shape,
-        "layers": layers,
-        "seed": given.seed,
-        "tokens": tokens_of(given),
-        **judged(load_checkpoint(folder / "model.pt"), config_of(way, given), corpus, given.window),
-        **(UNTIMED if way == DENSE else speed_of(way, folder, given)),
-    }
-    sample.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return f"{name}: {result['whole_rows']['bits_per_byte']:.3f} bits/byte"
+    if not sample.exists():
+        result = {
+            **asdict(way),
+            "name": way.name,
+            "shape": way.shape,
+            "layers": layers,
+            "seed": given.seed,
+            "tokens": tokens_of(given),
+            **judged(load_checkpoint(folder / "model.pt"), config_of(way, given), corpus, given.window),
+        }
+        _write(sample, result)
+    if not speed.exists() and way != DENSE:
+        _write(speed, speed_of(way, folder, given, corpus))
+    return f"{name}: {json.loads(sample.read_text())['whole_rows']['bits_per_byte']:.3f} bits/byte"
 
 
-UNTIMED: dict[str, Any] = {"speed": None, "status": None}
-"""The dense model is what speeds are compared with."""
+def _write(path: Path, result: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def samples_of(given: argparse.Namespace) -> Path:
@@ -102,6 +124,9 @@ def folder_name(way: Way, given: argparse.Namespace) -> str:
 def trained(way: Way, given: argparse.Namespace, corpus: Corpus) -> tuple[int, ...]:
     """Trains a way in its folder, unless that has been done, after the dense model that it follows; returns the layers
     that route or are removed.
+
+    Raises:
+        RuntimeError: the folder holds a model that was trained in another way.
     """
     folder = given.results / folder_name(way, given)
     dense = load_checkpoint(given.model)
@@ -109,7 +134,10 @@ def trained(way: Way, given: argparse.Namespace, corpus: Corpus) -> tuple[int, .
     if way.routes or way.kind == "removed":
         text = way.route.format(half=dense.spec.n_layers // 2).replace("cheapest", str(samples_of(given) / RANKING))
         layers = layers_of(text, dense.spec.n_layers, way.kind if way.routes else "block")
-    if (folder / "trained").exists():
+    done, described = folder / "trained", json.dumps(asdict(way))
+    if done.exists():
+        if done.read_text(encoding="utf-8") != described:
+            raise RuntimeError(f"{folder}: was trained in another way; name another folder with --results")
         return layers
     if way.dense_first:
         before_it = argparse.Namespace(**{**vars(given), "steps": steps_of_dense(way, given.steps)})
@@ -117,11 +145,12 @@ def trained(way: Way, given: argparse.Namespace, corpus: Corpus) -> tuple[int, .
         dense = load_checkpoint(given.results / folder_name(DENSE, before_it) / "model.pt")
     config = config_of(way, given)
     initial = started(way, dense, layers, config, corpus)
-    teacher = None if way == DENSE or way.routes else dense
+    # A model that routes has its own dense form for a teacher.
+    teacher = dense if way.has_teacher and not way.routes else None
     for event in train(initial.spec, config, folder, initial=initial, corpus=corpus, teacher=teacher):
         if event.text:
             print(f"{folder.name}: {event.text}", flush=True)
-    (folder / "trained").touch()
+    done.write_text(described, encoding="utf-8")
     return layers
 
 
@@ -135,7 +164,7 @@ def started(way: Way, dense: Checkpoint, layers: tuple[int, ...], config: TrainC
         return narrowed(dense, way.share, rows_to_fit(corpus, config))
     spec = routed_spec(
         dense.spec, layers, way.share, way.kind, "predictor", skipped_keys=way.skipped_keys, adapter=way.adapter,
-        adapter_share=way.adapter_share, routers=way.routers,
+        adapter_share=way.adapter_share, routers=way.routers, calibrated=config.calibrate > 0,
     )  # fmt: skip
     begin = retrofitted(dense, spec, config.seed)
     if way.routers == LEARNED and way.adapter == "none":
@@ -168,20 +197,18 @@ def numbers_of(model: Transformer, config: TrainConfig, corpus: Corpus) -> dict[
     return {**numbers, "ran": sum(ran) / len(ran) if ran else None}
 
 
-def speed_of(way: Way, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+def speed_of(way: Way, folder: Path, given: argparse.Namespace, corpus: Corpus) -> dict[str, Any]:
     """Builds the model in `folder` in its own process, and returns the speed-ups of whole rows and of one text from the
-    report, and the status of its verdict. A shape is built and timed once, because training changes hardly the share
-    of the tokens that run; other models of the shape have no status.
+    report, and the status of its verdict.
 
     A model that routes is compared with its own dense baseline, and a smaller one with the given dense model.
     """
-    for path in sorted(samples_of(given).glob("*-*.json")):
-        sample = json.loads(path.read_text(encoding="utf-8"))
-        if sample["shape"] == way.shape:
-            return {**UNTIMED, "speed": sample["speed"]}
     settings = SPEED.format(seq=given.seq, window=given.window)
     (folder / "speed.toml").write_text(settings, encoding="utf-8")
+    text = (given.results / TEXT).resolve()
+    text.write_text(read_back(corpus), encoding="utf-8")
     command = [sys.executable, "-m", "mod_export", "build", "model.pt", "-c", "speed.toml", "-o", "build", "-q"]
+    command += ["--text", str(text)]
     command += [] if way.routes else ["--baseline", str(given.model.resolve())]
     ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     # Code 4 means that a gate failed. Such a build has a report, which says so.
@@ -190,16 +217,26 @@ def speed_of(way: Way, folder: Path, given: argparse.Namespace) -> dict[str, Any
     report = json.loads((folder / "build" / "report.json").read_text(encoding="utf-8"))
     (row,) = report["speedup"]
     (steps,) = report["generation"]["decode"]
-    # The timed text is short, and other tokens run in it than in the held-out text.
     selected = list(steps["selected"].values())
-    speed = {
+    return {
         "whole_rows": {name: row[name] for name in ("measured", "ci95", "predicted_flops")},
         "text": {
-            **{name: steps["compared"][name] for name in ("measured", "ci95")},
+            **{name: steps["compared"][name] for name in ("measured", "ci95", "predicted_bytes")},
+            "texts": steps["texts"],
             "ran": sum(selected) / len(selected) if selected else None,
         },
+        "status": report["verdict"]["status"],
     }
-    return {"speed": speed, "status": report["verdict"]["status"]}
+
+
+def read_back(corpus: Corpus) -> str:
+    """Returns the held-out tokens of a corpus as text."""
+    ids_N = corpus.held_out.id_N
+    if corpus.tokenizer is None:
+        return bytes(ids_N.tolist()).decode(errors="replace")
+    from tokenizers import Tokenizer
+
+    return str(Tokenizer.from_file(str(corpus.tokenizer)).decode(ids_N.tolist()))
 
 
 def before(given: argparse.Namespace, corpus: Corpus) -> None:

@@ -18,6 +18,8 @@ AS_GIVEN = "as_given"
 """Name of the dense model before any training, in ABOUT and among the answers."""
 ANSWERS = "answers"
 """Folder beside the samples: how well their models answer the questions of lm-eval, in files of the same names."""
+SPEEDS = "speed"
+"""Folder beside the samples: the speed of each shape, which training changes hardly."""
 SEEDS = 6
 """Number of seeds of a run, from 0 on. A model that follows the training of its dense model adds this number to its
 seed, so that it reads other windows of the text. Sums from 12 on are the windows of fits and calibrations.
@@ -37,8 +39,9 @@ class Way:
         adapter: what skipped tokens run.
         adapter_share: how many neurons a gated adapter has, as a share of those of the MLP.
         routers: `fitted` or `learned`.
+        taught: whether the dense model as given is the teacher, whose predictions count as much as the text.
         dense_first: share of the training tokens that the dense model is trained on before the way starts from it and
-            learns from it; 0 to start and learn from the dense model as given.
+            has it for its teacher; 0 to start from the dense model as given.
     """
 
     kind: str
@@ -48,6 +51,7 @@ class Way:
     adapter: str = "none"
     adapter_share: float = 0.0
     routers: str = FITTED
+    taught: bool = False
     dense_first: float = 0.0
 
     @property
@@ -65,7 +69,13 @@ class Way:
 
     @property
     def name(self) -> str:
-        return f"{self.shape}-first-{self.dense_first:g}" if self.dense_first else self.shape
+        first = f"-first-{self.dense_first:g}" if self.dense_first else ""
+        return f"{self.shape}{'-taught' if self.taught else ''}{first}"
+
+    @property
+    def has_teacher(self) -> bool:
+        """Whether it learns from the dense model that it starts from."""
+        return self.taught or self.dense_first > 0
 
 
 USUAL = ("absent", "none", FITTED)
@@ -76,7 +86,13 @@ GRID = (
     Way("removed", "cheapest:3", 0.0),
     Way("narrowed", "all", 0.8),
     Way("mlp", "cheapest:{half}", 0.5, adapter="gated", adapter_share=0.25),
+    Way("mlp", "every:1", 0.5, adapter="gated", adapter_share=0.25),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear"),
+    Way("removed", "cheapest:3", 0.0, taught=True),
+    Way("narrowed", "all", 0.8, taught=True),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="gated", adapter_share=0.25, taught=True),
+    Way("mlp", "every:1", 0.5, adapter="gated", adapter_share=0.25, taught=True),
+    Way("mlp", "cheapest:{half}", 0.5, adapter="linear", taught=True),
     Way("removed", "cheapest:3", 0.0, dense_first=0.75),
     Way("narrowed", "all", 0.8, dense_first=0.75),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear", dense_first=0.75),
@@ -86,7 +102,6 @@ GRID = (
     Way("removed", "cheapest:5", 0.0),
     Way("narrowed", "all", 0.85),
     Way("narrowed", "all", 0.65),
-    Way("mlp", "every:1", 0.5, adapter="gated", adapter_share=0.25),
     Way("mlp", "cheapest:{half}", 0.25, adapter="linear"),
     Way("mlp", "cheapest:{half}", 0.5, adapter="linear", routers=LEARNED),
     Way("block", "cheapest:{half}", 0.75, skipped_keys="kept", adapter="linear"),
@@ -111,8 +126,7 @@ def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
     """Returns the settings of a way. Every way has the same budget, and all with the same `dense_first` the same
     batches.
 
-    All ways but `DENSE` are distilled from the dense model that they start from. Only a model that routes has
-    predictors to calibrate, and only routers that learn begin at capacity 1.
+    Only a model that routes has predictors to calibrate, and only routers that learn begin at capacity 1.
     """
     steps = given.steps - steps_of_dense(way, given.steps)
     return TrainConfig(
@@ -120,6 +134,6 @@ def config_of(way: Way, given: argparse.Namespace) -> TrainConfig:
         learning_rate=given.learning_rate, router_learning_rate=10 * given.learning_rate, weight_decay=0.0,
         warmup=max(1, steps // 20), eval_every=max(1, steps // 2), eval_batches=given.eval_batches,
         log_every=max(1, steps // 40), recompute=given.recompute, precision=given.precision,
-        anneal=0.5 if way.routes and way.routers == LEARNED else 0.0, distill=0.0 if way == DENSE else 1.0,
+        anneal=0.5 if way.routes and way.routers == LEARNED else 0.0, distill=1.0 if way.has_teacher else 0.0,
         calibrate=8 if way.routes else 0, seed=given.seed + (SEEDS if way.dense_first else 0),
     )  # fmt: skip
