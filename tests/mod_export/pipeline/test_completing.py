@@ -365,7 +365,7 @@ def test_a_report_that_was_changed_is_not_completed(root: Path, openvino_runs: H
 
 def test_a_part_of_it_completes_nothing(root: Path, openvino_runs: Here) -> None:
     openvino_runs(False)
-    note = "not written into the folder: that needs a run over all of it, with its own weights and configuration"
+    note = "not written into the folder: that needs a run over all of it, with its own weights, configuration and text"
     assert note in validate_folder(root, None, ["ort-cpu"]).notes
     config = changed(open_folder(root).config, {"latency/samples": 9})
     assert bench_folder(root, config, ()).notes == [note]
