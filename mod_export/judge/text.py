@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import numpy as np
 from mod_export.errors import UsageError
 from mod_export.model.model import Model
 from mod_export.rows.speed import NamedText
-from mod_export.types import TextKind
+from mod_export.types import Bucket, TextKind
 
 READ_BYTES = 2**22
 """A file is read up to here. A tokenizer takes about a second for it."""
@@ -113,21 +113,25 @@ class TextFile:
             raise UsageError(f"{path}: not UTF-8 text (byte {error.start:,}); name a file of plain text") from error
         return cls(path, text, hashlib.sha256(data).hexdigest())
 
-    def source(self, reader: str, tokens_of: TokensOf | None, vocab_size: int | None, longest: int) -> TextSource:
+    def source(
+        self, reader: str, tokens_of: TokensOf | None, vocab_size: int | None, buckets: Iterable[Bucket], window: int
+    ) -> TextSource:
         """Returns the text in the ids of a model.
 
         Args:
             reader: name of the model.
             tokens_of: its tokenizer; None if it has none.
             vocab_size: size of its vocabulary; None if it does not read ids.
-            longest: number of tokens of the longest row that is judged or timed.
+            buckets: shapes of the whole rows that are judged.
+            window: number of tokens of the longest text that it writes; 0 if it writes none.
 
         Raises:
             UsageError: the model has no tokenizer, or the text is too short or does not fit the vocabulary.
         """
         if tokens_of is None or vocab_size is None:
             raise UsageError(f"{self.path}: {reader} has no tokenizer, so it reads no text; name one")
-        ids_N, least = np.array(tokens_of(self.text), dtype=np.int64), LEAST_ROWS * longest
+        ids_N = np.array(tokens_of(self.text), dtype=np.int64)
+        least = LEAST_ROWS * max(window, *(bucket.seq for bucket in buckets))
         if ids_N.max(initial=-1) >= vocab_size:
             raise UsageError(f"{self.path}: has token {ids_N.max()}, and {reader} has a vocabulary of {vocab_size:,}")
         if len(ids_N) < least:

@@ -205,9 +205,8 @@ class Build:
         build.add(manifest.cost)
         if file is not None:
             window = manifest.generation.window if isinstance(manifest.generation, GenerationFacts) else 0
-            longest = max(window, *(bucket.seq for bucket in manifest.buckets))
             facts, reader = manifest.models["mod"], tokens_of(manifest.tokenizer, folder.root)
-            build._named_text = file.source(facts.name, reader, facts.vocab_size, longest)
+            build._named_text = file.source(facts.name, reader, facts.vocab_size, manifest.buckets, window)
         # Where nothing runs here, the reasons are given before any work is done.
         forward = [engine for engine in manifest.engines if not engine.writes_text]
         runnable_engines(root, forward, targets, failed=manifest.failed)

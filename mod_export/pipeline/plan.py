@@ -194,12 +194,11 @@ def make_plan(
 def _source_of(text: TextFile, plan: Plan) -> TextSource:
     vocabulary, model = plan.vocabulary, plan.model
     window = plan.generation.window if isinstance(plan.generation, GenerationPlan) else 0
-    longest = max(window, *(bucket.seq for bucket in plan.buckets))
     vocab_size = None if model.tokens is None else model.tokens.vocab_size
     with tempfile.TemporaryDirectory() as folder:
         if plan.tokenizer is not None and vocabulary == TOKENIZER:
             plan.tokenizer.write(Path(folder))
-        return text.source(model.name, tokens_of(vocabulary, Path(folder)), vocab_size, longest)
+        return text.source(model.name, tokens_of(vocabulary, Path(folder)), vocab_size, plan.buckets, window)
 
 
 def tokens_of(vocabulary: str | None, folder: Path) -> TokensOf | None:

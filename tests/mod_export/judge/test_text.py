@@ -24,6 +24,7 @@ from mod_export.judge.text import (
 )
 from mod_export.model.model import Model
 from mod_export.runtime.texts import Bytes
+from mod_export.types import Bucket
 
 IDS = Bytes().ids
 LETTERS = "abcdefghijklmnopqrstuvwxyz" * 4
@@ -40,7 +41,7 @@ def test_prompts_are_held_out_text_or_random_ids(model: Model) -> None:
 def test_a_named_text_comes_first_and_documentation_last(model: Model, tmp_path: Path) -> None:
     path = tmp_path / "letters.txt"
     path.write_text(LETTERS)
-    named = TextFile.read(path).source("m", IDS, 256, 20)
+    named = TextFile.read(path).source("m", IDS, 256, [Bucket(1, 20)], 0)
     described = documentation_of(IDS, 256)
     assert named.named is not None
     assert (named.named.name, named.named.sha256) == ("letters.txt", sha256(path.read_bytes()).hexdigest())
@@ -72,7 +73,7 @@ def test_of_a_long_file_the_beginning_counts_up_to_a_whole_character(
     path = tmp_path / "long.txt"
     path.write_text("ab\N{EURO SIGN}" * 20, encoding="utf-8")
     monkeypatch.setattr(text, "READ_BYTES", 13)  # After the first byte of the third sign.
-    found = TextFile.read(path).source("m", IDS, 256, 3)
+    found = TextFile.read(path).source("m", IDS, 256, [Bucket(1, 3)], 0)
     assert bytes(found.ids_N.tolist()).decode() == "ab\N{EURO SIGN}" * 2 + "ab"
     assert found.named is not None
     assert found.named.sha256 == sha256(path.read_bytes()[:13]).hexdigest()
@@ -101,7 +102,7 @@ def test_files_that_are_refused(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError, match=f"^{re.escape(str(path))}: {message}$"):
-        TextFile.read(path).source("m", tokens_of, 256, 20)
+        TextFile.read(path).source("m", tokens_of, 256, [Bucket(2, 9)], 20)
 
 
 def test_documentation_needs_a_tokenizer_that_fits() -> None:
