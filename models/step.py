@@ -9,8 +9,8 @@ of a row hold arbitrary finite numbers.
 New keys and values take part in attention beside the cached ones, and are returned as rows. The owner of the cache
 writes them into their slots. A step copies no cache.
 
-Shape legend: B rows (texts), S tokens of a prefill, T those that a layer attends to, D model width, G key/value heads, E
-head width, L slots of a layer, N routing sites, or experts of a layer. `_1` is the one token.
+Shape legend: B rows (texts), S tokens of a prefill, T those that a layer attends to, D model width, G key/value heads,
+E head width, L slots of a layer, N routing sites, or experts of a layer. `_1` is the one token.
 """
 
 from __future__ import annotations
